@@ -1,0 +1,73 @@
+# make demo: environment, install, main job.   make test: the quick tests.   make help: the rest.
+
+PYTHON     ?= python3
+VENV       ?= .venv
+# With a torch that the base Python already has: make PYTHON=... VENV_FLAGS=--system-site-packages
+VENV_FLAGS ?=
+TORCH      ?= torch==2.13.0
+# Without an NVIDIA driver the CPU build of torch does, a tenth of the download.
+TORCH_PIP_FLAGS ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || echo --extra-index-url https://download.pytorch.org/whl/cpu)
+EXTRAS     ?= dev,hf
+DEMO_FLAGS ?=
+BENCH_FLAGS ?=
+
+PY    := $(VENV)/bin/python
+PIP   := $(PY) -m pip --disable-pip-version-check
+STAMP := $(VENV)/.offload-installed
+BUILD_INPUTS := pyproject.toml $(wildcard offload/__init__.py) native/CMakeLists.txt native/exports.map $(wildcard native/src/*) $(wildcard native/include/*)
+CXX_SOURCES  := $(wildcard native/src/*.cpp) $(wildcard native/src/*.h) $(wildcard native/src/*.inc) $(wildcard native/include/*.h)
+
+.PHONY: help install demo test test-gpu check soak bench clean
+
+help:
+	@echo "make install   environment in $(VENV), torch, this package with its native core"
+	@echo "make demo      train a model larger than its memory budget, parameters and optimizer states on disk"
+	@echo "make test      quick tests"
+	@echo "make test-gpu  tests that need a CUDA device; skipped without one"
+	@echo "make check     ruff, mypy, import-linter, clang-format"
+	@echo "make soak      the slow tests"
+	@echo "make bench     benchmarks"
+
+install: $(STAMP)
+
+$(PY):
+	$(PYTHON) -c 'import sys; sys.exit("offload needs Python 3.10 or newer; set PYTHON=") if sys.version_info < (3, 10) else None'
+	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV) || { rm -rf $(VENV); echo "no venv module: apt-get install python3-venv" >&2; exit 1; }
+
+$(STAMP): $(PY) $(BUILD_INPUTS)
+	@sh native/get_liburing.sh
+	$(PY) -c 'import torch' 2>/dev/null || $(PIP) install --quiet '$(TORCH)' $(TORCH_PIP_FLAGS)
+	$(PIP) install --quiet 'scikit-build-core>=0.10' 'cmake>=3.18' ninja
+	$(PIP) install --quiet --no-build-isolation --editable '.[$(EXTRAS)]'
+	@$(PY) -c 'from offload import _native as n; print(n.build_info() if n.available() else n.unavailable_reason())'
+	@touch $(STAMP)
+
+demo: install
+	$(PY) -m offload train $(DEMO_FLAGS)
+
+test: install
+	$(PY) -m pytest -q -m "not gpu and not slow"
+
+# 5: no test was collected.
+test-gpu: install
+	$(PY) -m pytest -q -rs -m gpu || [ $$? -eq 5 ]
+
+soak: install
+	$(PY) -m pytest -q -m slow || [ $$? -eq 5 ]
+
+bench: install
+	for file in benchmarks/*.py; do $(PY) $$file $(BENCH_FLAGS) || exit 1; done
+
+# Every check runs; the target fails if one did.
+check: install
+	@failed=""; \
+	run() { echo "== $$1"; shift; "$$@" || failed="$$failed $$1"; }; \
+	run "ruff check"  $(PY) -m ruff check . ; \
+	run "ruff format" $(PY) -m ruff format --check . ; \
+	run "mypy"        $(PY) -m mypy --strict offload ; \
+	run "layers"      $(VENV)/bin/lint-imports ; \
+	run "clang-format" $(VENV)/bin/clang-format --dry-run -Werror $(CXX_SOURCES) ; \
+	[ -z "$$failed" ] || { echo "make check: something failed above" >&2; exit 1; }
+
+clean:
+	rm -rf build dist $(STAMP)

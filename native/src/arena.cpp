@@ -1,0 +1,183 @@
+// Anonymous memory: arenas of exact size, and ranges of addresses whose pages can be exchanged.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstdint>
+#include <exception>
+#include <thread>
+#include <vector>
+
+#include "cpu.h"
+#include "offload.h"
+#include "threads.h"
+
+// Missing in older headers; the kernel decides whether it knows them.
+#if !defined(MREMAP_DONTUNMAP)
+#define MREMAP_DONTUNMAP 4
+#endif
+#if !defined(MADV_POPULATE_WRITE)
+#define MADV_POPULATE_WRITE 23
+#endif
+
+namespace offload {
+namespace {
+
+constexpr int64_t kHugePageNbytes = int64_t{2} << 20;
+// One thread zeroes this much in about 10 ms; less is not worth a second thread.
+constexpr int64_t kPrefaultSliceNbytes = int64_t{64} << 20;
+constexpr int64_t kMappingMax = int64_t{1} << 46;
+
+int64_t page_nbytes() {
+    static const int64_t value = sysconf(_SC_PAGESIZE);
+    return value;
+}
+
+bool is_multiple(const void* address, int64_t of) { return reinterpret_cast<uintptr_t>(address) % static_cast<uintptr_t>(of) == 0; }
+
+// Maps more than is needed and gives back what lies before the boundary and behind the end.
+int map_aligned(int64_t nbytes, int protection, int extra_flags, char** out) {
+    const int64_t reserved_nbytes = nbytes + kHugePageNbytes;
+    void* reserved = mmap(nullptr, static_cast<size_t>(reserved_nbytes), protection, MAP_PRIVATE | MAP_ANONYMOUS | extra_flags, -1, 0);
+    if (reserved == MAP_FAILED) return -errno;
+    char* const begin = static_cast<char*>(reserved);
+    const int64_t misalignment = static_cast<int64_t>(reinterpret_cast<uintptr_t>(begin) % static_cast<uintptr_t>(kHugePageNbytes));
+    const int64_t head_nbytes = misalignment == 0 ? 0 : kHugePageNbytes - misalignment;
+    const int64_t tail_nbytes = reserved_nbytes - head_nbytes - nbytes;
+    char* const aligned = begin + head_nbytes;
+    if (head_nbytes > 0) munmap(begin, static_cast<size_t>(head_nbytes));
+    if (tail_nbytes > 0) munmap(aligned + nbytes, static_cast<size_t>(tail_nbytes));
+    *out = aligned;
+    return 0;
+}
+
+int populate(char* begin, int64_t nbytes) {
+    while (madvise(begin, static_cast<size_t>(nbytes), MADV_POPULATE_WRITE) != 0) {
+        if (errno == EINTR || errno == EAGAIN) continue;
+        if (errno != EINVAL) return errno == EFAULT ? -ENOMEM : -errno;
+        // A kernel without MADV_POPULATE_WRITE: a write to each page does it.
+        for (int64_t offset = 0; offset < nbytes; offset += page_nbytes()) *static_cast<volatile char*>(begin + offset) = 0;
+        return 0;
+    }
+    return 0;
+}
+
+int populate_in_parallel(char* begin, int64_t nbytes) {
+    const int64_t slice_count = (nbytes + kPrefaultSliceNbytes - 1) / kPrefaultSliceNbytes;
+    std::atomic<int64_t> next_slice{0};
+    std::atomic<int> failure{0};
+    const auto populate_slices = [&] {
+        for (int64_t slice; failure.load() == 0 && (slice = next_slice.fetch_add(1)) < slice_count;) {
+            const int64_t offset = slice * kPrefaultSliceNbytes;
+            const int status = populate(begin + offset, std::min(kPrefaultSliceNbytes, nbytes - offset));
+            if (status != 0) failure.store(status);
+        }
+    };
+    std::vector<std::thread> helpers;
+    const SignalsBlocked blocked;
+    try {
+        const int64_t helper_count = std::min<int64_t>(physical_core_count(), slice_count) - 1;
+        for (int64_t i = 0; i < helper_count; ++i) helpers.emplace_back(populate_slices);
+    } catch (const std::exception&) {
+        // No more threads or memory to be had: the threads there are, and this one, do all of it.
+    }
+    populate_slices();
+    for (std::thread& helper : helpers) helper.join();
+    return failure.load();
+}
+
+int pages_move(void* from, void* to, int64_t nbytes) {
+    const size_t size = static_cast<size_t>(nbytes);
+    // DONTUNMAP keeps `from` mapped, so that no other thread's mmap can land there before it is reserved again.
+    if (mremap(from, size, size, MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP, to) == MAP_FAILED) return -errno;
+    if (mmap(from, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED) return -errno;
+    return 0;
+}
+
+bool probe_pages_move() {
+    char* from = nullptr;
+    char* to = nullptr;
+    if (map_aligned(kHugePageNbytes, PROT_READ | PROT_WRITE, 0, &from) != 0) return false;
+    bool works = false;
+    if (map_aligned(kHugePageNbytes, PROT_NONE, MAP_NORESERVE, &to) == 0) {
+        from[0] = 1;
+        works = pages_move(from, to, kHugePageNbytes) == 0 && to[0] == 1;
+        munmap(to, static_cast<size_t>(kHugePageNbytes));
+    }
+    munmap(from, static_cast<size_t>(kHugePageNbytes));
+    return works;
+}
+
+bool is_huge_page_range(const void* address, int64_t nbytes) {
+    return address != nullptr && nbytes > 0 && nbytes <= kMappingMax && nbytes % kHugePageNbytes == 0 &&
+           is_multiple(address, kHugePageNbytes);
+}
+
+} // namespace
+} // namespace offload
+
+extern "C" {
+
+int offload_arena_create(int64_t nbytes, int32_t flags, void** out, int64_t* mapped_nbytes) {
+    using namespace offload;
+    if (out == nullptr || mapped_nbytes == nullptr || nbytes < 1 || nbytes > kMappingMax) return -EINVAL;
+    if ((flags & ~(OFFLOAD_ARENA_HUGE_PAGES | OFFLOAD_ARENA_PREFAULT)) != 0) return -EINVAL;
+    const int64_t size = (nbytes + page_nbytes() - 1) / page_nbytes() * page_nbytes();
+    char* address = nullptr;
+    int status = map_aligned(size, PROT_READ | PROT_WRITE, 0, &address);
+    if (status != 0) return status;
+    if ((flags & OFFLOAD_ARENA_HUGE_PAGES) != 0)
+        (void)madvise(address, static_cast<size_t>(size), MADV_HUGEPAGE); // advice: a refusal is fine
+    if ((flags & OFFLOAD_ARENA_PREFAULT) != 0) status = populate_in_parallel(address, size);
+    if (status != 0) {
+        munmap(address, static_cast<size_t>(size));
+        return status;
+    }
+    *out = address;
+    *mapped_nbytes = size;
+    return 0;
+}
+
+int offload_arena_destroy(void* address, int64_t mapped_nbytes) {
+    if (address == nullptr || mapped_nbytes < 1 || !offload::is_multiple(address, offload::page_nbytes())) return -EINVAL;
+    return munmap(address, static_cast<size_t>(mapped_nbytes)) == 0 ? 0 : -errno;
+}
+
+int offload_arena_decommit(void* address, int64_t nbytes) {
+    using namespace offload;
+    if (address == nullptr || nbytes < 0 || nbytes % page_nbytes() != 0 || !is_multiple(address, page_nbytes())) return -EINVAL;
+    if (nbytes == 0) return 0;
+    return madvise(address, static_cast<size_t>(nbytes), MADV_DONTNEED) == 0 ? 0 : -errno;
+}
+
+int32_t offload_pages_supported(void) {
+    static const bool supported = offload::probe_pages_move();
+    return supported ? 1 : 0;
+}
+
+int offload_pages_reserve(int64_t nbytes, void** out) {
+    using namespace offload;
+    if (out == nullptr || nbytes < 1 || nbytes > kMappingMax || nbytes % kHugePageNbytes != 0) return -EINVAL;
+    char* address = nullptr;
+    const int status = map_aligned(nbytes, PROT_NONE, MAP_NORESERVE, &address);
+    if (status == 0) *out = address;
+    return status;
+}
+
+int offload_pages_release(void* address, int64_t nbytes) {
+    if (!offload::is_huge_page_range(address, nbytes)) return -EINVAL;
+    return munmap(address, static_cast<size_t>(nbytes)) == 0 ? 0 : -errno;
+}
+
+int offload_pages_move(void* from, void* to, int64_t nbytes) {
+    using namespace offload;
+    if (!is_huge_page_range(from, nbytes) || !is_huge_page_range(to, nbytes)) return -EINVAL;
+    const uintptr_t a = reinterpret_cast<uintptr_t>(from);
+    const uintptr_t b = reinterpret_cast<uintptr_t>(to);
+    if (a < b + static_cast<uintptr_t>(nbytes) && b < a + static_cast<uintptr_t>(nbytes)) return -EINVAL;
+    return pages_move(from, to, nbytes);
+}
+
+} // extern "C"

@@ -1,0 +1,88 @@
+// Cuts gradient ingest and casts in tasks for the pool.
+#include <algorithm>
+#include <cerrno>
+
+#include "kernels.h"
+#include "offload.h"
+#include "threads.h"
+
+namespace offload {
+namespace {
+
+constexpr int64_t kBlockNumel = 4096; // of the definition of the sum of squares
+constexpr int64_t kBlocksPerTask = 16;
+constexpr int64_t kTaskNumel = kBlockNumel * kBlocksPerTask;
+constexpr int64_t kStartMultiple = 64;
+
+bool is_dtype(int32_t dtype) { return dtype >= OFFLOAD_F32 && dtype <= OFFLOAD_F16; }
+
+int64_t element_nbytes(int32_t dtype) { return dtype == OFFLOAD_F32 ? 4 : 2; }
+
+// `whole` describes all elements; they begin at `start_index` in flat index space.
+void ingest(offload_threads& threads, const IngestPiece& whole, int64_t start_index) {
+    const Kernels& table = kernels();
+    const int64_t end_index = start_index + whole.numel;
+    const int64_t first_block = start_index / kBlockNumel;
+    const int64_t block_count = (end_index + kBlockNumel - 1) / kBlockNumel - first_block;
+    threads.run((block_count + kBlocksPerTask - 1) / kBlocksPerTask, [&](int64_t task) {
+        const int64_t last = std::min(block_count, (task + 1) * kBlocksPerTask);
+        for (int64_t block = task * kBlocksPerTask; block < last; ++block) {
+            const int64_t begin = std::max(start_index, (first_block + block) * kBlockNumel);
+            const int64_t end = std::min(end_index, (first_block + block + 1) * kBlockNumel);
+            const int64_t done = begin - start_index;
+            IngestPiece piece = whole;
+            if (whole.dst != nullptr) piece.dst = static_cast<char*>(whole.dst) + done * element_nbytes(whole.dst_dtype);
+            piece.src = static_cast<const char*>(whole.src) + done * element_nbytes(whole.src_dtype);
+            if (whole.block_sum != nullptr) piece.block_sum = whole.block_sum + block;
+            piece.numel = end - begin;
+            table.ingest(piece);
+        }
+    });
+}
+
+void convert(offload_threads& threads, void* dst, int32_t dst_dtype, const void* src, int32_t src_dtype, int64_t numel) {
+    const Kernels& table = kernels();
+    threads.run((numel + kTaskNumel - 1) / kTaskNumel, [&](int64_t task) {
+        const int64_t begin = task * kTaskNumel;
+        table.convert(static_cast<char*>(dst) + begin * element_nbytes(dst_dtype), dst_dtype,
+                      static_cast<const char*>(src) + begin * element_nbytes(src_dtype), src_dtype, std::min(kTaskNumel, numel - begin));
+    });
+}
+
+} // namespace
+} // namespace offload
+
+extern "C" {
+
+int offload_gradient_ingest(offload_threads* threads, void* dst, int32_t dst_dtype, const void* src, int32_t src_dtype, int64_t numel,
+                            int64_t start_index, int32_t accumulate, double* block_sums) {
+    using namespace offload;
+    if (threads == nullptr || numel < 0 || start_index < 0 || start_index % kStartMultiple != 0 ||
+        start_index > INT64_MAX - numel - kBlockNumel)
+        return -EINVAL;
+    if (!is_dtype(src_dtype) || (dst != nullptr && !is_dtype(dst_dtype)) || (accumulate != 0 && accumulate != 1)) return -EINVAL;
+    if (dst == nullptr && accumulate != 0) return -EINVAL;
+    if (numel == 0) return 0;
+    if (src == nullptr) return -EINVAL;
+    IngestPiece whole = {};
+    whole.dst = dst;
+    whole.src = src;
+    whole.block_sum = block_sums;
+    whole.dst_dtype = dst_dtype;
+    whole.src_dtype = src_dtype;
+    whole.numel = numel;
+    whole.accumulate = accumulate != 0;
+    ingest(*threads, whole, start_index);
+    return 0;
+}
+
+int offload_convert(offload_threads* threads, void* dst, int32_t dst_dtype, const void* src, int32_t src_dtype, int64_t numel) {
+    using namespace offload;
+    if (threads == nullptr || numel < 0 || !is_dtype(dst_dtype) || !is_dtype(src_dtype)) return -EINVAL;
+    if (numel == 0) return 0;
+    if (dst == nullptr || src == nullptr) return -EINVAL;
+    convert(*threads, dst, dst_dtype, src, src_dtype, numel);
+    return 0;
+}
+
+} // extern "C"

@@ -1,0 +1,13 @@
+#include "element.h"
+
+namespace offload {
+namespace {
+using Vector = Together<ElementVector, 16>;
+}
+} // namespace offload
+
+#include "kernels.inc"
+
+namespace offload {
+const Kernels kKernelsScalar = make_kernels(OFFLOAD_SIMD_SCALAR);
+}

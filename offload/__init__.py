@@ -1,0 +1,36 @@
+"""Trains PyTorch models that do not fit in GPU memory: parameters, gradients and optimizer states in CPU memory or on NVMe."""
+
+from offload.config import Config
+from offload.engine import Engine, initialize
+from offload.errors import (
+    BudgetError,
+    ConfigError,
+    CorruptDataError,
+    EngineFailedError,
+    InitializerError,
+    NonFiniteGradientError,
+    OffloadError,
+    ParameterAccessError,
+    StorageError,
+    UsageError,
+)
+from offload.runtime.deferred_init import deferred_init
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BudgetError",
+    "Config",
+    "ConfigError",
+    "CorruptDataError",
+    "Engine",
+    "EngineFailedError",
+    "InitializerError",
+    "NonFiniteGradientError",
+    "OffloadError",
+    "ParameterAccessError",
+    "StorageError",
+    "UsageError",
+    "deferred_init",
+    "initialize",
+]

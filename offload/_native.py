@@ -1,0 +1,312 @@
+"""The binding to `native/`: the only place that sees pointers.
+
+Everything here takes addresses (`tensor.data_ptr()`) and sizes as integers and knows no torch. The meaning of each
+function is written in `native/include/offload.h`; here is what Python adds: a failure is an `OSError` with its errno,
+objects free what they own when they are closed or collected, and every call releases the GIL.
+
+The library may be missing (installed without a compiler, another ABI, switched off by `OFFLOAD_NATIVE=0`): then
+`available()` is False and everything else here raises `OSError` (ENOSYS). `OFFLOAD_NATIVE=/a/path` loads that library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Sequence
+from ctypes import byref, c_int64, c_uint64, c_void_p
+
+from offload._native_library import (
+    AdamArguments as AdamArguments,
+    AdamSegmentStructure,
+    IoResult as IoResult,
+    IoResultStructure,
+    IoStatistics as IoStatistics,
+    IoStatisticsStructure,
+    load,
+)
+
+F32, BF16, F16 = 0, 1, 2
+SIMD_LEVELS = {"scalar": 0, "avx2": 1, "avx512": 2, "neon": 3}
+
+IO_KINDS = {"io_uring": 0, "threads": 1}
+IO_OPERATIONS = {"read": 0, "write": 1, "fdatasync": 2}
+PRIORITY_HIGH, PRIORITY_LOW = 0, 1
+
+HUGE_PAGE_NBYTES = 2 << 20
+
+# A wait on the main thread returns this often to let Python see Ctrl-C.
+_INTERRUPTIBLE_NS = 100_000_000
+
+
+_library, _unavailable_reason = load()
+_warned = False
+
+
+def available() -> bool:
+    """Whether the native library is loaded."""
+    return _library is not None
+
+
+def unavailable_reason() -> str:
+    """Why it is not, in words for the user; empty if it is."""
+    return _unavailable_reason
+
+
+def warn_if_missing() -> None:
+    """Warn, once in a process, that slower replacements are used."""
+    global _warned
+    if _library is None and not _warned:
+        _warned = True
+        warnings.warn(
+            f"offload runs without its native library ({_unavailable_reason}): torch does the math and aiofiles "
+            "the I/O; results are the same, speed is not",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _loaded() -> ctypes.CDLL:
+    if _library is None:
+        raise OSError(errno.ENOSYS, f"the native library is missing: {_unavailable_reason}")
+    return _library
+
+
+def _check(status: int, operation: str) -> None:
+    if status != 0:
+        raise OSError(-status, f"{operation}: {os.strerror(-status)}")
+
+
+def build_info() -> str:
+    """One line: ABI, compiler, io_uring or not, SIMD paths."""
+    return bytes(_loaded().offload_build_info()).decode()
+
+
+def simd_level() -> str:
+    """The SIMD path in use: a key of `SIMD_LEVELS`."""
+    level = int(_loaded().offload_simd_level())
+    return next(name for name, code in SIMD_LEVELS.items() if code == level)
+
+
+def set_simd_level(name: str | None) -> None:
+    """Choose a path (None: the best); `OSError` ENOTSUP where the build or the processor lacks it. For tests."""
+    code = -1 if name is None else SIMD_LEVELS[name]
+    _check(_loaded().offload_set_simd_level(code), f"set_simd_level({name!r})")
+
+
+class _Owner:
+    """Owns one object of the library, which `close`, or else the collector, destroys."""
+
+    _destroy = ""
+    _pointer: c_void_p | None = None
+
+    def close(self) -> None:
+        """End its threads, after what they were given to do. No other call on it may be running; a second close is
+        nothing. In a forked child it is nothing too: the threads are the parent's."""
+        pointer, self._pointer = self._pointer, None
+        if pointer is not None and _library is not None:
+            _check(getattr(_library, self._destroy)(pointer), self._destroy)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Threads(_Owner):
+    """A pool of threads (`count` 0: one per physical core in the affinity mask); its callers take turns."""
+
+    _destroy = "offload_threads_destroy"
+
+    def __init__(self, count: int = 0) -> None:
+        pointer = c_void_p()
+        _check(_loaded().offload_threads_create(count, byref(pointer)), f"Threads({count})")
+        self._pointer = pointer
+        self.count = int(_loaded().offload_threads_count(pointer))
+
+
+_default_threads: Threads | None = None
+_default_lock = threading.Lock()
+
+
+def default_threads() -> Threads:
+    """The pool of this process, made when first asked for (in a forked child: anew)."""
+    global _default_threads
+    threads = _default_threads
+    if threads is None:
+        with _default_lock:
+            threads = _default_threads = _default_threads or Threads()
+    return threads
+
+
+def set_thread_count(count: int) -> None:
+    """Replace the default pool by one of `count` threads (0: physical cores); operations that run keep the old one."""
+    global _default_threads
+    threads = Threads(count)
+    with _default_lock:
+        _default_threads = threads
+
+
+def _forget_after_fork() -> None:
+    # The child has no worker threads, and another thread may have held the lock.
+    global _default_threads, _default_lock
+    _default_threads, _default_lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
+
+
+def adam(segments: Sequence[AdamArguments], threads: Threads | None = None) -> None:
+    """One Adam or AdamW step on every segment (`offload_adam`)."""
+    library, pool = _loaded(), threads or default_threads()
+    array = (AdamSegmentStructure * len(segments))(*segments)  # type: ignore[misc]  # a tuple fills a structure
+    _check(library.offload_adam(pool._pointer, array, len(segments)), f"adam of {len(segments)} segments")
+
+
+def gradient_ingest(
+    dst: int, dst_dtype: int, src: int, src_dtype: int, numel: int, start_index: int, accumulate: bool, block_sums: int
+) -> None:
+    """Copy or add a gradient and sum its squares by blocks (`offload_gradient_ingest`); address 0: none."""
+    pool = default_threads()
+    status = _loaded().offload_gradient_ingest(
+        pool._pointer, dst or None, dst_dtype, src, src_dtype, numel, start_index, int(accumulate), block_sums or None
+    )
+    _check(status, f"gradient_ingest(numel={numel}, start_index={start_index})")
+
+
+def convert(dst: int, dst_dtype: int, src: int, src_dtype: int, numel: int) -> None:
+    """dst = src, cast (`offload_convert`)."""
+    pool = default_threads()
+    _check(_loaded().offload_convert(pool._pointer, dst, dst_dtype, src, src_dtype, numel), f"convert(numel={numel})")
+
+
+def stream(reads: Sequence[int], writes: Sequence[int], numel: int, threads: Threads | None = None) -> None:
+    """Read and write float32 arrays and nothing else: the floor of a benchmark (`offload_stream`)."""
+    library, pool = _loaded(), threads or default_threads()
+    read_array, write_array = (c_void_p * len(reads))(*reads), (c_void_p * len(writes))(*writes)
+    status = library.offload_stream(pool._pointer, read_array, len(reads), write_array, len(writes), numel)
+    _check(status, f"stream(numel={numel})")
+
+
+class _Mapping:
+    """Memory that is unmapped when it is closed or when nothing refers to it or its buffers any more."""
+
+    address: int = 0
+    nbytes: int = 0
+
+    def _unmap(self, library: ctypes.CDLL, address: int, nbytes: int) -> int:
+        raise NotImplementedError
+
+    def buffer(self) -> memoryview:
+        """The bytes, writable; keeps the mapping alive. `close` does not look whether one is still in use."""
+        array = (ctypes.c_uint8 * self.nbytes).from_address(self.address)
+        array._owner = self  # type: ignore[attr-defined]
+        return memoryview(array).cast("B")
+
+    def close(self) -> None:
+        """Unmap it. Nothing may use the memory any more."""
+        address, self.address = self.address, 0
+        if address and _library is not None:
+            _check(self._unmap(_library, address, self.nbytes), f"unmap {self.nbytes} bytes")
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Arena(_Mapping):
+    """Zeroed anonymous memory on a 2 MiB boundary; `nbytes`: what was asked for, rounded up to whole pages, no more."""
+
+    def __init__(self, nbytes: int, *, huge_pages: bool = True, prefault: bool = False) -> None:
+        out, mapped = c_void_p(), c_int64()
+        flags = (1 if huge_pages else 0) | (2 if prefault else 0)
+        _check(_loaded().offload_arena_create(nbytes, flags, byref(out), byref(mapped)), f"Arena of {nbytes} bytes")
+        self.address, self.nbytes = out.value or 0, mapped.value
+
+    def decommit(self, offset_nbytes: int, nbytes: int) -> None:
+        """Give whole pages back to the system; they read as zeros later."""
+        if offset_nbytes < 0 or nbytes < 0 or offset_nbytes + nbytes > self.nbytes:
+            raise ValueError(f"decommit [{offset_nbytes}, {offset_nbytes + nbytes}) of an arena of {self.nbytes} bytes")
+        _check(_loaded().offload_arena_decommit(self.address + offset_nbytes, nbytes), f"decommit {nbytes} bytes")
+
+    def _unmap(self, library: ctypes.CDLL, address: int, nbytes: int) -> int:
+        return int(library.offload_arena_destroy(address, nbytes))
+
+
+class PageRange(_Mapping):
+    """Reserved addresses on a 2 MiB boundary, without memory until `pages_move` brings some. `nbytes`: n x 2 MiB."""
+
+    def __init__(self, nbytes: int) -> None:
+        out = c_void_p()
+        _check(_loaded().offload_pages_reserve(nbytes, byref(out)), f"PageRange of {nbytes} bytes")
+        self.address, self.nbytes = out.value or 0, nbytes
+
+    def _unmap(self, library: ctypes.CDLL, address: int, nbytes: int) -> int:
+        return int(library.offload_pages_release(address, nbytes))
+
+
+def pages_supported() -> bool:
+    """Whether `pages_move` works on this kernel (probed once)."""
+    return _library is not None and bool(_library.offload_pages_supported())
+
+
+def pages_move(source: int, destination: int, nbytes: int) -> None:
+    """Move whole pages between addresses without a copy (`offload_pages_move`)."""
+    _check(_loaded().offload_pages_move(source, destination, nbytes), f"pages_move of {nbytes} bytes")
+
+
+class IoEngine(_Owner):
+    """Reads and writes in flight on file descriptors, by "io_uring" or by "threads".
+
+    `OSError` ENOSYS or EPERM: there is no io_uring here. All methods but `close` may be called from any thread. A
+    buffer belongs to the engine from `submit` until the ticket is settled.
+    """
+
+    _destroy = "offload_io_destroy"
+
+    def __init__(self, kind: str, queue_depth: int, block_nbytes: int) -> None:
+        pointer = c_void_p()
+        status = _loaded().offload_io_create(IO_KINDS[kind], queue_depth, block_nbytes, byref(pointer))
+        _check(status, f"IoEngine({kind!r}, queue_depth={queue_depth}, block_nbytes={block_nbytes})")
+        self._pointer = pointer
+
+    def submit(
+        self, operation: str, fd: int, address: int, nbytes: int, offset: int, priority: int = PRIORITY_HIGH
+    ) -> int:
+        """Queue a "read", "write", or "fdatasync" of what was written and waited for. Returns the ticket at once."""
+        ticket = c_uint64()
+        status = _loaded().offload_io_submit(
+            self._pointer, IO_OPERATIONS[operation], fd, address, nbytes, offset, priority, byref(ticket)
+        )
+        _check(status, f"submit a {operation} of {nbytes} bytes at offset {offset}")
+        return ticket.value
+
+    def wait(self, ticket: int, timeout_ns: int | None = None) -> IoResult:
+        """How it ended (a failed transfer does not raise here). `TimeoutError`: not settled within timeout_ns (None:
+        without limit), the ticket stays; `OSError` ENOENT: no such ticket, or somebody else got its result."""
+        result = IoResultStructure()
+        remaining_ns = -1 if timeout_ns is None else timeout_ns
+        longest_ns = _INTERRUPTIBLE_NS if threading.current_thread() is threading.main_thread() else sys.maxsize
+        while True:
+            slice_ns = longest_ns if remaining_ns < 0 else min(remaining_ns, longest_ns)
+            status = _loaded().offload_io_wait(self._pointer, ticket, slice_ns, byref(result))
+            if status != -errno.ETIMEDOUT or remaining_ns == slice_ns:
+                break
+            remaining_ns -= slice_ns if remaining_ns > 0 else 0
+        _check(status, f"wait for ticket {ticket}")
+        return IoResult(result.status, result.transferred_nbytes, result.failed_offset)
+
+    def poll(self, ticket: int) -> IoResult | None:
+        """As `wait`, but None at once where it is not settled."""
+        result = IoResultStructure()
+        status = _loaded().offload_io_poll(self._pointer, ticket, byref(result))
+        if status == -errno.EAGAIN:
+            return None
+        _check(status, f"poll ticket {ticket}")
+        return IoResult(result.status, result.transferred_nbytes, result.failed_offset)
+
+    def stats(self) -> IoStatistics:
+        """Totals since the engine was made."""
+        raw = IoStatisticsStructure()
+        _check(_loaded().offload_io_stats(self._pointer, byref(raw)), "stats")
+        return IoStatistics(*(getattr(raw, name) for name in IoStatistics._fields))

@@ -1,0 +1,126 @@
+"""Finds and loads the shared library of `native/`, and declares the C ABI (`native/include/offload.h`) to ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
+from pathlib import Path
+from typing import NamedTuple
+
+ABI_VERSION = 1
+LIBRARY_NAME = "liboffload_native.so"
+
+
+class AdamArguments(NamedTuple):
+    """One `offload_adam_segment`: addresses (`emit` 0: none), sizes, hyperparameters, dtype codes; `step` is from 1."""
+
+    grad: int
+    master: int
+    exp_avg: int
+    exp_avg_sq: int
+    emit: int
+    numel: int
+    step: int
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    grad_factor: float
+    grad_dtype: int
+    emit_dtype: int
+    decoupled: int
+
+
+class IoResult(NamedTuple):
+    """How a transfer ended: 0 or -errno (-ENODATA: the file ended first), the bytes that moved, and the lowest file
+    offset at which it failed (-1: it did not)."""
+
+    status: int
+    transferred_nbytes: int
+    failed_offset: int
+
+
+class IoStatistics(NamedTuple):
+    """Totals since the engine was made; busy: at least one transfer of that direction was in flight."""
+
+    read_nbytes: int
+    written_nbytes: int
+    read_busy_ns: int
+    write_busy_ns: int
+    in_flight_count: int
+
+
+_ADAM_TYPES = 5 * (c_void_p,) + 2 * (c_int64,) + 5 * (c_double,) + (c_float,) + 3 * (c_int32,)
+
+
+class AdamSegmentStructure(ctypes.Structure):
+    _fields_ = tuple(zip(AdamArguments._fields, _ADAM_TYPES, strict=True))
+
+
+class IoResultStructure(ctypes.Structure):
+    _fields_ = tuple((name, c_int64) for name in IoResult._fields)
+
+
+class IoStatisticsStructure(ctypes.Structure):
+    _fields_ = tuple((name, c_int64) for name in IoStatistics._fields)
+
+
+_SIGNATURES: dict[str, tuple[object, ...]] = {
+    "offload_set_simd_level": (c_int32,),
+    "offload_threads_create": (c_int32, POINTER(c_void_p)),
+    "offload_threads_destroy": (c_void_p,),
+    "offload_adam": (c_void_p, c_void_p, c_int64),
+    "offload_gradient_ingest": (c_void_p, c_void_p, c_int32, c_void_p, c_int32, c_int64, c_int64, c_int32, c_void_p),
+    "offload_convert": (c_void_p, c_void_p, c_int32, c_void_p, c_int32, c_int64),
+    "offload_stream": (c_void_p, c_void_p, c_int32, c_void_p, c_int32, c_int64),
+    "offload_arena_create": (c_int64, c_int32, POINTER(c_void_p), POINTER(c_int64)),
+    "offload_arena_destroy": (c_void_p, c_int64),
+    "offload_arena_decommit": (c_void_p, c_int64),
+    "offload_pages_reserve": (c_int64, POINTER(c_void_p)),
+    "offload_pages_release": (c_void_p, c_int64),
+    "offload_pages_move": (c_void_p, c_void_p, c_int64),
+    "offload_io_create": (c_int32, c_int32, c_int64, POINTER(c_void_p)),
+    "offload_io_destroy": (c_void_p,),
+    "offload_io_submit": (c_void_p, c_int32, c_int32, c_void_p, c_int64, c_int64, c_int32, POINTER(c_uint64)),
+    "offload_io_wait": (c_void_p, c_uint64, c_int64, POINTER(IoResultStructure)),
+    "offload_io_poll": (c_void_p, c_uint64, POINTER(IoResultStructure)),
+    "offload_io_stats": (c_void_p, POINTER(IoStatisticsStructure)),
+}
+
+
+def _library_paths() -> list[Path]:
+    """Where the library may lie: beside this file, or (editable install) in the package's folder in site-packages."""
+    package_paths = list(getattr(sys.modules.get(__package__ or ""), "__path__", []))
+    folders = [Path(__file__).parent, *map(Path, package_paths), *(Path(entry) / "offload" for entry in sys.path)]
+    return [folder / LIBRARY_NAME for folder in dict.fromkeys(folders)]
+
+
+def load() -> tuple[ctypes.CDLL | None, str]:
+    """The library with its signatures declared, or None and the reason."""
+    setting = os.environ.get("OFFLOAD_NATIVE", "")
+    if setting == "0":
+        return None, "switched off by OFFLOAD_NATIVE=0"
+    candidates = [Path(setting)] if setting not in ("", "1") else _library_paths()
+    path = next((candidate for candidate in candidates if candidate.is_file()), None)
+    if path is None:
+        where = setting if setting not in ("", "1") else f"{LIBRARY_NAME} beside the package"
+        return None, f"{where} was not found; install with a C++ compiler present to build it"
+    try:
+        library = ctypes.CDLL(str(path))
+        version = int(library.offload_abi_version())
+        if version != ABI_VERSION:
+            return (
+                None,
+                f"{path} has ABI version {version}, this package needs {ABI_VERSION}; install again to rebuild it",
+            )
+        for name, argument_types in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = argument_types, c_int
+    except (OSError, AttributeError) as error:
+        return None, f"{path} cannot be used: {error}"
+    library.offload_build_info.restype = c_char_p
+    library.offload_threads_count.argtypes, library.offload_threads_count.restype = (c_void_p,), c_int32
+    return library, ""

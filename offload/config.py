@@ -1,0 +1,174 @@
+"""What a user can set: `Config`, from keywords, a mapping or a JSON file, checked as a whole before anything is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from offload.errors import ConfigError
+
+Placement = Literal["auto", "device", "cpu", "nvme"]
+
+_PLACEMENTS = ("auto", "device", "cpu", "nvme")
+_DTYPES = ("bf16", "fp16", "fp32")
+_UPDATES = ("step", "backward")
+_STATE_FORMATS = ("fp32",)
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS.update({"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40})
+
+
+def parse_nbytes(value: int | float | str, field: str) -> int:
+    """Bytes from a number, or from text such as "16GiB" or "500 MB" (KiB = 1024, KB = 1000)."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ConfigError(f"{field}={value!r} is not a size: expected bytes as a number, or text such as '16GiB'.")
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*", value)
+        if match is None or match[2].lower() not in _UNITS:
+            raise ConfigError(f"{field}={value!r} is not a size: expected bytes as a number, or text such as '16GiB' or '500MB'.")
+        nbytes = int(float(match[1]) * _UNITS[match[2].lower()])
+    else:
+        nbytes = int(value)
+    if nbytes <= 0:
+        raise ConfigError(f"{field}={value!r} must be more than zero bytes.")
+    return nbytes
+
+
+@dataclass(frozen=True)
+class Config:
+    """All settings. Every field has a default that suits most; an unknown key or a contradiction is a `ConfigError`.
+
+    stage             ZeRO stage 0 to 3: what is partitioned across ranks. On one rank all are the same.
+    parameters        where parameters live between uses: "auto", "device", "cpu" or "nvme"
+    optimizer_states  where master weights and moments live: likewise
+    nvme              a folder, or several on different drives (then striped); needed for "nvme"
+    device_memory     most bytes that the engine may hold on the device (parameters, gradients, states; activations are the
+                      model's own); None: what one unit in use and `prefetch` more take
+    cpu_memory        most bytes of host memory that the engine may hold; None: what the placements need at least
+    dtype             what forward and backward run in: "bf16", "fp16", "fp32"; None: the parameters' own dtypes
+    state_format      "fp32": fp32 master weights and moments
+    max_grad_norm     clip the global gradient norm to this; None: no clipping
+    update            "step": updates start at step() and run under the next forward; "backward": they start as soon as
+                      backward has left a unit (a step's backwards but the last go inside `engine.no_sync()`)
+    prefetch          how many units ahead are fetched
+    loss_scale        a number; "dynamic" (default for fp16); "skip": no scaling, steps with non-finite gradients are left out;
+                      None: "dynamic" for fp16, else non-finite gradients raise
+    """
+
+    stage: int = 3
+    parameters: Placement = "auto"
+    optimizer_states: Placement = "auto"
+    nvme: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
+    device_memory: int | str | None = None
+    cpu_memory: int | str | None = None
+    dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    state_format: Literal["fp32"] = "fp32"
+    max_grad_norm: float | None = None
+    update: Literal["step", "backward"] = "step"
+    prefetch: int = 1
+    loss_scale: float | Literal["dynamic", "skip"] | None = None
+
+    def __post_init__(self) -> None:
+        for check in (self._check_choices, self._check_numbers, self._check_paths, self._check_loss_scale):
+            check()
+
+    def _check_choices(self) -> None:
+        choices: dict[str, Sequence[Any]] = {
+            "parameters": _PLACEMENTS,
+            "optimizer_states": _PLACEMENTS,
+            "dtype": (*_DTYPES, None),
+            "state_format": _STATE_FORMATS,
+            "update": _UPDATES,
+            "stage": (0, 1, 2, 3),
+        }
+        for field, allowed in choices.items():
+            value = getattr(self, field)
+            if isinstance(value, bool) or value not in allowed:
+                listed = ", ".join(repr(choice) for choice in allowed)
+                raise ConfigError(f"{field}={value!r} is unknown: expected one of {listed}{_nearest(value, allowed)}.")
+
+    def _check_numbers(self) -> None:
+        for field in ("device_memory", "cpu_memory"):
+            value = getattr(self, field)
+            if value is not None:
+                object.__setattr__(self, field, parse_nbytes(value, field))
+        if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0:
+            raise ConfigError(f"prefetch={self.prefetch!r} is not a count of units: expected 0, 1, 2, ...")
+        norm = self.max_grad_norm
+        if norm is not None and (isinstance(norm, bool) or not isinstance(norm, (int, float)) or not norm > 0):
+            raise ConfigError(f"max_grad_norm={norm!r} is not a norm: expected a number above 0, or None for no clipping.")
+
+    def _check_paths(self) -> None:
+        paths = self.nvme_paths
+        if "nvme" in (self.parameters, self.optimizer_states) and not paths:
+            field = "parameters" if self.parameters == "nvme" else "optimizer_states"
+            raise ConfigError(f"{field}='nvme' needs a folder: set nvme='/path/on/the/drive', or a list of folders to stripe over.")
+        if len(set(paths)) != len(paths):
+            raise ConfigError(f"nvme={self.nvme!r} names one folder twice: name each drive's folder once.")
+
+    def _check_loss_scale(self) -> None:
+        scale = self.loss_scale
+        if scale is None or scale == "skip":
+            return
+        if isinstance(scale, str):
+            if scale != "dynamic":
+                raise ConfigError(f"loss_scale={scale!r} is unknown: expected a number, 'dynamic', 'skip' or None.")
+        elif isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < float("inf"):
+            raise ConfigError(f"loss_scale={scale!r} is not a scale: expected a number above 0, 'dynamic', 'skip' or None.")
+        if self.dtype != "fp16" and scale != 1:
+            raise ConfigError(
+                f"loss_scale={scale!r} contradicts dtype={self.dtype!r}: only fp16 gradients underflow. Set dtype='fp16', or leave "
+                "loss_scale out ('skip' leaves non-finite steps out in any dtype)."
+            )
+
+    @property
+    def nvme_paths(self) -> tuple[Path, ...]:
+        """`nvme` as paths, in order."""
+        if self.nvme is None:
+            return ()
+        if isinstance(self.nvme, (str, os.PathLike)):
+            return (Path(self.nvme),)
+        if not isinstance(self.nvme, Sequence) or not all(isinstance(path, (str, os.PathLike)) for path in self.nvme):
+            raise ConfigError(f"nvme={self.nvme!r} is not a path: expected a folder, or a list of folders.")
+        return tuple(Path(path) for path in self.nvme)
+
+    @staticmethod
+    def of(value: Config | Mapping[str, Any] | str | os.PathLike[str] | None) -> Config:
+        """A `Config` from itself, a mapping, a JSON file, or nothing (all defaults)."""
+        if value is None:
+            return Config()
+        if isinstance(value, Config):
+            return value
+        if isinstance(value, (str, os.PathLike)):
+            return Config.of(_read_json(Path(value)))
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"config {value!r} is not a Config, a mapping or the path of a JSON file.")
+        known = [field.name for field in dataclasses.fields(Config)]
+        for key in value:
+            if key not in known:
+                raise ConfigError(f"config key {key!r} is unknown{_nearest(key, known)}. Known keys: {', '.join(known)}.")
+        return Config(**cast(dict[str, Any], dict(value)))
+
+
+def _nearest(value: object, allowed: Sequence[Any]) -> str:
+    texts = [str(choice) for choice in allowed if isinstance(choice, str)]
+    close = difflib.get_close_matches(str(value), texts, n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"config file {str(path)!r} cannot be read ({error.strerror}): expected a JSON file.") from error
+    except ValueError as error:
+        raise ConfigError(f"config file {str(path)!r} is not JSON ({error}).") from error
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"config file {str(path)!r} holds {type(content).__name__}: expected an object with Config's keys.")
+    return content

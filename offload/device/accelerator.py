@@ -1,0 +1,122 @@
+"""What the engine asks of a device: memory for units, copies, waits, host jobs. One implementation per kind of device.
+
+Streams, as every implementation has them (on `cpu` they are empty words, the order of the program is theirs):
+
+    compute   the caller's current stream; forward, backward and device-side updates run on it
+    fetch     H2D copies of parameters
+    drain     D2H copies of gradients
+    host      the lane of CPU work: optimizer updates, additions of accumulated gradients
+
+Rules. A copy or job settles its `Pending`. `join(pending)` makes *compute* wait for it without blocking the host
+where the device can do that. A source must stay unchanged, and a destination untouched, until its copy settled.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+
+from offload.device.lane import HostLane
+from offload.device.pending import Pending
+
+
+class UnitMemory(ABC):
+    """Device memory of one flat, at a fixed identity: views of `flat` that autograd saved stay valid across refills.
+
+    `flat` is a uint8 tensor [nbytes]. Between `empty()` and the next `fill()` its contents do not exist and must not
+    be touched. Owned by the thread that drives the model (hooks run there, or in autograd's thread, never both at once).
+    """
+
+    flat: torch.Tensor
+    nbytes: int
+    filled: bool
+
+    @abstractmethod
+    def fill(self) -> None:
+        """Give the flat memory; contents undefined. Precondition: not filled."""
+
+    @abstractmethod
+    def empty(self) -> None:
+        """Take the memory away. Precondition: filled, and nothing in flight reads or writes it."""
+
+
+class HomeMemory(UnitMemory):
+    """A flat that is always there: parameters placed on the device, or in CPU memory that the device computes on."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self.flat = flat
+        self.nbytes = flat.numel()
+        self.filled = True
+
+    def fill(self) -> None:
+        raise AssertionError("a home flat is always filled")
+
+    def empty(self) -> None:
+        raise AssertionError("a home flat is never emptied")
+
+
+class ResizedMemory(UnitMemory):
+    """A flat whose storage keeps its identity and is resized to nothing and back (any torch device)."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.nbytes = nbytes
+        self.filled = True
+
+    def fill(self) -> None:
+        if self.filled:
+            raise AssertionError("fill of a filled flat")
+        self.flat.untyped_storage().resize_(self.nbytes)
+        self.filled = True
+
+    def empty(self) -> None:
+        if not self.filled:
+            raise AssertionError("empty of an empty flat")
+        self.flat.untyped_storage().resize_(0)
+        self.filled = False
+
+
+class Accelerator(ABC):
+    """One device. `unified`: its memory is host memory that the I/O engine and the CPU kernels can address."""
+
+    name: str
+    device: torch.device
+    unified: bool
+
+    @abstractmethod
+    def unit_memory(self, nbytes: int) -> UnitMemory:
+        """Device memory for one flat, filled."""
+
+    @abstractmethod
+    def copy_in(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
+        """H2D on the fetch stream. Same dtype and numel; `source` is host memory, pinned where that exists."""
+
+    @abstractmethod
+    def copy_out(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
+        """D2H on the drain stream, after all work given to compute so far. `source` is kept alive until then."""
+
+    @abstractmethod
+    def join(self, pending: Pending) -> None:
+        """Make compute wait for `pending`."""
+
+    @abstractmethod
+    def host_lane(self, name: str, *, waits_for_io: bool) -> HostLane:
+        """The lane on which CPU work of this name runs. `waits_for_io`: its jobs block on files."""
+
+    def pin(self, address: int, nbytes: int) -> Callable[[], None]:
+        """Register host memory for direct copies; returns what undoes it. Devices without such a notion do nothing."""
+        del address, nbytes
+        return lambda: None
+
+    def free_nbytes(self) -> int | None:
+        """Free device memory in bytes, or None where that means nothing (host memory is the device's memory)."""
+        return None
+
+    def peak_nbytes(self) -> int | None:
+        """Peak bytes of device memory in use, as the device's allocator counts them; None where there is none."""
+        return None
+
+    def close(self) -> None:  # noqa: B027 - most devices hold nothing that needs closing
+        """Give back what the device holds. Idempotent."""

@@ -1,0 +1,46 @@
+"""The CPU as the device: computes on host memory, so nothing is copied that already lies there."""
+
+from __future__ import annotations
+
+import torch
+
+from offload.device.accelerator import Accelerator, ResizedMemory, UnitMemory
+from offload.device.lane import HostLane, InlineLane, ThreadLane
+from offload.device.pages import PagePool, pages_supported
+from offload.device.pending import Pending, Settled
+
+
+class CpuAccelerator(Accelerator):
+    """Unit memory is built from a pool of 2 MiB pages that move between units without being copied or zeroed.
+
+    Where the kernel or the native library cannot move pages, storages are resized instead.
+    """
+
+    name = "cpu"
+    unified = True
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self._pages = PagePool() if pages_supported() else None
+
+    def unit_memory(self, nbytes: int) -> UnitMemory:
+        return self._pages.unit_memory(nbytes) if self._pages is not None else ResizedMemory(nbytes, self.device)
+
+    def copy_in(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
+        destination.copy_(source)
+        return Settled()
+
+    def copy_out(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
+        destination.copy_(source)
+        return Settled()
+
+    def join(self, pending: Pending) -> None:
+        pending.wait()
+
+    def host_lane(self, name: str, *, waits_for_io: bool) -> HostLane:
+        # Work that waits for files overlaps with the model; work that only computes would compete with it.
+        return ThreadLane(name) if waits_for_io else InlineLane()
+
+    def close(self) -> None:
+        if self._pages is not None:
+            self._pages.close()

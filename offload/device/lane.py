@@ -1,0 +1,135 @@
+"""Lanes of host work: jobs that run one after another, in the order in which they were submitted.
+
+`ThreadLane` runs them on a thread of its own. `InlineLane` runs them in whoever first waits for one of them: on a
+device that is the CPU itself a second thread would only compete with the model for cores. Both give the same order,
+so both give the same numbers.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+
+from offload.device.pending import Pending
+
+Job = Callable[[], None]
+
+
+class HostLane(ABC):
+    """A first-in first-out lane of jobs. `submit` may be called from any thread; a job never waits for a later one."""
+
+    @abstractmethod
+    def submit(self, job: Job) -> Pending:
+        """Queue `job`; the result settles when it ran, with its exception if it raised one."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Run what is queued, then stop. Idempotent. Failures stay with their `Pending`s."""
+
+
+class _InlineJob(Pending):
+    def __init__(self, lane: InlineLane, job: Job) -> None:
+        self._lane = lane
+        self._job: Job | None = job
+        self._failure: BaseException | None = None
+
+    def run(self) -> None:
+        job, self._job = self._job, None
+        if job is None:
+            raise AssertionError("a job runs once")
+        try:
+            job()
+        except Exception as error:
+            self._failure = error
+
+    def wait(self) -> None:
+        self._lane.run_until(self)
+        if self._failure is not None:
+            raise self._failure
+
+    def done(self) -> bool:
+        return self._job is None
+
+
+class InlineLane(HostLane):
+    """Jobs run in the thread that waits for them, earlier ones first."""
+
+    def __init__(self) -> None:
+        self._queue: deque[_InlineJob] = deque()
+        self._lock = threading.RLock()
+
+    def submit(self, job: Job) -> Pending:
+        pending = _InlineJob(self, job)
+        with self._lock:
+            self._queue.append(pending)
+        return pending
+
+    def run_until(self, last: _InlineJob) -> None:
+        with self._lock:
+            while not last.done():
+                self._queue.popleft().run()
+
+    def close(self) -> None:
+        with self._lock:
+            while self._queue:
+                self._queue.popleft().run()
+
+
+class _ThreadJob(Pending):
+    def __init__(self, job: Job) -> None:
+        self._job: Job | None = job
+        self._settled = threading.Event()
+        self._failure: BaseException | None = None
+
+    def run(self) -> None:
+        job, self._job = self._job, None
+        if job is None:
+            raise AssertionError("a job runs once")
+        try:
+            job()
+        except Exception as error:
+            self._failure = error
+        finally:
+            self._settled.set()
+
+    def wait(self) -> None:
+        self._settled.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def done(self) -> bool:
+        return self._settled.is_set()
+
+
+class ThreadLane(HostLane):
+    """Jobs run on one daemon thread named `offload-<name>`, started with the first job."""
+
+    def __init__(self, name: str) -> None:
+        self._name = f"offload-{name}"
+        self._queue: queue.SimpleQueue[_ThreadJob | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, job: Job) -> Pending:
+        pending = _ThreadJob(job)
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                self._thread.start()
+            self._queue.put(pending)
+        return pending
+
+    def _work(self) -> None:
+        while (pending := self._queue.get()) is not None:
+            pending.run()
+
+    def close(self) -> None:
+        with self._lock:
+            thread, self._thread = self._thread, None
+            if thread is not None:
+                self._queue.put(None)
+        if thread is not None:
+            thread.join()

@@ -1,0 +1,58 @@
+"""One completion type for everything asynchronous: a device event, an I/O ticket, a host job.
+
+A `Pending` settles once, either well or with a failure. Whoever depends on it calls `wait()`; a failure is raised
+at every wait, so the first caller that looks cannot hide it from the next. A failure that nobody looks at is
+raised at the end of the step: the owner of the operation keeps the `Pending` until then and waits for it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+
+class Pending(ABC):
+    """The completion of one asynchronous operation.
+
+    Thread-safety: `wait` and `done` may be called from any thread, any number of times.
+    """
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Block the calling host thread until the operation settled; raise its failure if it failed."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether it settled (well or not). Never blocks."""
+
+
+class Settled(Pending):
+    """An operation that was over before it could be waited for."""
+
+    def wait(self) -> None:
+        return None
+
+    def done(self) -> bool:
+        return True
+
+
+class AllOf(Pending):
+    """Settles when every part did; the first failure in order is the failure of the whole."""
+
+    def __init__(self, parts: Iterable[Pending]) -> None:
+        self._parts = tuple(parts)
+
+    def wait(self) -> None:
+        # Every part is waited for before a failure is raised, so that no transfer is still
+        # writing into a buffer that the failing caller is about to give back.
+        failure: BaseException | None = None
+        for part in self._parts:
+            try:
+                part.wait()
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def done(self) -> bool:
+        return all(part.done() for part in self._parts)

@@ -1,0 +1,266 @@
+"""The public face of one training run: `initialize` and the `Engine` it returns."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.config import Config
+from offload.errors import ConfigError, ParameterAccessError, UsageError
+from offload.runtime.assembly import DTYPES, Assembly, Parts
+from offload.runtime.flats import ParameterInfo
+from offload.runtime.gathering import Gathering
+from offload.runtime.guard import ParameterGuard
+from offload.runtime.hooks import Hooks
+from offload.runtime.loss_scale import LossScale
+from offload.runtime.optimizer import OffloadOptimizer, hyper_of
+from offload.runtime.training import Training
+from offload.runtime.weights import open_weights
+
+_engines: dict[int, Engine] = {}
+
+
+def initialize(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    *,
+    weights: str | os.PathLike[str] | None = None,
+) -> Engine:
+    """Move `model`'s parameters and `optimizer`'s states into their tiers and return the engine that trains them.
+
+    The model is changed in place and used as before; the loop uses `engine.optimizer`.
+
+    model      any module; on the CPU, or (parts of it) on the meta device under `offload.deferred_init()` or with
+               `weights`. Its buffers are moved to the device.
+    optimizer  `torch.optim.Adam` or `AdamW` over the model's trainable parameters; state it has already is taken over.
+               None: no training; forward, evaluation and generation only.
+    config     a `Config`, a mapping with its keys, or the path of a JSON file
+    weights    a safetensors file, or a folder with one or with a sharded index: read unit by unit into the tiers
+
+    Raises `ConfigError` (also `BudgetError`) and `InitializerError` before anything is allocated where they can be known
+    then, `StorageError` where a path fails.
+    """
+    if id(model) in _engines and not _engines[id(model)].closed:
+        raise UsageError("initialize was called twice on one model: close the first engine, or keep using it.")
+    resolved = Config.of(config)
+    source = open_weights(weights) if weights is not None else None
+    parts = Assembly(model, optimizer, resolved, source).build()
+    return Engine(model, optimizer, resolved, parts)
+
+
+class Engine:
+    """One model in training. A context manager: leaving it closes the engine.
+
+    All methods belong to the thread that runs the training loop.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, parts: Parts
+    ) -> None:
+        """Use `offload.initialize`."""
+        self.module = model
+        self.config = config
+        self.closed = False
+        self._parts = parts
+        self._training = Training(
+            parts.units,
+            parts.residency,
+            parts.gradients,
+            parts.updates,
+            parts.places,
+            LossScale.of(config.loss_scale, config.dtype),
+            parts.timeline,
+        )
+        self._training.max_grad_norm = config.max_grad_norm
+        self._training.input_dtype = DTYPES[config.dtype] if config.dtype is not None else None
+        needs_norm_first = config.max_grad_norm is not None or self._training.loss_scale.skips
+        self._training.update_in_backward = config.update == "backward" and not needs_norm_first
+        self.optimizer: OffloadOptimizer | None = None
+        if optimizer is not None:
+            self.optimizer = OffloadOptimizer(optimizer, self._training)
+            groups = self.optimizer
+            self._training.hyper_of = lambda index: hyper_of(groups, groups.param_groups[index])
+            self._group_sizes = [len(group["params"]) for group in optimizer.param_groups]
+        self._gathering = Gathering(parts, self._training)
+        self._guard_parameters()
+        self._move_buffers()
+        self._hooks = Hooks(parts.units, parts.residency, self._training)
+        self._hooks.install()
+        _engines[id(model)] = self
+
+    # ---- the loop ------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, **keywords: Any) -> None:
+        """`loss.backward()`, with the loss scale in fp16. `keywords` are those of `torch.Tensor.backward`."""
+        self._require_open()
+        with self._training.scaled_backward():
+            scale = self._training.loss_scale.value
+            (loss * scale if scale != 1.0 else loss).backward(**keywords)
+
+    def step(self) -> None:
+        """Begin the update of every parameter that has a gradient; the same as `engine.optimizer.step()`."""
+        self._require_open()
+        self._check_unchanged()
+        self._training.step()
+
+    def zero_grad(self) -> None:
+        """Drop all gradients; the same as `engine.optimizer.zero_grad()`."""
+        self._training.zero_grad()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside only accumulate: nothing is communicated, and with update="backward" nothing is updated."""
+        before, self._training.synchronizing = self._training.synchronizing, False
+        try:
+            yield
+        finally:
+            self._training.synchronizing = before
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Clip the gradients of the coming step to a global L2 norm of `max_norm`; return the norm before clipping."""
+        self._require_open()
+        return torch.tensor(self._training.clip_at_step(float(max_norm)))
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The global L2 norm of the last step's gradients before clipping; None before the first step."""
+        return self._training.grad_norm
+
+    @property
+    def loss_scale(self) -> float:
+        """What `backward` multiplies the loss by now."""
+        return self._training.loss_scale.value
+
+    # ---- values --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def gathered(self, params: Iterable[nn.Parameter] | nn.Parameter) -> Iterator[None]:
+        """The parameters are ordinary tensors inside: read and write them. What was written reaches their master weights.
+
+        Host memory: a copy of what is gathered, to see what was written.
+        """
+        self._require_open()
+        given = [params] if isinstance(params, nn.Parameter) else list(params)
+        by_id = {id(info.parameter): info for info in self._parts.parameters}
+        infos: list[ParameterInfo] = []
+        for position, parameter in enumerate(given):
+            if id(parameter) not in by_id:
+                raise ParameterAccessError(f"parameter {position} given to gathered is not a parameter of this engine's model.")
+            infos.append(by_id[id(parameter)])
+        with self._gathering.gathered(infos):
+            yield
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Every parameter (fp32 master precision where it is trained) and persistent buffer on the CPU, by fqn.
+
+        As `module.state_dict()`, tied parameters are under each of their names. Takes as much host memory as it returns.
+        """
+        self._require_open()
+        return self._gathering.state_dict(self.module)
+
+    def stats(self) -> dict[str, Any]:
+        """Counts, bytes planned and measured, and seconds by phase since the last call."""
+        self._require_open()
+        parts, training = self._parts, self._training
+        return {
+            "steps": training.step_count,
+            "skipped_steps": training.loss_scale.skipped_step_count,
+            "placement": {
+                "parameters": parts.placement.parameters,
+                "optimizer_states": parts.placement.optimizer_states,
+                "gradients": parts.placement.gradients,
+            },
+            "planned": [
+                {"tier": line.tier, "purpose": line.purpose, "nbytes": line.nbytes} for line in parts.placement.plan.lines
+            ],
+            "host_nbytes": parts.ledger.by_purpose,
+            "host_peak_nbytes": parts.ledger.peak_nbytes,
+            "resident_peak_nbytes": parts.residency.peak_resident_nbytes,
+            "device_peak_nbytes": parts.accelerator.peak_nbytes(),
+            "io": parts.backend.stats() if parts.backend is not None else None,
+            "io_backend": parts.backend.name if parts.backend is not None else None,
+            "seconds": parts.timeline.take(),
+        }
+
+    # ---- lifecycle -----------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give back memory and files. Parameters that lie in the tiers become unreadable. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        _engines.pop(id(self.module), None)
+        self._hooks.remove()
+        self._parts.residency.abandon_uses()
+        if self._training.failure is None:
+            self._parts.residency.finish_updates()
+        stays = self._parts.places is None
+        for unit in self._parts.units:
+            for info in unit.parameters:
+                info.parameter.grad = None
+            if stays:
+                unit.open_up()
+        self._parts.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- checks --------------------------------------------------------------------------------------------------
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise UsageError("the engine was closed: call offload.initialize again.")
+        self._training.check()
+
+    def _check_unchanged(self) -> None:
+        """A parameter added, removed, replaced, frozen or unfrozen since `initialize` is in no flat: say so."""
+        known = {id(info.parameter): info for info in self._parts.parameters}
+        for fqn, parameter in self.module.named_parameters():
+            info = known.pop(id(parameter), None)
+            if info is None:
+                raise UsageError(f"parameter {fqn!r} was added or replaced after initialize: close the engine and initialize again.")
+            if self.optimizer is not None and parameter.requires_grad != info.trainable:
+                now = "unfrozen" if parameter.requires_grad else "frozen"
+                raise UsageError(f"parameter {fqn!r} was {now} after initialize: close the engine and initialize again.")
+        if known:
+            gone = next(iter(known.values()))
+            raise UsageError(f"parameter {gone.fqn!r} was removed from the model after initialize: close the engine and initialize again.")
+        if self.optimizer is not None:
+            sizes = [len(group["params"]) for group in self.optimizer.param_groups]
+            if sizes != self._group_sizes:
+                raise UsageError("the optimizer's parameter groups changed after initialize: make all groups first, then initialize.")
+
+    def _guard_parameters(self) -> None:
+        residency = self._parts.residency
+        for info in self._parts.parameters:
+            info.guard = ParameterGuard(info.fqn, info.parameter, self._bringer(info))
+        for unit in self._parts.units:
+            residency.close_off(unit.index)
+
+    def _bringer(self, info: ParameterInfo) -> Any:
+        def bring_in() -> None:
+            self._require_open()
+            self._parts.residency.bring_in(info)
+
+        return bring_in
+
+    def _move_buffers(self) -> None:
+        device = self._parts.accelerator.device
+        for module in self.module.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != device:
+                    if buffer.is_meta:
+                        raise ConfigError(f"buffer {name!r} of {type(module).__name__} is on the meta device and has no value.")
+                    module._buffers[name] = buffer.to(device)

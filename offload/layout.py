@@ -1,0 +1,246 @@
+"""The arithmetic of where everything lies: units, flats, slots, chunks, shards, extents. Integers only.
+
+Derivation, from the model inwards:
+
+    unit      the parameters that are fetched together, usually one transformer block
+    flat      a unit's parameters of one dtype, all trainable or all frozen, laid end to end: [padded_numel]
+    slot      one parameter's place in a flat: [start, start + numel), start a multiple of SLOT_ALIGN
+    shard     one rank's equal part of a flat: padded_numel / world_size elements
+    chunk     a piece of a shard, the granule of I/O and of the optimizer step; it may split a slot and may hold many
+    extent    where a chunk (its parameters, its gradient, or its optimizer record) lies in a tier, in bytes
+    record    the optimizer state of one chunk, contiguous: [master |] exp_avg | exp_avg_sq, each fp32 [chunk.numel]
+
+What always holds: slots of a flat are disjoint and in order; slots of one optimizer group are contiguous; every
+chunk boundary is a multiple of BLOCK (so that a block of the sum of squares never straddles two chunks, and every
+extent is a multiple of EXTENT_ALIGN bytes at an offset that is one); shards partition the padded flat.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+SLOT_ALIGN = 64
+"""Elements. 256 bytes of fp32: a slot never shares a cache line or a SIMD lane pattern with its neighbour."""
+
+BLOCK = 4096
+"""Elements. The granule of the sum of squares (see `offload.device.kernels.ingest`) and of every boundary."""
+
+EXTENT_ALIGN = 4096
+"""Bytes. What direct I/O asks of offsets and lengths on every common file system."""
+
+CHUNK_NUMEL = 4 * 1024 * 1024
+"""Elements. 16 MiB of fp32: large enough for full device bandwidth, small enough that a pipeline of them is small."""
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is >= `value`."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A byte range in a tier. Both numbers are multiples of EXTENT_ALIGN."""
+
+    offset_nbytes: int
+    nbytes: int
+
+
+class ExtentAllocator:
+    """Hands out consecutive extents; `total_nbytes` is the size of the store that holds them."""
+
+    def __init__(self) -> None:
+        self.extents: list[Extent] = []
+        self.total_nbytes = 0
+
+    def take(self, nbytes: int) -> Extent:
+        extent = Extent(self.total_nbytes, round_up(nbytes, EXTENT_ALIGN))
+        self.total_nbytes += extent.nbytes
+        self.extents.append(extent)
+        return extent
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """What the layout needs to know of a parameter. `index` is its place in the engine's list of parameters."""
+
+    index: int
+    numel: int
+    dtype: str
+    itemsize: int
+    trainable: bool
+    group_index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One parameter's place in a flat, in elements."""
+
+    parameter_index: int
+    start: int
+    numel: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank's part of a flat, in elements of the flat."""
+
+    rank: int
+    start: int
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of this rank's shard, in elements of the flat."""
+
+    index: int
+    start: int
+    numel: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of a slot that lies in a chunk: [start, stop) in elements of the flat."""
+
+    slot: Slot
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class FlatLayout:
+    """One flat buffer of one unit."""
+
+    unit_index: int
+    dtype: str
+    itemsize: int
+    trainable: bool
+    slots: tuple[Slot, ...]
+    numel: int
+    shard: Shard
+    chunks: tuple[Chunk, ...]
+    _starts: tuple[int, ...] = field(repr=False, compare=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole (unsharded) flat, padding included."""
+        return self.numel * self.itemsize
+
+    def pieces(self, chunk: Chunk) -> Iterator[Piece]:
+        """The slots that lie in `chunk`, cut to it, in order."""
+        first = bisect.bisect_right(self._starts, chunk.start) - 1
+        for slot in self.slots[max(first, 0) :]:
+            if slot.start >= chunk.stop:
+                return
+            start, stop = max(slot.start, chunk.start), min(slot.stop, chunk.stop)
+            if start < stop:
+                yield Piece(slot, start, stop)
+
+    def chunks_of(self, slot: Slot) -> tuple[Chunk, ...]:
+        """The chunks of this rank's shard that hold a part of `slot`, in order."""
+        return tuple(chunk for chunk in self.chunks if chunk.start < slot.stop and slot.start < chunk.stop)
+
+    @property
+    def open_chunk_count(self) -> int:
+        """How many chunks can hold an incomplete gradient at once: those that more than one slot shares.
+
+        A chunk that lies wholly inside one slot is filled and finished by that slot's gradient alone.
+        """
+        return sum(1 for chunk in self.chunks if sum(1 for _ in self.pieces(chunk)) > 1)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitLayout:
+    """One unit: its flats, at most one per (dtype, trainable)."""
+
+    index: int
+    name: str
+    flats: tuple[FlatLayout, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the unsharded parameters, padding included."""
+        return sum(flat.nbytes for flat in self.flats)
+
+    @property
+    def trainable_numel(self) -> int:
+        return sum(flat.numel for flat in self.flats if flat.trainable)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The whole model on one rank of `world_size`."""
+
+    units: tuple[UnitLayout, ...]
+    world_size: int
+    rank: int
+    chunk_numel: int
+
+    @property
+    def flats(self) -> Iterator[FlatLayout]:
+        return (flat for unit in self.units for flat in unit.flats)
+
+    @property
+    def max_chunk_numel(self) -> int:
+        """Elements of the largest chunk there is (at most `chunk_numel`)."""
+        return max((chunk.numel for flat in self.flats for chunk in flat.chunks), default=0)
+
+
+def _flat_layout(
+    unit_index: int, specs: Sequence[ParameterSpec], world_size: int, rank: int, chunk_numel: int
+) -> FlatLayout:
+    slots: list[Slot] = []
+    start = 0
+    # A stable sort by group keeps the slots of one optimizer group contiguous and, within it, in model order.
+    for spec in sorted(specs, key=lambda spec: spec.group_index):
+        slots.append(Slot(spec.index, start, spec.numel))
+        start = round_up(start + spec.numel, SLOT_ALIGN)
+    numel = round_up(max(start, 1), BLOCK * world_size)
+    shard = Shard(rank, rank * (numel // world_size), numel // world_size)
+    chunks = tuple(
+        Chunk(index, begin, min(chunk_numel, shard.start + shard.numel - begin))
+        for index, begin in enumerate(range(shard.start, shard.start + shard.numel, chunk_numel))
+    )
+    first = specs[0]
+    starts = tuple(slot.start for slot in slots)
+    return FlatLayout(unit_index, first.dtype, first.itemsize, first.trainable, tuple(slots), numel, shard, chunks, starts)
+
+
+def build_layout(
+    units: Iterable[tuple[str, Sequence[ParameterSpec]]],
+    *,
+    world_size: int = 1,
+    rank: int = 0,
+    chunk_numel: int = CHUNK_NUMEL,
+) -> Layout:
+    """Lay out units, given as (name, parameters) in the order in which the model holds them.
+
+    `chunk_numel` must be a multiple of BLOCK. A unit without parameters has no flats and is kept, so that
+    unit indices are those of the caller.
+    """
+    if chunk_numel <= 0 or chunk_numel % BLOCK:
+        raise AssertionError(f"chunk_numel {chunk_numel} is not a positive multiple of {BLOCK}")
+    if not 0 <= rank < world_size:
+        raise AssertionError(f"rank {rank} is not within world size {world_size}")
+    laid_out: list[UnitLayout] = []
+    for unit_index, (name, specs) in enumerate(units):
+        by_kind: dict[tuple[str, bool], list[ParameterSpec]] = {}
+        for spec in specs:
+            by_kind.setdefault((spec.dtype, spec.trainable), []).append(spec)
+        flats = tuple(_flat_layout(unit_index, kind, world_size, rank, chunk_numel) for kind in by_kind.values())
+        laid_out.append(UnitLayout(unit_index, name, flats))
+    return Layout(tuple(laid_out), world_size, rank, chunk_numel)

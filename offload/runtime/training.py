@@ -1,0 +1,325 @@
+"""What happens in a training loop: gradients are taken over as backward computes them, a step turns them into updates.
+
+With `update="step"` all updates are enqueued at `step()`, in the order in which the next forward needs them, and run
+under it. With `update="backward"` a unit's update is enqueued when backward has left the unit and all its gradients are
+there. What needs every gradient first (clipping, skipping non-finite steps, loss scaling) is enqueued at `step()` in
+either mode, so the mode never changes a number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from offload.device.kernels import AdamHyper
+from offload.errors import EngineFailedError, NonFiniteGradientError, ParameterAccessError, UsageError
+from offload.runtime.fetching import chunks_of
+from offload.runtime.flats import ParameterInfo, Unit
+from offload.runtime.gradients import Gradients
+from offload.runtime.guard import TakenGradient
+from offload.runtime.hooks import Listener
+from offload.runtime.loss_scale import LossScale
+from offload.runtime.places import ParameterPlaces
+from offload.runtime.residency import Residency
+from offload.runtime.shard_state import ShardState, ShardStates
+from offload.runtime.timeline import Timeline
+from offload.runtime.update import ChunkUpdate, PieceUpdate, Updates
+
+_NAMED = 5
+"""How many names an error message lists."""
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """min(1, max_norm / (norm + 1e-6)) rounded to fp32, as torch.nn.utils.clip_grad_norm_ computes it."""
+    return float(min(np.float32(1.0), np.float32(max_norm) / (np.float32(norm) + np.float32(1e-6))))
+
+
+class Training(Listener):
+    """See the module. Owned by the thread that drives the model; hooks run in it or in autograd's."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        residency: Residency,
+        gradients: Gradients | None,
+        updates: Updates | None,
+        places: ParameterPlaces | None,
+        loss_scale: LossScale,
+        timeline: Timeline,
+    ) -> None:
+        self._units, self._residency, self._gradients, self._updates = units, residency, gradients, updates
+        self._places, self._timeline = places, timeline
+        self.loss_scale = loss_scale
+        self.max_grad_norm: float | None = None
+        self.input_dtype: torch.dtype | None = None
+        self.update_in_backward = False
+        self.hyper_of: Callable[[int], AdamHyper] | None = None
+        self.failure: BaseException | None = None
+        self.step_count = 0
+        self.grad_norm: float | None = None
+        self.synchronizing = True
+        self._scaled_backward = False
+        self._shards = ShardStates(len(units))
+        self._clip_once: float | None = None
+        self._begun_sum_of_squares: list[float] = []
+        self._flat_of = {info.index: flat for unit in units for flat in unit.flats for info in flat.parameters}
+
+    # ---- failure -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def failures(self) -> Iterator[None]:
+        """A failure of the engine's own work leaves its state undefined; an answer to the user's error does not."""
+        self.check()
+        try:
+            yield
+        except (ParameterAccessError, UsageError, EngineFailedError, NonFiniteGradientError):
+            raise
+        except BaseException as error:
+            self.failure = error
+            raise
+
+    def check(self) -> None:
+        """Raise if an earlier failure left the engine unusable."""
+        if self.failure is not None:
+            raise EngineFailedError(
+                f"the engine failed earlier and its state is undefined: {self.failure}. Start again from the last checkpoint."
+            ) from self.failure
+
+    # ---- forward and backward ------------------------------------------------------------------------------------
+
+    def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if self.input_dtype is None:
+            return args, kwargs
+        dtype = self.input_dtype
+
+        def cast(value: Any) -> Any:
+            return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+        cast_args, cast_kwargs = torch.utils._pytree.tree_map(cast, (args, dict(kwargs)))
+        return cast_args, cast_kwargs
+
+    def forward_begins(self) -> None:
+        self.check()
+
+    def forward_ended(self) -> None:
+        # What this forward did not use (an expert, a head) is not updated under it: do it now.
+        self._residency.finish_updates()
+        self._settle_shards()
+
+    def backward_begins(self) -> None:
+        self.check()
+        if self._begun_sum_of_squares:
+            raise UsageError(
+                "backward was called again after updates of this step had begun (update='backward' updates as gradients arrive). "
+                "Wrap all backwards of a step but the last in `with engine.no_sync():`, or set Config(update='step')."
+            )
+
+    def backward_reaches(self, unit: Unit) -> None:
+        if self._updates is not None and self._updates.is_pending(unit.index):
+            raise UsageError(
+                f"backward reached unit {unit.name} through a forward that ran before optimizer.step(): its parameters have "
+                "changed since. Run the forward again after the step."
+            )
+
+    def gradient_coming(self, unit: Unit, info: ParameterInfo) -> None:
+        if self._gradients is None:
+            raise UsageError("backward was called, but offload.initialize was given no optimizer: pass one to train.")
+        if self.loss_scale.value != 1.0 and not self._scaled_backward:
+            raise UsageError(
+                f"fp16 gradients need the loss scale ({self.loss_scale.value:g}): call engine.backward(loss) instead of loss.backward()."
+            )
+        if self._shards[unit.index] is ShardState.UPDATING:
+            self.backward_reaches(unit)
+        self._gradients.is_live(info)
+        if isinstance(info.parameter.grad, TakenGradient):
+            info.parameter.grad = None
+
+    def gradient_arrived(self, unit: Unit, info: ParameterInfo) -> None:
+        assert self._gradients is not None
+        gradient = info.parameter.grad
+        assert gradient is not None
+        with self._timeline.working("gradients"):
+            self._take_over(unit, info, gradient)
+
+    def _take_over(self, unit: Unit, info: ParameterInfo, gradient: torch.Tensor) -> None:
+        assert self._gradients is not None
+        self._shards.become(unit.index, ShardState.REDUCING)
+        self._gradients.add(info, self._flat_of[info.index], gradient)
+        info.parameter.grad = TakenGradient(info.fqn, info.parameter)
+
+    def backward_leaves(self, unit: Unit) -> None:
+        if self._updates_now() and self._gradients is not None:
+            chunks = [chunk_of for chunk_of in chunks_of(unit) if chunk_of.flat.layout.trainable]
+            if chunks and all(self._gradients.is_complete(chunk_of) for chunk_of in chunks):
+                self._begin_update([info for info in unit.parameters if info.trainable])
+
+    def backward_ended(self) -> None:
+        if self._updates_now() and self._gradients is not None:
+            self._begin_update(self._gradients.live_parameters())
+
+    def _updates_now(self) -> bool:
+        return self.update_in_backward and self.synchronizing and self._clip_once is None
+
+    @contextmanager
+    def scaled_backward(self) -> Iterator[None]:
+        """Gradients that arrive inside are of a loss multiplied by the loss scale."""
+        before, self._scaled_backward = self._scaled_backward, True
+        try:
+            yield
+        finally:
+            self._scaled_backward = before
+
+    # ---- step ----------------------------------------------------------------------------------------------------
+
+    def zero_grad(self) -> None:
+        """Drop every gradient that no update has taken yet."""
+        if self._gradients is not None:
+            for info in self._gradients.live_parameters():
+                self._gradients.drop(info)
+        for unit in self._units:
+            for info in unit.parameters:
+                info.parameter.grad = None
+            if self._shards[unit.index] is ShardState.REDUCING:
+                self._shards.become(unit.index, ShardState.CLEAN)
+
+    def measure_norm(self) -> float:
+        """The global L2 norm of the gradients as they stand, un-scaled."""
+        assert self._gradients is not None
+        self._gradients.settle()
+        total = math.fsum([self._gradients.sum_of_squares(), *self._begun_sum_of_squares])
+        return math.sqrt(total) / self.loss_scale.value
+
+    def clip_at_step(self, max_norm: float) -> float:
+        """Have the coming step clip to `max_norm`; return the norm before clipping."""
+        if self._begun_sum_of_squares:
+            raise UsageError(
+                "clip_grad_norm_ was called after updates of this step had begun: with update='backward' set Config(max_grad_norm=...) "
+                "instead, or use update='step'."
+            )
+        self._take_user_gradients()
+        self._clip_once = max_norm
+        return self.measure_norm()
+
+    def step(self) -> None:
+        """Turn the gradients into updates; see the module for when they run."""
+        self.check()
+        if self._gradients is None or self._updates is None:
+            raise UsageError("step was called, but offload.initialize was given no optimizer: pass one to train.")
+        with self.failures():
+            self._residency.finish_updates()
+            self._settle_shards()
+            if self._places is not None:
+                self._places.raise_failed_writes()
+            self._take_user_gradients()
+            live = self._gradients.live_parameters()
+            with self._timeline.waiting("gradients"):
+                norm = self.measure_norm()
+            begun, self._begun_sum_of_squares = bool(self._begun_sum_of_squares), []
+            max_norm = self._clip_once if self._clip_once is not None else self.max_grad_norm
+            self._clip_once = None
+            self.grad_norm = norm
+            if not math.isfinite(norm):
+                self._non_finite_step(live, begun)
+                return
+            clip = clip_factor(norm, max_norm) if max_norm is not None else 1.0
+            if live:
+                self._enqueue(live, clip / self.loss_scale.value)
+            self.loss_scale.step_was_finite()
+            self._finish_step()
+
+    def _finish_step(self) -> None:
+        assert self._updates is not None
+        self.step_count += 1
+        self._residency.end_step()
+        self._updates.read_ahead()
+        self._residency.launch_resident()
+        for unit_index in self._updates.pending_units:
+            if not self._residency.in_use(unit_index):
+                self._residency.close_off(unit_index)
+
+    def _non_finite_step(self, live: list[ParameterInfo], begun: bool) -> None:
+        assert self._gradients is not None
+        names = self._gradients.non_finite_parameters()
+        if not self.loss_scale.skips:
+            listed = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+            raise NonFiniteGradientError(
+                f"the gradients of {listed} hold inf or NaN (step {self.step_count}). To leave such steps out set "
+                "Config(loss_scale='skip'); to find the cause use torch.autograd.detect_anomaly()."
+            )
+        assert not begun
+        self.loss_scale.step_overflowed()
+        self.zero_grad()
+        self._residency.end_step()
+
+    def _take_user_gradients(self) -> None:
+        """A gradient that the user assigned to `p.grad` counts like one that backward computed."""
+        for unit in self._units:
+            for info in unit.parameters:
+                gradient = info.parameter.grad
+                if info.trainable and gradient is not None and not isinstance(gradient, TakenGradient):
+                    assert self._gradients is not None
+                    self._gradients.is_live(info)
+                    self._take_over(unit, info, gradient)
+
+    def _begin_update(self, live: list[ParameterInfo]) -> None:
+        """update="backward": enqueue and launch the updates of these parameters."""
+        assert self._gradients is not None
+        if not live:
+            return
+        self._gradients.settle()
+        partial = self._gradients.sum_of_squares_of(live)
+        if not math.isfinite(partial):
+            try:
+                self._non_finite_step(live, begun=True)
+            except NonFiniteGradientError as error:
+                if self._begun_sum_of_squares:
+                    self.failure = error  # other units have been updated already
+                raise
+        self._begun_sum_of_squares.append(partial)
+        self._enqueue(live, 1.0 / self.loss_scale.value)
+        self._residency.launch_resident()
+
+    def _enqueue(self, live: list[ParameterInfo], factor: float) -> None:
+        assert self._gradients is not None and self._updates is not None and self.hyper_of is not None
+        hypers = {index: self.hyper_of(index) for index in {info.group_index for info in live if info.group_index is not None}}
+        steps: dict[int, tuple[AdamHyper, int]] = {}
+        for info in live:
+            assert info.group_index is not None
+            info.step += 1
+            steps[info.index] = (hypers[info.group_index], info.step)
+            info.parameter.grad = None
+            self._gradients.consume(info)
+        touched = {info.unit_index for info in live}
+        for unit_index in self._residency.next_order():
+            if unit_index in touched:
+                unit = self._units[unit_index]
+                self._shards.become(unit_index, ShardState.REDUCING)
+                self._shards.become(unit_index, ShardState.UPDATING)
+                self._updates.enqueue(unit, _chunk_updates(unit, steps, factor))
+
+    def _settle_shards(self) -> None:
+        for unit in self._units:
+            settled = self._updates is None or not self._updates.is_pending(unit.index)
+            if settled and self._shards[unit.index] is ShardState.UPDATING:
+                self._shards.become(unit.index, ShardState.CLEAN)
+
+
+def _chunk_updates(unit: Unit, steps: dict[int, tuple[AdamHyper, int]], factor: float) -> list[ChunkUpdate]:
+    updates = []
+    for chunk_of in chunks_of(unit):
+        if not chunk_of.flat.layout.trainable:
+            continue
+        pieces = [
+            PieceUpdate(info, piece, *steps[info.index]) for info, piece in chunk_of.pieces() if info.index in steps
+        ]
+        if pieces:
+            updates.append(ChunkUpdate(chunk_of, pieces, factor))
+    return updates
+
+
+

@@ -1,0 +1,128 @@
+"""Matching the names in a checkpoint with the parameters and buffers of a model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from offload.errors import InitializerError
+
+_LISTED_COUNT = 10
+# Buffers which models used to save, and which old checkpoints therefore hold; models today compute them.
+_FORMER_BUFFERS = (("rotary_emb.inv_freq", r"rotary_emb\.inv_freq"), ("position_ids", r"(^|\.)position_ids$"))
+
+
+@dataclass(slots=True)
+class Differences:
+    """What does not fit, one line each."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    misshapen: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.misshapen)
+
+    def __str__(self) -> str:
+        kinds = (
+            ("missing", self.missing),
+            ("unexpected", self.unexpected),
+            ("of another shape", self.misshapen),
+        )
+        return "; ".join(f"{len(lines)} {kind}: {_listed(lines)}" for kind, lines in kinds if lines)
+
+
+def match_names(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], origin: str) -> dict[str, tuple[str, ...]]:
+    """{first fqn of a parameter or persistent buffer: the names in `shapes` which hold it, its first fqn's first}.
+
+    `origin` is where `shapes` come from, for errors. Errors: `InitializerError` with all differences.
+    """
+    tensors = persistent_tensors(model)
+    first_fqn: dict[int, str] = {}
+    for fqn, tensor in tensors.items():
+        first_fqn.setdefault(id(tensor), fqn)
+    by_fqn, unexpected = _names_by_fqn(model, shapes, tensors, origin)
+    found: dict[str, tuple[str, ...]] = {}
+    for fqn, tensor in tensors.items():
+        if fqn in by_fqn:
+            first = first_fqn[id(tensor)]
+            found[first] = (*found.get(first, ()), by_fqn[fqn])
+    ignorable = _ignorer(model, "_keys_to_ignore_on_load_missing", ())
+    former = [pattern for suffix, pattern in _FORMER_BUFFERS if _has_buffer(model, suffix)]
+    left_over = _ignorer(model, "_keys_to_ignore_on_load_unexpected", former)
+    differences = Differences()
+    for fqn in dict.fromkeys(first_fqn.values()):
+        shape = tuple(tensors[fqn].shape)
+        if fqn not in found:
+            if not ignorable(fqn):
+                differences.missing.append(f"{fqn} {list(shape)}")
+            continue
+        differences.misshapen += [
+            f"{name} (model: {list(shape)}, file: {list(shapes[name])})" for name in found[fqn] if shapes[name] != shape
+        ]
+    differences.unexpected = [f"{name} {list(shapes[name])}" for name in unexpected if not left_over(name)]
+    if differences:
+        raise InitializerError(
+            f"the weights in {origin} do not fit {type(model).__name__}: {differences}. Build the model from the "
+            "configuration with which the weights were saved, or give the checkpoint of this very model"
+        )
+    return found
+
+
+def persistent_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and persistent buffers of `model` by fqn; a tied one under each of its fqns."""
+    found: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        held: dict[str, Tensor | None] = {
+            **module._parameters,
+            **{
+                name: buffer
+                for name, buffer in module._buffers.items()
+                if name not in module._non_persistent_buffers_set
+            },
+        }
+        for name, tensor in held.items():
+            if tensor is not None:
+                found[f"{prefix}.{name}" if prefix else name] = tensor
+    return found
+
+
+def _names_by_fqn(
+    model: nn.Module, names: Iterable[str], expected: Mapping[str, Tensor], origin: str
+) -> tuple[dict[str, str], list[str]]:
+    """({fqn: name}, names for which there is no fqn), with the model's prefix added or taken away where that helps."""
+    prefix = getattr(model, "base_model_prefix", "")
+    prefix = f"{prefix}." if isinstance(prefix, str) and prefix else ""
+    by_fqn: dict[str, str] = {}
+    unexpected: list[str] = []
+    for name in names:
+        candidates = (name, prefix + name, name.removeprefix(prefix))
+        fqn = next((candidate for candidate in candidates if candidate in expected), None)
+        if fqn is None:
+            unexpected.append(name)
+        elif fqn in by_fqn:
+            raise InitializerError(
+                f"{origin} holds both {by_fqn[fqn]!r} and {name!r}, which are the same {fqn} of {type(model).__name__}"
+                "; keep one of them"
+            )
+        else:
+            by_fqn[fqn] = name
+    return by_fqn, unexpected
+
+
+def _has_buffer(model: nn.Module, suffix: str) -> bool:
+    return any(name.endswith(suffix) for name, _ in model.named_buffers())
+
+
+def _ignorer(model: nn.Module, attribute: str, more: Iterable[str]) -> Callable[[str], bool]:
+    patterns = [re.compile(pattern) for pattern in (*(getattr(model, attribute, None) or ()), *more)]
+    return lambda name: any(pattern.search(name) for pattern in patterns)
+
+
+def _listed(lines: list[str]) -> str:
+    text = ", ".join(lines[:_LISTED_COUNT])
+    rest = len(lines) - _LISTED_COUNT
+    return f"{text} and {rest} more" if rest > 0 else text

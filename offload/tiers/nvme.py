@@ -1,0 +1,131 @@
+"""Extents on NVMe: one scratch file per path, striped.
+
+Stripe s of the store, bytes [s * stripe_nbytes, (s + 1) * stripe_nbytes), lies in file s % path_count as its stripe
+s // path_count. One extent so becomes one transfer per stripe it touches, and one `Pending` for all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from offload.device.pending import AllOf, Pending
+from offload.layout import EXTENT_ALIGN, Extent
+from offload.tiers.extent_guard import ExtentGuard
+from offload.tiers.io.backend import IoBackend, Priority
+from offload.tiers.io.failure import storage_error
+from offload.tiers.scratch import ScratchFile, ScratchFolder
+
+STRIPE_NBYTES = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    file_index: int
+    file_offset_nbytes: int
+    start_nbytes: int  # within the extent
+    nbytes: int
+
+
+class NvmeStore:
+    """Extents in files of a `ScratchFolder`, moved by an `IoBackend`. Owns its files; the backend may serve others.
+
+    Close the stores before the backend and the scratch folder."""
+
+    def __init__(
+        self,
+        name: str,
+        extents: Iterable[Extent],
+        scratch: ScratchFolder,
+        backend: IoBackend,
+        *,
+        stripe_nbytes: int = STRIPE_NBYTES,
+    ) -> None:
+        """Reserves the whole space on disk. `name` becomes part of the files' names.
+
+        Raises `ConfigError` where a path has too little room, `StorageError` where reserving it failed."""
+        if stripe_nbytes <= 0 or stripe_nbytes % EXTENT_ALIGN:
+            raise AssertionError(
+                f"{name}: stripes of {stripe_nbytes} bytes are not a positive multiple of {EXTENT_ALIGN}"
+            )
+        self.name = name
+        self._guard = ExtentGuard(name, extents)
+        self.nbytes = self._guard.nbytes
+        self._stripe_nbytes = stripe_nbytes
+        self._backend = backend
+        self._files: tuple[ScratchFile, ...] = scratch.create(
+            name, striped_nbytes(self.nbytes, scratch.path_count, stripe_nbytes)
+        )
+
+    def read(self, extent: Extent, into: Tensor, *, priority: Priority = Priority.PARAMETER) -> Pending:
+        return self._submit(extent, into, priority, is_write=False)
+
+    def write(self, extent: Extent, source: Tensor, *, priority: Priority = Priority.STATE) -> Pending:
+        return self._submit(extent, source, priority, is_write=True)
+
+    def view(self, extent: Extent) -> Tensor | None:
+        self._guard.check_extent(extent, "a view")
+        return None
+
+    def flush(self) -> None:
+        self._guard.drain()
+        for file in self._files:
+            # Through the page cache a failed write-back shows up here or never.
+            if not file.direct:
+                _sync(file)
+        self._guard.raise_unseen()
+
+    def close(self) -> None:
+        if self._guard.close():
+            for file in self._files:
+                file.close()
+
+    def _submit(self, extent: Extent, tensor: Tensor, priority: Priority, *, is_write: bool) -> Pending:
+        operation = self._guard.begin(extent, tensor, is_write=is_write)
+        transfer = self._backend.write if is_write else self._backend.read
+        parts: list[Pending] = []
+        try:
+            for piece in self._pieces(extent):
+                part = tensor[piece.start_nbytes : piece.start_nbytes + piece.nbytes]
+                parts.append(transfer(self._files[piece.file_index], part, piece.file_offset_nbytes, priority=priority))
+        except BaseException:
+            try:
+                AllOf(parts).wait()  # nothing may be in flight when the caller takes its tensor back
+            finally:
+                self._guard.abandon(operation)
+            raise
+        operation.start(parts[0] if len(parts) == 1 else AllOf(parts))
+        return operation
+
+    def _pieces(self, extent: Extent) -> Iterator[_Piece]:
+        file_count = len(self._files)
+        if file_count == 1:
+            yield _Piece(0, extent.offset_nbytes, 0, extent.nbytes)
+            return
+        position, end = extent.offset_nbytes, extent.offset_nbytes + extent.nbytes
+        while position < end:
+            stripe_index, within_nbytes = divmod(position, self._stripe_nbytes)
+            nbytes = min(self._stripe_nbytes - within_nbytes, end - position)
+            file_offset_nbytes = stripe_index // file_count * self._stripe_nbytes + within_nbytes
+            yield _Piece(stripe_index % file_count, file_offset_nbytes, position - extent.offset_nbytes, nbytes)
+            position += nbytes
+
+
+def striped_nbytes(nbytes: int, path_count: int, stripe_nbytes: int = STRIPE_NBYTES) -> tuple[int, ...]:
+    """Bytes that each of `path_count` files holds of a striped store of `nbytes`."""
+    full_stripe_count, rest_nbytes = divmod(nbytes, stripe_nbytes)
+    sizes = []
+    for index in range(path_count):
+        own_stripe_count = full_stripe_count // path_count + (index < full_stripe_count % path_count)
+        sizes.append(own_stripe_count * stripe_nbytes + (rest_nbytes if index == full_stripe_count % path_count else 0))
+    return tuple(sizes)
+
+
+def _sync(file: ScratchFile) -> None:
+    try:
+        os.fdatasync(file.fileno())
+    except OSError as error:
+        raise storage_error("cannot bring to disk what was written to", file.path, error.errno or 0) from error

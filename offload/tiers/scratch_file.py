@@ -1,0 +1,160 @@
+"""One scratch file: made exclusively, reserved in full, with direct I/O where the file system has it."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import weakref
+from pathlib import Path
+
+import torch
+
+from offload.tiers.io.failure import errno_text, storage_error
+from offload.tiers.scratch_lock import SWAP_SUFFIX, RunFolder
+
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+_log = logging.getLogger(__name__)
+
+
+class ScratchFile:
+    """An open scratch file. `direct`: it bypasses the page cache, so memory, offsets and sizes are 4 KiB aligned."""
+
+    def __init__(self, path: Path, fileno: int, nbytes: int, *, direct: bool) -> None:
+        self.path = path
+        self.nbytes = nbytes
+        self.direct = direct
+        self._fileno = fileno
+        self._process_id = os.getpid()
+        # A transfer in flight holds the file, so this cannot come too early.
+        self._finalizer = weakref.finalize(self, os.close, fileno)
+        self._finalizer.atexit = False
+        _open_files.add(self)
+
+    def fileno(self) -> int:
+        if self._fileno < 0:
+            other = (
+                f" in process {self._process_id}, which this one was forked from"
+                if os.getpid() != self._process_id
+                else ""
+            )
+            raise AssertionError(
+                f"scratch file {str(self.path)!r} is used here but is closed or open only{other or ' earlier'}"
+            )
+        return self._fileno
+
+    def close(self) -> None:
+        """Close the descriptor. May be called again. Nothing may be in flight."""
+        _open_files.discard(self)
+        self._fileno = -1
+        self._finalizer()
+
+
+_open_files: weakref.WeakSet[ScratchFile] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    # Else a forked worker that outlives the run would keep the disk space of the removed files.
+    for file in tuple(_open_files):
+        file.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def create_file(folder: RunFolder, name: str, nbytes: int, *, direct: bool) -> ScratchFile:
+    """Make `name` in the run's folder, empty so far. Raises `StorageError`."""
+    try:
+        fileno = os.open(name, _FLAGS | (os.O_DIRECT if direct else 0), 0o600, dir_fd=folder.fileno)
+    except OSError as error:
+        raise storage_error("cannot create the scratch file", folder.path / name, error.errno or errno.EIO) from error
+    return ScratchFile(folder.path / name, fileno, nbytes, direct=direct)
+
+
+def reserve(file: ScratchFile) -> None:
+    """Give the file its size, every block allocated, so that a full disk is known now and not in the middle of a step.
+
+    A file system that cannot allocate ahead gives the size alone, and a warning in the log says so.
+    Raises `StorageError`."""
+    if file.nbytes == 0:
+        return
+    code = _fallocate(file.fileno(), file.nbytes)
+    if code == 0:
+        return
+    if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
+        raise storage_error(f"cannot reserve {file.nbytes} bytes for the scratch file", file.path, code)
+    try:
+        os.ftruncate(file.fileno(), file.nbytes)
+    except OSError as error:
+        raise storage_error("cannot set the size of the scratch file", file.path, error.errno or errno.EIO) from error
+    _log.warning(
+        "%s: its file system cannot reserve space ahead (%s); if other programs fill it, a later write fails",
+        file.path,
+        errno_text(code),
+    )
+
+
+def _fallocate(fileno: int, nbytes: int) -> int:
+    """Linux fallocate; the errno it failed with, or 0.
+
+    Not os.posix_fallocate: where the file system has no such operation, the C library imitates it by writing to every
+    block of the file."""
+    function = ctypes.CDLL(None, use_errno=True).fallocate64
+    function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    while function(fileno, 0, 0, nbytes) != 0:
+        code = ctypes.get_errno()
+        if code != errno.EINTR:
+            return code
+    return 0
+
+
+def refuses_direct_io(folder: RunFolder) -> str:
+    """Why direct I/O with 4 KiB blocks does not work in the folder; "" where it does. Tried with one block.
+
+    Raises `StorageError` where not even ordinary I/O works."""
+    name = f"probe{SWAP_SUFFIX}"
+    try:
+        file = create_file(folder, name, 0, direct=True)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            _unlink(name, folder)  # Linux may have made it before it refused the flag
+            return errno_text(errno.EINVAL)
+        raise
+    try:
+        return _try_block(file)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP):
+            return errno_text(error.errno)
+        raise storage_error("cannot write and read back a block in", file.path, error.errno or errno.EIO) from error
+    finally:
+        file.close()
+        _unlink(name, folder)
+
+
+def _try_block(file: ScratchFile) -> str:
+    """Write a block and read it back, both aligned to 4 KiB and to nothing larger, as every extent may be."""
+    block_nbytes = 4096
+    with (
+        mmap.mmap(-1, 4 * block_nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory,
+        memoryview(memory) as pages,
+    ):
+        odd = 1 - torch.frombuffer(memory, dtype=torch.uint8).data_ptr() // block_nbytes % 2
+        written = pages[odd * block_nbytes : (odd + 1) * block_nbytes]
+        read = pages[(odd + 2) * block_nbytes : (odd + 3) * block_nbytes]
+        with written, read:
+            written[:] = bytes(range(256)) * (block_nbytes // 256)
+            if os.pwrite(file.fileno(), written, block_nbytes) != block_nbytes:
+                return "a block was written in part"
+            if os.preadv(file.fileno(), [read], block_nbytes) != block_nbytes:
+                return "a block was read in part"
+            return "" if read == written else "a block was read back differently"
+
+
+def _unlink(name: str, folder: RunFolder) -> None:
+    try:
+        os.unlink(name, dir_fd=folder.fileno)
+    except FileNotFoundError:
+        return

@@ -1,0 +1,109 @@
+"""Where extents lie: one protocol, in host memory or on NVMe, and one conformance suite for both.
+
+Promises of every store
+  - Whole extents only: those given at construction.
+  - One writer and no concurrent reader per extent; several readers at once are fine. Checked.
+  - A read returns the last completed write, and zeros where nothing was written yet.
+  - Nothing is allocated after construction.
+  - Every transfer moves every byte or fails with `StorageError`; an extent whose write failed cannot be read until it
+    was written again. A failure that nobody waited for is raised by `flush()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from torch import Tensor
+
+from offload.device.pending import Pending, Settled
+from offload.layout import Extent
+from offload.tiers.extent_guard import ExtentGuard
+from offload.tiers.io.backend import Priority
+from offload.tiers.memory import HostMemory, MemoryLedger, RegisterMemory
+
+
+class Store(Protocol):
+    """Extents in a tier. Every method may be called from any thread.
+
+    Tensors are uint8 [extent.nbytes], contiguous, in host memory, on a 4 KiB boundary (leases and `HostMemory` are).
+    They are held until the operation settled; the caller may not touch the memory until then."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the store: where its last extent ends."""
+        ...
+
+    def read(self, extent: Extent, into: Tensor, *, priority: Priority = Priority.PARAMETER) -> Pending:
+        """Fill `into` with the extent."""
+        ...
+
+    def write(self, extent: Extent, source: Tensor, *, priority: Priority = Priority.STATE) -> Pending:
+        """Store `source` as the extent."""
+        ...
+
+    def view(self, extent: Extent) -> Tensor | None:
+        """The extent's own memory, uint8 [extent.nbytes], where it lies in host memory; else None.
+
+        Whoever uses it in place keeps the rule of one writer himself."""
+        ...
+
+    def flush(self) -> None:
+        """Wait for everything in flight and raise the first failure that nobody waited for."""
+        ...
+
+    def close(self) -> None:
+        """Wait for everything in flight and give the space back. May be called again."""
+        ...
+
+
+class CpuStore:
+    """Extents in host memory. Reads and writes are copies, over when the call returns."""
+
+    def __init__(
+        self,
+        name: str,
+        extents: Iterable[Extent],
+        *,
+        ledger: MemoryLedger | None = None,
+        register: RegisterMemory | None = None,
+    ) -> None:
+        """`name` is the purpose on the ledger and in messages. Raises `BudgetError` where memory cannot be had."""
+        self.name = name
+        self._guard = ExtentGuard(name, extents)
+        self.nbytes = self._guard.nbytes
+        self._memory = HostMemory(self.nbytes, name, ledger=ledger, register=register)
+
+    def read(self, extent: Extent, into: Tensor, *, priority: Priority = Priority.PARAMETER) -> Pending:
+        return self._copy(extent, into, is_write=False)
+
+    def write(self, extent: Extent, source: Tensor, *, priority: Priority = Priority.STATE) -> Pending:
+        return self._copy(extent, source, is_write=True)
+
+    def view(self, extent: Extent) -> Tensor | None:
+        self._guard.check_extent(extent, "a view")
+        return self._range(extent)
+
+    def flush(self) -> None:
+        self._guard.drain()
+
+    def close(self) -> None:
+        self._guard.close()
+        self._memory.close()
+
+    def _range(self, extent: Extent) -> Tensor:
+        return self._memory.tensor[extent.offset_nbytes : extent.offset_nbytes + extent.nbytes]
+
+    def _copy(self, extent: Extent, tensor: Tensor, *, is_write: bool) -> Pending:
+        operation = self._guard.begin(extent, tensor, is_write=is_write)
+        try:
+            stored = self._range(extent)
+            if stored.data_ptr() != tensor.data_ptr():  # else: used in place through view()
+                target, source = (stored, tensor) if is_write else (tensor, stored)
+                target.copy_(source)
+        finally:
+            self._guard.abandon(operation)
+        return Settled()

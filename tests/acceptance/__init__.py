@@ -1,0 +1,1 @@
+"""Acceptance tests: what a user of the project may rely on, written against the public interface alone."""

@@ -1,0 +1,57 @@
+"""Fixtures: a seed, one way to open an engine in a named setup, and the marker of the long crosses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+
+from .models import Setup
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "slow: the largest crosses of the matrix; every axis value is also in the quick run"
+    )
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    """A seed, and one thread for torch: the models are tiny, and workers (which do the same) must have the same sums."""
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def nvme(tmp_path: Path) -> Path:
+    directory = tmp_path / "nvme"
+    directory.mkdir()
+    return directory
+
+
+Opener = Callable[..., "offload.Engine"]
+
+
+@pytest.fixture
+def opened(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
+    """`opened(model, optimizer, setup, **config)` is an engine on the setup's accelerator, closed after the test."""
+    engines: list[Any] = []
+
+    def open_engine(model: nn.Module, optimizer: torch.optim.Optimizer, setup: Setup, **fields: Any) -> Any:
+        monkeypatch.setenv("OFFLOAD_ACCELERATOR", setup.accelerator)
+        engine = offload.initialize(model, optimizer, offload.Config(**setup.fields(nvme, **fields)))
+        engines.append(engine)
+        return engine
+
+    yield open_engine
+    for engine in reversed(engines):
+        engine.close()

@@ -1,0 +1,68 @@
+"""Host memory in NVMe mode depends on the largest unit, not on the model.
+
+Each measurement is a process of its own: peak resident bytes (VmHWM) less those after an import and a tiny run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from . import worker
+from .models import Setup
+
+MIB = 2**20
+BUDGET = 192 * MIB
+WIDTH = 912  # a block has 6 * 912**2 + 6 * 912 = 5.0 M parameters: 20 MB in fp32, 60 MB of records
+BLOCKS = 12
+NUMEL = BLOCKS * (6 * WIDTH**2 + 6 * WIDTH) + 2 * (WIDTH**2 + WIDTH)
+STATES = 16 * NUMEL  # weights, gradients and two moments in fp32: 985 MB
+assert 900 * 10**6 < STATES < 1100 * 10**6
+
+# Growth allowed: the host budget; on the cpu accelerator "device" memory is resident too (four units of weights and
+# two of gradients, 20 MB each); and 48 MiB for the allocator and what a larger matrix product of torch takes.
+BOUND = BUDGET + 6 * 20 * MIB + 48 * MIB
+
+
+def measure(nvme: Path, deferred: bool = True, blocks: int = BLOCKS, update: str = "step", **fields: Any) -> Any:
+    config = Setup("nvme", "nvme", update=update).fields(nvme, **({"cpu_memory": BUDGET} | fields))
+    return worker.run(
+        {"kind": "memory", "fields": config, "blocks": blocks, "width": WIDTH, "deferred": deferred, "steps": 2}
+    )
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The run that two tests look at: all on NVMe, built under deferred_init."""
+    return measure(tmp_path_factory.mktemp("nvme"))
+
+
+def test_the_bound_says_something() -> None:
+    assert BOUND < STATES * 0.4
+
+
+def test_peak_is_far_below_the_states(measured: Any) -> None:
+    """The model was built under deferred_init: neither it, nor its gradients, nor its states were ever in memory."""
+    growth = measured["peak"] - measured["before"]
+    assert growth < BOUND, f"{growth / MIB:.0f} MiB for {STATES / MIB:.0f} MiB of states"
+
+
+def test_memory_is_constant_when_the_model_doubles(measured: Any, nvme: Path) -> None:
+    """Twelve blocks more are 240 MB of weights and 1 GB of states; 32 MiB are noise of the allocator."""
+    doubled = measure(nvme, blocks=2 * BLOCKS)
+    growth = (doubled["peak"] - doubled["before"]) - (measured["peak"] - measured["before"])
+    assert growth < 32 * MIB, f"{growth / MIB:.0f} MiB more for twice the blocks"
+
+
+def test_update_in_backward_needs_no_more(nvme: Path) -> None:
+    growth = (lambda result: result["peak"] - result["before"])(measure(nvme, update="backward"))
+    assert growth < BOUND, f"{growth / MIB:.0f} MiB"
+
+
+def test_a_model_that_was_in_memory_is_given_back(nvme: Path) -> None:
+    """Built as usual: its 240 MB are there until initialize has moved them, and are not there at the end."""
+    result = measure(nvme, deferred=False)
+    assert result["peak"] - result["before"] < BOUND + 4 * NUMEL
+    assert result["end"] - result["before"] < BOUND

@@ -1,0 +1,124 @@
+"""A training run in a process of its own: `python -m acceptance.worker '{"...": ...}'` prints one JSON line.
+
+Used where a run must not share this process: other environment variables, kill -9, two at once, peak memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+
+def environment(**variables: str) -> dict[str, str]:
+    import offload
+
+    paths = [str(Path(__file__).resolve().parent.parent), str(Path(offload.__file__).resolve().parent.parent)]
+    if "PYTHONPATH" in os.environ:
+        paths.append(os.environ["PYTHONPATH"])
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("OFFLOAD_")}
+    return plain | {"PYTHONPATH": os.pathsep.join(paths)} | variables
+
+
+def start(arguments: dict[str, Any], **variables: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "acceptance.worker", json.dumps(arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(**variables),
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """The run's result, with its `stderr`; a run that failed fails the test with all that it wrote."""
+    try:
+        out, err = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    assert process.returncode == 0, f"the worker ended with {process.returncode}:\n{out}\n{err}"
+    return json.loads(out.strip().splitlines()[-1]) | {"stderr": err}
+
+
+def run(arguments: dict[str, Any], **variables: str) -> dict[str, Any]:
+    return finish(start(arguments, **variables))
+
+
+def train_llama(fields: dict[str, Any], steps: int, width: int, announce: bool, seed: int) -> dict[str, Any]:
+    import torch
+
+    import offload
+
+    from .models import Run, bitwise_loop, digest, llama, run_engine, two_groups
+
+    torch.set_num_threads(1)
+    model = llama(width=width)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=1e-3)  # so that each seed is another model
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = offload.initialize(model, two_groups(model), offload.Config(**fields))
+        if announce:
+            bitwise_loop(Run(engine.module, engine.optimizer, engine), steps=1)
+            print("started", flush=True)
+        losses, weights = run_engine(engine, lambda run: bitwise_loop(run, steps))
+        engine.close()
+    return {
+        "losses": [loss.hex() for loss in losses],
+        "weights": digest(weights),
+        "warnings": [str(one.message) for one in caught],
+    }
+
+
+def resident_nbytes(field: str) -> int:
+    """A field of /proc/self/status in bytes. VmHWM, not ru_maxrss: the latter starts at the parent's own peak."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"no {field} in /proc/self/status")
+
+
+def measure_memory(fields: dict[str, Any], blocks: int, width: int, deferred: bool, steps: int) -> dict[str, Any]:
+    """Train blocks of [width, 4 width] pairs; report resident bytes before (after a tiny run), at the end and at peak."""
+    import contextlib
+
+    import torch
+    import torch.nn.functional as F
+
+    import offload
+
+    from .models import Stack
+
+    def train(count: int, size: int, outer: Any) -> None:
+        with outer:
+            model = Stack(size, count)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+        with offload.initialize(model, optimizer, offload.Config(**fields)) as engine:
+            x = torch.randn(4, size)
+            for _ in range(steps):
+                loss = F.mse_loss(model(x), x)
+                loss.backward()
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+            assert torch.isfinite(loss).item()
+            result["end"] = resident_nbytes("VmRSS")
+            with contextlib.suppress(TypeError):
+                result["stats"] = json.loads(json.dumps(dict(engine.stats()), default=str))
+
+    result: dict[str, Any] = {}
+    train(2, 32, offload.deferred_init() if deferred else contextlib.nullcontext())
+    before = resident_nbytes("VmHWM")
+    train(blocks, width, offload.deferred_init() if deferred else contextlib.nullcontext())
+    return result | {"before": before, "peak": resident_nbytes("VmHWM")}
+
+
+if __name__ == "__main__":
+    asked = json.loads(sys.argv[1])
+    kind = asked.pop("kind", "llama")
+    print(json.dumps({"llama": train_llama, "memory": measure_memory}[kind](**asked)), flush=True)

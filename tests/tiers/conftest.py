@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from offload.tiers import HostMemory
+
+
+@pytest.fixture
+def aligned() -> Iterator[Callable[..., Tensor]]:
+    """aligned(nbytes, seed=None): page-aligned uint8 memory, zeros or seeded random bytes."""
+
+    def allocate(nbytes: int, seed: int | None = None) -> Tensor:
+        tensor = HostMemory(nbytes, "test").tensor
+        if seed is not None:
+            tensor.copy_(
+                torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+            )
+        return tensor
+
+    yield allocate
+
+
+@pytest.fixture
+def paths3(tmp_path: Path) -> list[Path]:
+    """Three folders, as three drives."""
+    return [tmp_path / f"drive{index}" for index in range(3)]

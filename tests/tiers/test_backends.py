@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from offload.errors import ConfigError
+from offload.layout import Extent
+from offload.tiers import HostMemory, NvmeStore, Priority, ScratchFolder, io, open_backend, striped_nbytes
+from offload.tiers.io import aio
+from offload.tiers.io.aio import AioBackend
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_unknown_name_lists_the_right_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="'libaio'; expected one of auto, io_uring, threads, aiofiles"):
+        open_backend("libaio")
+    monkeypatch.setenv("OFFLOAD_IO", "fast")
+    with pytest.raises(ConfigError, match="environment variable OFFLOAD_IO is 'fast'"):
+        open_backend()
+
+
+def test_the_environment_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OFFLOAD_IO", "aiofiles")
+    backend = open_backend()
+    assert backend.name == "aiofiles"
+    backend.close()
+
+
+def refusing(*names: str, error: Exception):
+    opened = io._open
+
+    def open_(name: str, queue_depth: int | None, block_nbytes: int | None):
+        if name in names:
+            raise error
+        return opened(name, queue_depth, block_nbytes)
+
+    return open_
+
+
+def test_auto_takes_the_best_that_works_and_says_why_not_the_better(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("OFFLOAD_IO", raising=False)
+    monkeypatch.setattr(io, "_open", refusing("io_uring", "threads", error=OSError(errno.EPERM, "no")))
+    with caplog.at_level(logging.INFO, logger="offload.tiers.io"):
+        backend = open_backend()
+    assert backend.name == "aiofiles"
+    assert "io_uring: EPERM" in caplog.text and "threads: EPERM" in caplog.text
+    backend.close()
+    monkeypatch.setattr(io, "_open", refusing(*io.BACKEND_NAMES, error=ImportError("it is not installed")))
+    with pytest.raises(ConfigError, match=r"no I/O backend works here.*pip install aiofiles"):
+        open_backend()
+
+
+def test_a_named_one_that_does_not_work_is_an_error_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(io, "_open", refusing("io_uring", error=OSError(errno.EPERM, "no")))
+    with pytest.raises(ConfigError, match="asks for io_uring, which does not work here: EPERM"):
+        open_backend("io_uring")
+
+
+@pytest.mark.parametrize("name", io.BACKEND_NAMES)
+def test_close_settles_everything_and_then_refuses(name: str, tmp_path: Path) -> None:
+    try:
+        backend = open_backend(name, queue_depth=2, block_nbytes=4096)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    scratch = ScratchFolder([tmp_path])
+    (file,) = scratch.create("states", [1 << 20])
+    memory = HostMemory(1 << 20, "test").tensor
+    writes = [
+        backend.write(file, memory[start : start + 65536], start, priority=Priority.STATE)
+        for start in range(0, 1 << 20, 65536)
+    ]
+    backend.close()
+    backend.close()
+    assert all(write.done() for write in writes)
+    assert backend.stats().written_nbytes == 1 << 20
+    with pytest.raises(AssertionError, match=r"closed"):
+        backend.read(file, memory[:4096], 0, priority=Priority.PARAMETER)
+    file.close()
+    scratch.close()
+
+
+def test_aiofiles_starts_urgent_transfers_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[int] = []
+    pwritev, started, gate = aio._pwritev, threading.Event(), threading.Event()
+
+    async def recorded(fileno: int, views: list[memoryview], offset: int, **keywords: object) -> int:
+        order.append(offset)
+        if len(order) == 1:
+            started.set()
+            await asyncio.to_thread(gate.wait)
+        return await pwritev(fileno, views, offset, **keywords)
+
+    monkeypatch.setattr(aio, "_pwritev", recorded)
+    backend, scratch = AioBackend(queue_depth=1, block_nbytes=4096), ScratchFolder([tmp_path])
+    (file,) = scratch.create("states", [65536])
+    memory = HostMemory(65536, "test").tensor
+    state = backend.write(file, memory[:32768], 0, priority=Priority.STATE)
+    started.wait()
+    parameter = backend.write(file, memory[32768:], 32768, priority=Priority.PARAMETER)
+    gate.set()
+    parameter.wait()
+    state.wait()
+    # One block of the first was under way; then all of the urgent one, then the rest; each in order.
+    assert order == [0, *range(32768, 65536, 4096), *range(4096, 32768, 4096)]
+    file.close()
+    backend.close()
+    scratch.close()
+
+
+DROPPING = """
+import sys
+from offload.errors import ConfigError
+from offload.layout import Extent
+from offload.tiers import HostMemory, NvmeStore, ScratchFolder, open_backend
+extents = [Extent(i << 20, 1 << 20) for i in range(8)]
+kept = []
+for name in sys.argv[2:]:
+    for how in ("drop", "exit"):
+        backend = open_backend(name)
+        store = NvmeStore("states", extents, ScratchFolder([sys.argv[1]]), backend)
+        for extent in extents:
+            store.write(extent, HostMemory(extent.nbytes, "test").tensor)
+        if how == "drop":
+            del backend, store
+            continue
+        kept.append((backend, store))
+print("end")
+"""
+
+
+def test_dropped_without_close_and_at_exit_nothing_hangs_or_is_left(tmp_path: Path) -> None:
+    names = []
+    for name in io.BACKEND_NAMES:
+        try:
+            open_backend(name).close()
+        except ConfigError:
+            continue
+        names.append(name)
+    process = subprocess.run(
+        [sys.executable, "-c", DROPPING, str(tmp_path), *names], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (process.returncode, process.stdout, process.stderr) == (0, "end\n", "")
+    assert list(tmp_path.iterdir()) == [] and "aiofiles" in names
+
+
+@pytest.mark.parametrize("path_count", [1, 2, 3, 5])
+def test_striped_sizes_are_where_the_last_pieces_end(path_count: int) -> None:
+    stripe = 8192
+    for nbytes in range(0, 12 * stripe, 4096):
+        ends = [0] * path_count
+        for position in range(0, nbytes, 4096):
+            index, within = divmod(position, stripe)
+            ends[index % path_count] = max(ends[index % path_count], index // path_count * stripe + within + 4096)
+        assert striped_nbytes(nbytes, path_count, stripe) == tuple(ends)
+
+
+def test_stripes_spread_over_all_paths(paths3: list[Path]) -> None:
+    scratch, backend = ScratchFolder(paths3), AioBackend()
+    extent = Extent(0, 3 * 8192)
+    store = NvmeStore("states", [extent], scratch, backend, stripe_nbytes=8192)
+    memory = HostMemory(extent.nbytes, "test").tensor
+    for index in range(3):
+        memory[index * 8192 : (index + 1) * 8192].fill_(index + 1)
+    store.write(extent, memory).wait()
+    for index, folder in enumerate(scratch.folders):
+        assert (folder / "states.swap").read_bytes() == bytes([index + 1]) * 8192
+    store.close()
+    backend.close()
+    scratch.close()

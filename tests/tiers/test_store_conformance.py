@@ -1,0 +1,280 @@
+"""What every store promises, tried on every store: in host memory, and on files by every backend, striped or not."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import random
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from offload.errors import ConfigError, StorageError
+from offload.layout import Extent
+from offload.tiers import CpuStore, IoBackend, MemoryLedger, NvmeStore, Priority, ScratchFolder, Store, open_backend
+from tests.tiers.faulty_io import FaultyBackend
+
+KIB = 1024
+SIZES = (4 * KIB, 64 * KIB, 1024 * KIB + 4 * KIB, 12 * KIB, 256 * KIB, 4 * KIB)
+STRIPE_NBYTES = 16 * KIB
+BACKENDS = ("io_uring", "threads", "aiofiles", "faulty")
+KINDS = ["cpu"] + [f"nvme-{backend}-{count}" for backend in BACKENDS for count in (1, 3)]
+
+Aligned = Callable[..., Tensor]
+
+
+def extents_of(sizes: tuple[int, ...], gap_nbytes: int = 8 * KIB) -> list[Extent]:
+    extents, offset = [], 0
+    for size in sizes:
+        extents.append(Extent(offset, size))
+        offset += size + gap_nbytes
+    return extents
+
+
+@dataclass
+class Subject:
+    store: Store
+    extents: list[Extent]
+    backend: IoBackend | None
+    ledger: MemoryLedger
+
+
+def make_backend(name: str) -> IoBackend:
+    if name == "faulty":
+        return FaultyBackend(seed=7)
+    try:
+        # Small blocks, so that one transfer is many, and more than the queue takes at once.
+        return open_backend(name, queue_depth=4, block_nbytes=32 * KIB)
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+@contextlib.contextmanager
+def subject_of(kind: str, tmp_path: Path) -> Iterator[Subject]:
+    extents, ledger = extents_of(SIZES), MemoryLedger()
+    if kind == "cpu":
+        store: Store = CpuStore("states", extents, ledger=ledger)
+        yield Subject(store, extents, None, ledger)
+        store.close()
+        return
+    _, backend_name, path_count = kind.split("-")
+    backend = make_backend(backend_name)
+    scratch = ScratchFolder([tmp_path / f"drive{index}" for index in range(int(path_count))])
+    store = NvmeStore("states", extents, scratch, backend, stripe_nbytes=STRIPE_NBYTES)
+    yield Subject(store, extents, backend, ledger)
+    store.close()
+    backend.close()
+    scratch.close()
+
+
+@pytest.fixture(params=KINDS)
+def subject(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Subject]:
+    with subject_of(request.param, tmp_path) as made:
+        yield made
+
+
+def test_reads_zeros_where_nothing_was_written(subject: Subject, aligned: Aligned) -> None:
+    for extent in subject.extents:
+        into = aligned(extent.nbytes, seed=1)
+        subject.store.read(extent, into).wait()
+        assert not into.any()
+
+
+def test_reads_what_was_written_all_in_flight_at_once(subject: Subject, aligned: Aligned) -> None:
+    for round_index in range(3):
+        sources = [
+            aligned(extent.nbytes, seed=10 * round_index + index) for index, extent in enumerate(subject.extents)
+        ]
+        writes = [subject.store.write(extent, source) for extent, source in zip(subject.extents, sources, strict=True)]
+        for write in reversed(writes):
+            write.wait()
+            assert write.done()
+        targets = [aligned(extent.nbytes) for extent in subject.extents]
+        reads = [subject.store.read(extent, into) for extent, into in zip(subject.extents, targets, strict=True)]
+        for read in reads:
+            read.wait()
+        assert all(torch.equal(source, target) for source, target in zip(sources, targets, strict=True))
+    subject.store.flush()
+
+
+def test_random_operations_equal_a_model_in_memory(subject: Subject, aligned: Aligned) -> None:
+    draw = random.Random(3)
+    model = {extent: torch.zeros(extent.nbytes, dtype=torch.uint8) for extent in subject.extents}
+    pending: dict[Extent, list[tuple[object, Tensor | None, Tensor]]] = {extent: [] for extent in subject.extents}
+
+    def settle(extent: Extent) -> None:
+        for operation, into, expected in pending.pop(extent):
+            operation.wait()  # type: ignore[attr-defined]
+            assert into is None or torch.equal(into, expected)
+        pending[extent] = []
+
+    for step in range(120):
+        extent = draw.choice(subject.extents)
+        priority = draw.choice(list(Priority))
+        if draw.random() < 0.5:
+            settle(extent)
+            source = aligned(extent.nbytes, seed=step)
+            pending[extent].append((subject.store.write(extent, source, priority=priority), None, source))
+            model[extent] = source.clone()
+        else:
+            if any(into is None for _, into, _ in pending[extent]):
+                settle(extent)
+            into = aligned(extent.nbytes, seed=step)
+            pending[extent].append((subject.store.read(extent, into, priority=priority), into, model[extent]))
+    for extent in subject.extents:
+        settle(extent)
+    subject.store.flush()
+
+
+def test_a_polled_operation_becomes_done(subject: Subject, aligned: Aligned) -> None:
+    extent = subject.extents[2]
+    source = aligned(extent.nbytes, seed=1)
+    write = subject.store.write(extent, source)
+    while not write.done():
+        pass
+    source.zero_()  # settled: the memory is the caller's again
+    into = aligned(extent.nbytes)
+    read = subject.store.read(extent, into)
+    while not read.done():
+        pass
+    assert torch.equal(into, aligned(extent.nbytes, seed=1))
+
+
+def test_several_readers_of_one_extent(subject: Subject, aligned: Aligned) -> None:
+    extent = subject.extents[4]
+    source = aligned(extent.nbytes, seed=5)
+    subject.store.write(extent, source).wait()
+    targets = [aligned(extent.nbytes) for _ in range(5)]
+    reads = [subject.store.read(extent, into) for into in targets]
+    for read in reads:
+        read.wait()
+        read.wait()  # any number of times
+    assert all(torch.equal(source, into) for into in targets)
+
+
+def test_operations_from_several_threads(subject: Subject, aligned: Aligned) -> None:
+    failures: list[BaseException] = []
+
+    def work(extent: Extent, seed: int) -> None:
+        try:
+            for round_index in range(5):
+                source, into = aligned(extent.nbytes, seed=100 * seed + round_index), aligned(extent.nbytes)
+                subject.store.write(extent, source).wait()
+                subject.store.read(extent, into).wait()
+                assert torch.equal(source, into)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(extent, index)) for index, extent in enumerate(subject.extents)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+def test_what_is_dropped_without_a_wait_still_arrives(subject: Subject, aligned: Aligned) -> None:
+    for index, extent in enumerate(subject.extents):
+        subject.store.write(extent, aligned(extent.nbytes, seed=index))
+    subject.store.flush()
+    for index, extent in enumerate(subject.extents):
+        into = aligned(extent.nbytes)
+        subject.store.read(extent, into).wait()
+        assert torch.equal(into, aligned(extent.nbytes, seed=index))
+
+
+def test_only_whole_registered_extents(subject: Subject, aligned: Aligned) -> None:
+    first = subject.extents[1]
+    with pytest.raises(AssertionError, match="not one of the store's extents"):
+        subject.store.read(Extent(first.offset_nbytes, 4 * KIB), aligned(4 * KIB))
+    with pytest.raises(AssertionError, match="not one of the store's extents"):
+        subject.store.view(Extent(first.offset_nbytes, 4 * KIB))
+    with pytest.raises(AssertionError, match="whole extents only"):
+        subject.store.write(first, aligned(first.nbytes - 4 * KIB))
+
+
+def test_tensors_that_direct_io_cannot_take_are_refused_by_every_store(subject: Subject, aligned: Aligned) -> None:
+    extent = subject.extents[0]
+    wrong = {
+        "aligned": aligned(extent.nbytes + 8)[8:],
+        "uint8": aligned(extent.nbytes).view(torch.float32),
+        "contiguous": aligned(2 * extent.nbytes)[::2],
+        "1-D": aligned(extent.nbytes).view(2, -1),
+    }
+    for what, tensor in wrong.items():
+        with pytest.raises(AssertionError, match=what):
+            subject.store.write(extent, tensor)
+
+
+def test_view_is_the_extent_itself_or_none(subject: Subject, aligned: Aligned) -> None:
+    extent = subject.extents[3]
+    view = subject.store.view(extent)
+    if subject.backend is not None:
+        assert view is None
+        return
+    assert view is not None and view.shape == (extent.nbytes,) and view.data_ptr() % 4096 == 0
+    view.fill_(9)
+    into = aligned(extent.nbytes)
+    subject.store.read(extent, into).wait()
+    assert into.eq(9).all()
+    subject.store.write(extent, view).wait()  # in place
+    assert view.eq(9).all()
+
+
+def test_size_and_memory_are_those_of_the_extents(subject: Subject) -> None:
+    last = subject.extents[-1]
+    assert subject.store.nbytes == last.offset_nbytes + last.nbytes
+    expected = {"states": subject.store.nbytes} if subject.backend is None else {}
+    assert subject.ledger.by_purpose == expected
+
+
+def test_stats_count_every_byte(subject: Subject, aligned: Aligned) -> None:
+    if subject.backend is None:
+        pytest.skip("a copy in memory is no file I/O")
+    for extent in subject.extents:
+        subject.store.write(extent, aligned(extent.nbytes, seed=1)).wait()
+    subject.store.read(subject.extents[2], aligned(subject.extents[2].nbytes)).wait()
+    stats = subject.backend.stats()
+    assert (stats.read_nbytes, stats.written_nbytes) == (SIZES[2], sum(SIZES))
+    assert stats.read_busy_ns > 0 and stats.write_busy_ns > 0
+
+
+def test_close_waits_and_may_be_repeated(subject: Subject, aligned: Aligned) -> None:
+    extent = subject.extents[2]
+    write = subject.store.write(extent, aligned(extent.nbytes, seed=1))
+    subject.store.close()
+    assert write.done()
+    subject.store.close()
+    with pytest.raises(AssertionError, match="closed"):
+        subject.store.read(extent, aligned(extent.nbytes))
+    assert subject.ledger.total_nbytes == 0
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "cpu" and "faulty" not in kind])
+def test_a_file_cut_short_by_others_is_an_error_that_says_where(kind: str, tmp_path: Path, aligned: Aligned) -> None:
+    with subject_of(kind, tmp_path) as subject:
+        for extent in subject.extents:
+            subject.store.write(extent, aligned(extent.nbytes, seed=1)).wait()
+        (victim,) = (tmp_path / "drive0").glob("offload-*/states.swap")
+        with victim.open("r+b") as file:
+            file.truncate(32 * KIB)
+        with pytest.raises(
+            StorageError, match=r"read from .*states\.swap' failed at byte \d+ .*ENODATA.*shorter"
+        ) as caught:
+            subject.store.read(subject.extents[2], aligned(SIZES[2])).wait()
+        assert str(victim) in str(caught.value) and caught.value.errno == errno.ENODATA
+        subject.store.read(subject.extents[0], aligned(SIZES[0])).wait()  # the others can still be read
+
+
+def test_extents_that_overlap_or_are_not_aligned_are_refused() -> None:
+    with pytest.raises(AssertionError, match="overlaps"):
+        CpuStore("states", [Extent(0, 8 * KIB), Extent(4 * KIB, 4 * KIB)])
+    with pytest.raises(AssertionError, match="aligned"):
+        CpuStore("states", [Extent(0, 1000)])
+    with pytest.raises(AssertionError, match="aligned"):
+        CpuStore("states", [Extent(512, 4 * KIB)])
