@@ -84,8 +84,8 @@ class Gradients:
     # ---- arrival -------------------------------------------------------------------------------------------------
 
     def add(self, info: ParameterInfo, flat: Flat, gradient: torch.Tensor) -> None:
-        """Take over `gradient` of parameter `info`; adds to what is already there, if that is still wanted."""
-        accumulate = self.is_live(info)
+        """Take over `gradient` of parameter `info`; add it to what is there (`is_live` was asked before)."""
+        accumulate = info.index in self._live
         self.accumulating = self.accumulating or accumulate
         ordered = info.in_memory_order(gradient)
         slot = next(slot for slot in flat.layout.slots if slot.parameter_index == info.index)

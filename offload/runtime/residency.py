@@ -157,11 +157,19 @@ class Residency:
         self._went_as_planned = True
 
     def launch_resident(self) -> None:
-        """Launch the enqueued updates of units that are in memory, or that need not be."""
-        if self._updates is not None:
-            for unit_index in self._updates.pending_units:
-                if not self._updates.needs_residency or self._states[unit_index] is UnitState.RESIDENT:
-                    self._updates.launch(unit_index)
+        """Launch the enqueued updates of units that are in memory, or that need not be.
+
+        Where an update does not reach the copy in device memory, that copy is of the old version: it goes.
+        """
+        if self._updates is None:
+            return
+        for unit_index in self._updates.pending_units:
+            if not self._updates.needs_residency:
+                if self._may_evict(unit_index):
+                    self._drop(unit_index)
+                self._updates.launch(unit_index)
+            elif self._states[unit_index] is UnitState.RESIDENT:
+                self._updates.launch(unit_index)
 
     def finish_updates(self) -> None:
         """Run every update that is still enqueued, bringing in what it needs."""
@@ -270,6 +278,10 @@ class Residency:
     def _evict(self, unit_index: int) -> None:
         if self._updates is not None:
             self._updates.finish(unit_index)
+        self._drop(unit_index)
+
+    def _drop(self, unit_index: int) -> None:
+        """Empty the unit's memory, whatever version it holds."""
         if self._states[unit_index] is UnitState.FETCHING:
             self._fetcher.finish(self._units[unit_index])
             self._become(unit_index, UnitState.RESIDENT)

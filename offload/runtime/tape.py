@@ -169,7 +169,8 @@ class Tape:
         """Deferred stand-ins for the real `results` of a call which has no shape function."""
         written = call.written_tensors()
         if written:
-            torch.autograd.graph.increment_version(written)
+            for tensor in written:
+                torch.autograd.graph.increment_version(tensor)
             return written[0] if len(written) == 1 and isinstance(results, Tensor) else map_leaves(results, _meta_twin)
         return map_leaves(results, _meta_twin)
 

@@ -1,4 +1,4 @@
-"""Fixtures: a seed, one way to open an engine in a named setup, and the marker of the long crosses."""
+"""Fixtures: a seed, one way to open an engine in a named setup, so that each test says only what it is about."""
 
 from __future__ import annotations
 
@@ -15,15 +15,9 @@ import offload
 from .models import Setup
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers", "slow: the largest crosses of the matrix; every axis value is also in the quick run"
-    )
-
-
 @pytest.fixture(autouse=True)
 def seeded() -> Iterator[None]:
-    """A seed, and one thread for torch: the models are tiny, and workers (which do the same) must have the same sums."""
+    """A seed, and one thread for torch, as in the workers: the models are tiny."""
     torch.manual_seed(0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -16,21 +16,8 @@ import torch
 import offload
 
 from . import worker
-from .models import (
-    BITWISE_STEPS,
-    CLIP,
-    IN_MEMORY,
-    ON_NVME,
-    PLACEMENTS,
-    Run,
-    Setup,
-    allocated_nbytes,
-    assert_same_bits,
-    bitwise_loop,
-    llama,
-    run_engine,
-    two_groups,
-)
+from .models import IN_MEMORY, ON_NVME, PLACEMENTS, Setup, llama, two_groups
+from .runs import BITWISE_STEPS, CLIP, Run, allocated_nbytes, assert_same_bits, bitwise_loop, run_engine
 
 KINDS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
 OVERFLOW_STEP = 7
@@ -88,7 +75,7 @@ def test_placement(opened: Any, nvme: Path, parameters: str, states: str, dtype:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(("parameters", "states"), [("device", "cpu"), ("cpu", "nvme"), ("nvme", "nvme")])
 def test_update_in_backward(opened: Any, parameters: str, states: str, dtype: str) -> None:
-    """The norm is known only after the last gradient: updates issued before that are clipped (or undone) all the same."""
+    """The norm is known only after the last gradient; updates issued before it are clipped all the same."""
     check(opened, Setup(parameters, states, "deferred", "backward"), dtype)
 
 
@@ -192,7 +179,7 @@ def worker_reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
 
 def _in_process(directory: Path, setup: Setup, dtype: str, **variables: str) -> dict[str, Any]:
     fields = setup.fields(directory, dtype=dtype, max_grad_norm=CLIP)
-    arguments = {"fields": fields, "steps": BITWISE_STEPS, "width": 32, "announce": False, "seed": 5}
+    arguments = {"fields": fields, "steps": BITWISE_STEPS, "width": 64, "announce": False, "seed": 5}
     return worker.run(arguments, OFFLOAD_ACCELERATOR=setup.accelerator, **variables)
 
 

@@ -13,7 +13,8 @@ import torch
 
 import offload
 
-from .models import CLIP, IN_MEMORY, Setup, assert_same_bits, bitwise_loop, llama, run_engine, two_groups
+from .models import IN_MEMORY, Setup, llama, two_groups
+from .runs import CLIP, assert_same_bits, bitwise_loop, run_engine
 
 STEPS = 4
 SETUPS = tuple(Setup(p, s, "deferred") for p, s in (("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme")))

@@ -1,4 +1,4 @@
-"""Two processes on one nvme path do not touch each other's data, and a killed one leaves nothing that stops the next."""
+"""Two processes on one nvme path do not touch each other's data; a killed one leaves nothing that stops the next."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from . import worker
-from .models import CLIP, IN_MEMORY, Setup, files_under
+from .models import IN_MEMORY, Setup
+from .runs import CLIP, files_under
 
 PLACEMENT = Setup("nvme", "nvme")
 

@@ -48,19 +48,17 @@ def run(arguments: dict[str, Any], **variables: str) -> dict[str, Any]:
     return finish(start(arguments, **variables))
 
 
-def train_llama(fields: dict[str, Any], steps: int, width: int, announce: bool, seed: int) -> dict[str, Any]:
+def train_bytes(fields: dict[str, Any], steps: int, width: int, announce: bool, seed: int) -> dict[str, Any]:
     import torch
 
     import offload
 
-    from .models import Run, bitwise_loop, digest, llama, run_engine, two_groups
+    from .models import ByteModel, two_groups
+    from .runs import Run, bitwise_loop, digest, run_engine
 
     torch.set_num_threads(1)
-    model = llama(width=width)
     torch.manual_seed(seed)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p), alpha=1e-3)  # so that each seed is another model
+    model = ByteModel(width)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         engine = offload.initialize(model, two_groups(model), offload.Config(**fields))
@@ -85,7 +83,7 @@ def resident_nbytes(field: str) -> int:
 
 
 def measure_memory(fields: dict[str, Any], blocks: int, width: int, deferred: bool, steps: int) -> dict[str, Any]:
-    """Train blocks of [width, 4 width] pairs; report resident bytes before (after a tiny run), at the end and at peak."""
+    """Train a Stack; report resident bytes before it (after a tiny run), at its end and at the peak."""
     import contextlib
 
     import torch
@@ -120,5 +118,5 @@ def measure_memory(fields: dict[str, Any], blocks: int, width: int, deferred: bo
 
 if __name__ == "__main__":
     asked = json.loads(sys.argv[1])
-    kind = asked.pop("kind", "llama")
-    print(json.dumps({"llama": train_llama, "memory": measure_memory}[kind](**asked)), flush=True)
+    kind = asked.pop("kind", "bytes")
+    print(json.dumps({"bytes": train_bytes, "memory": measure_memory}[kind](**asked)), flush=True)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from offload.errors import InitializerError
 from offload.runtime.deferred_init import deferred_init, is_deferred, materialize
 from tests.materialize.ordinary import assert_like_ordinary, bits_equal, built_deferred
 
@@ -256,3 +257,27 @@ def test_what_the_caller_puts_on_meta_stays_undefined_and_draws_nothing() -> Non
         outer = nn.Linear(3, 3, device="meta")
     assert torch.equal(torch.get_rng_state(), state)
     assert inner.weight.is_meta and not is_deferred(inner.weight) and not is_deferred(outer.weight)
+
+
+@torch.library.custom_op("offload_tests::jitter", mutates_args=())
+def _jitter(x: Tensor) -> Tensor:
+    return x + torch.randn_like(x)
+
+
+@torch.library.custom_op("offload_tests::fill_random", mutates_args=("x",))
+def _fill_random(x: Tensor) -> None:
+    x.normal_()
+
+
+def test_custom_operators_without_shape_functions() -> None:
+    def build() -> nn.Module:
+        module = Parameters(_jitter(torch.ones(5)), torch.zeros(6))
+        with torch.no_grad():
+            _fill_random(module.p1)
+            _fill_random(module.p1[:2])
+        return module
+
+    model = assert_like_ordinary(build)
+    nn.init.zeros_(model.p0)
+    with pytest.raises(InitializerError, match="'p0' was changed"):
+        materialize([model.p0])

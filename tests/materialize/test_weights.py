@@ -216,7 +216,7 @@ def test_unknown_name(tmp_path: Path) -> None:
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_corrupted_headers_name_the_file(data: st.DataObject, tmp_path: Path) -> None:
-    """Whatever happens to the header: the tensors are there as saved, or the error names the file."""
+    """Whatever happens to the header: everything that is named can be read, or the error names the file."""
     file = tmp_path / SINGLE_FILE
     tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
     save_file(tensors, file)

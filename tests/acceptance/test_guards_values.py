@@ -1,0 +1,206 @@
+"""Reading and writing parameters behind the engine's back: right, or told how (see guards.py)."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import offload
+
+from .guards import READ, WRITE, block_weight, check, everywhere, other_state
+from .models import Setup, adamw, stack
+from .runs import Run, assert_close, simple_loop
+
+
+def _saved(run: Run) -> Any:
+    file = io.BytesIO()
+    torch.save(run.model.state_dict(), file)
+    return torch.load(io.BytesIO(file.getvalue()))
+
+
+def _copied(run: Run) -> Any:
+    twin = copy.deepcopy(run.model)
+    assert twin is not run.model
+    out = twin(torch.ones(2, 16))
+    out.sum().backward()  # a copy is a plain model: its gradients are its own
+    return [dict(twin.state_dict()), out.detach(), [p.grad for p in twin.parameters()]]
+
+
+READS: dict[str, Callable[[Run], Any]] = {
+    "norm": lambda run: block_weight(run).norm().item(),
+    "data": lambda run: block_weight(run).data.sum().item(),
+    "detach.clone": lambda run: block_weight(run).detach().clone(),
+    "numpy": lambda run: torch.from_numpy(block_weight(run).detach().numpy().copy()),
+    "tolist": lambda run: block_weight(run).tolist(),
+    "index": lambda run: block_weight(run)[3, 5].item(),
+    "root": lambda run: run.model.inlet.weight.sum().item(),
+    "bias": lambda run: run.model.blocks[2].down.bias.sum().item(),
+    "repr": lambda run: repr(block_weight(run)).startswith("Parameter") and block_weight(run).detach()[0].tolist(),
+    "view": lambda run: block_weight(run).view(-1)[:7].sum().item(),
+    "double": lambda run: block_weight(run).double().sum().item(),
+    "cpu.float": lambda run: block_weight(run).cpu().float().std().item(),
+    "functional": lambda run: F.linear(torch.ones(1, 16), block_weight(run)).detach(),
+    "copy into": lambda run: torch.empty(48, 16).copy_(block_weight(run).detach()),
+    "sum of all": lambda run: [p.sum().item() for p in run.model.parameters()],
+    "vector": lambda run: nn.utils.parameters_to_vector(run.model.parameters()).detach(),
+    "pickle": lambda run: pickle.loads(pickle.dumps(block_weight(run))).detach(),
+    "state_dict": lambda run: {name: value.clone() for name, value in run.model.state_dict().items()},
+    "part of state_dict": lambda run: {n: v.clone() for n, v in run.model.blocks[0].state_dict().items()},
+    "torch.save": _saved,
+    "deepcopy": _copied,
+}
+
+
+@everywhere
+@pytest.mark.parametrize("when", ["before forward", "after backward", "after step"])
+@pytest.mark.parametrize("name", READS)
+def test_reading(opened: Any, setup: Setup, name: str, when: str) -> None:
+    check(opened, setup, READS[name], READ, when)
+
+
+@everywhere
+def test_what_is_known_without_the_values_is_always_there(opened: Any, setup: Setup) -> None:
+    def facts(run: Run) -> list[Any]:
+        return [
+            [name, tuple(p.shape), str(p.dtype), p.numel(), p.dim(), p.requires_grad, p.is_leaf, str(p.device), len(p)]
+            for name, p in run.model.named_parameters()
+        ]
+
+    assert check(opened, setup, facts, (), "after step")
+
+
+@everywhere
+def test_values_kept_from_state_dict_do_not_turn_into_garbage(opened: Any, setup: Setup) -> None:
+    """state_dict() hands out references: later reads give the weights of then or of now, or raise; never garbage."""
+    model = stack()
+    engine = opened(model, adamw(model), setup)
+    run = Run(model, engine.optimizer, engine)
+    then = run.weights()
+    try:
+        kept = dict(model.state_dict())
+    except (offload.OffloadError, RuntimeError) as error:
+        assert any(word in str(error) for word in READ)
+        return
+    simple_loop(3)(run)
+    now = run.weights()
+    for name, value in kept.items():
+        try:
+            copied = value.clone()
+        except (offload.OffloadError, RuntimeError) as error:
+            assert any(word in str(error) for word in READ)
+            continue
+        assert torch.equal(copied, then[name]) or torch.equal(copied, now[name]), f"{name} is garbage"
+
+
+@everywhere
+def test_an_exponential_moving_average_by_hand(opened: Any, setup: Setup) -> None:
+    """The commonest reader of all parameters after each step, done as it should be."""
+
+    def averages(run: Run) -> dict[str, torch.Tensor]:
+        with run.gathered(list(run.model.parameters())), torch.no_grad():
+            return {name: p.detach() * 0.5 for name, p in run.model.named_parameters()}
+
+    assert check(opened, setup, averages, (), "after step")
+
+
+def _no_grad(write: Callable[[Run], Any]) -> Callable[[Run], None]:
+    def operation(run: Run) -> None:
+        with torch.no_grad():
+            write(run)
+
+    return operation
+
+
+def _set_data(run: Run) -> None:
+    block_weight(run).data = torch.full((48, 16), 0.03)
+
+
+def _set_slice(run: Run) -> None:
+    block_weight(run)[3] = 0.25
+
+
+def _other_parameter(run: Run) -> torch.Tensor:
+    return torch.linspace(-1, 1, 48 * 16).reshape(48, 16)
+
+
+WRITES: dict[str, Callable[[Run], Any]] = {
+    "data.add_": lambda run: block_weight(run).data.add_(0.1),
+    "data.copy_": lambda run: block_weight(run).data.copy_(_other_parameter(run)),
+    "data =": _set_data,
+    "mul_": _no_grad(lambda run: block_weight(run).mul_(0.5)),
+    "zero_": _no_grad(lambda run: block_weight(run).zero_()),
+    "setitem": _no_grad(_set_slice),
+    "copy_": _no_grad(lambda run: block_weight(run).copy_(_other_parameter(run))),
+    "detach.add_": lambda run: block_weight(run).detach().add_(0.1),
+    "init": lambda run: nn.init.constant_(block_weight(run), 0.02),
+    "all": _no_grad(lambda run: [p.mul_(0.9) for p in run.model.parameters()]),
+    "foreach": _no_grad(lambda run: torch._foreach_mul_(list(run.model.parameters()), 0.9)),
+    "clamp_": _no_grad(lambda run: [p.clamp_(-0.05, 0.05) for p in run.model.blocks.parameters()]),
+    "load_state_dict": lambda run: run.model.load_state_dict(other_state(run)),
+    "load part": lambda run: run.model.inlet.load_state_dict({"weight": torch.eye(16) * 0.3, "bias": torch.zeros(16)}),
+    "vector": _no_grad(
+        lambda run: nn.utils.vector_to_parameters(
+            torch.linspace(-0.2, 0.2, sum(p.numel() for p in run.model.parameters())), run.model.parameters()
+        )
+    ),
+}
+
+
+def _value_free(operation: Callable[[Run], Any]) -> Callable[[Run], None]:
+    """Only the effect of a write is compared, never what it returns."""
+
+    def write(run: Run) -> None:
+        operation(run)
+
+    return write
+
+
+@everywhere
+@pytest.mark.parametrize("when", ["before forward", "after step"])
+@pytest.mark.parametrize("name", WRITES)
+def test_writing(opened: Any, setup: Setup, name: str, when: str) -> None:
+    operation = _value_free(WRITES[name])
+    words = (*WRITE, "load_state_dict", "load_checkpoint", "weights=") if "load" in name else WRITE
+    plain = stack()
+    before = copy.deepcopy(plain.state_dict())
+    operation(Run(plain, None))
+    assert any(not torch.equal(before[key], plain.state_dict()[key]) for key in before), "this write writes nothing"
+    check(opened, setup, operation, words, when)
+
+
+@everywhere
+@pytest.mark.parametrize("name", ["to(float64)", "half", "to(cpu)", "share_memory", "to_empty"])
+def test_moving_the_model(opened: Any, setup: Setup, name: str) -> None:
+    """to("cpu") changes nothing and may pass; the rest would take the parameters from under the engine."""
+    model = stack()
+    engine = opened(model, adamw(model), setup)
+    run = Run(model, engine.optimizer, engine)
+    move: Callable[[], Any] = {
+        "to(float64)": lambda: model.to(torch.float64),
+        "half": lambda: model.half(),
+        "to(cpu)": lambda: model.to("cpu"),
+        "share_memory": lambda: model.share_memory(),
+        "to_empty": lambda: model.to_empty(device="cpu"),
+    }[name]
+    simple_loop(2)(run)
+    plain = stack()
+    reference = Run(plain, adamw(plain))
+    simple_loop(2)(reference)
+    try:
+        move()
+        losses = simple_loop(3)(run)
+    except (offload.OffloadError, RuntimeError) as error:
+        assert any(word in str(error) for word in ("dtype", "initialize", "gathered", "device")), error
+        assert isinstance(error, offload.OffloadError) or "offload" in str(error) or name != "to(cpu)"
+        return
+    assert name in ("to(cpu)", "share_memory"), f"{name} passed and training went on"
+    assert_close(losses, simple_loop(3)(reference))
+    assert_close(run.weights(), reference.weights())

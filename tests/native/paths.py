@@ -1,0 +1,28 @@
+"""The ways one computation can be done here: every SIMD level that this processor has, and the torch form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+from offload import _native
+
+
+def simd_levels() -> list[str]:
+    levels = []
+    for name in _native.SIMD_LEVELS if _native.available() else ():
+        try:
+            _native.set_simd_level(name)
+        except OSError:
+            continue
+        levels.append(name)
+    if levels:
+        _native.set_simd_level(None)
+    return levels
+
+
+@contextmanager
+def torch_form() -> Iterator[None]:
+    with mock.patch.object(_native, "available", lambda: False):
+        yield
