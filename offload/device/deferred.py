@@ -15,25 +15,31 @@ from collections.abc import Callable
 
 import torch
 
-from offload.device.accelerator import Accelerator, ResizedMemory, UnitMemory
+from offload.device.accelerator import Accelerator, UnitMemory
 from offload.device.lane import HostLane
 from offload.device.pending import Pending
 
 _POISON = 0xFF
 
 
-class _PoisonedMemory(ResizedMemory):
+class _PoisonedMemory(UnitMemory):
+    """Emptied memory is kept, and poisoned: reading it gives NaN in a loss instead of a crash without a word."""
+
     def __init__(self, nbytes: int) -> None:
-        super().__init__(nbytes, torch.device("cpu"))
-        self.flat.fill_(_POISON)
+        self.flat = torch.full((nbytes,), _POISON, dtype=torch.uint8)
+        self.nbytes = nbytes
+        self.filled = True
 
     def fill(self) -> None:
-        super().fill()
-        self.flat.fill_(_POISON)
+        if self.filled:
+            raise AssertionError("fill of a filled flat")
+        self.filled = True
 
     def empty(self) -> None:
+        if not self.filled:
+            raise AssertionError("empty of an empty flat")
         self.flat.fill_(_POISON)
-        super().empty()
+        self.filled = False
 
 
 class _Deferred(Pending):

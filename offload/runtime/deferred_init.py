@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from offload.errors import InitializerError, UsageError
 from offload.runtime.construction_modes import AnswerAsOnCpu, RecordOperators, describer
+from offload.runtime.freed_memory import freed_memory
 from offload.runtime.held_tensors import held_tensors, replace_held_tensors
 from offload.runtime.parameter_names import ModuleWatch, Note, ParameterNotes
 from offload.runtime.recording import Memory, Operation, Output, Registry, Value, next_index, view_over
@@ -142,6 +143,7 @@ def _close(tape: Tape, watch: ModuleWatch) -> None:
     _materialize_held(watch.modules())
     _registry.sweep()
     _notes.sweep()
+    freed_memory.give_back()
 
 
 def _materialize_held(modules: list[nn.Module]) -> None:

@@ -129,6 +129,11 @@ class Operation:
     outputs: tuple[Output, ...]
     default_dtype: torch.dtype
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the memories which it makes, or changes as a whole."""
+        return sum(output.nbytes for output in self.outputs) + sum(nbytes for _, nbytes in self.writes)
+
 
 def touched_memories(operation: Operation) -> set[Memory]:
     """The memories which an operation reads, changes or makes."""
@@ -195,6 +200,15 @@ class Registry:
         with self._lock:
             entry = self._entries.get(storage_identity(tensor))
             return None if entry is None or entry.storage.expired() else entry.value  # type: ignore[no-untyped-call]
+
+    def current_values(self) -> dict[Memory, Value]:
+        """The current value of each memory of which the storage is alive."""
+        with self._lock:
+            return {
+                entry.value.memory: entry.value
+                for entry in self._entries.values()
+                if not entry.storage.expired()  # type: ignore[no-untyped-call]
+            }
 
     def assign(self, tensor: Tensor, value: Value) -> None:
         """From now on the storage under the meta tensor `tensor` holds `value`."""

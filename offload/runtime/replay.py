@@ -12,7 +12,7 @@ meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from offload.errors import InitializerError
+from offload.runtime.freed_memory import freed_memory
 from offload.runtime.recording import (
     Constant,
     GeneratorState,
@@ -46,15 +47,15 @@ _UNDEFINED_CONTENT = frozenset(
 )
 
 
-def needed_operations(values: Iterable[Value]) -> list[Operation]:
-    """The operations on which `values` depend, in recorded order."""
+def needed_operations(values: Iterable[Value], known: Collection[Value] = ()) -> list[Operation]:
+    """The operations on which `values` depend, in recorded order, but for those on which only `known` ones do."""
     found: dict[int, Operation] = {}
-    pending = [value.operation for value in values]
+    pending = [value.operation for value in values if value not in known]
     while pending:
         operation = pending.pop()
         if operation.index not in found:
             found[operation.index] = operation
-            pending.extend(value.operation for value in operation.reads)
+            pending.extend(value.operation for value in operation.reads if value not in known)
     return [found[index] for index in sorted(found)]
 
 
@@ -64,20 +65,26 @@ def replay(values: Iterable[Value]) -> dict[Memory, torch.UntypedStorage]:
     Errors: `InitializerError` if an operation fails, or if a tensor it reads has changed since.
     """
     wanted = list(values)
-    operations = needed_operations(wanted)
-    kept = {value.memory for value in wanted}
+    storages: dict[Memory, torch.UntypedStorage] = {}
+    execute(needed_operations(wanted), storages, {value.memory for value in wanted})
+    return storages
+
+
+def execute(
+    operations: list[Operation], storages: dict[Memory, torch.UntypedStorage], kept: Collection[Memory]
+) -> None:
+    """Run `operations` on `storages`, which holds what they read from outside; afterwards it holds the `kept` ones."""
     last_use: dict[Memory, int] = {}
     for operation in operations:
         for memory in touched_memories(operation):
             last_use[memory] = operation.index
-    storages: dict[Memory, torch.UntypedStorage] = {}
+    freed_memory.about_to_allocate(sum(operation.nbytes for operation in operations))
     with plain_torch():
         for operation in operations:
             _run_recorded(operation, storages)
             for memory in touched_memories(operation):
                 if last_use[memory] == operation.index and memory not in kept:
                     storages.pop(memory, None)
-    return storages
 
 
 @contextmanager

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 
 from offload.errors import InitializerError
+from offload.runtime.freed_memory import freed_memory
+from offload.runtime.present_values import PresentValues
 from offload.runtime.recording import (
     Constant,
     Memory,
@@ -65,6 +67,7 @@ class Tape:
     def __init__(self, registry: Registry, describe: Callable[[Tensor], str]) -> None:
         self.registry = registry
         self.describe = describe
+        self._present = PresentValues(registry)
         self.written: set[Memory] = set()  # memories which this tape changed or made
         self.meta_requested = False  # the caller itself asked for the meta device: such tensors are not deferred
 
@@ -126,6 +129,7 @@ class Tape:
         if results is _NO_SHAPE_FUNCTION:
             results = self._twins(call, self._run(call))
         elif call.is_random:
+            call.made_nbytes = sum(tensor.nbytes for tensor in tensor_leaves([results]))
             self._run(call)
         self._append(call, function, kwargs, tensor_leaves([results]))
         return results
@@ -151,7 +155,9 @@ class Tape:
 
     def _run(self, call: _Call) -> Any:
         """Runs the call for real, on present values; returns its real results."""
-        storages = replay(call.reads(with_overwritten=False))
+        remember = call.answers_now and not call.written_tensors()
+        storages = self._present.compute(call.reads(with_overwritten=False), remember)
+        freed_memory.about_to_allocate(sum(tensor.nbytes for tensor in call.tensors) + call.made_nbytes)
 
         def real(leaf: Any) -> Any:
             if not self.is_deferred(leaf):
@@ -226,6 +232,7 @@ class _Call:
         self.args = args
         self.kwargs = kwargs
         self.tensors = tensor_leaves([args, kwargs])
+        self.made_nbytes = 0  # known once the shape function ran
         self.schema = function._schema
         self.parameter_names = {argument.name for argument in self.schema.arguments}
         # Numbers and truth values, and checks which only raise.

@@ -16,8 +16,9 @@ from .models import Setup
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> Iterator[None]:
-    """A seed, and one thread for torch, as in the workers: the models are tiny."""
+def settled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A seed; the cpu accelerator, on machines with a GPU too; one thread for torch, as in the workers."""
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", "cpu")
     torch.manual_seed(0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

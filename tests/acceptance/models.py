@@ -62,7 +62,7 @@ def source_text(nbytes: int = 1 << 16) -> bytes:
     return b"".join(parts)[:nbytes]
 
 
-def byte_batches(count: int, batch: int = 2, length: int = 24, seed: int = 0) -> list[torch.Tensor]:
+def byte_batches(count: int, batch: int = 2, length: int = 16, seed: int = 0) -> list[torch.Tensor]:
     """`count` tensors [batch, length] int64 of bytes of text, all different."""
     text = torch.frombuffer(bytearray(source_text()), dtype=torch.uint8).long()
     draw = torch.Generator().manual_seed(seed)
@@ -77,7 +77,7 @@ def vector_batches(
     return [(torch.randn(rows, width, generator=draw), torch.randn(rows, width, generator=draw)) for _ in range(count)]
 
 
-def llama(layers: int = 4, width: int = 32, vocabulary: int = 256) -> nn.Module:
+def llama(layers: int = 3, width: int = 32, vocabulary: int = 256) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(1)

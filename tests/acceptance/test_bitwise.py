@@ -174,23 +174,24 @@ def test_a_second_run_in_one_process(opened: Any) -> None:
 
 @pytest.fixture(scope="module")
 def worker_reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return _in_process(tmp_path_factory.mktemp("reference"), IN_MEMORY, "bf16")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OFFLOAD_ACCELERATOR", "cpu")
+        return worker.train_bytes(**_arguments(tmp_path_factory.mktemp("reference"), IN_MEMORY))
 
 
-def _in_process(directory: Path, setup: Setup, dtype: str, **variables: str) -> dict[str, Any]:
-    fields = setup.fields(directory, dtype=dtype, max_grad_norm=CLIP)
-    arguments = {"fields": fields, "steps": BITWISE_STEPS, "width": 64, "announce": False, "seed": 5}
-    return worker.run(arguments, OFFLOAD_ACCELERATOR=setup.accelerator, **variables)
+def _arguments(directory: Path, setup: Setup) -> dict[str, Any]:
+    fields = setup.fields(directory, dtype="bf16", max_grad_norm=CLIP)
+    return {"fields": fields, "steps": BITWISE_STEPS, "width": 64, "announce": False, "seed": 5}
 
 
 @pytest.mark.parametrize("threads", ["1", "2"])
 def test_thread_count(nvme: Path, worker_reference: dict[str, Any], threads: str) -> None:
-    result = _in_process(nvme, ON_NVME, "bf16", OFFLOAD_THREADS=threads)
+    result = worker.run(_arguments(nvme, ON_NVME), OFFLOAD_ACCELERATOR="deferred", OFFLOAD_THREADS=threads)
     assert_same_bits([result["losses"], result["weights"]], [worker_reference["losses"], worker_reference["weights"]])
 
 
 def test_without_the_native_library(nvme: Path, worker_reference: dict[str, Any]) -> None:
-    result = _in_process(nvme, ON_NVME, "bf16", OFFLOAD_NATIVE="0")
+    result = worker.run(_arguments(nvme, ON_NVME), OFFLOAD_ACCELERATOR="deferred", OFFLOAD_NATIVE="0")
     assert_same_bits([result["losses"], result["weights"]], [worker_reference["losses"], worker_reference["weights"]])
     said = [one for one in result["warnings"] + result["stderr"].splitlines() if "native" in one.lower()]
     assert len([one for one in said if "warn" in one.lower() or one in result["warnings"]]) >= 1, "no warning"

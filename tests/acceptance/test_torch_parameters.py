@@ -53,7 +53,7 @@ def test_unused_parameters(opened: Any, setup: Setup) -> None:
                 assert torch.equal(before[name], after[name]) == idle, f"step {step}: {name}"
         return losses
 
-    start, weights = compare(Sometimes, loop, setup, opened, max_grad_norm=None)
+    start, _ = compare(Sometimes, loop, setup, opened, max_grad_norm=None)
     assert any("never" in name for name in start)
 
 

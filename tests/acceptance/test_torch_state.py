@@ -144,3 +144,4 @@ def test_deferred_init_gives_the_same_bits(opened: Any, setup: Setup, build: Any
     loop = simple_loop(4) if build is stack else token_loop(4)
     losses, weights = run_engine(engine, loop)
     assert_close(losses, loop(Run(expected, adamw(expected))))
+    assert_close(weights, expected.state_dict())

@@ -8,8 +8,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from . import worker
 from .models import IN_MEMORY, Setup
 from .runs import CLIP, files_under
@@ -30,7 +28,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def test_two_at_once(nvme: Path) -> None:
     """Two models of one shape, so that names and sizes of all files would collide; each as in memory alone."""
-    alone = [worker.run(arguments(nvme, seed, 12, setup=IN_MEMORY)) for seed in (1, 2)]
+    alone = [worker.train_bytes(**arguments(nvme, seed, 12, setup=IN_MEMORY)) for seed in (1, 2)]
     assert not same(alone[0], alone[1]), "the two runs must differ, or mixing them would not be seen"
     both = [worker.start(arguments(nvme, seed, 12)) for seed in (1, 2)]
     together = [worker.finish(process) for process in both]
@@ -53,9 +51,8 @@ def kill_within_a_step(nvme: Path, seed: int) -> None:
 
 def test_a_killed_process_leaves_nothing_that_stops_the_next(nvme: Path) -> None:
     (nvme / "mine.txt").write_text("a user's file in the same folder")
-    expected = worker.run(arguments(nvme, 3, 5, setup=IN_MEMORY))
-    for _ in range(2):
-        kill_within_a_step(nvme, 4)
+    expected = worker.train_bytes(**arguments(nvme, 3, 5, setup=IN_MEMORY))
+    kill_within_a_step(nvme, 4)
     after = worker.run(arguments(nvme, 3, 5))
     assert same(after, expected)
     assert files_under(nvme) == ["mine.txt"], "leftovers of a killed process (or a user's file is gone)"
@@ -64,7 +61,7 @@ def test_a_killed_process_leaves_nothing_that_stops_the_next(nvme: Path) -> None
 
 def test_cleaning_up_after_the_dead_spares_the_living(nvme: Path) -> None:
     """One is killed while another trains; a third starts, cleans up, and the second still has its data."""
-    expected = worker.run(arguments(nvme, 6, 40, setup=IN_MEMORY))
+    expected = worker.train_bytes(**arguments(nvme, 6, 40, setup=IN_MEMORY))
     living = worker.start(arguments(nvme, 6, 40))
     kill_within_a_step(nvme, 7)
     third = worker.run(arguments(nvme, 8, 3))
@@ -73,15 +70,17 @@ def test_cleaning_up_after_the_dead_spares_the_living(nvme: Path) -> None:
     assert files_under(nvme) == []
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_process_ends(nvme: Path, signal_number: int) -> None:
-    """SIGINT or SIGTERM in the middle of a step: it ends within seconds, without a hang in a thread of ours."""
-    process = worker.start(arguments(nvme, 9, 10_000, announce=True))
-    assert process.stdout is not None and process.stdout.readline() == "started\n"
-    process.send_signal(signal_number)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode != 0
-    if signal_number == signal.SIGINT:
-        assert "KeyboardInterrupt" in err, err
+def test_interrupted_processes_end(nvme: Path) -> None:
+    """SIGINT and SIGTERM in the middle of a step: they end within seconds, without a hang in a thread of ours."""
+    signals = (signal.SIGINT, signal.SIGTERM)
+    processes = [worker.start(arguments(nvme, 9, 10_000, announce=True)) for _ in signals]
+    for process, number in zip(processes, signals, strict=True):
+        assert process.stdout is not None and process.stdout.readline() == "started\n"
+        process.send_signal(number)
+    for process, number in zip(processes, signals, strict=True):
+        _, err = process.communicate(timeout=60)
+        assert process.returncode != 0
+        if number == signal.SIGINT:
+            assert "KeyboardInterrupt" in err, err
     assert worker.run(arguments(nvme, 3, 2))["losses"]
     assert files_under(nvme) == []

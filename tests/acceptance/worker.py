@@ -21,7 +21,7 @@ def environment(**variables: str) -> dict[str, str]:
     if "PYTHONPATH" in os.environ:
         paths.append(os.environ["PYTHONPATH"])
     plain = {name: value for name, value in os.environ.items() if not name.startswith("OFFLOAD_")}
-    return plain | {"PYTHONPATH": os.pathsep.join(paths)} | variables
+    return plain | {"PYTHONPATH": os.pathsep.join(paths), "OFFLOAD_ACCELERATOR": "cpu"} | variables
 
 
 def start(arguments: dict[str, Any], **variables: str) -> subprocess.Popen[str]:

@@ -9,8 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from offload import _native
 from offload.device import kernels
@@ -20,7 +19,7 @@ from tests.native.paths import simd_levels, torch_form
 
 pytestmark = pytest.mark.skipif(not _native.available(), reason="the native library is not built")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-HYPER = AdamHyper(lr=3e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True)
+HYPER = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True)
 
 
 class Case:
@@ -65,7 +64,7 @@ def test_every_operation_is_rounded_once(decoupled: bool, beta1: float) -> None:
 
 
 @given(
-    numel=st.one_of(st.integers(0, 100), st.sampled_from([4095, 4097, 8193, 40001])),
+    numel=st.one_of(st.integers(0, 100), st.sampled_from([4097, 8193, 33001])),
     seed=st.integers(0, 2**31),
     grad=st.sampled_from(DTYPES),
     emit=st.sampled_from([None, *DTYPES]),
@@ -75,7 +74,7 @@ def test_every_operation_is_rounded_once(decoupled: bool, beta1: float) -> None:
     step=st.sampled_from([1, 2, 1000]),
     factor=st.sampled_from([1.0, 1 / 1024, 0.3]),
 )
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_the_same_bits_on_every_path(
     numel: int,
     seed: int,
@@ -154,30 +153,33 @@ def _torch_adamw_with_ieee_sqrt(p: torch.Tensor, g: torch.Tensor, m: torch.Tenso
     p.addcdiv_(m, (root / bias_correction2**0.5).add_(HYPER.eps), value=-(HYPER.lr / bias_correction1))
 
 
-def test_a_hundred_steps_beside_torch_adamw() -> None:
-    """Moments bitwise equal; weights bitwise equal to torch's own operations with an IEEE square root, and to torch.optim
-    (whose vector library rounds some square roots the other way) within 1e-7 for weights up to 1/2 in magnitude."""
-    numel, generator = 1_000_000, torch.Generator().manual_seed(0)
-    start = torch.rand(numel, generator=generator) - 0.5
-    parameter = torch.nn.Parameter(start.clone())
-    optimizer = torch.optim.AdamW(
-        [parameter],
-        lr=HYPER.lr,
-        betas=(HYPER.beta1, HYPER.beta2),
-        eps=HYPER.eps,
-        weight_decay=HYPER.weight_decay,
-        foreach=False,
-        fused=False,
-    )
+def test_only_the_square_root_differs_from_torch() -> None:
+    numel, generator = 50_000, torch.Generator().manual_seed(1)
+    start = exact.rough_values(numel, generator, specials=False)
     p, m, v = start.clone(), torch.zeros(numel), torch.zeros(numel)
     p2, m2, v2 = start.clone(), torch.zeros(numel), torch.zeros(numel)
-    for step in range(1, 101):
-        gradient = torch.randn(numel, generator=generator) * 0.01
-        parameter.grad = gradient
-        optimizer.step()
+    for step in range(1, 51):
+        gradient = exact.rough_values(numel, generator, specials=False)
         _torch_adamw_with_ieee_sqrt(p2, gradient, m2, v2, step)
         kernels.adam([AdamSegment(gradient, p, m, v, None, HYPER, step)])
     assert exact.same_bits(p, p2)
+    assert exact.same_bits(m, m2)
+    assert exact.same_bits(v, v2)
+
+
+def test_a_hundred_steps_beside_torch_adamw() -> None:
+    """Moments bitwise equal; weights up to 1/2 in magnitude within 1e-7 (measured: 6.0e-8, one unit in the last place),
+    because torch's vector library rounds some square roots the other way. Its fused AdamW differs by as much."""
+    numel, generator = 1_000_000, torch.Generator().manual_seed(0)
+    start = torch.rand(numel, generator=generator) - 0.5
+    parameter = torch.nn.Parameter(start.clone())
+    betas = (HYPER.beta1, HYPER.beta2)
+    optimizer = torch.optim.AdamW([parameter], HYPER.lr, betas, HYPER.eps, HYPER.weight_decay, foreach=False)
+    p, m, v = start.clone(), torch.zeros(numel), torch.zeros(numel)
+    for step in range(1, 101):
+        parameter.grad = torch.randn(numel, generator=generator) * 0.01
+        optimizer.step()
+        kernels.adam([AdamSegment(parameter.grad, p, m, v, None, HYPER, step)])
     state = optimizer.state[parameter]
     assert exact.same_bits(m, state["exp_avg"])
     assert exact.same_bits(v, state["exp_avg_sq"])

@@ -266,6 +266,7 @@ def test_a_worker_that_outlives_a_killed_run_does_not_keep_its_folder(tmp_path: 
         worker = os.fork()
         if worker == 0:
             # As multiprocessing's workers, it has what the run had, and ends when told to, by the test.
+            os.close(told_by_test)
             os.read(tell_worker, 1)
             os._exit(len(files))
         os.write(told_by_run, str(worker).encode())
@@ -275,11 +276,14 @@ def test_a_worker_that_outlives_a_killed_run_does_not_keep_its_folder(tmp_path: 
     (tell_worker, told_by_test), (hear_run, told_by_run) = os.pipe(), os.pipe()
     in_child(run)
     worker = int(os.read(hear_run, 100))
-    while True:  # until the clean-up of the fork ran in the worker
-        names = [os.readlink(entry.path) for entry in os.scandir(f"/proc/{worker}/fd")]
-        if not any(name.startswith(str(tmp_path)) for name in names):
+    held = [""]
+    for _ in range(3000):  # until the clean-up of the fork ran in the worker
+        if not held:
             break
         time.sleep(0.01)
+        names = [os.readlink(entry.path) for entry in os.scandir(f"/proc/{worker}/fd")]
+        held = [name for name in names if name.startswith(str(tmp_path))]
+    assert held == []
     assert len(run_folders(tmp_path)) == 1
     ScratchFolder([tmp_path]).close()
     assert run_folders(tmp_path) == []

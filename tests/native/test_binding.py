@@ -1,0 +1,180 @@
+"""Loading the library, threads, and life without it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload import _native, _native_library
+from offload.device import kernels
+from offload.device.kernels import AdamHyper, AdamSegment
+
+needs_library = pytest.mark.skipif(not _native.available(), reason="the native library is not built")
+HEADER = Path(__file__).parents[2] / "native" / "include" / "offload.h"
+
+
+def _run(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_declared_abi_is_the_headers() -> None:
+    header = HEADER.read_text()
+    version = re.search(r"#define OFFLOAD_ABI_VERSION (\d+)", header)
+    assert version is not None
+    assert int(version[1]) == _native_library.ABI_VERSION
+    names = set(re.findall(r"OFFLOAD_API [\w* ]*?(offload_\w+)\(", header))
+    assert set(_native_library._SIGNATURES) <= names
+    body = re.search(r"typedef struct offload_adam_segment \{(.*?)\}", header, re.DOTALL)
+    assert body is not None
+    assert tuple(re.findall(r"(\w+);", body[1])) == _native.AdamArguments._fields
+
+
+@needs_library
+def test_the_build_says_what_it_is() -> None:
+    assert re.match(r"abi \d+; compiler .*; io_uring (yes|no) .*; simd scalar", _native.build_info())
+    assert _native.simd_level() in _native.SIMD_LEVELS
+    assert _native.unavailable_reason() == ""
+
+
+def test_without_the_library_there_is_one_warning_and_the_math_goes_on() -> None:
+    code = """
+import warnings, torch
+from offload import _native
+from offload.device import kernels
+assert not _native.available()
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    _native.warn_if_missing(); _native.warn_if_missing()
+assert len(caught) == 1 and "OFFLOAD_NATIVE=0" in str(caught[0].message), caught
+try:
+    _native.Threads()
+except OSError as error:
+    print(error.errno)
+print(kernels.ingest(None, torch.ones(4097), 0, False))
+"""
+    assert _run(code, OFFLOAD_NATIVE="0").split("\n") == [str(errno.ENOSYS), "[4096.0, 1.0]"]
+
+
+def test_a_library_that_cannot_be_used_is_a_reason_and_no_crash(tmp_path: Path) -> None:
+    code = "from offload import _native; print(_native.available(), _native.unavailable_reason())"
+    assert "was not found" in _run(code, OFFLOAD_NATIVE=str(tmp_path / "absent.so"))
+    (tmp_path / "broken.so").write_bytes(b"not a library")
+    assert "cannot be used" in _run(code, OFFLOAD_NATIVE=str(tmp_path / "broken.so"))
+
+
+@needs_library
+def test_another_abi_version_is_refused() -> None:
+    code = """
+from offload import _native_library
+_native_library.ABI_VERSION = 999
+print(_native_library.load())
+"""
+    assert "this package needs 999" in _run(code)
+
+
+@needs_library
+def test_threads_do_not_follow_omp_num_threads() -> None:
+    code = "from offload import _native; print(_native.default_threads().count)"
+    assert _run(code, OMP_NUM_THREADS="1") == _run(code, OMP_NUM_THREADS="64")
+    one_cpu = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); " + code
+    assert _run(one_cpu) == "1"
+
+
+@needs_library
+def test_bad_thread_counts_are_refused() -> None:
+    for count in (-1, 1025):
+        with pytest.raises(OSError) as caught:
+            _native.Threads(count)
+        assert caught.value.errno == errno.EINVAL
+
+
+def _segment(numel: int = 100_000) -> AdamSegment:
+    hyper = AdamHyper(1e-3, 0.9, 0.999, 1e-8, 0.0, True)
+    return AdamSegment(torch.ones(numel), torch.ones(numel), torch.zeros(numel), torch.zeros(numel), None, hyper, 1)
+
+
+@needs_library
+def test_several_callers_share_one_pool() -> None:
+    _native.set_thread_count(3)
+    segments = [_segment() for _ in range(4)]
+
+    def work(segment: AdamSegment) -> None:
+        for _ in range(20):
+            kernels.adam([segment])
+
+    threads = [threading.Thread(target=work, args=(segment,)) for segment in segments]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(segment.master, segments[0].master) for segment in segments)
+    assert bool((segments[0].master < 1).all())
+
+
+@needs_library
+def test_a_forked_child_computes_and_the_parent_goes_on() -> None:
+    _native.set_thread_count(2)
+    old_pool = _native.default_threads()
+    expected = _segment()
+    kernels.adam([expected])
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            segment = _segment()
+            kernels.adam([segment])  # by a new pool
+            old_pool.close()
+            status = (
+                0 if torch.equal(segment.master, expected.master) and _native.default_threads() is not old_pool else 2
+            )
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    segment = _segment()
+    kernels.adam([segment])
+    assert torch.equal(segment.master, expected.master)
+
+
+@needs_library
+def test_stream_stores_the_sum_of_what_it_reads() -> None:
+    reads = [torch.full((100_003,), float(i)) for i in range(1, 5)]
+    addresses = [tensor.data_ptr() for tensor in reads]
+    _native.stream(addresses, addresses[1:], 100_003)
+    assert [tensor.unique().tolist() for tensor in reads] == [[1.0], [10.0], [10.0], [10.0]]
+    with pytest.raises(OSError):
+        _native.stream([], [], 5)
+
+
+@needs_library
+def test_null_and_nonsense_are_refused() -> None:
+    good = dict(
+        grad=1, master=1, exp_avg=1, exp_avg_sq=1, emit=0, numel=1, step=1, lr=0.1, beta1=0.9, beta2=0.9, eps=1e-8,
+        weight_decay=0.0, grad_factor=1.0, grad_dtype=0, emit_dtype=0, decoupled=1,
+    )  # fmt: skip
+    for bad in (
+        {"master": 0},
+        {"numel": -1},
+        {"step": 0},
+        {"grad_dtype": 7},
+        {"emit": 1, "emit_dtype": 9},
+        {"decoupled": 2},
+    ):
+        with pytest.raises(OSError) as caught:
+            _native.adam([_native.AdamArguments(**{**good, **bad})])
+        assert caught.value.errno == errno.EINVAL
+    for arguments in ((0, 0, 0, 0, 5, 0, False, 0), (1, 0, 1, 0, 5, 32, False, 0), (1, 5, 1, 0, 5, 0, False, 0)):
+        with pytest.raises(OSError) as caught:
+            _native.gradient_ingest(*arguments)
+        assert caught.value.errno == errno.EINVAL

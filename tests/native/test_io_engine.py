@@ -1,0 +1,211 @@
+"""The native I/O engine, both kinds: every test runs on io_uring where the system has it, and on threads."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from offload import _native
+from offload._native import IoEngine
+
+pytestmark = pytest.mark.skipif(not _native.available(), reason="the native library is not built")
+BLOCK = 4096
+
+
+@pytest.fixture(params=["io_uring", "threads"])
+def engine(request: pytest.FixtureRequest) -> Iterator[IoEngine]:
+    try:
+        engine = IoEngine(request.param, queue_depth=4, block_nbytes=BLOCK)
+    except OSError as error:
+        pytest.skip(f"no {request.param} here: {error}")
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def fd(tmp_path: Path) -> Iterator[int]:
+    descriptor = os.open(tmp_path / "data", os.O_RDWR | os.O_CREAT)
+    yield descriptor
+    os.close(descriptor)
+
+
+def _noise(nbytes: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 511, BLOCK - 1, BLOCK, BLOCK + 1, 10 * BLOCK + 77])
+def test_a_round_trip_at_an_odd_offset(engine: IoEngine, fd: int, nbytes: int) -> None:
+    data, back = _noise(nbytes), np.zeros(nbytes, np.uint8)
+    assert engine.wait(engine.submit("write", fd, data.ctypes.data, nbytes, 13)) == (0, nbytes, -1)
+    assert engine.wait(engine.submit("fdatasync", fd, 0, 0, 0)) == (0, 0, -1)
+    assert engine.wait(engine.submit("read", fd, back.ctypes.data, nbytes, 13)) == (0, nbytes, -1)
+    assert np.array_equal(data, back)
+    if nbytes:
+        assert os.pread(fd, nbytes, 13) == data.tobytes()
+    stats = engine.stats()
+    assert (stats.read_nbytes, stats.written_nbytes, stats.in_flight_count) == (nbytes, nbytes, 0)
+
+
+def test_a_round_trip_by_direct_io(engine: IoEngine, tmp_path: Path) -> None:
+    try:
+        fd = os.open(tmp_path / "direct", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+    except OSError as error:
+        pytest.skip(f"no O_DIRECT in {tmp_path}: {error}")
+    arena = _native.Arena(1 << 20)
+    try:
+        buffer = np.frombuffer(arena.buffer(), np.uint8)
+        buffer[:] = _noise(1 << 20)
+        before = buffer.copy()
+        assert engine.wait(engine.submit("write", fd, arena.address, 1 << 20, 8192)).status == 0
+        buffer[:] = 0
+        assert engine.wait(engine.submit("read", fd, arena.address, 1 << 20, 8192)).status == 0
+        assert np.array_equal(buffer, before)
+        # The file ends inside an aligned block: all of what is there is counted, and then it ends.
+        os.ftruncate(fd, 8192 + 5000)
+        result = engine.wait(engine.submit("read", fd, arena.address, 1 << 20, 8192))
+        assert result == (-errno.ENODATA, 5000, 8192 + 5000)
+    finally:
+        os.close(fd)
+
+
+def test_many_tickets_from_many_threads(engine: IoEngine, fd: int) -> None:
+    per_thread, slot = 60, 3 * BLOCK
+    failures: list[str] = []
+
+    def work(thread_index: int) -> None:
+        rng = random.Random(thread_index)
+        places = [(thread_index * per_thread + i) * slot for i in range(per_thread)]
+        data = {place: _noise(rng.randrange(1, slot), place) for place in places}
+        writes = [
+            engine.submit("write", fd, data[p].ctypes.data, len(data[p]), p, priority=rng.randrange(2)) for p in places
+        ]
+        rng.shuffle(writes)
+        if any(engine.wait(ticket).status != 0 for ticket in writes):
+            failures.append("write")
+        back = {place: np.zeros(len(data[place]), np.uint8) for place in places}
+        reads = [engine.submit("read", fd, back[p].ctypes.data, len(back[p]), p) for p in places]
+        pending = set(reads)
+        while pending:
+            pending -= {ticket for ticket in pending if engine.poll(ticket) is not None}
+        failures.extend(f"bytes at {p}" for p in places if not np.array_equal(data[p], back[p]))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    stats = engine.stats()
+    assert stats.read_nbytes == stats.written_nbytes > 0
+    assert stats.read_busy_ns > 0
+    assert stats.write_busy_ns > 0
+
+
+def test_the_end_of_the_file_is_an_error_that_says_where(engine: IoEngine, fd: int) -> None:
+    os.pwrite(fd, b"x" * (2 * BLOCK + 100), 0)
+    back = np.zeros(8 * BLOCK, np.uint8)
+    result = engine.wait(engine.submit("read", fd, back.ctypes.data, len(back), 0))
+    assert result == (-errno.ENODATA, 2 * BLOCK + 100, 2 * BLOCK + 100)
+    assert bytes(back[: 2 * BLOCK + 100]) == b"x" * (2 * BLOCK + 100)
+
+
+def test_failures_carry_errno_and_offset(engine: IoEngine, fd: int, tmp_path: Path) -> None:
+    data = _noise(3 * BLOCK)
+    closed = os.dup(fd)
+    os.close(closed)
+    result = engine.wait(engine.submit("write", closed, data.ctypes.data, len(data), 700))
+    assert result == (-errno.EBADF, 0, 700)
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        assert engine.wait(engine.submit("write", full, data.ctypes.data, len(data), 0)).status == -errno.ENOSPC
+    finally:
+        os.close(full)
+    read_only = os.open(tmp_path / "data", os.O_RDONLY)
+    try:
+        assert engine.wait(engine.submit("write", read_only, data.ctypes.data, 10, 5)) == (-errno.EBADF, 0, 5)
+    finally:
+        os.close(read_only)
+    assert engine.wait(engine.submit("fdatasync", closed, 0, 0, 0)).status == -errno.EBADF
+    # The engine goes on after failures.
+    assert engine.wait(engine.submit("write", fd, data.ctypes.data, len(data), 0)).status == 0
+
+
+def test_a_ticket_can_be_had_once(engine: IoEngine, fd: int) -> None:
+    data = _noise(100)
+    ticket = engine.submit("write", fd, data.ctypes.data, 100, 0)
+    assert engine.wait(ticket).status == 0
+    for again in (lambda: engine.wait(ticket), lambda: engine.poll(ticket), lambda: engine.wait(10**9)):
+        with pytest.raises(OSError) as caught:
+            again()
+        assert caught.value.errno == errno.ENOENT
+
+
+def test_a_wait_that_is_too_short_leaves_the_ticket(engine: IoEngine) -> None:
+    # A read of an eventfd that nobody has written waits; io_uring does that without an offset, pread refuses.
+    fd = os.eventfd(0) if hasattr(os, "eventfd") else -1
+    if fd < 0:
+        pytest.skip("needs Python 3.10's os.eventfd")
+    back = np.zeros(8, np.uint8)
+    ticket = engine.submit("read", fd, back.ctypes.data, 8, 0)
+    try:
+        try:
+            early = engine.wait(ticket, timeout_ns=20_000_000)
+        except TimeoutError:
+            assert engine.poll(ticket) is None
+            os.eventfd_write(fd, 1)
+            assert engine.wait(ticket).status == 0
+        else:
+            assert early.status == -errno.ESPIPE
+    finally:
+        os.close(fd)
+
+
+def test_what_cannot_be_right_is_refused(engine: IoEngine, fd: int) -> None:
+    for arguments in ((0, 10, 0), (1, -1, 0), (1, 10, -1), (1, 10, 2**63 - 5)):
+        with pytest.raises(OSError) as caught:
+            engine.submit("read", fd, *arguments)
+        assert caught.value.errno == errno.EINVAL
+    for depth, block in ((0, 4096), (5000, 4096), (4, 100), (4, 2**31)):
+        with pytest.raises(OSError) as caught:
+            IoEngine("threads", depth, block)
+        assert caught.value.errno == errno.EINVAL
+
+
+@pytest.mark.parametrize("kind", ["io_uring", "threads"])
+def test_close_finishes_what_was_submitted(kind: str, fd: int) -> None:
+    try:
+        engine = IoEngine(kind, 2, BLOCK)
+    except OSError as error:
+        pytest.skip(f"no {kind} here: {error}")
+    data = _noise(200 * BLOCK)
+    engine.submit("write", fd, data.ctypes.data, len(data), 0)
+    engine.close()
+    engine.close()
+    assert os.pread(fd, len(data), 0) == data.tobytes()
+
+
+@pytest.mark.parametrize("kind", ["io_uring", "threads"])
+def test_a_forked_child_is_refused_and_can_end(kind: str, fd: int) -> None:
+    try:
+        engine = IoEngine(kind, 2, BLOCK)
+    except OSError as error:
+        pytest.skip(f"no {kind} here: {error}")
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            engine.submit("fdatasync", fd, 0, 0, 0)
+        except OSError as error:
+            status = 0 if error.errno == errno.ECHILD else 2
+        engine.close()
+        os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    assert engine.wait(engine.submit("fdatasync", fd, 0, 0, 0)).status == 0
+    engine.close()
