@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from offload.config import Config
 from offload.errors import ConfigError, ParameterAccessError, UsageError
@@ -23,7 +24,8 @@ from offload.runtime.optimizer import OffloadOptimizer, hyper_of
 from offload.runtime.training import Training
 from offload.runtime.weights import open_weights
 
-_engines: dict[int, Engine] = {}
+_engaged = WeakIdKeyDictionary()
+"""Parameters that an open engine owns."""
 
 
 def initialize(
@@ -47,12 +49,26 @@ def initialize(
     Raises `ConfigError` (also `BudgetError`) and `InitializerError` before anything is allocated where they can be known
     then, `StorageError` where a path fails.
     """
-    if id(model) in _engines and not _engines[id(model)].closed:
-        raise UsageError("initialize was called twice on one model: close the first engine, or keep using it.")
+    _check_arguments(model, optimizer)
     resolved = Config.of(config)
     source = open_weights(weights) if weights is not None else None
     parts = Assembly(model, optimizer, resolved, source).build()
     return Engine(model, optimizer, resolved, parts)
+
+
+def _check_arguments(model: object, optimizer: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is of type {type(model).__name__}: expected a torch.nn.Module.")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer is of type {type(optimizer).__name__}: expected a torch.optim.Optimizer, or None.")
+    for fqn, parameter in model.named_parameters():
+        if parameter in _engaged:
+            raise UsageError(
+                f"parameter {fqn!r} is in an engine already: initialize was called before on this model or a part of it. Close that "
+                "engine first, or keep using it."
+            )
+    if isinstance(optimizer, OffloadOptimizer):
+        raise ConfigError("optimizer is an engine's own: pass the torch.optim optimizer that was made from the model to initialize.")
 
 
 class Engine:
@@ -75,10 +91,14 @@ class Engine:
             parts.gradients,
             parts.updates,
             parts.places,
+            parts.records,
             LossScale.of(config.loss_scale, config.dtype),
             parts.timeline,
         )
         self._training.max_grad_norm = config.max_grad_norm
+        self._training.check_unchanged = self._check_unchanged
+        self._required_grad = {info.index: info.parameter.requires_grad for info in parts.parameters}
+        self._training.backward_updates = config.update == "backward"
         self._training.input_dtype = DTYPES[config.dtype] if config.dtype is not None else None
         needs_norm_first = config.max_grad_norm is not None or self._training.loss_scale.skips
         self._training.update_in_backward = config.update == "backward" and not needs_norm_first
@@ -87,13 +107,14 @@ class Engine:
             self.optimizer = OffloadOptimizer(optimizer, self._training)
             groups = self.optimizer
             self._training.hyper_of = lambda index: hyper_of(groups, groups.param_groups[index])
-            self._group_sizes = [len(group["params"]) for group in optimizer.param_groups]
+            self._groups = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
         self._gathering = Gathering(parts, self._training)
         self._guard_parameters()
         self._move_buffers()
         self._hooks = Hooks(parts.units, parts.residency, self._training)
         self._hooks.install()
-        _engines[id(model)] = self
+        for info in parts.parameters:
+            _engaged[info.parameter] = True
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
@@ -106,8 +127,6 @@ class Engine:
 
     def step(self) -> None:
         """Begin the update of every parameter that has a gradient; the same as `engine.optimizer.step()`."""
-        self._require_open()
-        self._check_unchanged()
         self._training.step()
 
     def zero_grad(self) -> None:
@@ -117,6 +136,7 @@ class Engine:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside only accumulate: nothing is communicated, and with update="backward" nothing is updated."""
+        self._require_open()
         before, self._training.synchronizing = self._training.synchronizing, False
         try:
             yield
@@ -196,18 +216,22 @@ class Engine:
         if self.closed:
             return
         self.closed = True
-        _engines.pop(id(self.module), None)
+        self._training.closed = True
+        for info in self._parts.parameters:
+            _engaged.pop(info.parameter, None)
         self._hooks.remove()
         self._parts.residency.abandon_uses()
-        if self._training.failure is None:
-            self._parts.residency.finish_updates()
-        stays = self._parts.places is None
-        for unit in self._parts.units:
-            for info in unit.parameters:
-                info.parameter.grad = None
-            if stays:
-                unit.open_up()
-        self._parts.close()
+        try:
+            if self._training.failure is None:
+                self._parts.residency.finish_updates()
+        finally:
+            stays = self._parts.places is None
+            for unit in self._parts.units:
+                for info in unit.parameters:
+                    info.parameter.grad = None
+                if stays:
+                    unit.open_up()
+            self._parts.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -220,8 +244,6 @@ class Engine:
     # ---- checks --------------------------------------------------------------------------------------------------
 
     def _require_open(self) -> None:
-        if self.closed:
-            raise UsageError("the engine was closed: call offload.initialize again.")
         self._training.check()
 
     def _check_unchanged(self) -> None:
@@ -231,16 +253,25 @@ class Engine:
             info = known.pop(id(parameter), None)
             if info is None:
                 raise UsageError(f"parameter {fqn!r} was added or replaced after initialize: close the engine and initialize again.")
-            if self.optimizer is not None and parameter.requires_grad != info.trainable:
+            if parameter.requires_grad != self._required_grad[info.index]:
                 now = "unfrozen" if parameter.requires_grad else "frozen"
                 raise UsageError(f"parameter {fqn!r} was {now} after initialize: close the engine and initialize again.")
         if known:
             gone = next(iter(known.values()))
             raise UsageError(f"parameter {gone.fqn!r} was removed from the model after initialize: close the engine and initialize again.")
         if self.optimizer is not None:
-            sizes = [len(group["params"]) for group in self.optimizer.param_groups]
-            if sizes != self._group_sizes:
-                raise UsageError("the optimizer's parameter groups changed after initialize: make all groups first, then initialize.")
+            self._check_groups(self.optimizer.param_groups)
+
+    def _check_groups(self, groups: list[dict[str, Any]]) -> None:
+        now = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
+        before = {key: index for index, group in enumerate(self._groups) for key in group}
+        if now != before:
+            names = {id(info.parameter): info.fqn for info in self._parts.parameters}
+            moved = [names.get(key, "one unknown to the model") for key in now.keys() | before.keys() if now.get(key) != before.get(key)]
+            raise UsageError(
+                f"optimizer.param_groups changed after initialize (parameter {', '.join(sorted(moved)[:5])}): make all groups first, then "
+                "call offload.initialize; their numbers (lr, betas, ...) may change at any time."
+            )
 
     def _guard_parameters(self) -> None:
         residency = self._parts.residency

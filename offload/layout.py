@@ -34,6 +34,10 @@ CHUNK_NUMEL = 4 * 1024 * 1024
 """Elements. 16 MiB of fp32: large enough for full device bandwidth, small enough that a pipeline of them is small."""
 
 
+CHUNK_NUMELS = tuple(CHUNK_NUMEL >> shift for shift in range(7))
+"""Elements. What is tried, largest first, until every buffer that holds a chunk fits into the budgets."""
+
+
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is >= `value`."""
     return -(-value // multiple) * multiple

@@ -1,4 +1,4 @@
-"""What every test has: hypothesis without deadlines, and gpu-marked tests skipped, with the reason, where there is no GPU."""
+"""For every test: hypothesis without deadlines, and gpu-marked tests skipped where torch sees no GPU."""
 
 from __future__ import annotations
 

@@ -98,8 +98,10 @@ def ingest_async(dst: Tensor | None, src: Tensor, start_index: int, accumulate: 
     """
     _check_ingest(dst, src, start_index, accumulate)
     first_block = start_index // BLOCK_NUMEL
-    block_count = -(-(start_index + src.numel()) // BLOCK_NUMEL) - first_block if src.numel() else 0
+    block_count = -(-(start_index + src.numel()) // BLOCK_NUMEL) - first_block if src.numel() > 0 else 0
     sums = torch.empty(block_count, dtype=torch.float64, device=src.device)
+    if src.numel() == 0:
+        return sums
     if not _uses_native(src):
         _ingest_torch(dst, src, start_index - first_block * BLOCK_NUMEL, accumulate, sums)
         return sums

@@ -16,8 +16,8 @@ from offload.device.accelerator import Accelerator, HomeMemory, UnitMemory
 from offload.device.cpu import CpuAccelerator
 from offload.device.cuda import CudaAccelerator
 from offload.device.deferred import DeferredAccelerator
-from offload.errors import ConfigError, InitializerError
-from offload.layout import Extent, Layout, ParameterSpec, UnitLayout, build_layout
+from offload.errors import BudgetError, ConfigError, InitializerError
+from offload.layout import CHUNK_NUMELS, Extent, Layout, ParameterSpec, UnitLayout, build_layout
 from offload.runtime.deferred_init import is_deferred, materialize_buffers, name_parameters
 from offload.runtime.fetching import DirectFetcher, Fetcher, HomeFetcher, StagedFetcher, chunks_of
 from offload.runtime.flats import ChunkOf, Flat, ParameterInfo, Unit, dense_strides
@@ -105,12 +105,8 @@ def describe_parameters(
     for unit_index, unit in enumerate(module_units):
         for fqn, parameter in unit.parameters:
             group_index = groups.get(id(parameter))
-            if optimizer is not None and parameter.requires_grad and group_index is None:
-                raise ConfigError(
-                    f"parameter {fqn!r} requires a gradient, but no parameter group of the optimizer holds it: add it to a group, or "
-                    "freeze it with requires_grad_(False)."
-                )
-            trainable = parameter.requires_grad and optimizer is not None
+            # A parameter that requires a gradient but is in no group is autograd's and the user's: its `grad` is ordinary.
+            trainable = parameter.requires_grad and group_index is not None
             run_dtype = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
             if trainable and run_dtype not in _TRAINABLE_DTYPES:
                 raise ConfigError(f"parameter {fqn!r} is of dtype {run_dtype}: a trained parameter must be fp32, bf16 or fp16.")
@@ -188,11 +184,11 @@ class Assembly:
         covered = self._source.match(model) if self._source is not None else {}
         _check_values(infos, covered)
         by_unit = [[info for info in infos if info.unit_index == index] for index in range(len(module_units))]
-        layout = build_layout((unit.name, _specs(members)) for unit, members in zip(module_units, by_unit, strict=True))
         accelerator = choose_accelerator()
         _native.warn_if_missing()
         trace = guess(0, range(1, len(module_units)))
-        placement = decide(config, accelerator, lambda p, s: _footprint(accelerator, layout, p, s), lambda k: _capacity(layout, trace, k))
+        specs = [(unit.name, _specs(members)) for unit, members in zip(module_units, by_unit, strict=True)]
+        layout, placement = lay_out(config, accelerator, specs, trace)
         building = _Building(accelerator, layout, placement, config)
         try:
             return building.finish(module_units, by_unit, trace, InitialValues(self._source, covered), self._state_of)
@@ -203,6 +199,29 @@ class Assembly:
     def _state_of(self, info: ParameterInfo) -> OptimizerState:
         state: Mapping[torch.Tensor, OptimizerState] = self._optimizer.state if self._optimizer is not None else {}
         return state[info.parameter] if info.parameter in state else {}
+
+
+def lay_out(
+    config: Config, accelerator: Accelerator, specs: list[tuple[str, list[ParameterSpec]]], trace: Trace
+) -> tuple[Layout, Placement]:
+    """The layout with the largest chunks with which the placement fits the budgets. Raises `BudgetError` if none does."""
+    failure: BudgetError | None = None
+    for chunk_numel in CHUNK_NUMELS:
+        layout = build_layout(specs, chunk_numel=chunk_numel)
+        try:
+            return layout, _decide(config, accelerator, layout, trace)
+        except BudgetError as error:
+            failure = error
+    assert failure is not None
+    largest = max(layout.units, key=lambda unit: unit.nbytes)
+    raise BudgetError(f"{failure} The largest unit is {largest.name or '(root)'} with {largest.nbytes} bytes.") from failure
+
+
+def _decide(config: Config, accelerator: Accelerator, layout: Layout, trace: Trace) -> Placement:
+    def footprint_of(parameters: Tier, states: Tier) -> Footprint:
+        return _footprint(accelerator, layout, parameters, states)
+
+    return decide(config, accelerator, footprint_of, lambda prefetch: _capacity(layout, trace, prefetch))
 
 
 def _footprint(accelerator: Accelerator, layout: Layout, parameters: Tier, states: Tier) -> Footprint:
@@ -269,7 +288,7 @@ class _Building:
             fetcher,
             updates,
             trace=trace,
-            capacity_nbytes=placement.unit_capacity_nbytes if self._config.device_memory is not None else None,
+            capacity_nbytes=placement.unit_capacity_nbytes if self._has_unit_budget else None,
             prefetch=placement.prefetch,
             timeline=timeline,
         )
@@ -319,6 +338,11 @@ class _Building:
     def _fetches_or_stores(self) -> bool:
         """Whether parameters have a home in a store, rather than for good in memory that the device computes on."""
         return self._placement.unit_capacity_nbytes is not None
+
+    @property
+    def _has_unit_budget(self) -> bool:
+        limits = [self._config.device_memory, self._config.cpu_memory if self._accelerator.unified else None]
+        return any(limit is not None for limit in limits)
 
     def _unit(self, module_unit: ModuleUnit, layout: UnitLayout, infos: list[ParameterInfo]) -> Unit:
         by_index = {info.index: info for info in infos}

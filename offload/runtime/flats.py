@@ -128,7 +128,12 @@ class Unit:
         """Make every parameter of the unit a view of its flat."""
         for flat in self.flats:
             for info, view in zip(flat.parameters, flat.views, strict=True):
-                info.parameter.data = view
+                if info.parameter.is_meta:
+                    # `.data` cannot change the kind of a tensor; swapping keeps the Parameter that the optimizer knows.
+                    swapped = nn.Parameter(view, requires_grad=info.parameter.requires_grad)
+                    torch.utils.swap_tensors(info.parameter, swapped)
+                else:
+                    info.parameter.data = view
 
     def open_up(self) -> None:
         for info in self.parameters:

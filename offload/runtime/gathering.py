@@ -29,7 +29,7 @@ class Gathering:
         with self._training.failures():
             residency.finish_updates()
             for unit_index in unit_indices:
-                residency.start_use(unit_index, recorded=False)
+                residency.hold(unit_index)
         before = {info.index: info.parameter.detach().clone() for info in infos}
         try:
             yield
@@ -41,7 +41,7 @@ class Gathering:
                     if bool(written.any()):
                         self._write_home(info, info.in_memory_order(written))
                 for unit_index in unit_indices:
-                    residency.end_use(unit_index, recorded=False)
+                    residency.let_go(unit_index)
 
     def state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """See `Engine.state_dict`."""
@@ -50,10 +50,10 @@ class Gathering:
         with self._training.failures():
             residency.finish_updates()
             for unit in self._parts.units:
-                residency.start_use(unit.index, recorded=False)
+                residency.hold(unit.index)
                 for info in unit.parameters:
                     values[info.index] = info.parameter.detach().to("cpu", copy=True)
-                residency.end_use(unit.index, recorded=False)
+                residency.let_go(unit.index)
                 self._overlay_masters(unit, values)
         named = {fqn: values[info.index] for info in self._parts.parameters for fqn in info.fqns}
         for fqn, buffer in _persistent_buffers(model):
@@ -79,12 +79,10 @@ class Gathering:
     def _read_record(self, chunk_of: ChunkOf) -> torch.Tensor:
         """The chunk's record in memory: where it lies, or read into a buffer of its own."""
         records = self._parts.records
-        updates = self._parts.updates
-        assert records is not None and updates is not None
+        assert records is not None
         stored = records.view(chunk_of)
         if stored is not None:
             return stored
-        updates.settle_writes()
         buffer = HostMemory(records.nbytes(chunk_of), "gathered records", ledger=self._parts.ledger).tensor
         records.read(chunk_of, buffer).wait()
         return buffer

@@ -153,8 +153,9 @@ class Gradients:
         return len(state.live) == state.trainable_count
 
     def drop(self, info: ParameterInfo) -> None:
-        """Forget the gradient of one parameter; buffers that hold nothing else are given back."""
-        self._live.pop(info.index, None)
+        """Forget the gradient of one parameter, unless an update has it; buffers that hold nothing else are given back."""
+        if self._live.pop(info.index, None) is None:
+            return
         self._sums.pop(info.index, None)
         with self._lock:
             for state in self._states.values():

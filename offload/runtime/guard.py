@@ -91,7 +91,8 @@ def _writes_into(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
 def _refuse_writing(fqn: str, func: Any) -> ParameterAccessError:
     return ParameterAccessError(
         f"parameter {fqn!r} was written outside engine.gathered ({getattr(func, '__name__', func)}): the write would not "
-        "reach its master weight or its optimizer state. Write it inside `with engine.gathered([parameter]):`."
+        "reach its master weight or its optimizer state. Write it inside `with engine.gathered([parameter]):`; an optimizer step "
+        "is engine.optimizer's."
     )
 
 

@@ -50,13 +50,13 @@ class _BackwardUse:
     def __init__(self, hooks: Hooks, unit: Unit) -> None:
         self._hooks, self.unit = hooks, unit
         self.open = False
-        self.has_input_hook = False
+        self.inputs_need_gradients = False
         self.awaited: set[int] = set()
 
     def start(self, *_: Any) -> None:
         if not self.open:
             self.open = True
-            self.awaited = {info.index for info in self.unit.parameters if info.trainable}
+            self.awaited = {info.index for info in self.unit.parameters if info.parameter.requires_grad}
             self._hooks.backward_use_started(self)
 
     def end(self, *_: Any) -> None:
@@ -66,7 +66,7 @@ class _BackwardUse:
 
     def gradient_arrived(self, info: ParameterInfo) -> None:
         self.awaited.discard(info.index)
-        if not self.awaited and not self.has_input_hook:
+        if not self.awaited and not self.inputs_need_gradients:
             self.end()
 
 
@@ -101,7 +101,7 @@ class Hooks:
             for module in _use_modules(unit, unit is self._units[0]):
                 self._hook_module(unit, module)
             for info in unit.parameters:
-                if info.trainable:
+                if info.parameter.requires_grad:
                     self._hook_parameter(unit, info)
 
     def remove(self) -> None:
@@ -143,8 +143,9 @@ class Hooks:
             call.use = _BackwardUse(self, unit)
             # Before the forward: an in-place operation in it would move the hook to a place inside the unit.
             inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-            if inputs:
-                call.use.has_input_hook = True
+            call.use.inputs_need_gradients = bool(inputs)
+            # With a leaf among them PyTorch cannot tell when all are done: then the use ends with the backward.
+            if inputs and all(tensor.grad_fn is not None for tensor in inputs):
                 register_multi_grad_hook(inputs, call.use.end, mode="all")
         return changed
 
@@ -156,6 +157,9 @@ class Hooks:
             outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
             if outputs:
                 register_multi_grad_hook(outputs, call.use.start, mode="any")
+            elif enclosing := next((other.unit for other in reversed(self._calls) if other.unit is not None), None):
+                # What it computed left by another way than its output: backward reaches it when it reaches its parent.
+                self._residency.accompany(enclosing.index, call.unit.index)
         self._residency.leave_forward()
         with self._listener.failures():
             self._residency.end_use(call.unit.index, recorded=call.recorded)
@@ -209,13 +213,15 @@ class Hooks:
         @torch._dynamo.disable  # type: ignore[untyped-decorator]
         def before_accumulation(gradient: torch.Tensor) -> None:
             self._enter_backward()
-            with self._listener.failures():
-                self._listener.gradient_coming(unit, info)
+            if info.trainable:
+                with self._listener.failures():
+                    self._listener.gradient_coming(unit, info)
 
         @torch._dynamo.disable  # type: ignore[untyped-decorator]
         def after_accumulation(parameter: torch.Tensor) -> None:
-            with self._listener.failures():
-                self._listener.gradient_arrived(unit, info)
+            if info.trainable:
+                with self._listener.failures():
+                    self._listener.gradient_arrived(unit, info)
             for use in [use for use in self._open_uses if use.unit is unit]:
                 use.gradient_arrived(info)
 

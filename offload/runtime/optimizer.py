@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ class Stepper(Protocol):
 
     def step(self) -> None: ...
 
-    def zero_grad(self) -> None: ...
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -56,6 +57,15 @@ def _kind(optimizer: torch.optim.Optimizer) -> type:
     return optimizer.source_class if isinstance(optimizer, OffloadOptimizer) else type(optimizer)
 
 
+class _StateInTiers(defaultdict[torch.Tensor, Any]):
+    """Empty, and says why where somebody asks for a parameter's state."""
+
+    def __missing__(self, key: torch.Tensor) -> Any:
+        raise UsageError(
+            "optimizer.state holds nothing: moments and step counts lie in the engine's tiers. engine.save_checkpoint(dir) writes them."
+        )
+
+
 class OffloadOptimizer(torch.optim.Optimizer):
     """A `torch.optim.Optimizer` over the user's own `param_groups`, whose state lies in the engine's tiers.
 
@@ -68,6 +78,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def __init__(self, source: torch.optim.Optimizer, stepper: Stepper) -> None:
         super().__init__([torch.nn.Parameter(torch.empty(0))], dict(source.defaults))
+        self.state = _StateInTiers()
         self.param_groups = source.param_groups
         self.defaults = source.defaults
         self.source_class = type(source)
@@ -88,13 +99,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients. They are never kept as zeros: `set_to_none` makes no difference."""
-        self._stepper.zero_grad()
+        """Drop all gradients; with `set_to_none=False` those that were there become zeros, which a step then applies."""
+        self._stepper.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only during construction: the engine's layout is fixed by `initialize`."""
         if hasattr(self, "_stepper"):
-            raise UsageError("a parameter group was added after initialize: make all groups first, then call offload.initialize.")
+            raise UsageError("a param_group was added after initialize: make all groups first, then call offload.initialize.")
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:

@@ -139,7 +139,8 @@ def _smallest(problem: _Problem, parameters: Tier, states: Tier) -> Placement:
     gradients_in = _gradient_tier(problem, states)
     if gradients_in == "cpu" and problem.config.nvme_paths and not _fits_with(problem, parameters, states, gradients_in):
         gradients_in = "nvme"
-    retained = problem.footprint_of(parameters, states).least_gradient_buffers if gradients_in == "nvme" else 0
+    footprint = problem.footprint_of(parameters, states)
+    retained = footprint.least_gradient_buffers if gradients_in == "nvme" and footprint.records else 0
     return _place(problem, parameters, states, 0, gradients_in, retained)
 
 

@@ -43,30 +43,57 @@ class Record:
         return Record(arrays[0] if has_master else None, arrays[-2], arrays[-1])
 
 
-class ParameterPlaces:
-    """The parameters' home in a store, chunk by chunk. Absent where parameters live in device memory for good.
+class Places:
+    """Chunks' extents in one store. A read or write of a chunk is ordered after its last write, on any thread."""
 
-    A read of a chunk is ordered after its last write, on whichever thread that was issued.
-    """
-
-    def __init__(self, chunks: Iterable[ChunkOf], make_store: StoreFactory) -> None:
+    def __init__(self, sizes_nbytes: Iterable[tuple[ChunkOf, int]], purpose: str, make_store: StoreFactory) -> None:
         allocator = ExtentAllocator()
-        self._extents: dict[tuple[int, int], Extent] = {}
-        for chunk_of in chunks:
-            nbytes = chunk_of.chunk.numel * chunk_of.flat.layout.itemsize
-            self._extents[chunk_of.key] = allocator.take(nbytes)
-        self.store = make_store("parameters", allocator.extents)
+        self._extents = {chunk_of.key: allocator.take(nbytes) for chunk_of, nbytes in sizes_nbytes}
+        self.store = make_store(purpose, allocator.extents)
         self._lock = threading.Lock()
         self._writes: dict[tuple[int, int], Pending] = {}
-        self._fetches: dict[tuple[int, int], Pending] = {}
+
+    def nbytes(self, chunk_of: ChunkOf) -> int:
+        return self._extents[chunk_of.key].nbytes
 
     def view(self, chunk_of: ChunkOf) -> torch.Tensor | None:
-        """The chunk's bytes where they lie, if that is host memory."""
+        """The chunk's bytes where they lie, if they can be used in place."""
         return self.store.view(self._extents[chunk_of.key])
 
     def read(self, chunk_of: ChunkOf, into: torch.Tensor) -> Pending:
         self.settle_write(chunk_of)
         return self.store.read(self._extents[chunk_of.key], into)
+
+    def write(self, chunk_of: ChunkOf, source: torch.Tensor) -> Pending:
+        self.settle_write(chunk_of)
+        pending = self.store.write(self._extents[chunk_of.key], source)
+        with self._lock:
+            self._writes[chunk_of.key] = pending
+        return pending
+
+    def settle_write(self, chunk_of: ChunkOf) -> None:
+        """Wait for the chunk's last write, if one is in flight; raise its failure."""
+        with self._lock:
+            pending = self._writes.pop(chunk_of.key, None)
+        if pending is not None:
+            pending.wait()
+
+    def raise_failed_writes(self) -> None:
+        """Raise the failure of a write that is over and that nobody waited for."""
+        with self._lock:
+            over = [key for key, pending in self._writes.items() if pending.done()]
+            settled = [self._writes.pop(key) for key in over]
+        for pending in settled:
+            pending.wait()
+
+
+class ParameterPlaces(Places):
+    """The parameters' home in a store. Absent where parameters live in memory that the device computes on."""
+
+    def __init__(self, chunks: Iterable[ChunkOf], make_store: StoreFactory) -> None:
+        sizes = ((chunk_of, chunk_of.chunk.numel * chunk_of.flat.layout.itemsize) for chunk_of in chunks)
+        super().__init__(sizes, "parameters", make_store)
+        self._fetches: dict[tuple[int, int], Pending] = {}
 
     def fetch(self, chunk_of: ChunkOf) -> None:
         """Read the chunk straight into its flat, which must be memory that the store can address."""
@@ -83,58 +110,20 @@ class ParameterPlaces:
             with self._lock:
                 self._fetches.pop(chunk_of.key, None)
 
-    def raise_failed_writes(self) -> None:
-        """Raise the failure of a write that is over and that nobody waited for."""
-        with self._lock:
-            over = [key for key, pending in self._writes.items() if pending.done()]
-            settled = [self._writes.pop(key) for key in over]
-        for pending in settled:
-            pending.wait()
 
-    def write(self, chunk_of: ChunkOf, source: torch.Tensor) -> Pending:
-        self.settle_write(chunk_of)
-        pending = self.store.write(self._extents[chunk_of.key], source)
-        with self._lock:
-            self._writes[chunk_of.key] = pending
-        return pending
-
-    def settle_write(self, chunk_of: ChunkOf) -> None:
-        """Wait for the chunk's last write, if one is in flight; raise its failure."""
-        with self._lock:
-            pending = self._writes.pop(chunk_of.key, None)
-        if pending is not None:
-            pending.wait()
-
-
-class RecordPlaces:
+class RecordPlaces(Places):
     """The optimizer records' home in a store."""
 
     def __init__(self, chunks: Iterable[ChunkOf], make_store: StoreFactory, has_master: Callable[[ChunkOf], bool]) -> None:
-        allocator = ExtentAllocator()
-        self._extents: dict[tuple[int, int], Extent] = {}
-        self._has_master: dict[tuple[int, int], bool] = {}
-        for chunk_of in chunks:
-            self._has_master[chunk_of.key] = has_master(chunk_of)
-            nbytes = Record.nbytes(chunk_of.chunk.numel, self._has_master[chunk_of.key])
-            self._extents[chunk_of.key] = allocator.take(nbytes)
-        self.store = make_store("optimizer states", allocator.extents)
-        self.in_memory = all(self.store.view(extent) is not None for extent in allocator.extents[:1])
+        own = {chunk_of: has_master(chunk_of) for chunk_of in chunks}
+        sizes = ((chunk_of, Record.nbytes(chunk_of.chunk.numel, own[chunk_of])) for chunk_of in own)
+        super().__init__(sizes, "optimizer states", make_store)
+        self._has_master = {chunk_of.key: has for chunk_of, has in own.items()}
+        self.in_memory = all(self.view(chunk_of) is not None for chunk_of in list(own)[:1])
         """Whether records are updated where they lie, with no transfer."""
 
     def has_master(self, chunk_of: ChunkOf) -> bool:
         return self._has_master[chunk_of.key]
 
-    def nbytes(self, chunk_of: ChunkOf) -> int:
-        return self._extents[chunk_of.key].nbytes
-
     def over(self, chunk_of: ChunkOf, buffer: torch.Tensor) -> Record:
         return Record.over(buffer, chunk_of.chunk.numel, self._has_master[chunk_of.key])
-
-    def view(self, chunk_of: ChunkOf) -> torch.Tensor | None:
-        return self.store.view(self._extents[chunk_of.key])
-
-    def read(self, chunk_of: ChunkOf, into: torch.Tensor) -> Pending:
-        return self.store.read(self._extents[chunk_of.key], into)
-
-    def write(self, chunk_of: ChunkOf, source: torch.Tensor) -> Pending:
-        return self.store.write(self._extents[chunk_of.key], source)

@@ -35,7 +35,8 @@ class PresentValues:
         operations = needed_operations(values, known)
         if not _are_usable(known, operations):
             known, operations = {}, needed_operations(values)
-        storages = {value.memory: storage for value, storage in known.items()}
+        used = {value.memory for value in values}.union(*map(touched_memories, operations))
+        storages = {value.memory: storage for value, storage in known.items() if value.memory in used}
         is_large = sum(operation.nbytes for operation in operations) >= REMEMBERED_NBYTES
         changes_known = any(memory in storages for operation in operations for memory, _ in operation.writes)
         if is_large or changes_known or not remember:

@@ -60,6 +60,7 @@ class Residency:
         self.capacity_nbytes = capacity_nbytes or required_nbytes(trace, self._nbytes, prefetch)
         self._states = [UnitState.ABSENT if nbytes else UnitState.RESIDENT for nbytes in self._nbytes]
         self._use_counts = [0] * len(units)
+        self._held_counts = [0] * len(units)
         self._companions: dict[int, list[int]] = {}
         self._open_forward: list[int] = []
         self._resident_nbytes = 0
@@ -92,6 +93,15 @@ class Residency:
             self._recorder.end(unit_index)
         self._reach(Event(Edge.END, unit_index))
 
+    def hold(self, unit_index: int) -> None:
+        """Keep the unit resident and open, whatever forwards and backwards come and go, until `let_go`."""
+        self._held_counts[unit_index] += 1
+        self.start_use(unit_index, recorded=False)
+
+    def let_go(self, unit_index: int) -> None:
+        self._held_counts[unit_index] -= 1
+        self.end_use(unit_index, recorded=False)
+
     def in_use(self, unit_index: int) -> bool:
         return self._use_counts[unit_index] > 0
 
@@ -115,14 +125,19 @@ class Residency:
         if not self._open_forward:
             raise ParameterAccessError(
                 f"the value of parameter {info.fqn!r} is not in memory: it lies in its tier between uses. Read or write it inside "
-                "`with engine.gathered([parameter]):`; for the whole model use engine.state_dict(). A part of the model that "
-                "is called on its own must be called as a module, not through its weights."
+                "`with engine.gathered([parameter]):`; for the whole model use engine.state_dict(); updates are engine.optimizer's. "
+                "A part of the model that is called on its own must be called as a module, not through its weights."
             )
-        # A parent computes with a child's weight without calling the child. From now on the child comes and goes with it.
-        enclosing = self._open_forward[-1]
-        self._companions.setdefault(enclosing, []).append(info.unit_index)
-        for _ in range(self._use_counts[enclosing]):
-            self.start_use(info.unit_index, recorded=False)
+        # A parent computes with a child's weight without calling the child.
+        self.accompany(self._open_forward[-1], info.unit_index)
+
+    def accompany(self, enclosing: int, unit_index: int) -> None:
+        """From now on the unit comes and goes with `enclosing`, beside its own uses."""
+        if unit_index == enclosing or unit_index in self._companions.get(enclosing, ()):
+            return
+        self._companions.setdefault(enclosing, []).append(unit_index)
+        for _ in range(self._use_counts[enclosing] - self._held_counts[enclosing]):
+            self.start_use(unit_index, recorded=False)
 
     def close_off(self, unit_index: int) -> None:
         """Guard the parameters of a unit that is not in use."""
@@ -132,10 +147,11 @@ class Residency:
     def abandon_uses(self) -> None:
         """End every use: an exception cut a forward or backward short."""
         self._open_forward.clear()
-        for unit_index, count in enumerate(self._use_counts):
-            if count:
-                self._use_counts[unit_index] = 0
-                self.close_off(unit_index)
+        for unit_index, held in enumerate(self._held_counts):
+            if self._use_counts[unit_index] > held:
+                self._use_counts[unit_index] = held
+                if not held:
+                    self.close_off(unit_index)
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from offload.runtime.gradients import Gradients
 from offload.runtime.guard import TakenGradient
 from offload.runtime.hooks import Listener
 from offload.runtime.loss_scale import LossScale
-from offload.runtime.places import ParameterPlaces
+from offload.runtime.places import ParameterPlaces, RecordPlaces
 from offload.runtime.residency import Residency
 from offload.runtime.shard_state import ShardState, ShardStates
 from offload.runtime.timeline import Timeline
@@ -49,11 +49,12 @@ class Training(Listener):
         gradients: Gradients | None,
         updates: Updates | None,
         places: ParameterPlaces | None,
+        records: RecordPlaces | None,
         loss_scale: LossScale,
         timeline: Timeline,
     ) -> None:
         self._units, self._residency, self._gradients, self._updates = units, residency, gradients, updates
-        self._places, self._timeline = places, timeline
+        self._places, self._records, self._timeline = places, records, timeline
         self.loss_scale = loss_scale
         self.max_grad_norm: float | None = None
         self.input_dtype: torch.dtype | None = None
@@ -63,6 +64,10 @@ class Training(Listener):
         self.step_count = 0
         self.grad_norm: float | None = None
         self.synchronizing = True
+        self.backward_updates = False
+        self.closed = False
+        self.check_unchanged: Callable[[], None] | None = None
+        self._last_backward_seen = False
         self._scaled_backward = False
         self._shards = ShardStates(len(units))
         self._clip_once: float | None = None
@@ -84,7 +89,9 @@ class Training(Listener):
             raise
 
     def check(self) -> None:
-        """Raise if an earlier failure left the engine unusable."""
+        """Raise if the engine is closed, or if an earlier failure left it unusable."""
+        if self.closed:
+            raise UsageError("the engine was closed: call offload.initialize again.")
         if self.failure is not None:
             raise EngineFailedError(
                 f"the engine failed earlier and its state is undefined: {self.failure}. Start again from the last checkpoint."
@@ -113,9 +120,9 @@ class Training(Listener):
 
     def backward_begins(self) -> None:
         self.check()
-        if self._begun_sum_of_squares:
+        if self._last_backward_seen:
             raise UsageError(
-                "backward was called again after updates of this step had begun (update='backward' updates as gradients arrive). "
+                "backward was called again after the backward that update='backward' takes for the last of the step. "
                 "Wrap all backwards of a step but the last in `with engine.no_sync():`, or set Config(update='step')."
             )
 
@@ -135,8 +142,13 @@ class Training(Listener):
             )
         if self._shards[unit.index] is ShardState.UPDATING:
             self.backward_reaches(unit)
-        self._gradients.is_live(info)
+        live = self._gradients.is_live(info)
         if isinstance(info.parameter.grad, TakenGradient):
+            if not live:
+                raise UsageError(
+                    f"backward reached {info.fqn!r} while the gradient of the last step was still in place. PyTorch would add to it; here "
+                    "the step has consumed it. Call optimizer.zero_grad() after each step."
+                )
             info.parameter.grad = None
 
     def gradient_arrived(self, unit: Unit, info: ParameterInfo) -> None:
@@ -159,6 +171,7 @@ class Training(Listener):
                 self._begin_update([info for info in unit.parameters if info.trainable])
 
     def backward_ended(self) -> None:
+        self._last_backward_seen = self.backward_updates and self.synchronizing
         if self._updates_now() and self._gradients is not None:
             self._begin_update(self._gradients.live_parameters())
 
@@ -176,16 +189,36 @@ class Training(Listener):
 
     # ---- step ----------------------------------------------------------------------------------------------------
 
-    def zero_grad(self) -> None:
-        """Drop every gradient that no update has taken yet."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop every gradient that no update has taken yet; without `set_to_none` put zeros where there was one."""
+        self.check()
+        if self._begun_sum_of_squares:
+            raise UsageError(
+                "zero_grad was called after updates of this step had begun (update='backward'): they cannot be undone. Call step() first, "
+                "or set Config(update='step')."
+            )
+        self._last_backward_seen = False
+        with self.failures():
+            if not set_to_none:
+                self._residency.finish_updates()
+                self._settle_shards()
+            for unit in self._units:
+                for info in unit.parameters:
+                    self._zero(unit, info, set_to_none)
+                if set_to_none and self._shards[unit.index] is ShardState.REDUCING:
+                    self._shards.become(unit.index, ShardState.CLEAN)
+
+    def _zero(self, unit: Unit, info: ParameterInfo, set_to_none: bool) -> None:
+        had_gradient = info.parameter.grad is not None
         if self._gradients is not None:
-            for info in self._gradients.live_parameters():
-                self._gradients.drop(info)
-        for unit in self._units:
-            for info in unit.parameters:
-                info.parameter.grad = None
-            if self._shards[unit.index] is ShardState.REDUCING:
-                self._shards.become(unit.index, ShardState.CLEAN)
+            self._gradients.drop(info)
+        info.parameter.grad = None
+        if had_gradient and not set_to_none:
+            zeros = torch.empty_strided(info.shape, info.stride, dtype=info.dtype, device=info.parameter.device).zero_()
+            if info.trainable:
+                self._take_over(unit, info, zeros)
+            else:
+                info.parameter.grad = zeros
 
     def measure_norm(self) -> float:
         """The global L2 norm of the gradients as they stand, un-scaled."""
@@ -203,22 +236,27 @@ class Training(Listener):
             )
         self._take_user_gradients()
         self._clip_once = max_norm
-        return self.measure_norm()
+        self.grad_norm = self.measure_norm()
+        return self.grad_norm
 
     def step(self) -> None:
         """Turn the gradients into updates; see the module for when they run."""
         self.check()
         if self._gradients is None or self._updates is None:
             raise UsageError("step was called, but offload.initialize was given no optimizer: pass one to train.")
+        if self.check_unchanged is not None:
+            self.check_unchanged()
         with self.failures():
             self._residency.finish_updates()
             self._settle_shards()
-            if self._places is not None:
-                self._places.raise_failed_writes()
+            for places in (self._places, self._records):
+                if places is not None:
+                    places.raise_failed_writes()
             self._take_user_gradients()
             live = self._gradients.live_parameters()
             with self._timeline.waiting("gradients"):
                 norm = self.measure_norm()
+            self._last_backward_seen = False
             begun, self._begun_sum_of_squares = bool(self._begun_sum_of_squares), []
             max_norm = self._clip_once if self._clip_once is not None else self.max_grad_norm
             self._clip_once = None
@@ -292,7 +330,6 @@ class Training(Listener):
             assert info.group_index is not None
             info.step += 1
             steps[info.index] = (hypers[info.group_index], info.step)
-            info.parameter.grad = None
             self._gradients.consume(info)
         touched = {info.unit_index for info in live}
         for unit_index in self._residency.next_order():

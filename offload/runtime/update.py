@@ -82,7 +82,6 @@ class Updates:
         self._lane = accelerator.host_lane("update", waits_for_io=not records.in_memory)
         self._units: dict[int, _UnitUpdate] = {}
         self._ahead: deque[ChunkUpdate] = deque()
-        self._writes: deque[Pending] = deque()
 
     @property
     def needs_residency(self) -> bool:
@@ -125,11 +124,6 @@ class Updates:
                 job.wait()
             for pending in self._units.pop(unit_index).published:
                 self._accelerator.join(pending)
-
-    def settle_writes(self) -> None:
-        """Wait for every record write; raise the first failure. Call with nothing pending."""
-        while self._writes:
-            self._writes.popleft().wait()
 
     def close(self) -> None:
         self._lane.close()
@@ -183,17 +177,9 @@ class Updates:
         self._gradients.release(chunk_of)
         published = self._sink.commit(chunk_of, values, [piece.piece for piece in chunk_update.pieces])
         if lease is not None:
-            written = self._records.write(chunk_of, buffer[: self._records.nbytes(chunk_of)])
-            lease.release(after=written)
             chunk_update.lease = None
-            self._remember_write(written)
+            lease.release(after=self._records.write(chunk_of, buffer[: self._records.nbytes(chunk_of)]))
         return published
-
-    def _remember_write(self, written: Pending) -> None:
-        self._writes.append(written)
-        while self._writes and self._writes[0].done():
-            self._writes.popleft().wait()
-
 
 def _segment(
     update: ChunkUpdate, piece: PieceUpdate, record: Record, gradient: Tensor, values: Tensor

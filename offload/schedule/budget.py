@@ -56,7 +56,8 @@ class Footprint:
     gradients_wide: int
     largest_chunk_numel: int
     record_arrays: int
-    parameter_itemsize: int
+    parameter_buffer: int
+    """Bytes of a buffer that holds any chunk's parameters, frozen ones included."""
     chunk_count: int
     open_chunk_count: int
 
@@ -71,9 +72,9 @@ class Footprint:
             records=sum(flat.shard.numel * count * MASTER_ITEMSIZE for flat, count in zip(trainable, arrays, strict=True)),
             gradients=sum(flat.shard.numel * flat.itemsize for flat in trainable),
             gradients_wide=sum(flat.shard.numel * MASTER_ITEMSIZE for flat in trainable),
-            largest_chunk_numel=_largest_chunk(trainable or flats),
+            largest_chunk_numel=_largest_chunk(trainable),
             record_arrays=max(arrays, default=2),
-            parameter_itemsize=max((flat.itemsize for flat in flats), default=4),
+            parameter_buffer=max((chunk.numel * flat.itemsize for flat in flats for chunk in flat.chunks), default=0),
             chunk_count=sum(len(flat.chunks) for flat in trainable),
             open_chunk_count=max((_open_chunks(unit.flats) for unit in layout.units), default=0),
         )
@@ -89,17 +90,12 @@ class Footprint:
         return self.largest_chunk_numel * MASTER_ITEMSIZE
 
     @property
-    def parameter_buffer(self) -> int:
-        """Bytes of a buffer that holds any chunk's parameters."""
-        return self.largest_chunk_numel * self.parameter_itemsize
-
-    @property
     def least_gradient_buffers(self) -> int:
         """With fewer, gradients of one unit could not arrive side by side.
 
         Two units' shared chunks (backward leaves one while the next begins), and two for a slot that streams through.
         """
-        return min(2 * self.open_chunk_count + 2, max(self.chunk_count, 1))
+        return min(2 * self.open_chunk_count + 2, self.chunk_count)
 
 
 def _largest_chunk(flats: Iterable[FlatLayout]) -> int:

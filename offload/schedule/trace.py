@@ -71,6 +71,9 @@ class Recorder:
         self._events.append(Event(Edge.START, unit_index))
 
     def end(self, unit_index: int) -> None:
+        """A use ended. One whose start was not part of the step (a unit joined a use that was going on) is left out."""
+        if not self._depth.get(unit_index):
+            return
         self._depth[unit_index] -= 1
         self._events.append(Event(Edge.END, unit_index))
 

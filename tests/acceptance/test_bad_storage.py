@@ -158,7 +158,7 @@ def test_a_disk_that_is_too_small(nvme: Path, shim: str) -> None:
     assert files_under(nvme) == []
 
 
-def test_a_disk_that_is_just_large_enough(nvme: Path, shim: str) -> None:
-    """The need that the message names is enough: states of 12 bytes per parameter, and not twice that."""
+def test_a_disk_that_is_large_enough(nvme: Path, shim: str) -> None:
+    """The states are half a megabyte: the check must not refuse a disk with room for that many times over."""
     variables = {"LD_PRELOAD": shim, "SHIM_FREE": str(32 << 20)}
     assert worker.run(_worker(nvme, ON_NVME), **variables)["losses"]

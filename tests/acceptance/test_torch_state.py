@@ -125,7 +125,7 @@ def test_inference_without_an_optimizer(opened: Any) -> None:
     model = gpt2()
     tokens = byte_batches(1)[0]
     expected = model(input_ids=tokens).logits.detach()
-    engine = opened(model, None, ON_NVME)
+    engine = opened(model, None, Setup("nvme", "auto", "deferred"))
     with torch.no_grad():
         for _ in range(3):
             assert_same_bits(engine.module(input_ids=tokens).logits, expected)

@@ -5,6 +5,7 @@ Used where a run must not share this process: other environment variables, kill 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -83,9 +84,7 @@ def resident_nbytes(field: str) -> int:
 
 
 def measure_memory(fields: dict[str, Any], blocks: int, width: int, deferred: bool, steps: int) -> dict[str, Any]:
-    """Train a Stack; report resident bytes before it (after a tiny run), at its end and at the peak."""
-    import contextlib
-
+    """Train a Stack; report resident bytes before it (after a tiny run in memory), at its end and at the peak."""
     import torch
     import torch.nn.functional as F
 
@@ -93,11 +92,11 @@ def measure_memory(fields: dict[str, Any], blocks: int, width: int, deferred: bo
 
     from .models import Stack
 
-    def train(count: int, size: int, outer: Any) -> None:
-        with outer:
+    def train(count: int, size: int, config: offload.Config) -> int:
+        with offload.deferred_init() if deferred else contextlib.nullcontext():
             model = Stack(size, count)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-        with offload.initialize(model, optimizer, offload.Config(**fields)) as engine:
+        with offload.initialize(model, optimizer, config) as engine:
             x = torch.randn(4, size)
             for _ in range(steps):
                 loss = F.mse_loss(model(x), x)
@@ -105,15 +104,12 @@ def measure_memory(fields: dict[str, Any], blocks: int, width: int, deferred: bo
                 engine.optimizer.step()
                 engine.optimizer.zero_grad()
             assert torch.isfinite(loss).item()
-            result["end"] = resident_nbytes("VmRSS")
-            with contextlib.suppress(TypeError):
-                result["stats"] = json.loads(json.dumps(dict(engine.stats()), default=str))
+            return resident_nbytes("VmRSS")
 
-    result: dict[str, Any] = {}
-    train(2, 32, offload.deferred_init() if deferred else contextlib.nullcontext())
+    train(2, 32, offload.Config(parameters="device", optimizer_states="device"))
     before = resident_nbytes("VmHWM")
-    train(blocks, width, offload.deferred_init() if deferred else contextlib.nullcontext())
-    return result | {"before": before, "peak": resident_nbytes("VmHWM")}
+    end = train(blocks, width, offload.Config(**fields))
+    return {"before": before, "end": end, "peak": resident_nbytes("VmHWM")}
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ BLOCK = 4096
 
 
 def _nearest(near: float, is_above: Callable[[Fraction], bool], is_at: Callable[[Fraction], bool]) -> np.float32:
-    """The float32 nearest to a number known by comparison with rationals; `near` is within an ulp of it. Ties to even."""
+    """The float32 nearest to a number known by comparison with rationals; `near` is within an ulp. Ties to even."""
     candidate = np.float32(near)
     for _ in range(3):
         up = np.nextafter(candidate, np.float32(np.inf))
@@ -53,7 +53,7 @@ def sqrt(a: np.float32) -> np.float32:
 
 
 def adam_element(g: float, p: float, m: float, v: float, settings: dict[str, float], step: int) -> tuple[float, ...]:
-    """(p, m, v) after one step, each operation rounded once to float32. `settings`: lr, beta1, ..., decoupled, factor."""
+    """(p, m, v) after one step, each operation rounded once. `settings`: lr, beta1, ..., decoupled, factor."""
     f = np.float32
     lr, beta1, beta2 = settings["lr"], settings["beta1"], settings["beta2"]
     decay = settings["weight_decay"]

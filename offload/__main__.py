@@ -1,0 +1,7 @@
+"""`python -m offload`."""
+
+import sys
+
+from offload.cli.main import main
+
+sys.exit(main())

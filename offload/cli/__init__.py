@@ -1,0 +1,1 @@
+"""`python -m offload`: train, plan, probe, bench and info. An adapter on the public API."""

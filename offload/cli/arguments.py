@@ -1,0 +1,99 @@
+"""Flags that several commands share, and what they mean: the model, the engine's configuration."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import offload
+from offload.errors import ConfigError
+
+PLACES = ("auto", "device", "cpu", "nvme")
+SHAPE_FLAGS = ("hidden", "layers", "heads", "kv_heads", "intermediate", "vocabulary")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """--model, or the shape of a Llama-architecture model."""
+    group = parser.add_argument_group("model", "a local model, or the shape of a new one of the Llama architecture")
+    group.add_argument(
+        "--model", type=Path, metavar="PATH", help="a local Hugging Face checkpoint (folder), or a config.json: then new"
+    )
+    group.add_argument("--hidden", type=positive, metavar="N", help="width (default 512)")
+    group.add_argument("--layers", type=positive, metavar="N", help="number of blocks (default 8)")
+    group.add_argument("--heads", type=positive, metavar="N", help="attention heads (default hidden / 64)")
+    group.add_argument("--kv-heads", type=positive, metavar="N", help="key and value heads (default: as many as heads)")
+    group.add_argument(
+        "--intermediate", type=positive, metavar="N", help="width of the MLP (default 8/3 hidden, rounded up to 256)"
+    )
+    group.add_argument("--vocabulary", type=positive, metavar="N", help="tokens (default: as many as the data has)")
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """The fields of `offload.Config`."""
+    group = parser.add_argument_group("placement and budgets", "sizes are bytes, or text such as 16GiB or 500MB")
+    group.add_argument("--parameters", choices=PLACES, default="auto", help="where parameters live between uses")
+    group.add_argument(
+        "--optimizer-states", choices=PLACES, default="auto", help="where master weights and moments live"
+    )
+    group.add_argument("--nvme", metavar="PATH[,PATH...]", help="a folder, or one on each drive (then striped)")
+    group.add_argument("--cpu-memory", metavar="SIZE", help="most host memory that the engine may hold")
+    group.add_argument("--device-memory", metavar="SIZE", help="most device memory that the engine may hold")
+    group.add_argument("--stage", type=int, default=3, help="ZeRO stage, 0 to 3 (default 3)")
+    group.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="what forward and backward run in")
+    group.add_argument(
+        "--update", choices=("step", "backward"), default="step", help="when updates start (default step)"
+    )
+    group.add_argument("--prefetch", type=int, default=1, metavar="N", help="units fetched ahead (default 1)")
+    group.add_argument("--clip", type=float, metavar="NORM", help="clip the global gradient norm to this")
+
+
+def config_of(args: argparse.Namespace) -> offload.Config:
+    """The `Config` that the flags ask for. Raises `ConfigError`."""
+    fields: dict[str, Any] = {
+        "stage": args.stage,
+        "parameters": args.parameters,
+        "optimizer_states": args.optimizer_states,
+        "nvme": paths_of(args.nvme),
+        "cpu_memory": args.cpu_memory,
+        "device_memory": args.device_memory,
+        "dtype": args.dtype,
+        "max_grad_norm": args.clip,
+        "update": args.update,
+        "prefetch": args.prefetch,
+    }
+    return offload.Config(**fields)
+
+
+def paths_of(text: str | None) -> list[str] | None:
+    """`--nvme a,b` as a list."""
+    if text is None:
+        return None
+    paths = [part.strip() for part in text.split(",") if part.strip()]
+    if not paths:
+        raise ConfigError("--nvme is empty: name a folder on the drive.")
+    return paths
+
+
+def positive(text: str) -> int:
+    """A count of at least 1 (for argparse)."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
+def natural(text: str) -> int:
+    """A count of at least 0 (for argparse)."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 0")
+    return value
+
+
+def positive_number(text: str) -> float:
+    """A number above 0 (for argparse)."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{value} is not above 0")
+    return value

@@ -1,0 +1,61 @@
+"""The command line: its parser, and what a failure looks like from the outside.
+
+Exit codes: 0 done (also where Ctrl-C ended a training run and its table was printed); 1 failed; 2 the command, the
+configuration, the model or a path cannot be what was asked for; 130 interrupted before there was anything to show.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import offload
+from offload.cli import bench, info, plan, probe, train
+from offload.errors import ConfigError, InitializerError, OffloadError, UsageError
+
+FAILED, REFUSED, INTERRUPTED = 1, 2, 130
+_REFUSALS = (ConfigError, InitializerError, UsageError)
+
+_COMMANDS = {
+    "train": (train, "train a causal language model with its states on the device, in CPU memory or on NVMe"),
+    "plan": (plan, "say what training would take: bytes in each tier, smallest budgets, bytes moved in a step"),
+    "probe": (probe, "measure this machine: memory, drive, and device links"),
+    "bench": (bench, "time the Adam kernel or file I/O on this machine"),
+    "info": (info, "versions, what was built, which backends work, environment variables"),
+}
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    """Says what is wrong in one line; the usage is a --help away."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(REFUSED, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands. Parsed arguments hold `run`, which takes them and returns the exit code."""
+    parser = _OneLineParser(prog="python -m offload", description=offload.__doc__)
+    parser.add_argument("--version", action="version", version=f"offload {offload.__version__}")
+    commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
+    for name, (module, text) in _COMMANDS.items():
+        command = commands.add_parser(
+            name, help=text, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        module.add_arguments(command)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code. Errors of this package are one line on stderr, without a traceback."""
+    args = build_parser().parse_args(argv)
+    run: Callable[[argparse.Namespace], int] = args.run
+    try:
+        return run(args)
+    except OffloadError as error:
+        print(f"offload {args.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return REFUSED if isinstance(error, _REFUSALS) else FAILED
+    except KeyboardInterrupt:
+        print(f"offload {args.command}: interrupted", file=sys.stderr)
+        return INTERRUPTED

@@ -1,0 +1,137 @@
+"""The model that the flags name: a local Hugging Face checkpoint, a config.json, or a shape."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+import offload
+from offload.cli.arguments import SHAPE_FLAGS
+from offload.errors import ConfigError
+
+WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
+_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChoice:
+    """`config`: a `transformers.PretrainedConfig`. `weights`: where its values are; None: initialised from the seed."""
+
+    config: Any
+    weights: Path | None
+    title: str
+
+
+def require_transformers() -> ModuleType:
+    """The transformers package. Raises `ConfigError` where it is not installed."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            f"models come from the transformers package, which cannot be imported ({error}): pip install 'offload[hf]'."
+        ) from error
+    transformers.logging.set_verbosity_error()
+    module: ModuleType = transformers
+    return module
+
+
+def choose_model(args: argparse.Namespace, vocabulary_size: int, sequence: int) -> ModelChoice:
+    """What --model or the shape flags ask for, read but not built. Raises `ConfigError`.
+
+    A new model gets `vocabulary_size` tokens; one that exists must have at least so many.
+    """
+    if args.model is None:
+        return _shaped(args, vocabulary_size, sequence)
+    given = [f"--{name.replace('_', '-')}" for name in SHAPE_FLAGS if getattr(args, name) is not None]
+    if given:
+        raise ConfigError(f"--model and {given[0]} contradict each other: a model that exists has its shape.")
+    choice = _existing(args.model)
+    has = int(getattr(choice.config.get_text_config(), "vocab_size", vocabulary_size))
+    if has < vocabulary_size:
+        raise ConfigError(
+            f"the data has {vocabulary_size} different tokens and {choice.title} a vocabulary of {has}: name the "
+            "model's own tokenizer with --tokenizer (without it, text is cut into 256 bytes and one mark between documents)."
+        )
+    return choice
+
+
+def build_model(choice: ModelChoice, seed: int) -> nn.Module:
+    """The model on the meta device, its initialisers remembered: `initialize` brings its values into the tiers."""
+    transformers = require_transformers()
+    torch.manual_seed(seed)
+    try:
+        with offload.deferred_init():
+            model: nn.Module = transformers.AutoModelForCausalLM.from_config(choice.config)
+    except (ValueError, KeyError, ImportError) as error:
+        raise ConfigError(f"{choice.title} cannot be built as a causal language model: {_first_line(error)}") from error
+    return model
+
+
+def _existing(path: Path) -> ModelChoice:
+    transformers = require_transformers()
+    if not path.exists():
+        raise ConfigError(
+            f"--model {str(path)!r} does not exist: name a folder with a config.json, or that file (nothing is downloaded)."
+        )
+    source = path / "config.json" if path.is_dir() else path
+    if not source.is_file():
+        raise ConfigError(f"--model {str(path)!r} holds no config.json.")
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{str(source)!r} cannot be read as a model's configuration: {_first_line(error)}") from error
+    config.use_cache = False
+    return ModelChoice(config, _weights_in(path), f"{config.model_type} of {path.name or path}")
+
+
+def _weights_in(path: Path) -> Path | None:
+    if not path.is_dir():
+        return None
+    if any((path / name).exists() for name in WEIGHT_FILES):
+        return path
+    for pattern in _OTHER_WEIGHTS:
+        other = next(path.glob(pattern), None)
+        if other is not None and not other.name.startswith("training_args"):
+            raise ConfigError(
+                f"{str(path)!r} holds weights as {other.name}, and what can be streamed is {' or '.join(WEIGHT_FILES)}: convert "
+                "them (save_pretrained of a model loaded from there), or name the config.json for a new model."
+            )
+    return None
+
+
+def _shaped(args: argparse.Namespace, vocabulary_size: int, sequence: int) -> ModelChoice:
+    transformers = require_transformers()
+    hidden, layers = args.hidden or 512, args.layers or 8
+    heads = args.heads or max(1, hidden // 64)
+    kv_heads = args.kv_heads or heads
+    if hidden % heads or (hidden // heads) % 2:
+        raise ConfigError(f"--hidden {hidden} does not divide into --heads {heads} of even width.")
+    if heads % kv_heads:
+        raise ConfigError(f"--heads {heads} is not a multiple of --kv-heads {kv_heads}.")
+    if args.vocabulary is not None and args.vocabulary < vocabulary_size:
+        raise ConfigError(f"--vocabulary {args.vocabulary} is too small: the data has {vocabulary_size} different tokens.")
+    config = transformers.LlamaConfig(
+        vocab_size=args.vocabulary or vocabulary_size,
+        hidden_size=hidden,
+        intermediate_size=args.intermediate or -(-8 * hidden // (3 * 256)) * 256,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=max(2048, sequence),
+        tie_word_embeddings=False,
+        use_cache=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return ModelChoice(config, None, f"new Llama, {layers} blocks of width {hidden}")
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

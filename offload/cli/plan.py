@@ -1,0 +1,4 @@
+"""x"""
+import argparse
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    pass

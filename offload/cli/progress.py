@@ -1,0 +1,52 @@
+"""One line about the run: refreshed in place on a terminal, written now and then elsewhere."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from typing import TextIO
+
+_PLAIN_EVERY_SECONDS = 5.0
+_TERMINAL_EVERY_SECONDS = 0.1
+
+
+class ProgressLine:
+    """`show` may be called at any rate; it writes when the time has come."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream if stream is not None else sys.stdout
+        self._in_place = self._stream.isatty()
+        self._every_seconds = _TERMINAL_EVERY_SECONDS if self._in_place else _PLAIN_EVERY_SECONDS
+        self._last = -float("inf")
+        self._open = False
+
+    @property
+    def due(self) -> bool:
+        """Whether `show` would write now: what the line says need not be found out otherwise."""
+        return time.monotonic() - self._last >= self._every_seconds
+
+    def show(self, text: str, *, force: bool = False) -> None:
+        if not (force or self.due):
+            return
+        self._last = time.monotonic()
+        if self._in_place:
+            width = shutil.get_terminal_size().columns - 1
+            self._stream.write(f"\r\x1b[2K{text[:width]}")
+            self._open = True
+        else:
+            self._stream.write(f"{text}\n")
+        self._stream.flush()
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self.close()
+        self._stream.write(f"{text}\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """End the line that is refreshed, so that what follows starts on its own."""
+        if self._open:
+            self._stream.write("\n")
+            self._stream.flush()
+            self._open = False

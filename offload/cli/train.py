@@ -1,0 +1,319 @@
+"""Train a causal language model on text, with parameters and optimizer states on the device, in CPU memory or on NVMe.
+
+The model is a local Hugging Face checkpoint, a config.json, or a new Llama of a given shape. Text is cut into bytes,
+or by a local tokenizer. Ctrl-C ends the run after the current step; what was measured is printed all the same.
+
+  python -m offload train --data stdlib --steps 20
+  python -m offload train --model ./checkpoint --tokenizer ./checkpoint --data ./texts --dtype bf16 \\
+      --parameters nvme --optimizer-states nvme --nvme /mnt/nvme0 --cpu-memory 8GiB
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import offload
+from offload.cli.arguments import (
+    add_config_arguments,
+    add_model_arguments,
+    config_of,
+    natural,
+    positive,
+    positive_number,
+)
+from offload.cli.corpus import ByteStream, TokenizedStream, TokenStream, Windows, find_documents
+from offload.cli.interruption import Interruption
+from offload.cli.measuring import EngineMeter, IoTotals, Measurements
+from offload.cli.models import ModelChoice, build_model, choose_model, require_transformers
+from offload.cli.process import rss_nbytes
+from offload.cli.progress import ProgressLine
+from offload.cli.report import make_report, print_report, write_json
+from offload.cli.text import format_count, format_nbytes, format_rate
+from offload.errors import ConfigError, StorageError
+
+_DEFAULT_STEPS = 100
+_FINAL_LR_SHARE = 0.1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    _add_data_arguments(parser)
+    _add_optimizer_arguments(parser)
+    add_config_arguments(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the final report there too")
+    parser.set_defaults(run=run)
+
+
+def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("data")
+    group.add_argument(
+        "--data", required=True, metavar="PATH", help="a text file, a folder, or 'stdlib': the sources of Python's library"
+    )
+    group.add_argument("--tokenizer", type=Path, metavar="DIR", help="a local tokenizer (default: bytes)")
+    group.add_argument("--sequence", type=_sequence, default=256, metavar="N", help="tokens of a window (default 256)")
+    group.add_argument("--batch", type=positive, default=1, metavar="N", help="windows of a micro-batch (default 1)")
+    group.add_argument("--accumulate", type=positive, default=1, metavar="N", help="micro-batches of a step (default 1)")
+    group.add_argument(
+        "--eval-batches", type=natural, default=8, metavar="N", help="held-out batches evaluated at the end (default 8)"
+    )
+    group.add_argument("--seed", type=natural, default=0, help="of initial values and of the order of the data")
+
+
+def _add_optimizer_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("optimizer", "AdamW; weight decay is not applied to 1-D parameters")
+    group.add_argument("--steps", type=positive, metavar="N", help=f"steps (default {_DEFAULT_STEPS}, or until --seconds)")
+    group.add_argument("--seconds", type=positive_number, metavar="S", help="end after the step at which these are over")
+    group.add_argument("--lr", type=positive_number, default=3e-4, help="peak learning rate (default 3e-4)")
+    group.add_argument("--warmup", type=natural, default=0, metavar="N", help="steps of linear warm-up (default 0)")
+    group.add_argument("--weight-decay", type=float, default=0.1, metavar="X", help="(default 0.1)")
+    group.add_argument("--beta1", type=float, default=0.9, metavar="X", help="(default 0.9)")
+    group.add_argument("--beta2", type=float, default=0.95, metavar="X", help="(default 0.95)")
+    group.add_argument("--eps", type=float, default=1e-8, metavar="X", help="(default 1e-8)")
+    group.add_argument(
+        "--gradient-checkpointing", action="store_true", help="keep block inputs only and compute the rest twice"
+    )
+
+
+def _sequence(text: str) -> int:
+    value = positive(text)
+    if value < 2:
+        raise argparse.ArgumentTypeError("a window needs at least 2 tokens")
+    return value
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command. Returns 0, also where a signal ended the run after a step."""
+    started = time.perf_counter()
+    config = config_of(args)
+    interruption, progress = Interruption(), ProgressLine()
+    with interruption.watching():
+        stream = _open_stream(args)
+        windows = Windows(stream, args.sequence, args.batch, args.seed)
+        choice = choose_model(args, stream.vocabulary_size, args.sequence)
+        measurements = Measurements()
+        model, optimizer = _build(args, choice, measurements)
+        progress.say(_introduction(choice, model, stream, config))
+        with measurements.phase("initialize"):
+            engine = _initialize(model, optimizer, config, choice.weights)
+        with engine:
+            meter = EngineMeter(engine, measurements)
+            progress.say(_placement_line(meter))
+            with interruption.between_steps():
+                _Loop(args, engine, windows, measurements, meter, interruption, progress).run()
+                progress.close()
+                meter.read()
+                io = meter.io
+                if not interruption.requested:
+                    _evaluate(args, model, windows, measurements)
+                meter.read()
+                measurements.interrupted = interruption.requested
+            with measurements.phase("close"):
+                engine.close()
+        measurements.seconds["total"] = time.perf_counter() - started
+        report = make_report(args, choice.title, model, stream, config, meter, measurements, io)
+        print_report(report)
+        if args.json is not None:
+            write_json(report, args.json)
+    return 0
+
+
+# ---- before the first step -------------------------------------------------------------------------------------------
+
+
+def _open_stream(args: argparse.Namespace) -> TokenStream:
+    documents = find_documents(args.data)
+    if args.tokenizer is None:
+        return ByteStream(documents)
+    transformers = require_transformers()
+    if not args.tokenizer.is_dir():
+        raise ConfigError(f"--tokenizer {str(args.tokenizer)!r} is not a folder: name one with a tokenizer.json.")
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(args.tokenizer), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"--tokenizer {str(args.tokenizer)!r} cannot be read: {reason}") from error
+    return TokenizedStream(documents, tokenizer)
+
+
+def _build(
+    args: argparse.Namespace, choice: ModelChoice, measurements: Measurements
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    with measurements.phase("build"):
+        model = build_model(choice, args.seed)
+    if args.gradient_checkpointing:
+        checkpointing: Callable[..., Any] = model.gradient_checkpointing_enable  # type: ignore[assignment]
+        checkpointing(gradient_checkpointing_kwargs={"use_reentrant": False})
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in trained if parameter.dim() >= 2], "weight_decay": args.weight_decay},
+        {"params": [parameter for parameter in trained if parameter.dim() < 2], "weight_decay": 0.0},
+    ]
+    try:
+        optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=args.lr,
+            betas=(args.beta1, args.beta2),
+            eps=args.eps,
+            foreach=False,
+        )
+    except ValueError as error:
+        raise ConfigError(f"the optimizer refuses its flags: {error}") from error
+    return model, optimizer
+
+
+def _initialize(
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: offload.Config, weights: Path | None
+) -> offload.Engine:
+    try:
+        return offload.initialize(model, optimizer, config, weights=weights)
+    except StorageError as error:
+        raise ConfigError(str(error)) from error  # before the first step it is the path that cannot be used
+
+
+def _introduction(choice: ModelChoice, model: nn.Module, stream: TokenStream, config: offload.Config) -> str:
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    values = f"weights of {choice.weights}" if choice.weights is not None else "new weights"
+    budget = f", host budget {format_nbytes(int(config.cpu_memory))}" if config.cpu_memory is not None else ""
+    return (
+        f"model: {choice.title}, {format_count(numel)} parameters, {values}\n"
+        f"data:  {stream.document_count} documents, {format_count(len(stream))} tokens, vocabulary of {stream.vocabulary_size}\n"
+        f"filling the tiers{budget} ..."
+    )
+
+
+def _placement_line(meter: EngineMeter) -> str:
+    placement = meter.latest["placement"]
+    planned = {tier: meter.planned_nbytes(tier) for tier in ("device", "cpu", "nvme")}
+    totals = ", ".join(f"{tier} {format_nbytes(nbytes)}" for tier, nbytes in planned.items() if nbytes)
+    return (
+        f"parameters on {placement['parameters']}, optimizer states on {placement['optimizer_states']}, gradients on "
+        f"{placement['gradients']}; planned: {totals}"
+    )
+
+
+# ---- the steps -------------------------------------------------------------------------------------------------------
+
+
+class _Loop:
+    """The training loop: an ordinary PyTorch one, with a stopwatch around each of its calls."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        engine: offload.Engine,
+        windows: Windows,
+        measurements: Measurements,
+        meter: EngineMeter,
+        interruption: Interruption,
+        progress: ProgressLine,
+    ) -> None:
+        assert engine.optimizer is not None
+        self._args, self._engine, self._model, self._optimizer = args, engine, engine.module, engine.optimizer
+        self._batches = windows.training_batches()
+        self._measurements, self._meter = measurements, meter
+        self._interruption, self._progress = interruption, progress
+        self._last_count = args.steps or (_DEFAULT_STEPS if args.seconds is None else None)
+        self._scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, self._lr_factor)
+        self._shown_at, self._shown_tokens, self._shown_io = time.perf_counter(), 0, meter.io
+
+    def run(self) -> None:
+        """Steps until their number, the time, or a signal says stop."""
+        self._model.train()
+        measurements, started = self._measurements, time.perf_counter()
+        while not self._interruption.requested:
+            self._step()
+            self._show(first=measurements.step_count == 1)
+            if measurements.step_count == self._last_count:
+                break
+            if self._args.seconds is not None and time.perf_counter() - started >= self._args.seconds:
+                break
+        measurements.seconds["training"] = time.perf_counter() - started
+        self._show(last=True)
+
+    def _step(self) -> None:
+        measurements, count = self._measurements, self._args.accumulate
+        losses = []
+        for index in range(count):
+            if index == count - 1:
+                losses.append(self._micro_batch())
+            else:
+                with self._engine.no_sync():
+                    losses.append(self._micro_batch())
+        with measurements.phase("step"):
+            self._optimizer.step()
+            self._scheduler.step()
+            self._optimizer.zero_grad()
+        measurements.losses.append(math.fsum(losses) / count)
+
+    def _micro_batch(self) -> float:
+        measurements = self._measurements
+        with measurements.phase("data"):
+            batch = next(self._batches).to(_device_of(self._model))
+        with measurements.phase("forward"):
+            loss = self._model(input_ids=batch, labels=batch).loss
+        with measurements.phase("backward"):
+            self._engine.backward(loss / self._args.accumulate)
+            value = float(loss.detach())
+        measurements.token_count += batch.numel()
+        return value
+
+    def _lr_factor(self, step: int) -> float:
+        """Linear warm-up; then, where the number of steps is known, half a cosine down to a tenth."""
+        if step < self._args.warmup:
+            return (step + 1) / self._args.warmup
+        if self._last_count is None:
+            return 1.0
+        share = min(1.0, (step - self._args.warmup) / max(1, self._last_count - self._args.warmup))
+        return _FINAL_LR_SHARE + (1 - _FINAL_LR_SHARE) * 0.5 * (1 + math.cos(math.pi * share))
+
+    def _show(self, *, first: bool = False, last: bool = False) -> None:
+        measurements = self._measurements
+        if not (first or last or self._progress.due) or not measurements.losses:
+            return
+        self._meter.read()
+        now, io = time.perf_counter(), self._meter.io
+        seconds = now - self._shown_at
+        tokens = measurements.token_count - self._shown_tokens
+        if last and not tokens:
+            return
+        moved: IoTotals = io - self._shown_io
+        self._shown_at, self._shown_tokens, self._shown_io = now, measurements.token_count, io
+        of = f"/{self._last_count}" if self._last_count is not None else ""
+        parts = [
+            f"step {measurements.step_count}{of}",
+            f"loss {measurements.losses[-1]:.4f}",
+            f"{tokens / seconds:.0f} tokens/s",
+            f"host {format_nbytes(self._meter.host_nbytes)} (process {format_nbytes(rss_nbytes())})",
+        ]
+        if self._meter.device_peak_nbytes is not None:
+            parts.append(f"device peak {format_nbytes(self._meter.device_peak_nbytes)}")
+        if self._meter.latest["io"] is not None:
+            read, written = format_rate(moved.read_nbytes, seconds), format_rate(moved.written_nbytes, seconds)
+            parts.append(f"NVMe read {read} write {written}")
+        self._progress.show(" | ".join(parts), force=True)
+
+
+def _evaluate(args: argparse.Namespace, model: nn.Module, windows: Windows, measurements: Measurements) -> None:
+    """Mean loss per token over the held-out batches, without gradients."""
+    total, count = 0.0, 0
+    model.eval()
+    with measurements.phase("evaluation"), torch.no_grad():
+        for batch in windows.held_out_batches(args.eval_batches):
+            batch = batch.to(_device_of(model))
+            predicted = batch.numel() - batch.shape[0]
+            total += float(model(input_ids=batch, labels=batch).loss) * predicted
+            count += predicted
+    if count:
+        measurements.held_out_loss, measurements.held_out_tokens = total / count, count
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
