@@ -93,6 +93,7 @@ class Engine:
             parts.places,
             parts.records,
             LossScale.of(config.loss_scale, config.dtype),
+            parts.accelerator,
             parts.timeline,
         )
         self._training.max_grad_norm = config.max_grad_norm
@@ -146,7 +147,7 @@ class Engine:
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip the gradients of the coming step to a global L2 norm of `max_norm`; return the norm before clipping."""
         self._require_open()
-        return torch.tensor(self._training.clip_at_step(float(max_norm)))
+        return torch.tensor(self._training.clip_at_step(float(max_norm)), dtype=torch.float64)
 
     @property
     def grad_norm(self) -> float | None:

@@ -110,6 +110,9 @@ class Accelerator(ABC):
         del address, nbytes
         return lambda: None
 
+    def about_to_drop(self, nbytes: int) -> None:  # noqa: B027 - most allocators reuse what is freed
+        """Tensors of `nbytes` in all are about to be freed and must not stay with the allocator."""
+
     def free_nbytes(self) -> int | None:
         """Free device memory in bytes, or None where that means nothing (host memory is the device's memory)."""
         return None

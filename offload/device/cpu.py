@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from offload.device.accelerator import Accelerator, ResizedMemory, UnitMemory
+from offload.device.freed_memory import freed_memory
 from offload.device.lane import HostLane, InlineLane, ThreadLane
 from offload.device.pages import PagePool, pages_supported
 from offload.device.pending import Pending, Settled
@@ -40,6 +41,9 @@ class CpuAccelerator(Accelerator):
     def host_lane(self, name: str, *, waits_for_io: bool) -> HostLane:
         # Work that waits for files overlaps with the model; work that only computes would compete with it.
         return ThreadLane(name) if waits_for_io else InlineLane()
+
+    def about_to_drop(self, nbytes: int) -> None:
+        freed_memory.about_to_allocate(nbytes)
 
     def close(self) -> None:
         if self._pages is not None:

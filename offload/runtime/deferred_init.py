@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from offload.errors import InitializerError, UsageError
 from offload.runtime.construction_modes import AnswerAsOnCpu, RecordOperators, describer
-from offload.runtime.freed_memory import freed_memory
+from offload.device.freed_memory import freed_memory
 from offload.runtime.held_tensors import held_tensors, replace_held_tensors
 from offload.runtime.parameter_names import ModuleWatch, Note, ParameterNotes
 from offload.runtime.recording import Memory, Operation, Output, Registry, Value, next_index, view_over

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from offload.errors import InitializerError
-from offload.runtime.freed_memory import freed_memory
+from offload.device.freed_memory import freed_memory
 from offload.runtime.recording import (
     Constant,
     GeneratorState,

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import InitializerError
-from offload.runtime.freed_memory import freed_memory
+from offload.device.freed_memory import freed_memory
 from offload.runtime.present_values import PresentValues
 from offload.runtime.recording import (
     Constant,

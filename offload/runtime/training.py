@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from offload.device.accelerator import Accelerator
 from offload.device.kernels import AdamHyper
 from offload.errors import EngineFailedError, NonFiniteGradientError, ParameterAccessError, UsageError
 from offload.runtime.fetching import chunks_of
@@ -51,9 +52,11 @@ class Training(Listener):
         places: ParameterPlaces | None,
         records: RecordPlaces | None,
         loss_scale: LossScale,
+        accelerator: Accelerator,
         timeline: Timeline,
     ) -> None:
         self._units, self._residency, self._gradients, self._updates = units, residency, gradients, updates
+        self._accelerator = accelerator
         self._places, self._records, self._timeline = places, records, timeline
         self.loss_scale = loss_scale
         self.max_grad_norm: float | None = None
@@ -157,6 +160,8 @@ class Training(Listener):
         assert gradient is not None
         with self._timeline.working("gradients"):
             self._take_over(unit, info, gradient)
+        if self._places is not None:
+            self._accelerator.about_to_drop(gradient.nbytes)
 
     def _take_over(self, unit: Unit, info: ParameterInfo, gradient: torch.Tensor) -> None:
         assert self._gradients is not None
@@ -165,7 +170,9 @@ class Training(Listener):
         info.parameter.grad = TakenGradient(info.fqn, info.parameter)
 
     def backward_leaves(self, unit: Unit) -> None:
-        if self._updates_now() and self._gradients is not None:
+        # The root waits for the end of backward: it holds what units share, and a reentrant checkpoint's backward inside
+        # this one may accumulate into such a parameter a second time.
+        if self._updates_now() and self._gradients is not None and unit.index != 0:
             chunks = [chunk_of for chunk_of in chunks_of(unit) if chunk_of.flat.layout.trainable]
             if chunks and all(self._gradients.is_complete(chunk_of) for chunk_of in chunks):
                 self._begin_update([info for info in unit.parameters if info.trainable])

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 
 
 class Edge(Enum):
@@ -52,11 +53,15 @@ class Trace:
 def guess(root_index: int, order: Sequence[int]) -> Trace:
     """What a step probably does: the root's use around a forward in the model's order, then around its reverse."""
 
-    def nest(units: Sequence[int]) -> list[Event]:
-        inner = [Event(edge, unit) for unit in units for edge in (Edge.START, Edge.END)]
-        return [Event(Edge.START, root_index), *inner, Event(Edge.END, root_index)]
-
-    return Trace((*nest(order), *nest(order[::-1])))
+    start, end = Event(Edge.START, root_index), Event(Edge.END, root_index)
+    forward = [Event(edge, unit) for unit in order for edge in (Edge.START, Edge.END)]
+    # In backward the gradient that ends one unit's use is the one that starts the next's: they overlap for a moment.
+    reverse = order[::-1]
+    backward = [Event(Edge.START, unit) for unit in reverse[:1]]
+    for left, reached in pairwise(reverse):
+        backward += [Event(Edge.START, reached), Event(Edge.END, left)]
+    backward += [Event(Edge.END, unit) for unit in reverse[-1:]]
+    return Trace((start, *forward, end, start, *backward, end))
 
 
 class Recorder:

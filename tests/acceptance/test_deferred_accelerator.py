@@ -132,7 +132,7 @@ def test_the_host_does_not_wait_for_gradients(
     waited: list[Any] = []
     with monkeypatch.context() as patch:
         for kind in kinds:
-            patch.setattr(kind, "wait", waited.append)
+            patch.setattr(kind, "wait", lambda self: waited.append(self))
             patch.setattr(kind, "done", lambda self: True)  # who polls is told the same untruth
         assert goes_wrong(nvme, setup, right), "the host's waits were taken out and training went right"
     assert waited, "the host waited for no copy: this run does not exercise the waits"

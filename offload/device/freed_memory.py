@@ -1,4 +1,4 @@
-"""Giving freed memory back to the system while a model is recorded or replayed.
+"""Giving freed memory back to the system where tensors come and go: initialisers, replays, gradients.
 
 glibc takes blocks of up to 32 MiB from its heap. Each tensor that is computed and freed leaves a hole there, which the
 next small object makes too small for the next tensor: the resident size would grow towards that of the whole model.
