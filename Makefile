@@ -5,8 +5,8 @@ VENV       ?= .venv
 # With a torch that the base Python already has: make PYTHON=... VENV_FLAGS=--system-site-packages
 VENV_FLAGS ?=
 TORCH      ?= torch==2.13.0
-# Without an NVIDIA driver the CPU build of torch does, a tenth of the download.
-TORCH_PIP_FLAGS ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || echo --extra-index-url https://download.pytorch.org/whl/cpu)
+
+TORCH_PIP_FLAGS ?=
 EXTRAS     ?= dev,hf
 DEMO_FLAGS ?=
 BENCH_FLAGS ?=

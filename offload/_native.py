@@ -270,9 +270,7 @@ class IoEngine(_Owner):
         _check(status, f"IoEngine({kind!r}, queue_depth={queue_depth}, block_nbytes={block_nbytes})")
         self._pointer = pointer
 
-    def submit(
-        self, operation: str, fd: int, address: int, nbytes: int, offset: int, priority: int = PRIORITY_HIGH
-    ) -> int:
+    def submit(self, operation: str, fd: int, address: int, nbytes: int, offset: int, priority: int = PRIORITY_HIGH) -> int:
         """Queue a "read", "write", or "fdatasync" of what was written and waited for. Returns the ticket at once."""
         ticket = c_uint64()
         status = _loaded().offload_io_submit(

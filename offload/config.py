@@ -31,7 +31,9 @@ def parse_nbytes(value: int | float | str, field: str) -> int:
     if isinstance(value, str):
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*", value)
         if match is None or match[2].lower() not in _UNITS:
-            raise ConfigError(f"{field}={value!r} is not a size: expected bytes as a number, or text such as '16GiB' or '500MB'.")
+            raise ConfigError(
+                f"{field}={value!r} is not a size: expected bytes as a number, or text such as '16GiB' or '500MB'."
+            )
         nbytes = int(float(match[1]) * _UNITS[match[2].lower()])
     else:
         nbytes = int(value)
@@ -108,7 +110,9 @@ class Config:
         paths = self.nvme_paths
         if "nvme" in (self.parameters, self.optimizer_states) and not paths:
             field = "parameters" if self.parameters == "nvme" else "optimizer_states"
-            raise ConfigError(f"{field}='nvme' needs a folder: set nvme='/path/on/the/drive', or a list of folders to stripe over.")
+            raise ConfigError(
+                f"{field}='nvme' needs a folder: set nvme='/path/on/the/drive', or a list of folders to stripe over."
+            )
         if len(set(paths)) != len(paths):
             raise ConfigError(f"nvme={self.nvme!r} names one folder twice: name each drive's folder once.")
 
@@ -123,7 +127,8 @@ class Config:
             raise ConfigError(f"loss_scale={scale!r} is not a scale: expected a number above 0, 'dynamic', 'skip' or None.")
         if self.dtype != "fp16" and scale != 1:
             raise ConfigError(
-                f"loss_scale={scale!r} contradicts dtype={self.dtype!r}: only fp16 gradients underflow. Set dtype='fp16', or leave "
+                f"loss_scale={scale!r} contradicts dtype={self.dtype!r}: only fp16 gradients underflow. Set "
+                "dtype='fp16', or leave "
                 "loss_scale out ('skip' leaves non-finite steps out in any dtype)."
             )
 

@@ -64,11 +64,14 @@ def _check_arguments(model: object, optimizer: object) -> None:
     for fqn, parameter in model.named_parameters():
         if parameter in _engaged:
             raise UsageError(
-                f"parameter {fqn!r} is in an engine already: initialize was called before on this model or a part of it. Close that "
+                f"parameter {fqn!r} is in an engine already: initialize was called before on this model or a part of "
+                "it. Close that "
                 "engine first, or keep using it."
             )
     if isinstance(optimizer, OffloadOptimizer):
-        raise ConfigError("optimizer is an engine's own: pass the torch.optim optimizer that was made from the model to initialize.")
+        raise ConfigError(
+            "optimizer is an engine's own: pass the torch.optim optimizer that was made from the model to initialize."
+        )
 
 
 class Engine:
@@ -77,9 +80,7 @@ class Engine:
     All methods belong to the thread that runs the training loop.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, parts: Parts
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, parts: Parts) -> None:
         """Use `offload.initialize`."""
         self.module = model
         self.config = config
@@ -237,9 +238,7 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     # ---- checks --------------------------------------------------------------------------------------------------
@@ -253,13 +252,17 @@ class Engine:
         for fqn, parameter in self.module.named_parameters():
             info = known.pop(id(parameter), None)
             if info is None:
-                raise UsageError(f"parameter {fqn!r} was added or replaced after initialize: close the engine and initialize again.")
+                raise UsageError(
+                    f"parameter {fqn!r} was added or replaced after initialize: close the engine and initialize again."
+                )
             if parameter.requires_grad != self._required_grad[info.index]:
                 now = "unfrozen" if parameter.requires_grad else "frozen"
                 raise UsageError(f"parameter {fqn!r} was {now} after initialize: close the engine and initialize again.")
         if known:
             gone = next(iter(known.values()))
-            raise UsageError(f"parameter {gone.fqn!r} was removed from the model after initialize: close the engine and initialize again.")
+            raise UsageError(
+                f"parameter {gone.fqn!r} was removed from the model after initialize: close the engine and initialize again."
+            )
         if self.optimizer is not None:
             self._check_groups(self.optimizer.param_groups)
 
@@ -268,9 +271,14 @@ class Engine:
         before = {key: index for index, group in enumerate(self._groups) for key in group}
         if now != before:
             names = {id(info.parameter): info.fqn for info in self._parts.parameters}
-            moved = [names.get(key, "one unknown to the model") for key in now.keys() | before.keys() if now.get(key) != before.get(key)]
+            moved = [
+                names.get(key, "one unknown to the model")
+                for key in now.keys() | before.keys()
+                if now.get(key) != before.get(key)
+            ]
             raise UsageError(
-                f"optimizer.param_groups changed after initialize (parameter {', '.join(sorted(moved)[:5])}): make all groups first, then "
+                f"optimizer.param_groups changed after initialize (parameter {', '.join(sorted(moved)[:5])}): make "
+                "all groups first, then "
                 "call offload.initialize; their numbers (lr, betas, ...) may change at any time."
             )
 

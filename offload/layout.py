@@ -204,9 +204,7 @@ class Layout:
         return max((chunk.numel for flat in self.flats for chunk in flat.chunks), default=0)
 
 
-def _flat_layout(
-    unit_index: int, specs: Sequence[ParameterSpec], world_size: int, rank: int, chunk_numel: int
-) -> FlatLayout:
+def _flat_layout(unit_index: int, specs: Sequence[ParameterSpec], world_size: int, rank: int, chunk_numel: int) -> FlatLayout:
     slots: list[Slot] = []
     start = 0
     # A stable sort by group keeps the slots of one optimizer group contiguous and, within it, in model order.

@@ -17,7 +17,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """--model, or the shape of a Llama-architecture model."""
     group = parser.add_argument_group("model", "a local model, or the shape of a new one of the Llama architecture")
     group.add_argument(
-        "--model", type=Path, metavar="PATH", help="a local Hugging Face checkpoint (folder), or a config.json: then new"
+        "--model",
+        type=Path,
+        metavar="PATH",
+        help="a local Hugging Face checkpoint (folder), or a config.json: then new",
     )
     group.add_argument("--hidden", type=positive, metavar="N", help="width (default 512)")
     group.add_argument("--layers", type=positive, metavar="N", help="number of blocks (default 8)")
@@ -33,17 +36,13 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """The fields of `offload.Config`."""
     group = parser.add_argument_group("placement and budgets", "sizes are bytes, or text such as 16GiB or 500MB")
     group.add_argument("--parameters", choices=PLACES, default="auto", help="where parameters live between uses")
-    group.add_argument(
-        "--optimizer-states", choices=PLACES, default="auto", help="where master weights and moments live"
-    )
+    group.add_argument("--optimizer-states", choices=PLACES, default="auto", help="where master weights and moments live")
     group.add_argument("--nvme", metavar="PATH[,PATH...]", help="a folder, or one on each drive (then striped)")
     group.add_argument("--cpu-memory", metavar="SIZE", help="most host memory that the engine may hold")
     group.add_argument("--device-memory", metavar="SIZE", help="most device memory that the engine may hold")
     group.add_argument("--stage", type=int, default=3, help="ZeRO stage, 0 to 3 (default 3)")
     group.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="what forward and backward run in")
-    group.add_argument(
-        "--update", choices=("step", "backward"), default="step", help="when updates start (default step)"
-    )
+    group.add_argument("--update", choices=("step", "backward"), default="step", help="when updates start (default step)")
     group.add_argument("--prefetch", type=int, default=1, metavar="N", help="units fetched ahead (default 1)")
     group.add_argument("--clip", type=float, metavar="NORM", help="clip the global gradient norm to this")
 

@@ -1,4 +1,7 @@
 """x"""
+
 import argparse
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     pass

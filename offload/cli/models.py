@@ -56,7 +56,8 @@ def choose_model(args: argparse.Namespace, vocabulary_size: int, sequence: int) 
     if has < vocabulary_size:
         raise ConfigError(
             f"the data has {vocabulary_size} different tokens and {choice.title} a vocabulary of {has}: name the "
-            "model's own tokenizer with --tokenizer (without it, text is cut into 256 bytes and one mark between documents)."
+            "model's own tokenizer with --tokenizer (without it, text is cut into 256 bytes and one mark between "
+            "documents)."
         )
     return choice
 
@@ -99,7 +100,8 @@ def _weights_in(path: Path) -> Path | None:
         other = next(path.glob(pattern), None)
         if other is not None and not other.name.startswith("training_args"):
             raise ConfigError(
-                f"{str(path)!r} holds weights as {other.name}, and what can be streamed is {' or '.join(WEIGHT_FILES)}: convert "
+                f"{str(path)!r} holds weights as {other.name}, and what can be streamed is "
+                f"{' or '.join(WEIGHT_FILES)}: convert "
                 "them (save_pretrained of a model loaded from there), or name the config.json for a new model."
             )
     return None

@@ -105,7 +105,8 @@ def _headline(report: dict[str, Any]) -> str:
     rate = report["token_count"] / seconds["training"]
     ended = " (ended by a signal)" if report["interrupted"] else ""
     lines.append(
-        f"{report['step_count']} steps in {format_seconds(seconds['training'])}{ended}, {report['token_count']} tokens, {rate:.1f} tokens/s"
+        f"{report['step_count']} steps in {format_seconds(seconds['training'])}{ended}, {report['token_count']} "
+        f"tokens, {rate:.1f} tokens/s"
     )
     held_out = report["held_out"]
     after = f", held out {held_out['loss']:.4f} ({held_out['token_count']} tokens)" if held_out["loss"] is not None else ""
@@ -159,7 +160,12 @@ def _time_table(report: dict[str, Any]) -> str:
     seconds, steps = report["seconds"], report["step_count"]
     training = seconds["training"]
     rows = [
-        (name, format_seconds(seconds[name]), format_seconds(seconds[name] / steps), f"{100 * seconds[name] / training:.1f} %")
+        (
+            name,
+            format_seconds(seconds[name]),
+            format_seconds(seconds[name] / steps),
+            f"{100 * seconds[name] / training:.1f} %",
+        )
         for name in PHASES
         if name in seconds
     ]
@@ -181,9 +187,8 @@ def _waits_table(report: dict[str, Any]) -> str:
     if not waits:
         return ""
     rows = [(name, format_seconds(seconds), format_seconds(seconds / steps)) for name, seconds in waits.items()]
-    return (
-        "What was waited for (wait, work: in the model's thread; lane: in the update's, beside it)\n"
-        + table(("", "total", "per step"), rows)
+    return "What was waited for (wait, work: in the model's thread; lane: in the update's, beside it)\n" + table(
+        ("", "total", "per step"), rows
     )
 
 

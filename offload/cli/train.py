@@ -55,7 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("data")
     group.add_argument(
-        "--data", required=True, metavar="PATH", help="a text file, a folder, or 'stdlib': the sources of Python's library"
+        "--data",
+        required=True,
+        metavar="PATH",
+        help="a text file, a folder, or 'stdlib': the sources of Python's library",
     )
     group.add_argument("--tokenizer", type=Path, metavar="DIR", help="a local tokenizer (default: bytes)")
     group.add_argument("--sequence", type=_sequence, default=256, metavar="N", help="tokens of a window (default 256)")
@@ -184,7 +187,8 @@ def _introduction(choice: ModelChoice, model: nn.Module, stream: TokenStream, co
     budget = f", host budget {format_nbytes(int(config.cpu_memory))}" if config.cpu_memory is not None else ""
     return (
         f"model: {choice.title}, {format_count(numel)} parameters, {values}\n"
-        f"data:  {stream.document_count} documents, {format_count(len(stream))} tokens, vocabulary of {stream.vocabulary_size}\n"
+        f"data:  {stream.document_count} documents, {format_count(len(stream))} tokens, vocabulary of "
+        f"{stream.vocabulary_size}\n"
         f"filling the tiers{budget} ..."
     )
 

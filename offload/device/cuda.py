@@ -90,7 +90,8 @@ class CudaAccelerator(Accelerator):
         status = int(cudart.cudaHostRegister(address, nbytes, 0))
         if status != 0:
             raise ConfigError(
-                f"cudaHostRegister of {nbytes} bytes failed with CUDA error {status}: the system does not let this process "
+                f"cudaHostRegister of {nbytes} bytes failed with CUDA error {status}: the system does not let this "
+                "process "
                 "lock that much memory. Raise the memlock limit (ulimit -l), or lower cpu_memory."
             )
 

@@ -31,7 +31,7 @@ from offload.runtime.sinks import CopyInSink, CopyOutSink, InPlaceSink, Paramete
 from offload.runtime.timeline import Timeline
 from offload.runtime.units import ModuleUnit, partition
 from offload.runtime.update import Updates
-from offload.runtime.weights import WeightSource, open_weights
+from offload.runtime.weights import WeightSource
 from offload.schedule.budget import Footprint, Tier
 from offload.schedule.plan import required_nbytes
 from offload.schedule.trace import Trace, guess
@@ -105,7 +105,8 @@ def describe_parameters(
     for unit_index, unit in enumerate(module_units):
         for fqn, parameter in unit.parameters:
             group_index = groups.get(id(parameter))
-            # A parameter that requires a gradient but is in no group is autograd's and the user's: its `grad` is ordinary.
+            # A parameter that requires a gradient but is in no group is autograd's and the user's: its `grad` is
+            # ordinary.
             trainable = parameter.requires_grad and group_index is not None
             run_dtype = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
             if trainable and run_dtype not in _TRAINABLE_DTYPES:
@@ -132,7 +133,8 @@ def _group_indices(optimizer: torch.optim.Optimizer | None, names: Mapping[int, 
         for position, parameter in enumerate(group["params"]):
             if id(parameter) not in names:
                 raise ConfigError(
-                    f"parameter {position} of the optimizer's group {group_index} (shape {tuple(parameter.shape)}) is not in the model: "
+                    f"parameter {position} of the optimizer's group {group_index} (shape {tuple(parameter.shape)}) "
+                    "is not in the model: "
                     "build the optimizer from the parameters of the model that is passed to initialize."
                 )
             groups[id(parameter)] = group_index
@@ -158,7 +160,8 @@ def _check_values(infos: Iterable[ParameterInfo], covered: Mapping[str, str]) ->
         has_value = not info.parameter.is_meta or is_deferred(info.parameter) or any(fqn in covered for fqn in info.fqns)
         if not has_value:
             raise InitializerError(
-                f"parameter {info.fqn!r} is on the meta device and nothing says what its value is: build the model inside "
+                f"parameter {info.fqn!r} is on the meta device and nothing says what its value is: build the model "
+                "inside "
                 "`with offload.deferred_init():`, or pass weights= to initialize."
             )
 
@@ -198,7 +201,7 @@ class Assembly:
 
     def _state_of(self, info: ParameterInfo) -> OptimizerState:
         state: Mapping[torch.Tensor, OptimizerState] = self._optimizer.state if self._optimizer is not None else {}
-        return state[info.parameter] if info.parameter in state else {}
+        return state.get(info.parameter, {})
 
 
 def lay_out(
@@ -266,7 +269,9 @@ class _Building:
         chunks = [chunk_of for unit in units for chunk_of in chunks_of(unit)]
         trainable = [chunk_of for chunk_of in chunks if chunk_of.flat.layout.trainable]
         places = ParameterPlaces(chunks, self._store_factory(placement.parameters)) if self._fetches_or_stores else None
-        records = RecordPlaces(trainable, self._store_factory(placement.optimizer_states), self._has_master) if trainable else None
+        records = (
+            RecordPlaces(trainable, self._store_factory(placement.optimizer_states), self._has_master) if trainable else None
+        )
         pool = self._staging_pool()
         timeline = Timeline()
         materializer = Materializer(accelerator, places, records, values, state_of, self._ledger)

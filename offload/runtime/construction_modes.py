@@ -41,7 +41,7 @@ def describer(registry: Registry, watch: ModuleWatch) -> Callable[[Tensor], str]
     return describe
 
 
-class RecordOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class RecordOperators(TorchDispatchMode):
     """Hands every operator call to the tape."""
 
     def __init__(self, tape: Tape) -> None:

@@ -34,9 +34,9 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
+from offload.device.freed_memory import freed_memory
 from offload.errors import InitializerError, UsageError
 from offload.runtime.construction_modes import AnswerAsOnCpu, RecordOperators, describer
-from offload.device.freed_memory import freed_memory
 from offload.runtime.held_tensors import held_tensors, replace_held_tensors
 from offload.runtime.parameter_names import ModuleWatch, Note, ParameterNotes
 from offload.runtime.recording import Memory, Operation, Output, Registry, Value, next_index, view_over
@@ -157,8 +157,7 @@ def _materialize_held(modules: list[nn.Module]) -> None:
                 "give it a clone()"
             )
     real = {
-        id(tensor): result.requires_grad_(tensor.requires_grad)
-        for tensor, result in zip(held, materialize(held), strict=True)
+        id(tensor): result.requires_grad_(tensor.requires_grad) for tensor, result in zip(held, materialize(held), strict=True)
     }
     replace_held_tensors(modules, real)
 

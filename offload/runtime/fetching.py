@@ -1,8 +1,8 @@
 """How a unit's parameters come into device memory and leave it: one fetcher per way.
 
-    HomeFetcher    they are there for good
-    DirectFetcher  device memory is host memory: the store reads straight into it
-    StagedFetcher  store -> (staging buffer ->) H2D, on a lane of its own, after the update of the unit if one runs
+HomeFetcher    they are there for good
+DirectFetcher  device memory is host memory: the store reads straight into it
+StagedFetcher  store -> (staging buffer ->) H2D, on a lane of its own, after the update of the unit if one runs
 """
 
 from __future__ import annotations

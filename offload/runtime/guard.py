@@ -54,10 +54,9 @@ _METADATA = {
 
 _PROPERTIES = (
     "shape", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", "ndim", "layout", "is_meta", "is_cuda", "is_cpu",
-    "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xla", "is_mps", "is_xpu", "is_ipu", "is_ort", "is_vulkan",
-    "is_maia", "is_mtia", "is_sparse_csr", "names", "output_nr", "name", "_version", "_backward_hooks",
-    "_post_accumulate_grad_hooks", "itemsize", "nbytes", "volatile", "_base", "_cdata", "grad", "retains_grad",
-    "grad_dtype", "_grad",
+    "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xla", "is_mps", "is_xpu", "is_vulkan", "is_maia", "is_mtia",
+    "is_sparse_csr", "names", "output_nr", "name", "_version", "_backward_hooks", "_post_accumulate_grad_hooks", "itemsize",
+    "nbytes", "volatile", "_base", "_cdata", "grad", "retains_grad", "grad_dtype", "_grad",
 )  # fmt: skip
 
 
@@ -82,7 +81,9 @@ def _writes_into(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     if "out" in kwargs and kwargs["out"] is not None:
         return kwargs["out"]
     in_place = name in _WRITING_NAMES or (name.endswith("_") and not name.endswith("__"))
-    in_place = in_place or (name.startswith("__i") and name.endswith("__") and name not in ("__index__", "__int__", "__invert__"))
+    in_place = in_place or (
+        name.startswith("__i") and name.endswith("__") and name not in ("__index__", "__int__", "__invert__")
+    )
     if not in_place:
         return None
     return args[0] if args else next(iter(kwargs.values()), None)
@@ -90,8 +91,10 @@ def _writes_into(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
 
 def _refuse_writing(fqn: str, func: Any) -> ParameterAccessError:
     return ParameterAccessError(
-        f"parameter {fqn!r} was written outside engine.gathered ({getattr(func, '__name__', func)}): the write would not "
-        "reach its master weight or its optimizer state. Write it inside `with engine.gathered([parameter]):`; an optimizer step "
+        f"parameter {fqn!r} was written outside engine.gathered ({getattr(func, '__name__', func)}): the write would "
+        "not "
+        "reach its master weight or its optimizer state. Write it inside `with engine.gathered([parameter]):`; an "
+        "optimizer step "
         "is engine.optimizer's."
     )
 
@@ -115,9 +118,9 @@ def _guarded_torch_function(
         if isinstance(written, torch.Tensor) and id(written) in _watches:
             raise _refuse_writing(_watches[id(written)].fqn, func)
     for parameter in guarded:
-        watch = _watches.get(id(parameter))
-        if watch is not None and not watch.readable:
-            watch.bring_in()
+        watching = _watches.get(id(parameter))
+        if watching is not None and not watching.readable:
+            watching.bring_in()
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
     if func is _DATA_GET and guarded:
@@ -182,7 +185,7 @@ class TakenGradient(torch.Tensor):
 
     @staticmethod
     def __new__(cls, fqn: str, parameter: torch.Tensor) -> TakenGradient:
-        token = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        token = torch.Tensor._make_wrapper_subclass(
             cls,
             parameter.size(),
             strides=parameter.stride(),
@@ -191,21 +194,25 @@ class TakenGradient(torch.Tensor):
             requires_grad=False,
         )
         token.fqn = fqn
-        return token  # type: ignore[no-any-return]
+        return token
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"TakenGradient({self.fqn!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.detach.default:
             return args[0]
         tokens = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, TakenGradient)]
         raise ParameterAccessError(
-            f"the gradient of {tokens[0].fqn!r} was taken over by the engine when backward computed it, so {func} cannot read "
-            "or change it. To clip, set Config(max_grad_norm=...) or call engine.clip_grad_norm_(max_norm); its norm is "
+            f"the gradient of {tokens[0].fqn!r} was taken over by the engine when backward computed it, so {func} "
+            "cannot read "
+            "or change it. To clip, set Config(max_grad_norm=...) or call engine.clip_grad_norm_(max_norm); its "
+            "norm is "
             "engine.grad_norm after the step; loss scaling for fp16 is engine.backward(loss); to drop gradients call "
             "optimizer.zero_grad()."
         )

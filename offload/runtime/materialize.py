@@ -53,7 +53,9 @@ def _initial_state(info: ParameterInfo, state: OptimizerState) -> dict[str, torc
         return {}
     missing = [name for name in (*MOMENTS, "step") if name not in state]
     if missing:
-        raise ConfigError(f"the optimizer's state of {info.fqn!r} has no {', '.join(missing)}: expected exp_avg, exp_avg_sq and step.")
+        raise ConfigError(
+            f"the optimizer's state of {info.fqn!r} has no {', '.join(missing)}: expected exp_avg, exp_avg_sq and step."
+        )
     info.step = int(state["step"])
     return {name: info.in_memory_order(state[name]) for name in MOMENTS}
 
@@ -76,9 +78,7 @@ class Materializer:
     def unit(self, unit: Unit) -> None:
         """Bring one unit's values and records into their tiers, and let go of what its parameters held before."""
         values = self._values.of(unit.parameters)
-        states = {
-            info.index: _initial_state(info, self._state_of(info)) for info in unit.parameters if info.trainable
-        }
+        states = {info.index: _initial_state(info, self._state_of(info)) for info in unit.parameters if info.trainable}
         for chunk_of in chunks_of(unit):
             self._chunk_parameters(chunk_of, values)
             if self._records is not None and chunk_of.flat.layout.trainable:

@@ -35,7 +35,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         for option, neutral in _REFUSED_OPTIONS.items():
             if group.get(option, neutral) != neutral:
                 raise ConfigError(
-                    f"optimizer option {option}={group[option]!r} of parameter group {index} is not supported: pass {option}={neutral}."
+                    f"optimizer option {option}={group[option]!r} of parameter group {index} is not supported: pass "
+                    f"{option}={neutral}."
                 )
 
 
@@ -62,7 +63,8 @@ class _StateInTiers(defaultdict[torch.Tensor, Any]):
 
     def __missing__(self, key: torch.Tensor) -> Any:
         raise UsageError(
-            "optimizer.state holds nothing: moments and step counts lie in the engine's tiers. engine.save_checkpoint(dir) writes them."
+            "optimizer.state holds nothing: moments and step counts lie in the engine's tiers. "
+            "engine.save_checkpoint(dir) writes them."
         )
 
 
@@ -73,7 +75,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
     the very list of the optimizer that was passed to `initialize`, so a scheduler built on that one works too.
     """
 
-    # GradScaler hands an optimizer with this flag its scale instead of reading `p.grad`: then `step` can say what to do.
+    # GradScaler hands an optimizer with this flag its scale instead of reading `p.grad`: then `step` can say what to
+    # do.
     _step_supports_amp_scaling = True
 
     def __init__(self, source: torch.optim.Optimizer, stepper: Stepper) -> None:
@@ -84,11 +87,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.source_class = type(source)
         self._stepper = stepper
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Begin the update of every parameter that has a gradient. It runs on under the next forward."""
         if getattr(self, "grad_scale", None) is not None:
             raise UsageError(
-                "torch.amp.GradScaler cannot scale gradients that the engine took over: drop the scaler, set Config(dtype='fp16') "
+                "torch.amp.GradScaler cannot scale gradients that the engine took over: drop the scaler, set "
+                "Config(dtype='fp16') "
                 "(loss_scale defaults to dynamic) and call engine.backward(loss)."
             )
         result = None
@@ -111,13 +115,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Not to be had in one piece: the state lies in the tiers."""
         raise UsageError(
-            "optimizer.state_dict() would gather every moment in memory at once: use engine.save_checkpoint(dir), which streams "
+            "optimizer.state_dict() would gather every moment in memory at once: use engine.save_checkpoint(dir), "
+            "which streams "
             "weights, moments and step counts."
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See `state_dict`."""
         raise UsageError(
-            "optimizer.load_state_dict() cannot reach state that lies in the tiers: load it into the torch optimizer before "
+            "optimizer.load_state_dict() cannot reach state that lies in the tiers: load it into the torch "
+            "optimizer before "
             "offload.initialize (its moments and step counts are taken over), or use engine.load_checkpoint(dir)."
         )

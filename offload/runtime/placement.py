@@ -14,11 +14,16 @@ import psutil
 from offload.config import Config
 from offload.device.accelerator import Accelerator
 from offload.errors import BudgetError, ConfigError
-from offload.layout import Layout
 from offload.runtime import fetching, gradients, sinks, update
 from offload.schedule.budget import FETCH_BUFFERS, IN_WRITING, READ_AHEAD, Footprint, MemoryLine, MemoryPlan, Tier
 
-AUTO_ORDER: tuple[tuple[Tier, Tier], ...] = (("device", "device"), ("device", "cpu"), ("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"))
+AUTO_ORDER: tuple[tuple[Tier, Tier], ...] = (
+    ("device", "device"),
+    ("device", "cpu"),
+    ("cpu", "cpu"),
+    ("cpu", "nvme"),
+    ("nvme", "nvme"),
+)
 _FREE_SHARE = 0.8
 """Of the free memory, where "auto" has no budget to go by: the rest is for activations and everybody else."""
 
@@ -60,7 +65,9 @@ def own_master(accelerator: Accelerator, parameters: Tier, optimizer_states: Tie
     return (optimizer_states == "device") != (parameters == "device")
 
 
-def _staging(problem: _Problem, parameters: Tier, states: Tier, footprint: Footprint, retained: int) -> dict[str, tuple[int, int]]:
+def _staging(
+    problem: _Problem, parameters: Tier, states: Tier, footprint: Footprint, retained: int
+) -> dict[str, tuple[int, int]]:
     accelerator = problem.accelerator
     buffers: dict[str, tuple[int, int]] = {}
     on_host = accelerator.unified or states != "device"
@@ -177,7 +184,8 @@ def _require_fit(problem: _Problem, placement: Placement) -> None:
     lines = "; ".join(f"{line.purpose} {line.nbytes}" for line in placement.plan.lines if line.tier == tier)
     raise BudgetError(
         f"{field}={_budget(problem, tier)} cannot hold what parameters={placement.parameters!r} and "
-        f"optimizer_states={placement.optimizer_states!r} need at least: {needed} bytes ({lines}). The smallest {field} that can is "
+        f"optimizer_states={placement.optimizer_states!r} need at least: {needed} bytes ({lines}). The smallest "
+        f"{field} that can is "
         f"{needed}. Raise it to that, or move more to nvme."
     )
 
@@ -235,5 +243,3 @@ def decide(
         smallest = _auto(problem)
     _require_fit(problem, smallest)
     return _grow(problem, smallest)
-
-

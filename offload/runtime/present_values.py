@@ -59,6 +59,4 @@ class PresentValues:
 def _are_usable(known: dict[Value, torch.UntypedStorage], operations: list[Operation]) -> bool:
     """Whether no operation needs a remembered memory as it was before its remembered value."""
     since = {value.memory: value.operation.index for value in known}
-    return all(
-        operation.index > since.get(memory, -1) for operation in operations for memory in touched_memories(operation)
-    )
+    return all(operation.index > since.get(memory, -1) for operation in operations for memory in touched_memories(operation))

@@ -199,28 +199,24 @@ class Registry:
             return None
         with self._lock:
             entry = self._entries.get(storage_identity(tensor))
-            return None if entry is None or entry.storage.expired() else entry.value  # type: ignore[no-untyped-call]
+            return None if entry is None or entry.storage.expired() else entry.value
 
     def current_values(self) -> dict[Memory, Value]:
         """The current value of each memory of which the storage is alive."""
         with self._lock:
-            return {
-                entry.value.memory: entry.value
-                for entry in self._entries.values()
-                if not entry.storage.expired()  # type: ignore[no-untyped-call]
-            }
+            return {entry.value.memory: entry.value for entry in self._entries.values() if not entry.storage.expired()}
 
     def assign(self, tensor: Tensor, value: Value) -> None:
         """From now on the storage under the meta tensor `tensor` holds `value`."""
         with self._lock:
-            self._entries[storage_identity(tensor)] = _Entry(StorageWeakRef(tensor.untyped_storage()), value)  # type: ignore[no-untyped-call]
+            self._entries[storage_identity(tensor)] = _Entry(StorageWeakRef(tensor.untyped_storage()), value)
             if len(self._entries) > self._sweep_count:
                 self.sweep()
 
     def sweep(self) -> None:
         """Forget the storages that are gone."""
         with self._lock:
-            self._entries = {key: entry for key, entry in self._entries.items() if not entry.storage.expired()}  # type: ignore[no-untyped-call]
+            self._entries = {key: entry for key, entry in self._entries.items() if not entry.storage.expired()}
             self._sweep_count = 2 * len(self._entries) + 256
 
     def view(self, tensor: Tensor) -> View:

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from offload.errors import InitializerError
 from offload.device.freed_memory import freed_memory
+from offload.errors import InitializerError
 from offload.runtime.recording import (
     Constant,
     GeneratorState,
@@ -70,9 +70,7 @@ def replay(values: Iterable[Value]) -> dict[Memory, torch.UntypedStorage]:
     return storages
 
 
-def execute(
-    operations: list[Operation], storages: dict[Memory, torch.UntypedStorage], kept: Collection[Memory]
-) -> None:
+def execute(operations: list[Operation], storages: dict[Memory, torch.UntypedStorage], kept: Collection[Memory]) -> None:
     """Run `operations` on `storages`, which holds what they read from outside; afterwards it holds the `kept` ones."""
     last_use: dict[Memory, int] = {}
     for operation in operations:
@@ -103,7 +101,7 @@ def plain_torch() -> Iterator[None]:
 def _run_recorded(operation: Operation, storages: dict[Memory, torch.UntypedStorage]) -> None:
     for memory, nbytes in operation.writes:
         if memory not in storages:
-            storages[memory] = torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
+            storages[memory] = torch.UntypedStorage(nbytes)
 
     def real(leaf: Any) -> Any:
         if isinstance(leaf, View):
@@ -152,7 +150,7 @@ def _as_recorded(tensor: Tensor, output: Output) -> torch.UntypedStorage:
             f"a recorded operation gave shape {tuple(tensor.size())} and {tensor.dtype} where {view.size} and "
             f"{view.dtype} were recorded"
         )
-    storage = torch.UntypedStorage(output.nbytes)  # type: ignore[no-untyped-call]
+    storage = torch.UntypedStorage(output.nbytes)
     view.of(storage).copy_(tensor)
     return storage
 

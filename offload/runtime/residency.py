@@ -124,8 +124,10 @@ class Residency:
             return
         if not self._open_forward:
             raise ParameterAccessError(
-                f"the value of parameter {info.fqn!r} is not in memory: it lies in its tier between uses. Read or write it inside "
-                "`with engine.gathered([parameter]):`; for the whole model use engine.state_dict(); updates are engine.optimizer's. "
+                f"the value of parameter {info.fqn!r} is not in memory: it lies in its tier between uses. Read or "
+                "write it inside "
+                "`with engine.gathered([parameter]):`; for the whole model use engine.state_dict(); updates are "
+                "engine.optimizer's. "
                 "A part of the model that is called on its own must be called as a module, not through its weights."
             )
         # A parent computes with a child's weight without calling the child.
@@ -285,7 +287,8 @@ class Residency:
         if self._fixed_capacity:
             held = [self._units[index].name for index, count in enumerate(self._use_counts) if count]
             raise BudgetError(
-                f"the units in use at once ({', '.join(held)} and one more) take {needed_nbytes} bytes of device memory, more than "
+                f"the units in use at once ({', '.join(held)} and one more) take {needed_nbytes} bytes of device "
+                "memory, more than "
                 f"the {self.capacity_nbytes} that the budget leaves for parameters. Raise it by at least "
                 f"{needed_nbytes - self.capacity_nbytes} bytes."
             )

@@ -1,8 +1,8 @@
 """The state of a unit's shard between two steps, and the only ways it may change.
 
-    CLEAN      parameters and records are those of one version v; only now may the parameters be fetched
-    REDUCING   gradients of version v are arriving
-    UPDATING   an update to v + 1 is enqueued or running; its gradients can no longer be dropped
+CLEAN      parameters and records are those of one version v; only now may the parameters be fetched
+REDUCING   gradients of version v are arriving
+UPDATING   an update to v + 1 is enqueued or running; its gradients can no longer be dropped
 """
 
 from __future__ import annotations

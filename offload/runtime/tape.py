@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.errors import InitializerError
 from offload.device.freed_memory import freed_memory
+from offload.errors import InitializerError
 from offload.runtime.present_values import PresentValues
 from offload.runtime.recording import (
     Constant,
@@ -266,10 +266,7 @@ class _Call:
 
     def written_tensors(self) -> list[Tensor]:
         return [
-            tensor
-            for argument, given, _ in self._arguments()
-            if _is_written(argument)
-            for tensor in tensor_leaves([given])
+            tensor for argument, given, _ in self._arguments() if _is_written(argument) for tensor in tensor_leaves([given])
         ]
 
     def writes_real_tensor(self) -> bool:

@@ -132,7 +132,8 @@ class Training(Listener):
     def backward_reaches(self, unit: Unit) -> None:
         if self._updates is not None and self._updates.is_pending(unit.index):
             raise UsageError(
-                f"backward reached unit {unit.name} through a forward that ran before optimizer.step(): its parameters have "
+                f"backward reached unit {unit.name} through a forward that ran before optimizer.step(): its "
+                "parameters have "
                 "changed since. Run the forward again after the step."
             )
 
@@ -141,7 +142,8 @@ class Training(Listener):
             raise UsageError("backward was called, but offload.initialize was given no optimizer: pass one to train.")
         if self.loss_scale.value != 1.0 and not self._scaled_backward:
             raise UsageError(
-                f"fp16 gradients need the loss scale ({self.loss_scale.value:g}): call engine.backward(loss) instead of loss.backward()."
+                f"fp16 gradients need the loss scale ({self.loss_scale.value:g}): call engine.backward(loss) instead "
+                "of loss.backward()."
             )
         if self._shards[unit.index] is ShardState.UPDATING:
             self.backward_reaches(unit)
@@ -149,7 +151,8 @@ class Training(Listener):
         if isinstance(info.parameter.grad, TakenGradient):
             if not live:
                 raise UsageError(
-                    f"backward reached {info.fqn!r} while the gradient of the last step was still in place. PyTorch would add to it; here "
+                    f"backward reached {info.fqn!r} while the gradient of the last step was still in place. PyTorch "
+                    "would add to it; here "
                     "the step has consumed it. Call optimizer.zero_grad() after each step."
                 )
             info.parameter.grad = None
@@ -170,7 +173,8 @@ class Training(Listener):
         info.parameter.grad = TakenGradient(info.fqn, info.parameter)
 
     def backward_leaves(self, unit: Unit) -> None:
-        # The root waits for the end of backward: it holds what units share, and a reentrant checkpoint's backward inside
+        # The root waits for the end of backward: it holds what units share, and a reentrant checkpoint's backward
+        # inside
         # this one may accumulate into such a parameter a second time.
         if self._updates_now() and self._gradients is not None and unit.index != 0:
             chunks = [chunk_of for chunk_of in chunks_of(unit) if chunk_of.flat.layout.trainable]
@@ -201,7 +205,8 @@ class Training(Listener):
         self.check()
         if self._begun_sum_of_squares:
             raise UsageError(
-                "zero_grad was called after updates of this step had begun (update='backward'): they cannot be undone. Call step() first, "
+                "zero_grad was called after updates of this step had begun (update='backward'): they cannot be "
+                "undone. Call step() first, "
                 "or set Config(update='step')."
             )
         self._last_backward_seen = False
@@ -238,7 +243,8 @@ class Training(Listener):
         """Have the coming step clip to `max_norm`; return the norm before clipping."""
         if self._begun_sum_of_squares:
             raise UsageError(
-                "clip_grad_norm_ was called after updates of this step had begun: with update='backward' set Config(max_grad_norm=...) "
+                "clip_grad_norm_ was called after updates of this step had begun: with update='backward' set "
+                "Config(max_grad_norm=...) "
                 "instead, or use update='step'."
             )
         self._take_user_gradients()
@@ -358,12 +364,7 @@ def _chunk_updates(unit: Unit, steps: dict[int, tuple[AdamHyper, int]], factor: 
     for chunk_of in chunks_of(unit):
         if not chunk_of.flat.layout.trainable:
             continue
-        pieces = [
-            PieceUpdate(info, piece, *steps[info.index]) for info, piece in chunk_of.pieces() if info.index in steps
-        ]
+        pieces = [PieceUpdate(info, piece, *steps[info.index]) for info, piece in chunk_of.pieces() if info.index in steps]
         if pieces:
             updates.append(ChunkUpdate(chunk_of, pieces, factor))
     return updates
-
-
-

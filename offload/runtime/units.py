@@ -73,10 +73,7 @@ def _numel(module: nn.Module) -> int:
 
 def _big_leaves(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
     inside = {id(module) for _, block in blocks for module in block.modules()}
-    if blocks:
-        big_numel = max(_numel(block) for _, block in blocks) // 4
-    else:
-        big_numel = _numel(model) // 8
+    big_numel = max(_numel(block) for _, block in blocks) // 4 if blocks else _numel(model) // 8
     return [
         (name, module)
         for name, module in model.named_modules()

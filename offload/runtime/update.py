@@ -181,9 +181,8 @@ class Updates:
             lease.release(after=self._records.write(chunk_of, buffer[: self._records.nbytes(chunk_of)]))
         return published
 
-def _segment(
-    update: ChunkUpdate, piece: PieceUpdate, record: Record, gradient: Tensor, values: Tensor
-) -> AdamSegment:
+
+def _segment(update: ChunkUpdate, piece: PieceUpdate, record: Record, gradient: Tensor, values: Tensor) -> AdamSegment:
     low, high = piece.piece.start - update.chunk_of.chunk.start, piece.piece.stop - update.chunk_of.chunk.start
     return AdamSegment(
         grad=gradient[low:high],

@@ -78,11 +78,7 @@ def persistent_tensors(model: nn.Module) -> dict[str, Tensor]:
     for prefix, module in model.named_modules(remove_duplicate=False):
         held: dict[str, Tensor | None] = {
             **module._parameters,
-            **{
-                name: buffer
-                for name, buffer in module._buffers.items()
-                if name not in module._non_persistent_buffers_set
-            },
+            **{name: buffer for name, buffer in module._buffers.items() if name not in module._non_persistent_buffers_set},
         }
         for name, tensor in held.items():
             if tensor is not None:

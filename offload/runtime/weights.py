@@ -151,9 +151,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise InitializerError(f"{index} cannot be read as JSON: {error}; fetch it again") from error
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise InitializerError(
-            f"{index} is not an index of safetensors: 'weight_map' must map tensor names to file names"
-        )
+        raise InitializerError(f"{index} is not an index of safetensors: 'weight_map' must map tensor names to file names")
     for file_name in weight_map.values():
         if file_name in ("", ".", "..") or any(character in file_name for character in "/\\\0"):
             raise InitializerError(

@@ -83,9 +83,7 @@ class ExtentGuard:
             if extent.nbytes <= 0 or extent.nbytes % EXTENT_ALIGN or extent.offset_nbytes % EXTENT_ALIGN:
                 raise AssertionError(f"{name}: extent {describe(extent)} is empty or not {EXTENT_ALIGN}-byte aligned")
             if extent.offset_nbytes < self.nbytes:
-                raise AssertionError(
-                    f"{name}: extent {describe(extent)} overlaps another one, which ends at {self.nbytes}"
-                )
+                raise AssertionError(f"{name}: extent {describe(extent)} overlaps another one, which ends at {self.nbytes}")
             self._states[extent] = _State()
             self.nbytes = extent.offset_nbytes + extent.nbytes
 
@@ -133,9 +131,7 @@ class ExtentGuard:
     def drain(self) -> None:
         """Wait for everything that was submitted. Failures that nobody saw are kept for `raise_unseen`."""
         with self._lock:
-            waiting = [
-                operation for state in self._states.values() for operation in state.active if operation.submitted
-            ]
+            waiting = [operation for state in self._states.values() for operation in state.active if operation.submitted]
         for operation in waiting:
             self._settle_unseen(operation)
 
@@ -179,13 +175,9 @@ def _check_tensor(what: str, extent: Extent, tensor: Tensor) -> None:
             f"with strides {tensor.stride()} on {tensor.device}"
         )
     if tensor.numel() != extent.nbytes:
-        raise AssertionError(
-            f"{what}: the tensor has {tensor.numel()} bytes, the extent {extent.nbytes}; whole extents only"
-        )
+        raise AssertionError(f"{what}: the tensor has {tensor.numel()} bytes, the extent {extent.nbytes}; whole extents only")
     if tensor.data_ptr() % EXTENT_ALIGN:
-        raise AssertionError(
-            f"{what}: the tensor is not {EXTENT_ALIGN}-byte aligned; use a lease or a view of HostMemory"
-        )
+        raise AssertionError(f"{what}: the tensor is not {EXTENT_ALIGN}-byte aligned; use a lease or a view of HostMemory")
 
 
 def _unreadable(name: str, operation: Operation, cause: StorageError) -> StorageError:

@@ -47,9 +47,7 @@ class MemoryLedger:
         with self._lock:
             total = self._nbytes.get(purpose, 0) + nbytes
             if total < 0:
-                raise AssertionError(
-                    f"the ledger would hold {total} bytes for {purpose!r}: more was freed than allocated"
-                )
+                raise AssertionError(f"the ledger would hold {total} bytes for {purpose!r}: more was freed than allocated")
             self._nbytes[purpose] = total
             self._peak_nbytes = max(self._peak_nbytes, sum(self._nbytes.values()))
 

@@ -48,9 +48,7 @@ class NvmeStore:
 
         Raises `ConfigError` where a path has too little room, `StorageError` where reserving it failed."""
         if stripe_nbytes <= 0 or stripe_nbytes % EXTENT_ALIGN:
-            raise AssertionError(
-                f"{name}: stripes of {stripe_nbytes} bytes are not a positive multiple of {EXTENT_ALIGN}"
-            )
+            raise AssertionError(f"{name}: stripes of {stripe_nbytes} bytes are not a positive multiple of {EXTENT_ALIGN}")
         self.name = name
         self._guard = ExtentGuard(name, extents)
         self.nbytes = self._guard.nbytes

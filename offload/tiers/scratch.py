@@ -127,7 +127,8 @@ class ScratchFolder:
         refusal = refuses_direct_io(folder)
         if refusal:
             warnings.warn(
-                f"{str(path)!r}: its file system does not support direct I/O (O_DIRECT: {refusal}), so files there go through "
+                f"{str(path)!r}: its file system does not support direct I/O (O_DIRECT: {refusal}), so files there "
+                "go through "
                 "the page cache: right, but slower, and with memory that cpu_memory does not bound",
                 RuntimeWarning,
                 stacklevel=4,

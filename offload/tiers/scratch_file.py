@@ -36,11 +36,7 @@ class ScratchFile:
 
     def fileno(self) -> int:
         if self._fileno < 0:
-            other = (
-                f" in process {self._process_id}, which this one was forked from"
-                if os.getpid() != self._process_id
-                else ""
-            )
+            other = f" in process {self._process_id}, which this one was forked from" if os.getpid() != self._process_id else ""
             raise AssertionError(
                 f"scratch file {str(self.path)!r} is used here but is closed or open only{other or ' earlier'}"
             )

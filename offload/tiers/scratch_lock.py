@@ -104,9 +104,7 @@ def remove_abandoned(parent: Path) -> None:
         except OSError as error:
             # Another run removes it at this moment, or it belongs to somebody else: not in our way.
             if error.errno not in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR):
-                _log.warning(
-                    "left in place: %s, which an earlier run did not remove (%s)", parent / name, error.strerror
-                )
+                _log.warning("left in place: %s, which an earlier run did not remove (%s)", parent / name, error.strerror)
 
 
 def _remove_if_abandoned(path: Path) -> None:

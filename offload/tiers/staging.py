@@ -181,9 +181,7 @@ class StagingPool:
             raise AssertionError(f"a staging buffer for {purpose!r} was asked for {when}")
         consumer = self._consumers.get(purpose)
         if consumer is None:
-            raise AssertionError(
-                f"no staging buffers were reserved for {purpose!r}; there are {sorted(self._consumers)}"
-            )
+            raise AssertionError(f"no staging buffers were reserved for {purpose!r}; there are {sorted(self._consumers)}")
         return consumer
 
     def _take_settled(self, consumer: _Consumer) -> _Buffer | None:

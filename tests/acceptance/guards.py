@@ -102,9 +102,7 @@ def check(
     else:
         assert all(value is None for value in values), "raised at one step and passed at another"
     assert_close(losses, expected_losses, what=f"losses, the operation being {'allowed' if allowed else 'refused'}")
-    assert_close(
-        weights, reference.weights(), what=f"weights, the operation being {'allowed' if allowed else 'refused'}"
-    )
+    assert_close(weights, reference.weights(), what=f"weights, the operation being {'allowed' if allowed else 'refused'}")
     return allowed
 
 

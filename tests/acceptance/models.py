@@ -70,9 +70,7 @@ def byte_batches(count: int, batch: int = 2, length: int = 16, seed: int = 0) ->
     return [torch.stack([text[s : s + length] for s in row.tolist()]) for row in starts]
 
 
-def vector_batches(
-    count: int, width: int = 16, rows: int = 6, seed: int = 0
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def vector_batches(count: int, width: int = 16, rows: int = 6, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
     draw = torch.Generator().manual_seed(seed)
     return [(torch.randn(rows, width, generator=draw), torch.randn(rows, width, generator=draw)) for _ in range(count)]
 

@@ -15,9 +15,7 @@ from .models import IN_MEMORY, ON_CPU, ON_NVME, ON_NVME_IN_BACKWARD, Setup, adam
 from .runs import allocated_nbytes, assert_same_bits, refused, run_engine, simple_loop
 
 few = pytest.mark.parametrize("setup", (IN_MEMORY, ON_CPU, ON_NVME), ids=lambda s: s.name)
-also_in_backward = pytest.mark.parametrize(
-    "setup", (IN_MEMORY, ON_CPU, ON_NVME, ON_NVME_IN_BACKWARD), ids=lambda s: s.name
-)
+also_in_backward = pytest.mark.parametrize("setup", (IN_MEMORY, ON_CPU, ON_NVME, ON_NVME_IN_BACKWARD), ids=lambda s: s.name)
 
 
 SIZE = re.compile(r"(\d[\d,_]*(?:\.\d+)?)\s*(bytes|[KMGT]i?B|B)\b")

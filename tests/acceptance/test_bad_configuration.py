@@ -16,9 +16,7 @@ from .models import IN_MEMORY, ON_CPU, ON_NVME, ON_NVME_IN_BACKWARD, Setup, adam
 from .runs import Run, allocated_nbytes, assert_close, assert_same_bits, one_step, refused, run_engine, simple_loop
 
 few = pytest.mark.parametrize("setup", (IN_MEMORY, ON_CPU, ON_NVME), ids=lambda s: s.name)
-also_in_backward = pytest.mark.parametrize(
-    "setup", (IN_MEMORY, ON_CPU, ON_NVME, ON_NVME_IN_BACKWARD), ids=lambda s: s.name
-)
+also_in_backward = pytest.mark.parametrize("setup", (IN_MEMORY, ON_CPU, ON_NVME, ON_NVME_IN_BACKWARD), ids=lambda s: s.name)
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,7 @@ from .models import IN_MEMORY, ON_CPU, ON_NVME, ON_NVME_IN_BACKWARD, Setup, adam
 from .runs import Run, assert_same_bits, one_step, refused
 
 few = pytest.mark.parametrize("setup", (IN_MEMORY, ON_CPU, ON_NVME), ids=lambda s: s.name)
-also_in_backward = pytest.mark.parametrize(
-    "setup", (IN_MEMORY, ON_CPU, ON_NVME, ON_NVME_IN_BACKWARD), ids=lambda s: s.name
-)
+also_in_backward = pytest.mark.parametrize("setup", (IN_MEMORY, ON_CPU, ON_NVME, ON_NVME_IN_BACKWARD), ids=lambda s: s.name)
 
 
 def _poisoned_loss(run: Run, value: float) -> torch.Tensor:
@@ -46,9 +44,7 @@ class _Poison(torch.autograd.Function):
 @pytest.mark.parametrize("clip", [None, 1.0])
 @pytest.mark.parametrize("dtype", [None, "fp32", "bf16"])
 @few
-def test_non_finite_gradients_raise(
-    opened: Any, setup: Setup, dtype: str | None, clip: float | None, value: float
-) -> None:
+def test_non_finite_gradients_raise(opened: Any, setup: Setup, dtype: str | None, clip: float | None, value: float) -> None:
     """Raised with a parameter's name; nothing has moved, and after zero_grad() training goes on as if it never was."""
     runs = []
     for poisoned in (True, False):
@@ -76,9 +72,7 @@ def test_non_finite_gradients_raise(
 @pytest.mark.parametrize("clip", [None, 1.0])
 @pytest.mark.parametrize("dtype", [None, "fp32", "bf16"])
 @few
-def test_non_finite_gradients_are_skipped_where_asked(
-    opened: Any, setup: Setup, dtype: str | None, clip: float | None
-) -> None:
+def test_non_finite_gradients_are_skipped_where_asked(opened: Any, setup: Setup, dtype: str | None, clip: float | None) -> None:
     runs = []
     for poisoned in (True, False):
         model = stack()

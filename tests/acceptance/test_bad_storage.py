@@ -19,9 +19,7 @@ from .models import IN_MEMORY, ON_CPU, ON_NVME, ON_NVME_IN_BACKWARD, Setup, adam
 from .runs import BITWISE_STEPS, CLIP, allocated_nbytes, files_under, refused
 
 few = pytest.mark.parametrize("setup", (IN_MEMORY, ON_CPU, ON_NVME), ids=lambda s: s.name)
-also_in_backward = pytest.mark.parametrize(
-    "setup", (IN_MEMORY, ON_CPU, ON_NVME, ON_NVME_IN_BACKWARD), ids=lambda s: s.name
-)
+also_in_backward = pytest.mark.parametrize("setup", (IN_MEMORY, ON_CPU, ON_NVME, ON_NVME_IN_BACKWARD), ids=lambda s: s.name)
 
 
 def test_a_path_that_is_missing(tmp_path: Path) -> None:
@@ -114,9 +112,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> str:
     (folder / "shim.c").write_text(SHIM)
     library = str(folder / "shim.so")
     language = ["-x", "c"] if compiler.endswith("c++") else []
-    subprocess.run(
-        [compiler, *language, "-shared", "-fPIC", "-O1", "-o", library, str(folder / "shim.c"), "-ldl"], check=True
-    )
+    subprocess.run([compiler, *language, "-shared", "-fPIC", "-O1", "-o", library, str(folder / "shim.c"), "-ldl"], check=True)
     return library
 
 

@@ -19,9 +19,7 @@ from .models import IN_MEMORY, ON_CPU, ON_NVME, ON_NVME_IN_BACKWARD, Setup, adam
 from .runs import Run, allocated_nbytes, assert_close, files_under, one_step, refused, run_engine, simple_loop
 
 few = pytest.mark.parametrize("setup", (IN_MEMORY, ON_CPU, ON_NVME), ids=lambda s: s.name)
-also_in_backward = pytest.mark.parametrize(
-    "setup", (IN_MEMORY, ON_CPU, ON_NVME, ON_NVME_IN_BACKWARD), ids=lambda s: s.name
-)
+also_in_backward = pytest.mark.parametrize("setup", (IN_MEMORY, ON_CPU, ON_NVME, ON_NVME_IN_BACKWARD), ids=lambda s: s.name)
 
 
 def _add_parameter(model: nn.Module, optimizer: Any) -> None:

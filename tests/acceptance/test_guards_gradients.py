@@ -245,8 +245,7 @@ def test_the_optimizers_state_dict(opened: Any, setup: Setup) -> None:
         state = run.optimizer.state_dict()
         assert len(state["state"]) == len(list(run.model.parameters())), "the optimizer's state is not whole"
         return [
-            [float(one["step"]), one["exp_avg"].clone(), one["exp_avg_sq"].clone()]
-            for _, one in sorted(state["state"].items())
+            [float(one["step"]), one["exp_avg"].clone(), one["exp_avg_sq"].clone()] for _, one in sorted(state["state"].items())
         ] + [group["lr"] for group in state["param_groups"]]
 
     check(opened, setup, operation, ("save_checkpoint", "state_dict"), "after step")

@@ -28,9 +28,7 @@ BOUND = BUDGET + 6 * 20 * MIB + 48 * MIB
 
 def measure(nvme: Path, deferred: bool = True, blocks: int = BLOCKS, update: str = "step", **fields: Any) -> Any:
     config = Setup("nvme", "nvme", update=update).fields(nvme, **({"cpu_memory": BUDGET} | fields))
-    return worker.run(
-        {"kind": "memory", "fields": config, "blocks": blocks, "width": WIDTH, "deferred": deferred, "steps": 2}
-    )
+    return worker.run({"kind": "memory", "fields": config, "blocks": blocks, "width": WIDTH, "deferred": deferred, "steps": 2})
 
 
 @pytest.fixture(scope="module")

@@ -242,8 +242,7 @@ class InPlace(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(16, 16), nn.ReLU(inplace=True), nn.Linear(16, 16), nn.SiLU(inplace=True))
-            for _ in range(3)
+            nn.Sequential(nn.Linear(16, 16), nn.ReLU(inplace=True), nn.Linear(16, 16), nn.SiLU(inplace=True)) for _ in range(3)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -217,9 +217,7 @@ def test_mixed_dtypes(opened: Any) -> None:
     losses, weights = run_engine(engine, simple_loop(8))
     # One bf16 rounding that falls to the other side is 2**-8 of a weight and a like part of a gradient; few do.
     assert_close(losses, expected, 1e-4)
-    assert {name: p.dtype for name, p in model.named_parameters()} == {
-        name: p.dtype for name, p in plain.named_parameters()
-    }
+    assert {name: p.dtype for name, p in model.named_parameters()} == {name: p.dtype for name, p in plain.named_parameters()}
     for name, master in optimizer.masters.items():
         assert weights[name].dtype == torch.float32, f"{name}: not the master"
         assert_close(weights[name], master.detach(), 2e-4, name)

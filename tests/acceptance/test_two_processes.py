@@ -15,9 +15,7 @@ from .runs import CLIP, files_under
 PLACEMENT = Setup("nvme", "nvme")
 
 
-def arguments(
-    directory: Path, seed: int, steps: int, announce: bool = False, setup: Setup = PLACEMENT
-) -> dict[str, Any]:
+def arguments(directory: Path, seed: int, steps: int, announce: bool = False, setup: Setup = PLACEMENT) -> dict[str, Any]:
     fields = setup.fields(directory, dtype="bf16", max_grad_norm=CLIP)
     return {"fields": fields, "steps": steps, "width": 64, "announce": announce, "seed": seed}
 

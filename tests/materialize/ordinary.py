@@ -53,9 +53,5 @@ def assert_same_buffers(deferred: nn.Module, ordinary: nn.Module) -> None:
 
 def bits_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return (
-        one.detach()
-        .contiguous()
-        .reshape(-1)
-        .view(torch.uint8)
-        .equal(other.detach().contiguous().reshape(-1).view(torch.uint8))
+        one.detach().contiguous().reshape(-1).view(torch.uint8).equal(other.detach().contiguous().reshape(-1).view(torch.uint8))
     )

@@ -83,9 +83,7 @@ def test_many_tickets_from_many_threads(engine: IoEngine, fd: int) -> None:
         rng = random.Random(thread_index)
         places = [(thread_index * per_thread + i) * slot for i in range(per_thread)]
         data = {place: _noise(rng.randrange(1, slot), place) for place in places}
-        writes = [
-            engine.submit("write", fd, data[p].ctypes.data, len(data[p]), p, priority=rng.randrange(2)) for p in places
-        ]
+        writes = [engine.submit("write", fd, data[p].ctypes.data, len(data[p]), p, priority=rng.randrange(2)) for p in places]
         rng.shuffle(writes)
         if any(engine.wait(ticket).status != 0 for ticket in writes):
             failures.append("write")

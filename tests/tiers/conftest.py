@@ -17,9 +17,7 @@ def aligned() -> Iterator[Callable[..., Tensor]]:
     def allocate(nbytes: int, seed: int | None = None) -> Tensor:
         tensor = HostMemory(nbytes, "test").tensor
         if seed is not None:
-            tensor.copy_(
-                torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-            )
+            tensor.copy_(torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)))
         return tensor
 
     yield allocate

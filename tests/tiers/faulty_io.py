@@ -46,9 +46,7 @@ def seeded_faults(seed: int, operation_count: int, rate: float, kinds: tuple[Fau
 
 
 class _QueuedTransfer(Pending):
-    def __init__(
-        self, backend: FaultyBackend, index: int, file: OpenFile, tensor: Tensor, offset: int, is_write: bool
-    ) -> None:
+    def __init__(self, backend: FaultyBackend, index: int, file: OpenFile, tensor: Tensor, offset: int, is_write: bool) -> None:
         self.backend = backend
         self.index = index
         self.file = file
@@ -152,9 +150,7 @@ class FaultyBackend:
         if fault is not None and fault.kind == "bit_flip" and transfer.is_write:
             tensor = _aligned_copy(tensor)
             self._flip(tensor)
-        block = Transfer(
-            transfer.file.fileno(), tensor.numpy().data, transfer.offset_nbytes, is_write=transfer.is_write
-        )
+        block = Transfer(transfer.file.fileno(), tensor.numpy().data, transfer.offset_nbytes, is_write=transfer.is_write)
         code = 0
         while code == 0 and not block.finished:
             code = block.advance(self._call(block, fault))

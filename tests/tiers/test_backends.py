@@ -76,8 +76,7 @@ def test_close_settles_everything_and_then_refuses(name: str, tmp_path: Path) ->
     (file,) = scratch.create("states", [1 << 20])
     memory = HostMemory(1 << 20, "test").tensor
     writes = [
-        backend.write(file, memory[start : start + 65536], start, priority=Priority.STATE)
-        for start in range(0, 1 << 20, 65536)
+        backend.write(file, memory[start : start + 65536], start, priority=Priority.STATE) for start in range(0, 1 << 20, 65536)
     ]
     backend.close()
     backend.close()

@@ -127,16 +127,12 @@ def test_an_operation_into_one_in_flight_names_both(make_store: MakeStore, align
     extent = EXTENTS[0]
     write = store.write(extent, aligned(extent.nbytes, seed=1))
     for operation, again in (("read", store.read), ("write", store.write)):
-        with pytest.raises(
-            AssertionError, match=rf"{operation} of extent \[0, 65536\) began while a write of extent \[0, "
-        ):
+        with pytest.raises(AssertionError, match=rf"{operation} of extent \[0, 65536\) began while a write of extent \[0, "):
             again(extent, aligned(extent.nbytes))
     assert not write.done()
     write.wait()
     read = store.read(extent, aligned(extent.nbytes))
-    with pytest.raises(
-        AssertionError, match=r"write of extent \[0, 65536\) began while a read of extent \[0, 65536\) is"
-    ):
+    with pytest.raises(AssertionError, match=r"write of extent \[0, 65536\) began while a read of extent \[0, 65536\) is"):
         store.write(extent, aligned(extent.nbytes))
     read.wait()
     store.write(extent, aligned(extent.nbytes)).wait()
@@ -160,9 +156,7 @@ def test_short_interrupted_delayed_and_reordered_transfers_end_in_right_data(
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_seeded_mixture_gives_the_right_error_or_the_right_data(
-    make_store: MakeStore, aligned: Aligned, seed: int
-) -> None:
+def test_seeded_mixture_gives_the_right_error_or_the_right_data(make_store: MakeStore, aligned: Aligned, seed: int) -> None:
     kinds = (Fault("short"), Fault("delay"), *(Fault("errno", code) for code in (errno.EIO, errno.ENOSPC)))
     backend = FaultyBackend(seed, seeded_faults(seed, 400, 0.15, kinds))
     store = make_store(backend)
@@ -186,9 +180,7 @@ def test_seeded_mixture_gives_the_right_error_or_the_right_data(
 
 
 @pytest.mark.parametrize("on_write", [True, False])
-def test_bit_flip_changes_exactly_one_bit_and_never_the_source(
-    make_store: MakeStore, aligned: Aligned, on_write: bool
-) -> None:
+def test_bit_flip_changes_exactly_one_bit_and_never_the_source(make_store: MakeStore, aligned: Aligned, on_write: bool) -> None:
     extent = EXTENTS[2]  # one piece
     store = make_store(FaultyBackend(seed=5, faults={0 if on_write else 1: Fault("bit_flip")}))
     source = aligned(extent.nbytes, seed=2)
@@ -239,9 +231,7 @@ def test_transfer_decides_every_result() -> None:
     assert transfer().advance(-errno.ENXIO) == errno.ENXIO
 
 
-@pytest.mark.parametrize(
-    ("result", "code"), [(-errno.EINTR, errno.EINTR), (-errno.EAGAIN, errno.EAGAIN), (100, errno.EIO)]
-)
+@pytest.mark.parametrize(("result", "code"), [(-errno.EINTR, errno.EINTR), (-errno.EAGAIN, errno.EAGAIN), (100, errno.EIO)])
 def test_transfer_without_progress_ends(result: int, code: int) -> None:
     block = transfer()
     codes = [block.advance(result) for _ in range(Transfer.STALL_LIMIT + 1)]

@@ -218,9 +218,7 @@ def test_without_direct_io_it_goes_through_the_page_cache_and_warns(
     scratch.close()
 
 
-@pytest.mark.skipif(
-    not os.access(SHARED_MEMORY, os.W_OK) or file_system_of(SHARED_MEMORY) != "tmpfs", reason="no tmpfs"
-)
+@pytest.mark.skipif(not os.access(SHARED_MEMORY, os.W_OK) or file_system_of(SHARED_MEMORY) != "tmpfs", reason="no tmpfs")
 def test_tmpfs_works_and_says_that_it_is_memory() -> None:
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as path, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -247,9 +245,7 @@ def test_two_processes_never_share(tmp_path: Path, holder: tuple[subprocess.Pope
     file.close()
 
 
-def test_a_killed_process_stops_nobody_and_is_cleaned_up(
-    tmp_path: Path, holder: tuple[subprocess.Popen[str], Path]
-) -> None:
+def test_a_killed_process_stops_nobody_and_is_cleaned_up(tmp_path: Path, holder: tuple[subprocess.Popen[str], Path]) -> None:
     process, theirs = holder
     process.send_signal(signal.SIGKILL)
     process.wait(timeout=60)

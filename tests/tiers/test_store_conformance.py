@@ -87,9 +87,7 @@ def test_reads_zeros_where_nothing_was_written(subject: Subject, aligned: Aligne
 
 def test_reads_what_was_written_all_in_flight_at_once(subject: Subject, aligned: Aligned) -> None:
     for round_index in range(3):
-        sources = [
-            aligned(extent.nbytes, seed=10 * round_index + index) for index, extent in enumerate(subject.extents)
-        ]
+        sources = [aligned(extent.nbytes, seed=10 * round_index + index) for index, extent in enumerate(subject.extents)]
         writes = [subject.store.write(extent, source) for extent, source in zip(subject.extents, sources, strict=True)]
         for write in reversed(writes):
             write.wait()
@@ -263,9 +261,7 @@ def test_a_file_cut_short_by_others_is_an_error_that_says_where(kind: str, tmp_p
         (victim,) = (tmp_path / "drive0").glob("offload-*/states.swap")
         with victim.open("r+b") as file:
             file.truncate(32 * KIB)
-        with pytest.raises(
-            StorageError, match=r"read from .*states\.swap' failed at byte \d+ .*ENODATA.*shorter"
-        ) as caught:
+        with pytest.raises(StorageError, match=r"read from .*states\.swap' failed at byte \d+ .*ENODATA.*shorter") as caught:
             subject.store.read(subject.extents[2], aligned(SIZES[2])).wait()
         assert str(victim) in str(caught.value) and caught.value.errno == errno.ENODATA
         subject.store.read(subject.extents[0], aligned(SIZES[0])).wait()  # the others can still be read

@@ -125,9 +125,7 @@ class AioBackend:
         pending.open_block_count = len(blocks)
         with self._lock:
             if self._closed or os.getpid() != self._process_id:
-                raise AssertionError(
-                    "a transfer was submitted to an aiofiles backend that is closed or of another process"
-                )
+                raise AssertionError("a transfer was submitted to an aiofiles backend that is closed or of another process")
             self._meter.begin(is_write=pending.is_write)
             entries: list[_Entry] = [(int(priority), next(self._serial), (pending, block)) for block in blocks]
             self._loop.call_soon_threadsafe(_enqueue, self._queue, entries)

@@ -20,9 +20,7 @@ _InFlight = set["_NativePending"]
 class _NativePending(Pending):
     """One ticket. Its result can be had from the engine once, so the first to see it keeps it for the others."""
 
-    def __init__(
-        self, engine: _native.IoEngine, file: OpenFile, tensor: Tensor, offset_nbytes: int, *, is_write: bool
-    ) -> None:
+    def __init__(self, engine: _native.IoEngine, file: OpenFile, tensor: Tensor, offset_nbytes: int, *, is_write: bool) -> None:
         self._engine = engine
         self._file = file
         self._tensor: Tensor | None = tensor
@@ -89,9 +87,7 @@ class _NativePending(Pending):
 class NativeBackend:
     """The native engine. Its threads belong to the library and run no Python; submission and waits release the GIL."""
 
-    def __init__(
-        self, kind: Literal["io_uring", "threads"], queue_depth: int = 32, block_nbytes: int = 1024 * 1024
-    ) -> None:
+    def __init__(self, kind: Literal["io_uring", "threads"], queue_depth: int = 32, block_nbytes: int = 1024 * 1024) -> None:
         """Raises `OSError` where the system has no such engine or forbids it."""
         self.name: str = kind
         self._engine = _native.IoEngine(kind, queue_depth, block_nbytes)
