@@ -4,6 +4,7 @@ from offload.config import Config
 from offload.engine import Engine, initialize
 from offload.errors import (
     BudgetError,
+    CheckpointError,
     ConfigError,
     CorruptDataError,
     EngineFailedError,
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BudgetError",
+    "CheckpointError",
     "Config",
     "ConfigError",
     "CorruptDataError",

@@ -130,6 +130,10 @@ _default_threads: Threads | None = None
 _default_lock = threading.Lock()
 
 
+_ALONE_NUMEL = 4 * 2**20
+_caller_alone: Threads | None = None
+
+
 def default_threads() -> Threads:
     """The pool of this process, made when first asked for (in a forked child: anew)."""
     global _default_threads
@@ -138,6 +142,20 @@ def default_threads() -> Threads:
         with _default_lock:
             threads = _default_threads = _default_threads or Threads()
     return threads
+
+
+def _threads_for(numel: int) -> Threads:
+    """The caller alone for a piece that one core streams in about a millisecond.
+
+    Where torch computes on the same cores its threads spin between operations: a second thread of ours would wait for one
+    of them to be descheduled, which takes longer than the whole piece.
+    """
+    global _caller_alone
+    if numel > _ALONE_NUMEL:
+        return default_threads()
+    if _caller_alone is None:
+        _caller_alone = Threads(1)
+    return _caller_alone
 
 
 def set_thread_count(count: int) -> None:
@@ -168,7 +186,7 @@ def gradient_ingest(
     dst: int, dst_dtype: int, src: int, src_dtype: int, numel: int, start_index: int, accumulate: bool, block_sums: int
 ) -> None:
     """Copy or add a gradient and sum its squares by blocks (`offload_gradient_ingest`); address 0: none."""
-    pool = default_threads()
+    pool = _threads_for(numel)
     status = _loaded().offload_gradient_ingest(
         pool._pointer, dst or None, dst_dtype, src, src_dtype, numel, start_index, int(accumulate), block_sums or None
     )
@@ -177,7 +195,7 @@ def gradient_ingest(
 
 def convert(dst: int, dst_dtype: int, src: int, src_dtype: int, numel: int) -> None:
     """dst = src, cast (`offload_convert`)."""
-    pool = default_threads()
+    pool = _threads_for(numel)
     _check(_loaded().offload_convert(pool._pointer, dst, dst_dtype, src, src_dtype, numel), f"convert(numel={numel})")
 
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from offload.config import Config
+from offload.config import Config, parse_nbytes
 from offload.errors import ConfigError, ParameterAccessError, UsageError
 from offload.runtime.assembly import DTYPES, Assembly, Parts
+from offload.runtime.checkpoint import Checkpointing
 from offload.runtime.flats import ParameterInfo
 from offload.runtime.gathering import Gathering
 from offload.runtime.guard import ParameterGuard
@@ -111,6 +113,7 @@ class Engine:
             self._training.hyper_of = lambda index: hyper_of(groups, groups.param_groups[index])
             self._groups = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
         self._gathering = Gathering(parts, self._training)
+        self._checkpointing = Checkpointing(parts, self._training, model, self.optimizer)
         self._guard_parameters()
         self._move_buffers()
         self._hooks = Hooks(parts.units, parts.residency, self._training)
@@ -210,6 +213,64 @@ class Engine:
             "io_backend": parts.backend.name if parts.backend is not None else None,
             "seconds": parts.timeline.take(),
         }
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        dir: str | os.PathLike[str],
+        *,
+        client_state: Mapping[str, Any] | None = None,
+        keep_last: int | None = None,
+    ) -> None:
+        """Write everything that a resume needs into the folder `dir`: when this returns it is there, whole and durable.
+
+        Saved are weights (fp32 masters), moments, step counts, persistent buffers, the loss scale, the numbers in
+        param_groups, and the states of torch's random generators. A complete checkpoint at `dir` is replaced; until the new
+        one is there, the old one is. Host memory: the largest chunk's record.
+
+        client_state  JSON values to get back from `load_checkpoint`: a scheduler's state_dict(), the position in the data, ...
+        keep_last     with `dir` = "folder/step-<n>": remove all numbered checkpoints in the folder but the last so many
+
+        Raises `UsageError` while gradients wait for a step, `StorageError` where writing fails (training may go on),
+        `CheckpointError` where something that is no checkpoint is in the way.
+        """
+        self._checkpointing.save(Path(dir), client_state, keep_last)
+
+    def load_checkpoint(self, dir: str | os.PathLike[str]) -> dict[str, Any]:
+        """Go on from a checkpoint, bit for bit; returns its client_state. Gradients at hand are dropped.
+
+        The model, its optimizer and groups must be those of the run that saved; placement, budgets, dtype and I/O may be
+        others. Without an optimizer only the weights and buffers are taken. Everything is checked before anything changes:
+        a `CheckpointError` then leaves the engine as it was.
+        """
+        return self._checkpointing.load(Path(dir))
+
+    def resume_or_start(self, dir: str | os.PathLike[str]) -> dict[str, Any] | None:
+        """Load the newest sound checkpoint "step-<n>" in `dir` and return its client_state; None if there is none at all.
+
+        Checkpoints that are damaged are passed over with a warning. Raises `CheckpointError` if all of them are.
+        """
+        return self._checkpointing.resume_or_start(Path(dir))
+
+    def export(
+        self,
+        dir: str | os.PathLike[str],
+        dtype: Literal["bf16", "fp16", "fp32"] | None = None,
+        *,
+        max_shard_size: int | str = "5GB",
+    ) -> None:
+        """Write the weights as safetensors, in shards with an index, and a Hugging Face model's config: for `from_pretrained`.
+
+        dtype  of floating-point parameters; "fp32" is the master's precision. None: what the model runs in.
+
+        `dir` must not exist or be empty. A tied parameter is written once, under the name that Hugging Face keeps.
+        """
+        if dtype is not None and dtype not in DTYPES:
+            raise UsageError(f"dtype={dtype!r} is unknown: expected one of {', '.join(DTYPES)}, or None.")
+        self._require_open()
+        chosen = DTYPES[dtype] if dtype is not None else None
+        self._checkpointing.export(Path(dir), chosen, parse_nbytes(max_shard_size, "max_shard_size"))
 
     # ---- lifecycle -----------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@
     ├── NonFiniteGradientError gradients with inf or NaN, where skipping was not asked for
     ├── StorageError           an operation on a file or path failed: names path, offset, operation, errno
     │   └── CorruptDataError   what was read is not what was written
+    ├── CheckpointError        a checkpoint cannot be read, is damaged, or does not fit the engine: names the file
     ├── InitializerError       a parameter's initialiser cannot be replayed, or a weight cannot be found or does not fit
     └── EngineFailedError      an earlier failure left the engine's state undefined; names that failure
 
@@ -48,6 +49,10 @@ class StorageError(OffloadError, OSError):
 
 class CorruptDataError(StorageError):
     """What was read is not what was written."""
+
+
+class CheckpointError(OffloadError, RuntimeError):
+    """A checkpoint cannot be read, is damaged, or does not fit the engine."""
 
 
 class InitializerError(OffloadError, RuntimeError):

@@ -30,8 +30,8 @@ BLOCK = 4096
 EXTENT_ALIGN = 4096
 """Bytes. What direct I/O asks of offsets and lengths on every common file system."""
 
-CHUNK_NUMEL = 4 * 1024 * 1024
-"""Elements. 16 MiB of fp32: large enough for full device bandwidth, small enough that a pipeline of them is small."""
+CHUNK_NUMEL = 2 * 1024 * 1024
+"""Elements. 8 MiB of fp32: large enough for full device bandwidth, small enough that a pipeline of them is small."""
 
 
 CHUNK_NUMELS = tuple(CHUNK_NUMEL >> shift for shift in range(7))

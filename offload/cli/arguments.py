@@ -32,6 +32,16 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--vocabulary", type=positive, metavar="N", help="tokens (default: as many as the data has)")
 
 
+def add_optimizer_arguments(parser: argparse.ArgumentParser) -> None:
+    """The numbers of AdamW."""
+    group = parser.add_argument_group("optimizer", "AdamW; weight decay is not applied to 1-D parameters")
+    group.add_argument("--lr", type=positive_number, default=3e-4, help="peak learning rate (default 3e-4)")
+    group.add_argument("--weight-decay", type=float, default=0.1, metavar="X", help="(default 0.1)")
+    group.add_argument("--beta1", type=float, default=0.9, metavar="X", help="(default 0.9)")
+    group.add_argument("--beta2", type=float, default=0.95, metavar="X", help="(default 0.95)")
+    group.add_argument("--eps", type=float, default=1e-8, metavar="X", help="(default 1e-8)")
+
+
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """The fields of `offload.Config`."""
     group = parser.add_argument_group("placement and budgets", "sizes are bytes, or text such as 16GiB or 500MB")
@@ -62,6 +72,11 @@ def config_of(args: argparse.Namespace) -> offload.Config:
         "prefetch": args.prefetch,
     }
     return offload.Config(**fields)
+
+
+def add_drive_arguments(parser: argparse.ArgumentParser) -> None:
+    """How much and how long a drive is measured."""
+    parser.add_argument("--size", default="1GiB", metavar="SIZE", help="of the scratch file that is written (default 1GiB)")
 
 
 def paths_of(text: str | None) -> list[str] | None:

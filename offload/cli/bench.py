@@ -1,7 +1,132 @@
-"""x"""
+"""Time the parts of a training step that are this package's own, on this machine.
+
+python -m offload bench adam                      the optimizer kernel, beside its floor and torch's fused AdamW
+python -m offload bench io --nvme /mnt/nvme0      file I/O for sizes of a block and numbers of blocks in flight
+"""
+
+from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+
+import torch
+
+from offload import _native
+from offload.cli.arguments import add_drive_arguments, positive, positive_number
+from offload.cli.rates import Direction, Drive, seconds_per_call
+from offload.cli.text import format_count, format_nbytes, format_rate, format_seconds, table
+from offload.config import parse_nbytes
+from offload.device.kernels import AdamHyper, AdamSegment, adam
+from offload.tiers.io import open_backend
+from offload.tiers.memory import HostMemory
+
+_BLOCKS = (256 * 1024, 1024 * 1024, 4 * 1024 * 1024)
+_DEPTHS = (4, 16, 64)
+_DIRECTIONS: tuple[Direction, ...] = ("read", "write", "both")
+_HYPER = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    pass
+    kinds = parser.add_subparsers(title="benchmarks", dest="kind", required=True, metavar="KIND")
+    kernel = kinds.add_parser("adam", help="the optimizer kernel, beside memory bandwidth and torch's fused AdamW")
+    kernel.add_argument(
+        "--numel", type=positive, default=16 * 1024 * 1024, metavar="N", help="parameters (default 16 Mi: 256 MiB of arrays)"
+    )
+    kernel.add_argument("--seconds", type=positive_number, default=3.0, metavar="S", help="for each row (default 3)")
+    kernel.set_defaults(run=run_adam)
+    drive = kinds.add_parser("io", help="file I/O for sizes of a block and numbers of blocks in flight")
+    drive.add_argument("--nvme", required=True, metavar="PATH", help="a folder on the drive")
+    add_drive_arguments(drive)
+    drive.add_argument("--backend", default="auto", metavar="NAME", help="io_uring, threads, aiofiles (default: the best)")
+    drive.add_argument("--seconds", type=positive_number, default=1.0, metavar="S", help="for each number (default 1)")
+    drive.set_defaults(run=run_io)
+
+
+# ---- adam ------------------------------------------------------------------------------------------------------------
+
+
+def run_adam(args: argparse.Namespace) -> int:
+    """`bench adam`. Returns 0."""
+    calls = _adam_calls(args.numel)
+    timed = [(name, nbytes, seconds_per_call(call, args.seconds)) for name, nbytes, call in calls]
+    floor = next((nbytes / seconds for name, nbytes, seconds in timed if name == _STREAM), None)
+    rows = [
+        (
+            name,
+            format_seconds(seconds),
+            f"{nbytes / args.numel:.0f}",
+            format_rate(nbytes, seconds),
+            "-" if floor is None else f"{100 * nbytes / seconds / floor:.0f} %",
+        )
+        for name, nbytes, seconds in timed
+    ]
+    threads = f"{_native.default_threads().count} native threads" if _native.available() else "no native library"
+    print(f"AdamW over {format_count(args.numel)} parameters, {threads}, {torch.get_num_threads()} torch threads")
+    print(table(("", "time", "B/parameter", "rate", "of the stream"), rows))
+    return 0
+
+
+_STREAM = "stream: 4 arrays read, 3 written (the floor)"
+
+
+def _adam_calls(numel: int) -> list[tuple[str, int, Callable[[], None]]]:
+    """(name, bytes that one call moves, the call), on the same memory."""
+    memory = [HostMemory(4 * numel, "bench", prefault=True).tensor.view(torch.float32) for _ in range(4)]
+    grad, master, exp_avg, exp_avg_sq = memory
+    grad.normal_()
+    exp_avg_sq.fill_(1.0)
+    grad16 = grad.to(torch.bfloat16)
+    emit = torch.empty_like(grad16)
+
+    def kernel(gradient: torch.Tensor, emitted: torch.Tensor | None) -> Callable[[], None]:
+        segment = AdamSegment(gradient, master, exp_avg, exp_avg_sq, emitted, _HYPER, step=10)
+        return lambda: adam([segment])
+
+    addresses = [tensor.data_ptr() for tensor in memory]
+    calls: list[tuple[str, int, Callable[[], None]]] = []
+    if _native.available():
+        calls.append((_STREAM, 28 * numel, lambda: _native.stream(addresses, addresses[1:], numel)))
+    calls.append(("offload, fp32 gradient", 28 * numel, kernel(grad, None)))
+    calls.append(("offload, bf16 gradient in, bf16 parameter out", 28 * numel, kernel(grad16, emit)))
+    calls.append(("torch.optim.AdamW(fused=True), fp32", 28 * numel, _torch_fused(master, grad)))
+    return calls
+
+
+def _torch_fused(master: torch.Tensor, grad: torch.Tensor) -> Callable[[], None]:
+    parameter = torch.nn.Parameter(master)
+    parameter.grad = grad
+    optimizer = torch.optim.AdamW([parameter], lr=_HYPER.lr, weight_decay=_HYPER.weight_decay, fused=True)
+
+    def step() -> None:
+        optimizer.step()
+
+    return step
+
+
+# ---- io --------------------------------------------------------------------------------------------------------------
+
+
+def run_io(args: argparse.Namespace) -> int:
+    """`bench io`. Returns 0."""
+    best: dict[Direction, tuple[float, str]] = {}
+    rows: list[tuple[str, ...]] = []
+    name = args.backend
+    with Drive(args.nvme, parse_nbytes(args.size, "--size")) as drive:
+        for block_nbytes in _BLOCKS:
+            for depth in _DEPTHS:
+                backend = open_backend(args.backend, queue_depth=depth, block_nbytes=block_nbytes)
+                try:
+                    name = backend.name
+                    rates = {kind: drive.bytes_per_second(backend, kind, args.seconds) for kind in _DIRECTIONS}
+                finally:
+                    backend.close()
+                setting = f"{format_nbytes(block_nbytes)} x {depth}"
+                for kind, rate in rates.items():
+                    best[kind] = max(best.get(kind, (0.0, "")), (rate, setting))
+                rows.append((format_nbytes(block_nbytes), str(depth), *(format_rate(rate, 1.0) for rate in rates.values())))
+        how = "direct I/O" if drive.direct else "through the page cache"
+    print(f"{name} at {args.nvme}, {how}; transfers of 16 MiB cut into blocks, at most `depth` of them in flight")
+    print(table(("block", "depth", "read", "write", "both, summed"), rows, left_columns=()))
+    for kind, (rate, setting) in best.items():
+        print(f"best {kind}: {format_rate(rate, 1.0)} with {setting}")
+    return 0

@@ -180,8 +180,9 @@ class Windows:
 
     def held_out_batches(self, count: int) -> Iterator[torch.Tensor]:
         """At most `count` batches of held-out windows, always the same."""
-        for rows in self._held_out[: count * self._batch].split(self._batch):
-            yield self._read(rows)
+        chosen = self._held_out[: count * self._batch]
+        for first in range(0, len(chosen), self._batch):
+            yield self._read(chosen[first : first + self._batch])
 
     def _read(self, rows: torch.Tensor) -> torch.Tensor:
         size = self._sequence

@@ -64,14 +64,38 @@ def choose_model(args: argparse.Namespace, vocabulary_size: int, sequence: int) 
 
 def build_model(choice: ModelChoice, seed: int) -> nn.Module:
     """The model on the meta device, its initialisers remembered: `initialize` brings its values into the tiers."""
-    transformers = require_transformers()
     torch.manual_seed(seed)
+    with offload.deferred_init():
+        return _construct(choice)
+
+
+def build_outline(choice: ModelChoice) -> nn.Module:
+    """The model on the meta device, without values: shapes are all there is."""
+    with torch.device("meta"):
+        return _construct(choice)
+
+
+def _construct(choice: ModelChoice) -> nn.Module:
+    transformers = require_transformers()
     try:
-        with offload.deferred_init():
-            model: nn.Module = transformers.AutoModelForCausalLM.from_config(choice.config)
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(choice.config)
     except (ValueError, KeyError, ImportError) as error:
-        raise ConfigError(f"{choice.title} cannot be built as a causal language model: {_first_line(error)}") from error
+        raise ConfigError(f"{choice.title} cannot be built as a causal language model: {_first_line(error)}.") from error
     return model
+
+
+def make_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
+    """AdamW over the trainable parameters, without weight decay for those of one dimension. Raises `ConfigError`."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in trained if parameter.dim() >= 2], "weight_decay": args.weight_decay},
+        {"params": [parameter for parameter in trained if parameter.dim() < 2], "weight_decay": 0.0},
+    ]
+    filled = [group for group in groups if group["params"]]
+    try:
+        return torch.optim.AdamW(filled, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps, foreach=False)
+    except ValueError as error:
+        raise ConfigError(f"the optimizer refuses its flags: {error}.") from error
 
 
 def _existing(path: Path) -> ModelChoice:

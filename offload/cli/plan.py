@@ -1,7 +1,108 @@
-"""x"""
+"""Say what training a model would take, without building it: bytes in each tier, the smallest budgets that work, and the
+bytes that a step moves over each link.
+
+  python -m offload plan --model ./config.json --dtype bf16 --parameters nvme --optimizer-states nvme --nvme /mnt/nvme0
+  python -m offload plan --hidden 4096 --layers 32 --vocabulary 32000 --dtype bf16 --device-memory 24GiB --cpu-memory 64GiB
+"""
+
+from __future__ import annotations
 
 import argparse
 
+from offload.cli.arguments import (
+    add_config_arguments,
+    add_model_arguments,
+    add_optimizer_arguments,
+    config_of,
+    positive,
+)
+from offload.cli.corpus import BYTE_VOCABULARY_SIZE
+from offload.cli.models import build_outline, choose_model, make_optimizer
+from offload.cli.outline import Outline, Traffic
+from offload.cli.text import format_count, format_nbytes, table
+from offload.errors import BudgetError
+from offload.runtime.placement import AUTO_ORDER, Placement
+from offload.schedule.budget import Tier
+
+_TIERS: tuple[Tier, ...] = ("device", "cpu", "nvme")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    pass
+    add_model_arguments(parser)
+    add_optimizer_arguments(parser)
+    add_config_arguments(parser)
+    parser.add_argument("--accumulate", type=positive, default=1, metavar="N", help="micro-batches of a step (default 1)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command. Returns 0, or raises `BudgetError` where the budgets cannot hold the placement."""
+    config = config_of(args)
+    vocabulary = args.vocabulary or (BYTE_VOCABULARY_SIZE if args.model is None else 0)
+    choice = choose_model(args, vocabulary, sequence=2048)
+    model = build_outline(choice)
+    with Outline(model, make_optimizer(model, args), config) as outline:
+        print(f"model: {choice.title}, {format_count(outline.parameter_numel)} parameters in {outline.unit_count} units")
+        print(f"device: {outline.device_name}, one rank\n")
+        try:
+            placement = outline.placement()
+        except BudgetError:
+            print(_alternatives_table(outline, None), flush=True)
+            raise
+        print(_plan_table(placement))
+        print("\n" + _smallest_table(outline, placement))
+        print("\n" + _traffic_table(outline, placement, args.accumulate))
+        print("\n" + _alternatives_table(outline, placement))
+    return 0
+
+
+def _plan_table(placement: Placement) -> str:
+    lines = sorted(placement.plan.lines, key=lambda line: _TIERS.index(line.tier))
+    rows = [(line.tier, line.purpose, format_nbytes(line.nbytes), f"{line.nbytes}") for line in lines]
+    for tier in _TIERS:
+        total = placement.plan.total_nbytes(tier)
+        if total:
+            rows.append((tier, "TOTAL", format_nbytes(total), f"{total}"))
+    title = (
+        f"Parameters on {placement.parameters}, optimizer states on {placement.optimizer_states}, gradients on "
+        f"{placement.gradients}, prefetch {placement.prefetch}"
+    )
+    return f"{title}\n{table(('tier', 'purpose', 'size', 'bytes'), rows, left_columns=(0, 1))}"
+
+
+def _smallest_table(outline: Outline, placement: Placement) -> str:
+    rows = []
+    for field in ("device_memory", "cpu_memory"):
+        smallest = outline.smallest_nbytes(placement, field)
+        if smallest is not None:
+            rows.append((f"--{field.replace('_', '-')}", format_nbytes(smallest), f"{smallest}"))
+    if not rows:
+        return "This placement holds nothing that a budget bounds."
+    return "Smallest budgets with which this placement works\n" + table(("", "size", "bytes"), rows)
+
+
+def _traffic_table(outline: Outline, placement: Placement, micro_batches: int) -> str:
+    def row(name: str, traffic: int) -> tuple[str, ...]:
+        return name, format_nbytes(traffic), f"{traffic / outline.parameter_numel:.2f}", f"{traffic}"
+
+    traffic: Traffic = outline.traffic(placement, micro_batches)
+    rows = [row("NVMe read", traffic.read_nbytes), row("NVMe written", traffic.written_nbytes)]
+    if not outline.unified:
+        between = [row("host to device", traffic.to_device_nbytes), row("device to host", traffic.from_device_nbytes)]
+        rows = between + rows
+    plural = "micro-batch" if micro_batches == 1 else "micro-batches"
+    return (
+        f"Bytes that a step of {micro_batches} {plural} moves, at most (units that stay between uses are not moved again)\n"
+        + table(("link", "size", "B/parameter", "bytes"), rows)
+    )
+
+
+def _alternatives_table(outline: Outline, chosen: Placement | None) -> str:
+    rows = []
+    for parameters, states in AUTO_ORDER:
+        other = outline.placement(parameters, states)
+        mark = "*" if chosen is not None and (parameters, states) == (chosen.parameters, chosen.optimizer_states) else ""
+        totals = [other.plan.total_nbytes(tier) for tier in _TIERS]
+        rows.append((mark, parameters, states, *(format_nbytes(total) if total else "-" for total in totals)))
+    header = ("", "parameters", "optimizer states", *_TIERS)
+    return "Placements, without budgets (* the one above)\n" + table(header, rows, left_columns=(0, 1, 2))

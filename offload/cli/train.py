@@ -24,6 +24,7 @@ import offload
 from offload.cli.arguments import (
     add_config_arguments,
     add_model_arguments,
+    add_optimizer_arguments,
     config_of,
     natural,
     positive,
@@ -32,7 +33,7 @@ from offload.cli.arguments import (
 from offload.cli.corpus import ByteStream, TokenizedStream, TokenStream, Windows, find_documents
 from offload.cli.interruption import Interruption
 from offload.cli.measuring import EngineMeter, IoTotals, Measurements
-from offload.cli.models import ModelChoice, build_model, choose_model, require_transformers
+from offload.cli.models import ModelChoice, build_model, choose_model, make_optimizer, require_transformers
 from offload.cli.process import rss_nbytes
 from offload.cli.progress import ProgressLine
 from offload.cli.report import make_report, print_report, write_json
@@ -46,7 +47,8 @@ _FINAL_LR_SHARE = 0.1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     _add_data_arguments(parser)
-    _add_optimizer_arguments(parser)
+    add_optimizer_arguments(parser)
+    _add_length_arguments(parser)
     add_config_arguments(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the final report there too")
     parser.set_defaults(run=run)
@@ -70,16 +72,11 @@ def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=natural, default=0, help="of initial values and of the order of the data")
 
 
-def _add_optimizer_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("optimizer", "AdamW; weight decay is not applied to 1-D parameters")
+def _add_length_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("length", "whichever comes first")
     group.add_argument("--steps", type=positive, metavar="N", help=f"steps (default {_DEFAULT_STEPS}, or until --seconds)")
     group.add_argument("--seconds", type=positive_number, metavar="S", help="end after the step at which these are over")
-    group.add_argument("--lr", type=positive_number, default=3e-4, help="peak learning rate (default 3e-4)")
     group.add_argument("--warmup", type=natural, default=0, metavar="N", help="steps of linear warm-up (default 0)")
-    group.add_argument("--weight-decay", type=float, default=0.1, metavar="X", help="(default 0.1)")
-    group.add_argument("--beta1", type=float, default=0.9, metavar="X", help="(default 0.9)")
-    group.add_argument("--beta2", type=float, default=0.95, metavar="X", help="(default 0.95)")
-    group.add_argument("--eps", type=float, default=1e-8, metavar="X", help="(default 1e-8)")
     group.add_argument(
         "--gradient-checkpointing", action="store_true", help="keep block inputs only and compute the rest twice"
     )
@@ -96,6 +93,8 @@ def run(args: argparse.Namespace) -> int:
     """The command. Returns 0, also where a signal ended the run after a step."""
     started = time.perf_counter()
     config = config_of(args)
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise ConfigError(f"--json {str(args.json)!r}: its folder does not exist.")
     interruption, progress = Interruption(), ProgressLine()
     with interruption.watching():
         stream = _open_stream(args)
@@ -115,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
                 meter.read()
                 io = meter.io
                 if not interruption.requested:
-                    _evaluate(args, model, windows, measurements)
+                    _evaluate(args, model, windows, measurements, interruption)
                 meter.read()
                 measurements.interrupted = interruption.requested
             with measurements.phase("close"):
@@ -154,21 +153,7 @@ def _build(
     if args.gradient_checkpointing:
         checkpointing: Callable[..., Any] = model.gradient_checkpointing_enable  # type: ignore[assignment]
         checkpointing(gradient_checkpointing_kwargs={"use_reentrant": False})
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [parameter for parameter in trained if parameter.dim() >= 2], "weight_decay": args.weight_decay},
-        {"params": [parameter for parameter in trained if parameter.dim() < 2], "weight_decay": 0.0},
-    ]
-    try:
-        optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=args.lr,
-            betas=(args.beta1, args.beta2),
-            eps=args.eps,
-            foreach=False,
-        )
-    except ValueError as error:
-        raise ConfigError(f"the optimizer refuses its flags: {error}") from error
+    optimizer = make_optimizer(model, args)
     return model, optimizer
 
 
@@ -262,17 +247,17 @@ class _Loop:
         with measurements.phase("data"):
             batch = next(self._batches).to(_device_of(self._model))
         with measurements.phase("forward"):
-            loss = self._model(input_ids=batch, labels=batch).loss
+            loss: torch.Tensor = self._model(input_ids=batch, labels=batch).loss
         with measurements.phase("backward"):
             self._engine.backward(loss / self._args.accumulate)
-            value = float(loss.detach())
+            value: float = loss.detach().item()
         measurements.token_count += batch.numel()
         return value
 
     def _lr_factor(self, step: int) -> float:
         """Linear warm-up; then, where the number of steps is known, half a cosine down to a tenth."""
         if step < self._args.warmup:
-            return (step + 1) / self._args.warmup
+            return (step + 1) / float(self._args.warmup)
         if self._last_count is None:
             return 1.0
         share = min(1.0, (step - self._args.warmup) / max(1, self._last_count - self._args.warmup))
@@ -305,12 +290,16 @@ class _Loop:
         self._progress.show(" | ".join(parts), force=True)
 
 
-def _evaluate(args: argparse.Namespace, model: nn.Module, windows: Windows, measurements: Measurements) -> None:
-    """Mean loss per token over the held-out batches, without gradients."""
+def _evaluate(
+    args: argparse.Namespace, model: nn.Module, windows: Windows, measurements: Measurements, interruption: Interruption
+) -> None:
+    """Mean loss per token over the held-out batches, without gradients; over fewer of them where a signal comes."""
     total, count = 0.0, 0
     model.eval()
     with measurements.phase("evaluation"), torch.no_grad():
         for batch in windows.held_out_batches(args.eval_batches):
+            if interruption.requested:
+                break
             batch = batch.to(_device_of(model))
             predicted = batch.numel() - batch.shape[0]
             total += float(model(input_ids=batch, labels=batch).loss) * predicted

@@ -26,6 +26,8 @@ from offload.layout import Extent, ExtentAllocator, Piece
 from offload.runtime.flats import ChunkOf, Flat, ParameterInfo
 from offload.runtime.guard import TakenGradient
 from offload.runtime.places import StoreFactory
+from offload.schedule.budget import SPARE_BUFFERS
+from offload.tiers.io import Priority
 from offload.tiers.staging import Lease, StagingPool
 from offload.tiers.store import Store
 
@@ -267,10 +269,21 @@ class Gradients:
 
     def _retaining_lease(self, state: _ChunkGradient) -> Lease:
         lease = self._pool.try_lease(RETAINED)
-        if lease is None:
+        if lease is None and not self._pool.free_count(RETAINED):
             self._spill_oldest(besides=state)
-            lease = self._pool.lease(RETAINED)
+        lease = lease or self._pool.lease(RETAINED)
+        # Spill before the buffers run out, so that the next gradient need not wait for a write.
+        while self._pool.free_count(RETAINED) < SPARE_BUFFERS and (coming := self._complete_chunk(besides=state)):
+            self._spill(coming)
         return lease
+
+    def _complete_chunk(self, besides: _ChunkGradient) -> _ChunkGradient | None:
+        """The chunk that has all its gradients for the longest time and lies in a leased buffer."""
+        for key in self._held:
+            state = self._states[key]
+            if state is not besides and state.lease is not None and len(state.live) == state.trainable_count:
+                return state
+        return None
 
     def _widen(self, state: _ChunkGradient) -> None:
         for job in state.jobs:
@@ -291,6 +304,9 @@ class Gradients:
                 break
         else:
             raise AssertionError("no gradient buffer can be spilled")
+        self._spill(state)
+
+    def _spill(self, state: _ChunkGradient) -> None:
         for job in state.jobs:
             job.wait()
         state.jobs = []
@@ -301,14 +317,14 @@ class Gradients:
         state.transfer = self._store.write(extent, state.lease.tensor[: extent.nbytes])
         state.lease.release(after=state.transfer)
         state.spilled, state.buffer, state.lease = state.buffer.dtype, None, None
-        del self._held[key]
+        del self._held[state.chunk_of.key]
 
     def _read_back(self, state: _ChunkGradient, lease: Lease) -> None:
         assert state.spilled is not None, "a chunk without gradient was asked for"
         if state.transfer is not None:
             state.transfer.wait()
         extent = self._extent(state, state.spilled)
-        state.transfer = self._store.read(extent, lease.tensor[: extent.nbytes])
+        state.transfer = self._store.read(extent, lease.tensor[: extent.nbytes], priority=Priority.STATE)
         numel = state.chunk_of.chunk.numel
         state.lease = lease
         state.buffer = lease.tensor[: numel * state.spilled.itemsize].view(state.spilled)

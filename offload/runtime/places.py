@@ -11,6 +11,7 @@ import torch
 from offload.device.pending import Pending
 from offload.layout import Extent, ExtentAllocator
 from offload.runtime.flats import ChunkOf
+from offload.tiers.io import Priority
 from offload.tiers.store import Store
 
 RECORD_ITEMSIZE = 4
@@ -46,6 +47,8 @@ class Record:
 class Places:
     """Chunks' extents in one store. A read or write of a chunk is ordered after its last write, on any thread."""
 
+    read_priority = Priority.STATE
+
     def __init__(self, sizes_nbytes: Iterable[tuple[ChunkOf, int]], purpose: str, make_store: StoreFactory) -> None:
         allocator = ExtentAllocator()
         self._extents = {chunk_of.key: allocator.take(nbytes) for chunk_of, nbytes in sizes_nbytes}
@@ -62,7 +65,7 @@ class Places:
 
     def read(self, chunk_of: ChunkOf, into: torch.Tensor) -> Pending:
         self.settle_write(chunk_of)
-        return self.store.read(self._extents[chunk_of.key], into)
+        return self.store.read(self._extents[chunk_of.key], into, priority=self.read_priority)
 
     def write(self, chunk_of: ChunkOf, source: torch.Tensor) -> Pending:
         self.settle_write(chunk_of)
@@ -89,6 +92,8 @@ class Places:
 
 class ParameterPlaces(Places):
     """The parameters' home in a store. Absent where parameters live in memory that the device computes on."""
+
+    read_priority = Priority.PARAMETER
 
     def __init__(self, chunks: Iterable[ChunkOf], make_store: StoreFactory) -> None:
         sizes = ((chunk_of, chunk_of.chunk.numel * chunk_of.flat.layout.itemsize) for chunk_of in chunks)

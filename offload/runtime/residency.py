@@ -105,6 +105,11 @@ class Residency:
     def in_use(self, unit_index: int) -> bool:
         return self._use_counts[unit_index] > 0
 
+    @property
+    def holds_any(self) -> bool:
+        """Whether a `hold` is not yet let go."""
+        return any(self._held_counts)
+
     def enter_forward(self, unit_index: int) -> None:
         """A forward of the unit is running: parameters read inside it without a use of their own are its companions."""
         self._open_forward.append(unit_index)

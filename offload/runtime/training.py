@@ -198,6 +198,34 @@ class Training(Listener):
         finally:
             self._scaled_backward = before
 
+    # ---- between steps -------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Run every update that is enqueued; the tiers then hold the state after the last step. Raises failed writes."""
+        self._residency.finish_updates()
+        self._settle_shards()
+        for places in (self._places, self._records):
+            if places is not None:
+                places.raise_failed_writes()
+
+    @property
+    def is_within_step(self) -> bool:
+        """Whether gradients wait for `step`, or updates of a step that is not over have begun (update="backward")."""
+        given = any(
+            info.trainable and info.parameter.grad is not None and not isinstance(info.parameter.grad, TakenGradient)
+            for unit in self._units
+            for info in unit.parameters
+        )
+        live = self._gradients is not None and bool(self._gradients.live_parameters())
+        return given or live or bool(self._begun_sum_of_squares)
+
+    def restart(self, step_count: int) -> None:
+        """Drop every gradient and what has begun of a step: the state is about to be that after `step_count` steps."""
+        self._begun_sum_of_squares, self._clip_once, self.grad_norm = [], None, None
+        self.zero_grad()
+        self.step_count = step_count
+        self._residency.end_step()
+
     # ---- step ----------------------------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -260,11 +288,7 @@ class Training(Listener):
         if self.check_unchanged is not None:
             self.check_unchanged()
         with self.failures():
-            self._residency.finish_updates()
-            self._settle_shards()
-            for places in (self._places, self._records):
-                if places is not None:
-                    places.raise_failed_writes()
+            self.settle()
             self._take_user_gradients()
             live = self._gradients.live_parameters()
             with self._timeline.waiting("gradients"):

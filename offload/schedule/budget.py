@@ -19,10 +19,12 @@ from offload.layout import FlatLayout, Layout
 Tier = Literal["device", "cpu", "nvme"]
 
 MASTER_ITEMSIZE = 4
-READ_AHEAD = 2
+READ_AHEAD = 3
 """Records that are read before their turn."""
 IN_WRITING = 2
 """Records that may still be in writing while the next is updated."""
+SPARE_BUFFERS = 2
+"""Gradient buffers that are kept free, or being freed, for the gradients that arrive next."""
 FETCH_BUFFERS = 3
 """Chunks of parameters on their way through host memory: one being read, one waiting, one being copied."""
 
@@ -93,9 +95,10 @@ class Footprint:
     def least_gradient_buffers(self) -> int:
         """With fewer, gradients of one unit could not arrive side by side.
 
-        Two units' shared chunks (backward leaves one while the next begins), and two for a slot that streams through.
+        Two units' shared chunks (backward leaves one while the next begins), two for a slot that streams through, and
+        those that are being spilled meanwhile.
         """
-        return min(2 * self.open_chunk_count + 2, self.chunk_count)
+        return min(2 * self.open_chunk_count + 2 + SPARE_BUFFERS, self.chunk_count)
 
 
 def _largest_chunk(flats: Iterable[FlatLayout]) -> int:

@@ -129,6 +129,11 @@ class StagingPool:
                 consumer.free.append(_Buffer(self._memory.tensor[start : start + consumer.nbytes]))
                 start += round_up(consumer.nbytes, PAGE_NBYTES)
 
+    def free_count(self, purpose: str) -> int:
+        """How many buffers of the consumer are not on lease (the last use of some may still be going on)."""
+        with self._lock:
+            return len(self._consumer(purpose).free)
+
     def try_lease(self, purpose: str) -> Lease | None:
         """A buffer that is free and whose last use completed; None where there is none. Never blocks."""
         with self._lock:

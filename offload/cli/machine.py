@@ -1,0 +1,98 @@
+"""What this machine and installation are, for `info` and `probe`: nothing here is measured."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+import psutil
+import torch
+
+from offload import _native
+from offload.cli.text import format_nbytes
+from offload.errors import ConfigError
+from offload.tiers.io import BACKEND_NAMES, open_backend
+
+ENVIRONMENT = (
+    ("OFFLOAD_ACCELERATOR", "cuda, cpu or deferred (tests): the device; default cuda where torch finds one"),
+    ("OFFLOAD_IO", "io_uring, threads or aiofiles: file I/O; default the best that works"),
+    ("OFFLOAD_THREADS", "threads of the native kernels; default one for each physical core"),
+    ("OFFLOAD_NATIVE", "0: run without the native library; a path: load that one"),
+)
+
+Row = tuple[str, str]
+
+
+def native_rows() -> list[Row]:
+    """The native library: there or not, and what was built."""
+    if not _native.available():
+        return [("native library", f"missing: {_native.unavailable_reason()}")]
+    return [
+        ("native library", "loaded"),
+        ("built", _native.build_info()),
+        ("SIMD in use", _native.simd_level()),
+        ("native threads", str(_native.default_threads().count)),
+    ]
+
+
+def backend_rows() -> list[Row]:
+    """Every I/O backend, best first: whether it works here, and why not."""
+    rows: list[Row] = []
+    for name in BACKEND_NAMES:
+        try:
+            open_backend(name).close()
+        except ConfigError as error:
+            rows.append((name, " ".join(str(error.__cause__ or error).split())))
+        else:
+            rows.append((name, "works"))
+    return rows
+
+
+def chosen_backend() -> str:
+    """The name of the backend that a run would use. Raises `ConfigError` where none works."""
+    backend = open_backend()
+    try:
+        return backend.name
+    finally:
+        backend.close()
+
+
+def accelerator_rows() -> list[Row]:
+    """The devices torch sees."""
+    rows: list[Row] = [("cpu", "always there")]
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            device = torch.cuda.get_device_properties(index)
+            rows.append((f"cuda:{index}", f"{device.name}, {format_nbytes(device.total_memory)}"))
+    elif torch.version.cuda is None:
+        rows.append(("cuda", "torch was built without it"))
+    else:
+        rows.append(("cuda", f"torch was built with CUDA {torch.version.cuda} and finds no device"))
+    return rows
+
+
+def system_rows() -> list[Row]:
+    """Cores, memory, and the limits that decide how fast buffers are."""
+    cores, logical = psutil.cpu_count(logical=False), psutil.cpu_count()
+    memory = psutil.virtual_memory()
+    return [
+        ("physical cores", f"{cores or 'unknown'} ({logical} logical, {len(os.sched_getaffinity(0))} usable here)"),
+        ("host memory", f"{format_nbytes(memory.total)}, {format_nbytes(memory.available)} available"),
+        ("locked memory limit", _limit_text(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])),
+        ("transparent huge pages", _huge_page_setting()),
+    ]
+
+
+def _limit_text(nbytes: int) -> str:
+    return "none" if nbytes == resource.RLIM_INFINITY else format_nbytes(nbytes)
+
+
+def _huge_page_setting() -> str:
+    try:
+        text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(encoding="ascii")
+    except OSError as error:
+        return f"unknown ({error.strerror})"
+    chosen = text.partition("[")[2].partition("]")[0]
+    effect = {"always": "granted", "madvise": "granted, as buffers ask for them", "never": "not granted: I/O is slower"}
+    return f"{chosen} ({effect[chosen]})" if chosen in effect else text.strip()

@@ -1,0 +1,141 @@
+"""What `initialize` would decide for a model, without making anything: the same functions, asked with the same inputs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+import torch
+from torch import nn
+
+import offload
+from offload.errors import BudgetError
+from offload.layout import Layout, ParameterSpec
+from offload.runtime.assembly import DTYPES, choose_accelerator, describe_parameters, lay_out
+from offload.runtime.placement import Placement, own_master
+from offload.runtime.units import partition
+from offload.schedule.budget import Footprint, Tier
+from offload.schedule.trace import guess
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes of one step over each link, at most: what happens to stay resident is not moved again."""
+
+    to_device_nbytes: int
+    from_device_nbytes: int
+    read_nbytes: int
+    written_nbytes: int
+
+
+class Outline:
+    """A model, its optimizer and a configuration, before `initialize`. A context manager: it opens the accelerator."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: offload.Config) -> None:
+        self._config = config
+        units = partition(model)
+        infos = describe_parameters(model, units, optimizer, None if config.dtype is None else DTYPES[config.dtype])
+        members = [[info for info in infos if info.unit_index == index] for index in range(len(units))]
+        self._specs = [
+            (
+                unit.name,
+                [
+                    ParameterSpec(
+                        index=info.index,
+                        numel=info.numel,
+                        dtype=str(info.dtype).removeprefix("torch."),
+                        itemsize=info.dtype.itemsize,
+                        trainable=info.trainable,
+                        group_index=info.group_index or 0,
+                    )
+                    for info in infos
+                ],
+            )
+            for unit, infos in zip(units, members, strict=True)
+        ]
+        self._trace = guess(0, range(1, len(units)))
+        self._accelerator = choose_accelerator()
+        self.parameter_numel = sum(info.numel for info in infos)
+        self.unit_count = len(units)
+
+    def __enter__(self) -> Outline:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self._accelerator.close()
+
+    @property
+    def unified(self) -> bool:
+        """Whether the device computes on host memory, so that nothing moves between the two."""
+        return self._accelerator.unified
+
+    @property
+    def device_name(self) -> str:
+        return self._accelerator.name
+
+    def placement(self, parameters: Tier | None = None, optimizer_states: Tier | None = None) -> Placement:
+        """What `initialize` would choose; or, for a given placement, what it takes without budgets.
+
+        Raises `BudgetError` where the budgets cannot hold it."""
+        if parameters is None or optimizer_states is None:
+            return self._lay_out(self._config)[1]
+        return self._lay_out(self._fixed(parameters, optimizer_states))[1]
+
+    def smallest_nbytes(self, placement: Placement, field: str) -> int | None:
+        """The smallest `field` ("cpu_memory" or "device_memory") with which the placement works; None: it needs none."""
+        if field == "device_memory" and self._accelerator.unified:
+            return None  # one memory: cpu_memory says it
+        one_byte = self._fixed(placement.parameters, placement.optimizer_states)
+        one_byte = replace(one_byte, cpu_memory=1) if field == "cpu_memory" else replace(one_byte, device_memory=1)
+        try:
+            self._lay_out(one_byte)
+        except BudgetError as error:
+            found = re.search(rf"smallest {field} that can is (\d+)", str(error))
+            assert found is not None, f"a BudgetError without the smallest {field}: {error}"
+            return int(found[1])
+        return None
+
+    def traffic(self, placement: Placement, micro_batches: int) -> Traffic:
+        """Bytes of a step with `micro_batches`: parameters go in twice for each (forward, backward), gradients come out
+        once for each; updates read and write every record once, and bring the new parameters home."""
+        layout, _ = self._lay_out(self._config)
+        states_here = placement.optimizer_states
+        unified = self._accelerator.unified
+        masters = [own_master(self._accelerator, placement.parameters, states_here, flat.dtype) for flat in layout.flats]
+        sizes = Footprint.of(layout, masters)
+        trained = _trained_nbytes(layout)
+        uses = 2 * micro_batches * sizes.parameters
+        to_device = uses if placement.parameters != "device" else (trained if states_here != "device" else 0)
+        from_device = micro_batches * sizes.gradients if states_here != "device" else 0
+        if states_here == "device" and placement.parameters != "device":
+            from_device += trained
+        records = sizes.records if states_here == "nvme" else 0
+        spilled = self._spilled_nbytes(placement, sizes, micro_batches)
+        on_nvme = placement.parameters == "nvme"
+        return Traffic(
+            to_device_nbytes=0 if unified else to_device,
+            from_device_nbytes=0 if unified else from_device,
+            read_nbytes=(uses if on_nvme else 0) + records + spilled,
+            written_nbytes=(trained if on_nvme else 0) + records + spilled,
+        )
+
+    def _spilled_nbytes(self, placement: Placement, sizes: Footprint, micro_batches: int) -> int:
+        """Gradients that find no buffer in host memory go to NVMe, and come back for each addition and the update."""
+        if placement.gradients != "nvme":
+            return 0
+        whole = sizes.gradients if micro_batches == 1 else sizes.gradients_wide
+        return micro_batches * max(0, whole - placement.retained_gradient_buffers * sizes.gradient_buffer)
+
+    def _fixed(self, parameters: Tier, optimizer_states: Tier) -> offload.Config:
+        free = replace(self._config, cpu_memory=None, device_memory=None)
+        if "nvme" in (parameters, optimizer_states) and free.nvme is None:
+            free = replace(free, nvme=".")  # nothing is opened there
+        return replace(free, parameters=parameters, optimizer_states=optimizer_states)
+
+    def _lay_out(self, config: offload.Config) -> tuple[Layout, Placement]:
+        return lay_out(config, self._accelerator, self._specs, self._trace)
+
+
+def _trained_nbytes(layout: Layout) -> int:
+    return sum(flat.nbytes for flat in layout.flats if flat.trainable)

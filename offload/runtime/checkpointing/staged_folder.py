@@ -1,0 +1,273 @@
+"""Folders that are there whole or not at all: written under another name, made durable, then renamed.
+
+Names in the parent of a target folder T, each with a token of its own:
+
+    .offload-new-*         being made, not yet locked (microseconds)
+    .offload-saving-*      being written; locked (flock on the folder) as long as its process lives
+    .offload-aside-*-T     the former T, while the new one takes its name; holds until the new one has it
+    .offload-removing-*    no longer wanted
+
+A kill leaves some of these. The next save in the same parent takes back or removes those whose lock is free: an aside
+folder whose T is missing becomes T again, everything else goes. A folder whose lock is held belongs to a living process
+and is left alone, and so is everything on file systems without such locks.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import re
+import secrets
+import stat
+import time
+from enum import Enum
+from pathlib import Path
+
+from offload.errors import CheckpointError, StorageError
+from offload.tiers.io.failure import errno_text
+
+PREFIX = ".offload-"
+_TOKEN = r"[0-9a-f]{16}"
+_NEW = re.compile(rf"\.offload-new-{_TOKEN}")
+_GARBAGE = re.compile(rf"\.offload-(saving|removing)-{_TOKEN}")
+_ASIDE = re.compile(rf"\.offload-aside-{_TOKEN}-(.+)", re.DOTALL)
+_NEW_LIFETIME_SECONDS = 3600
+OUR_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.(safetensors|json)|MANIFEST\.json(\.new)?")
+"""What a folder made here may hold; a folder with anything else in it is never removed."""
+MANIFEST_NAME = "MANIFEST.json"
+
+_log = logging.getLogger(__name__)
+
+
+def write_failure(operation: str, path: Path, error: OSError) -> StorageError:
+    """The user's error for a failed write of a checkpoint or an export."""
+    code = error.errno or errno.EIO
+    remedy = {
+        errno.ENOSPC: "free space there, or save to a larger file system",
+        errno.EDQUOT: "raise this user's quota, or save elsewhere",
+        errno.EACCES: "change the permissions, or save elsewhere",
+        errno.EROFS: "the file system is read-only: save elsewhere",
+    }.get(code, "look at dmesg for the reason, or save elsewhere")
+    return StorageError(
+        code, f"{operation} {str(path)!r} failed ({errno_text(code)}): {remedy}. Earlier checkpoints are untouched."
+    )
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable."""
+    fileno = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fileno)
+    finally:
+        os.close(fileno)
+
+
+def _make_parents(path: Path) -> None:
+    missing: list[Path] = []
+    while not path.exists():
+        missing.append(path)
+        path = path.parent
+    for folder in reversed(missing):
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)
+
+
+class Lock(Enum):
+    """What came of asking for a folder's lock without waiting."""
+
+    OURS = "ours"
+    HELD = "held by a living process"
+    UNKNOWN = "the file system has no locks"
+
+
+def lock_folder(fileno: int, *, shared: bool = False) -> Lock:
+    """Ask for the lock of an open folder; it is let go when `fileno` is closed."""
+    try:
+        fcntl.flock(fileno, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return Lock.HELD
+    except OSError as error:
+        _log.debug("no folder locks: %s", error)
+        return Lock.UNKNOWN
+    return Lock.OURS
+
+
+def open_folder(path: Path, *, follow: bool = False) -> int:
+    """A descriptor of the folder `path`, which must be one itself unless links are to be followed."""
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
+
+
+class StagedFolder:
+    """The folder that becomes `target` at `commit`. A context manager: leaving it without a commit removes what was written.
+
+    Owned by one thread. Errors of the file system are `StorageError`; a `target` that must not be replaced is a
+    `CheckpointError`, known before anything is written.
+    """
+
+    def __init__(self, target: Path, *, replace: bool) -> None:
+        """`replace`: a complete checkpoint of that name may be replaced. An empty folder always may."""
+        self.target = Path(os.path.abspath(target))
+        self._replace = replace
+        self._filenos: list[int] = []
+        self.path = self.target
+
+    def __enter__(self) -> StagedFolder:
+        parent = self.target.parent
+        try:
+            _make_parents(parent)
+            take_back(parent)
+            self._require_replaceable()
+            remove_leftovers(parent)
+            self._make()
+        except OSError as error:
+            self._close()
+            if isinstance(error, StorageError):
+                raise
+            raise write_failure("making the folder", self.target, error) from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if self.path != self.target:
+                _empty_and_remove(self.path, self._filenos[0])
+        except OSError as error:
+            _log.warning("left in place for the next save: %s (%s)", self.path, error.strerror)
+        finally:
+            self._close()
+
+    def commit(self) -> None:
+        """Give the folder its name. All its files are synced already; afterwards it is durable."""
+        parent, aside = self.target.parent, None
+        try:
+            os.fsync(self._filenos[0])
+            aside = self._move_aside()
+            os.rename(self.path, self.target)
+            self.path = self.target
+            sync_folder(parent)
+        except OSError as error:
+            if aside is not None and self.path != self.target:
+                os.rename(aside, self.target)
+            raise write_failure("committing", self.target, error) from error
+        self._close()
+        if aside is not None:
+            remove_quietly(aside)
+
+    def _make(self) -> None:
+        token = secrets.token_hex(8)
+        new, saving = (self.target.parent / f"{PREFIX}{stage}-{token}" for stage in ("new", "saving"))
+        new.mkdir(mode=0o755)
+        self._filenos.append(open_folder(new))
+        lock_folder(self._filenos[0])
+        os.rename(new, saving)
+        self.path = saving
+
+    def _require_replaceable(self) -> None:
+        try:
+            status = os.lstat(self.target)
+        except FileNotFoundError:
+            return
+        name = str(self.target)
+        if not stat.S_ISDIR(status.st_mode):
+            raise CheckpointError(f"{name!r} exists and is not a folder: remove it, or save under another name.")
+        held = os.listdir(self.target)
+        if not held:
+            return
+        foreign = [one for one in held if not OUR_FILE.fullmatch(one)]
+        if not self._replace or MANIFEST_NAME not in held or foreign:
+            raise CheckpointError(
+                f"{name!r} exists and holds {', '.join(sorted(foreign or held)[:3])}: only an empty folder"
+                f"{' or a complete checkpoint' if self._replace else ''} is replaced. Remove it, or use another name."
+            )
+
+    def _move_aside(self) -> Path | None:
+        if not self.target.is_dir() or not os.listdir(self.target):
+            return None  # rename replaces an empty folder by itself
+        aside = self.target.parent / f"{PREFIX}aside-{secrets.token_hex(8)}-{self.target.name}"
+        self._filenos.append(open_folder(self.target))
+        lock_folder(self._filenos[-1])  # so that nobody takes it back in the moment between the two renames
+        os.rename(self.target, aside)
+        return aside
+
+    def _close(self) -> None:
+        while self._filenos:
+            os.close(self._filenos.pop())
+
+
+def take_back(parent: Path) -> None:
+    """Give aside folders whose target is missing their name again: a kill came between two renames."""
+    for name in _names(parent):
+        match = _ASIDE.fullmatch(name)
+        if match is None or os.path.lexists(parent / match[1]):
+            continue
+        try:
+            fileno = open_folder(parent / name)
+        except FileNotFoundError:
+            continue
+        try:
+            if lock_folder(fileno) is not Lock.HELD and not os.path.lexists(parent / match[1]):
+                os.rename(parent / name, parent / match[1])
+                sync_folder(parent)
+        finally:
+            os.close(fileno)
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Remove what killed saves left in `parent`."""
+    for name in _names(parent):
+        path = parent / name
+        aside = _ASIDE.fullmatch(name)
+        if _GARBAGE.fullmatch(name) or (aside is not None and os.path.lexists(parent / aside[1])) or _is_old_new(path):
+            remove_quietly(path)
+
+
+def retire(path: Path) -> None:
+    """Take a complete checkpoint's name away and remove it, unless it holds files that are not ours."""
+    foreign = [name for name in os.listdir(path) if not OUR_FILE.fullmatch(name)]
+    if foreign:
+        _log.warning("kept: %s, which holds %s", path, foreign[0])
+        return
+    removing = path.parent / f"{PREFIX}removing-{secrets.token_hex(8)}"
+    os.rename(path, removing)  # first of all: nothing half removed is ever under a checkpoint's name
+    sync_folder(path.parent)
+    remove_quietly(removing)
+
+
+def remove_quietly(path: Path) -> None:
+    """Remove a folder of ours if no process uses it; what cannot be removed now is left for the next save."""
+    try:
+        fileno = open_folder(path)
+        try:
+            if lock_folder(fileno) is Lock.OURS:
+                _empty_and_remove(path, fileno)
+        finally:
+            os.close(fileno)
+    except FileNotFoundError:
+        return  # somebody else removed it
+    except OSError as error:
+        _log.warning("left in place: %s (%s)", path, error.strerror)
+
+
+def _empty_and_remove(path: Path, fileno: int) -> None:
+    # The manifest goes first, so that a half-removed checkpoint is none.
+    for name in sorted(os.listdir(fileno), key=lambda name: name != MANIFEST_NAME):
+        if OUR_FILE.fullmatch(name):
+            os.unlink(name, dir_fd=fileno)
+    os.rmdir(path)
+
+
+def _names(parent: Path) -> list[str]:
+    try:
+        return [name for name in os.listdir(parent) if name.startswith(PREFIX)]
+    except FileNotFoundError:
+        return []
+
+
+def _is_old_new(path: Path) -> bool:
+    if not _NEW.fullmatch(path.name):
+        return False
+    try:
+        return time.time() - os.lstat(path).st_mtime > _NEW_LIFETIME_SECONDS
+    except FileNotFoundError:
+        return False

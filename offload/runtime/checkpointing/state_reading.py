@@ -1,0 +1,144 @@
+"""The engine's state as it lies in the tiers, parameter by parameter in pieces, with one buffer of each kind at most.
+
+Extra host memory: where records (or parameters) cannot be read in place, the largest chunk's record (or values).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+from offload.layout import Piece
+from offload.runtime.assembly import Parts
+from offload.runtime.fetching import chunks_of
+from offload.runtime.flats import ChunkOf, ParameterInfo, Unit
+from offload.runtime.places import Places, Record
+from offload.tiers.memory import HostMemory
+
+PURPOSE = "checkpoint"
+"""Of the buffers, on the ledger."""
+
+
+@dataclass(frozen=True, slots=True)
+class PieceState:
+    """Elements [start, start + numel) of a parameter, in slot order, in host memory; valid until the next one is asked for.
+
+    `value`: the fp32 master of a trained parameter, else the parameter in its own dtype. The moments are fp32, and None
+    where the parameter is not trained.
+    """
+
+    info: ParameterInfo
+    start: int
+    value: torch.Tensor
+    exp_avg: torch.Tensor | None
+    exp_avg_sq: torch.Tensor | None
+
+
+class ChunkBuffer:
+    """One host buffer that every chunk of a `Places` (or every chunk's parameters) fits into, made when first needed."""
+
+    def __init__(self, parts: Parts, nbytes: Iterable[int]) -> None:
+        self._parts = parts
+        self._nbytes = max(nbytes, default=0)
+        self._memory: HostMemory | None = None
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes], the same memory every time."""
+        if self._memory is None:
+            self._memory = HostMemory(self._nbytes, PURPOSE, ledger=self._parts.ledger, direct_io=True)
+        return self._memory.tensor[:nbytes]
+
+    def close(self) -> None:
+        self._memory = None
+
+
+def parameter_nbytes(chunk_of: ChunkOf) -> int:
+    """Bytes of a chunk's parameters in compute precision."""
+    return chunk_of.chunk.numel * chunk_of.flat.layout.itemsize
+
+
+class ChunkBuffers:
+    """The buffers for one pass over the whole state, reading or writing."""
+
+    def __init__(self, parts: Parts) -> None:
+        chunks = [chunk_of for unit in parts.units for chunk_of in chunks_of(unit)]
+        records, places = parts.records, parts.places
+        trained = [chunk_of for chunk_of in chunks if chunk_of.flat.layout.trainable] if records is not None else []
+        self.record = ChunkBuffer(parts, (records.nbytes(one) for one in trained) if records is not None else ())
+        self.values = ChunkBuffer(
+            parts, (places.nbytes(one) if places is not None else parameter_nbytes(one) for one in chunks)
+        )
+
+    def close(self) -> None:
+        self.record.close()
+        self.values.close()
+
+
+class StateReader:
+    """See the module. Owned by the thread that drives the model; no update may be enqueued while it reads."""
+
+    def __init__(self, parts: Parts, failures: Callable[[], AbstractContextManager[None]]) -> None:
+        """`failures()`: around every read from a tier; a failure there is the engine's, one of writing the files is not."""
+        self._parts, self._failures = parts, failures
+        self._buffers = ChunkBuffers(parts)
+
+    def pieces(self, unit: Unit) -> Iterator[PieceState]:
+        """Every piece of the unit, in the layout's order: each parameter's come in order and are complete at the end."""
+        for chunk_of in chunks_of(unit):
+            with self._failures():
+                record = self._record(chunk_of)
+                master = record.master if record is not None else None
+                values = master if master is not None else self._values(chunk_of)
+            for info, piece in chunk_of.pieces():
+                yield _piece_state(chunk_of, info, piece, values, record)
+
+    def close(self) -> None:
+        """Give the buffers back. Idempotent."""
+        self._buffers.close()
+
+    def _record(self, chunk_of: ChunkOf) -> Record | None:
+        records = self._parts.records
+        if records is None or not chunk_of.flat.layout.trainable:
+            return None
+        return records.over(chunk_of, _read(records, chunk_of, self._buffers.record))
+
+    def _values(self, chunk_of: ChunkOf) -> torch.Tensor:
+        """The chunk's parameters [chunk.numel] in their own dtype, in host memory."""
+        nbytes, places = parameter_nbytes(chunk_of), self._parts.places
+        if places is not None:
+            content = _read(places, chunk_of, self._buffers.values)
+        elif self._parts.accelerator.unified:
+            content = chunk_of.flat.chunk_bytes(chunk_of.chunk)
+        else:
+            content = self._buffers.values.take(nbytes)
+            self._parts.accelerator.copy_out(content, chunk_of.flat.chunk_bytes(chunk_of.chunk)).wait()
+        return content[:nbytes].view(chunk_of.flat.dtype)
+
+
+def _read(places: Places, chunk_of: ChunkOf, buffer: ChunkBuffer) -> torch.Tensor:
+    """The chunk's bytes in host memory: where they lie, or read into the buffer."""
+    places.settle_write(chunk_of)
+    stored = places.view(chunk_of)
+    if stored is not None and stored.device.type == "cpu":
+        return stored
+    content = buffer.take(places.nbytes(chunk_of))
+    if stored is not None:
+        return content.copy_(stored)
+    places.read(chunk_of, content).wait()
+    return content
+
+
+def _piece_state(
+    chunk_of: ChunkOf, info: ParameterInfo, piece: Piece, values: torch.Tensor, record: Record | None
+) -> PieceState:
+    low, high = piece.start - chunk_of.chunk.start, piece.stop - chunk_of.chunk.start
+    return PieceState(
+        info,
+        piece.start - piece.slot.start,
+        values[low:high],
+        record.exp_avg[low:high] if record is not None else None,
+        record.exp_avg_sq[low:high] if record is not None else None,
+    )

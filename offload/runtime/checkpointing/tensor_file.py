@@ -1,0 +1,146 @@
+"""Writing safetensors files piece by piece: the header first, from the sizes alone, then bytes at any offset.
+
+The file is one that every safetensors reader opens. Beyond what that format asks for, the header is padded with spaces
+so that the data begins at a multiple of 4096 bytes, and tensors come in the order of falling item size, so that each is
+aligned to its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.layout import round_up
+from offload.runtime.checkpointing.staged_folder import write_failure
+
+DATA_ALIGN = 4096
+"""Bytes. Where a file's data begins: what direct I/O and shared extents (reflinks) can start at."""
+
+DTYPE_CODES: dict[torch.dtype, str] = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, without a copy. The tensor must outlive it."""
+    if not tensor.numel():
+        return memoryview(b"")  # numpy's empty arrays may have no memory to view
+    content: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(content)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor to be written: its name, dtype and shape in the file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def lay_out(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """The header (with its length in front) and each tensor's offset in the file."""
+    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    relative: dict[str, int] = {}
+    end = 0
+    for spec in sorted(specs, key=lambda spec: -spec.dtype.itemsize):
+        relative[spec.name] = end
+        entries[spec.name] = {
+            "dtype": DTYPE_CODES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [end, end + spec.nbytes],
+        }
+        end += spec.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    nbytes = round_up(8 + len(text), DATA_ALIGN)
+    header = (nbytes - 8).to_bytes(8, "little") + text.ljust(nbytes - 8)
+    return header, {name: nbytes + offset for name, offset in relative.items()}
+
+
+class TensorFile:
+    """One file in writing. Each tensor's bytes come in order; tensors come in any order, interleaved as they like."""
+
+    def __init__(self, folder: Path, name: str, specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> None:
+        self.name = name
+        self._path = folder / name
+        self._specs = {spec.name: spec for spec in specs}
+        header, self.offsets = lay_out(specs, metadata)
+        self.header_nbytes, self.header_crc32 = len(header), zlib.crc32(header)
+        self.nbytes = self.header_nbytes + sum(spec.nbytes for spec in specs)
+        self._written = dict.fromkeys(self._specs, 0)
+        self._crc32 = dict.fromkeys(self._specs, 0)
+        try:
+            self._fileno = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+            self._write(memoryview(header), 0)
+        except OSError as error:
+            raise write_failure("writing", self._path, error) from error
+
+    def append(self, name: str, tensor: torch.Tensor) -> None:
+        """Write the next elements of the tensor `name`: contiguous, in host memory, of its dtype."""
+        view = raw_bytes(tensor)
+        offset = self.offsets[name] + self._written[name]
+        if self._written[name] + len(view) > self._specs[name].nbytes:
+            raise AssertionError(f"{self._path}: more bytes for {name!r} than its shape holds")
+        self._crc32[name] = zlib.crc32(view, self._crc32[name])
+        self._written[name] += len(view)
+        try:
+            self._write(view, offset)
+        except OSError as error:
+            raise write_failure("writing", self._path, error) from error
+
+    def crc32(self, name: str) -> int:
+        """Of all bytes of the tensor."""
+        return self._crc32[name]
+
+    def finish(self) -> None:
+        """Make the file durable and close it. Every tensor must be complete."""
+        for name, spec in self._specs.items():
+            if self._written[name] != spec.nbytes:
+                raise AssertionError(f"{self._path}: {self._written[name]} of {spec.nbytes} bytes of {name!r} came")
+        try:
+            os.fsync(self._fileno)
+        except OSError as error:
+            raise write_failure("syncing", self._path, error) from error
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Close the file as it is. Idempotent."""
+        if self._fileno >= 0:
+            os.close(self._fileno)
+            self._fileno = -1
+
+    def _write(self, view: memoryview, offset: int) -> None:
+        while view:
+            written = os.pwrite(self._fileno, view, offset)
+            view, offset = view[written:], offset + written
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """A small file, durable when this returns."""
+    try:
+        fileno = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        try:
+            view = memoryview(content)
+            while view:
+                view = view[os.write(fileno, view) :]
+            os.fsync(fileno)
+        finally:
+            os.close(fileno)
+    except OSError as error:
+        raise write_failure("writing", path, error) from error

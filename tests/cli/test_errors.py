@@ -1,0 +1,102 @@
+"""What cannot be is said in one line, with exit code 2, before anything is made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from offload.cli.main import main
+
+from .conftest import LLAMA, is_empty, run
+
+NVME = ["--parameters", "nvme", "--optimizer-states", "nvme"]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The one line that a refusal printed."""
+    try:
+        code = main([str(argument) for argument in arguments])
+    except SystemExit as end:  # argparse
+        code = end.code
+    assert code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    return lines[0]
+
+
+def test_a_process_says_it_in_one_line(text: Path, nvme: Path) -> None:
+    done = run("train", "--data", text, "--hidden", 64, *NVME, "--nvme", nvme, "--cpu-memory", "10KiB")
+    assert done.code == 2
+    assert len(done.err.splitlines()) == 1
+    assert done.err.startswith("offload train: error: cpu_memory=10240 cannot hold")
+    assert "The smallest cpu_memory that can is" in done.err
+    assert is_empty(nvme)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "required: COMMAND"),
+        (["trian"], "invalid choice: 'trian'"),
+        (["train"], "required: --data"),
+        (["train", "--data", "x", "--steps", "0"], "--steps: 0 is not at least 1"),
+        (["train", "--data", "x", "--sequence", "1"], "--sequence: a window needs at least 2 tokens"),
+        (["train", "--data", "/nowhere"], "'/nowhere' does not exist"),
+        (["train", "--data", "/nowhere", *NVME], "parameters='nvme' needs a folder"),
+        (["train", "--data", "/nowhere", "--cpu-memory", "3 parsecs"], "cpu_memory='3 parsecs' is not a size"),
+        (["train", "--data", "/nowhere", "--clip", "-1"], "max_grad_norm=-1.0 is not a norm"),
+        (["train", "--data", "/nowhere", "--json", "/nowhere/report.json"], "its folder does not exist"),
+        (["plan", "--hidden", "100", "--heads", "3"], "--hidden 100 does not divide into --heads 3"),
+        (["plan", "--heads", "4", "--kv-heads", "3"], "--heads 4 is not a multiple of --kv-heads 3"),
+        (["plan", "--model", "/nowhere"], "--model '/nowhere' does not exist"),
+        (["plan", "--beta1", "2"], "the optimizer refuses its flags: Invalid beta parameter"),
+        (["plan", "--nvme", ","], "--nvme is empty"),
+        (["probe", "--nvme", "/nowhere/at/all"], "'/nowhere/at'"),
+        (["bench"], "required: KIND"),
+        (["bench", "io"], "required: --nvme"),
+    ],
+)
+def test_flags(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+    assert said in refused(capsys, *arguments)
+
+
+def test_data(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: Path) -> None:
+    (tmp_path / "binary").mkdir()
+    (tmp_path / "binary" / "picture.bin").write_bytes(b"\x89PNG\0\0" * 100)
+    assert "holds no text" in refused(capsys, "train", "--data", tmp_path / "binary")
+    assert "one batch of 64 x 4096" in refused(capsys, "train", "--data", text, "--batch", 64, "--sequence", 4096)
+    assert "is not a folder" in refused(capsys, "train", "--data", text, "--tokenizer", text)
+    assert "cannot be read" in refused(capsys, "train", "--data", text, "--tokenizer", tmp_path)
+
+
+def test_models(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: Path, model: Path) -> None:
+    def said(*arguments: object) -> str:
+        return refused(capsys, "train", "--data", text, "--model", *arguments)
+
+    assert "contradict each other" in said(model, "--layers", 4)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "holds no config.json" in said(empty)
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    assert "cannot be read as a model's configuration" in said(broken)
+    broken.write_text(json.dumps({"model_type": "vit"}))
+    assert "cannot be built as a causal language model" in said(broken)
+    broken.write_text(json.dumps(LLAMA | {"vocab_size": 100}))
+    assert "257 different tokens" in said(broken)
+    (empty / "config.json").write_text(json.dumps(LLAMA))
+    (empty / "pytract_model.bin").write_bytes(b"x")
+    assert "holds weights as pytract_model.bin" in said(empty)
+    assert "--vocabulary 10 is too small" in refused(capsys, "train", "--data", text, "--vocabulary", 10)
+
+
+def test_a_failure_in_training_is_one_line_and_code_1(capsys: pytest.CaptureFixture[str], text: Path) -> None:
+    shape = ["--hidden", "16", "--layers", "1", "--heads", "1", "--sequence", "16"]
+    # A learning rate of 1e30 makes the second step's gradients inf or NaN.
+    code = main(["train", "--data", str(text), *shape, "--steps", "5", "--lr", "1e30"])
+    assert code == 1
+    lines = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert len(lines) == 1
+    assert lines[0].startswith("offload train: error: the gradients of ")
