@@ -10,6 +10,9 @@ when the memory behind the flat goes and comes back.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -103,6 +106,19 @@ class Flat:
         return self.parameters[self.layout.slots.index(slot)]
 
 
+@contextmanager
+def _without_weak_references(module: nn.Module) -> Iterator[None]:
+    """`swap_tensors` refuses tensors with weak references; recurrent modules keep such references to their own weights."""
+    recurrent = [child for child in module.modules() if isinstance(child, nn.RNNBase)]
+    for child in recurrent:
+        child._flat_weight_refs = []
+    try:
+        yield
+    finally:
+        for child in recurrent:
+            child._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in child._flat_weights]
+
+
 @dataclass(slots=True)
 class Unit:
     """One unit at run time."""
@@ -131,7 +147,8 @@ class Unit:
                 if info.parameter.is_meta:
                     # `.data` cannot change the kind of a tensor; swapping keeps the Parameter that the optimizer knows.
                     swapped = nn.Parameter(view, requires_grad=info.parameter.requires_grad)
-                    torch.utils.swap_tensors(info.parameter, swapped)
+                    with _without_weak_references(self.module):
+                        torch.utils.swap_tensors(info.parameter, swapped)
                 else:
                     info.parameter.data = view
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -143,5 +144,42 @@ def test_deferred_init_gives_the_same_bits(opened: Any, setup: Setup, build: Any
     assert_same_bits(engine.state_dict(), expected.state_dict())
     loop = simple_loop(4) if build is stack else token_loop(4)
     losses, weights = run_engine(engine, loop)
+    assert_close(losses, loop(Run(expected, adamw(expected))))
+    assert_close(weights, expected.state_dict())
+
+
+class Recurrent(nn.Module):
+    """An LSTM keeps weak references to its own weights, which must survive their leaving the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(16, 32, 2, batch_first=True)
+        self.outlet = nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outlet(self.rnn(x)[0])
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("setup", [IN_MEMORY, ON_CPU, ON_NVME], ids=lambda s: s.name)
+def test_a_recurrent_model(opened: Any, setup: Setup, deferred: bool) -> None:
+    torch.manual_seed(5)
+    expected = Recurrent()
+    torch.manual_seed(5)
+    with offload.deferred_init() if deferred else contextlib.nullcontext():
+        model = Recurrent()
+    batches = [torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(index)) for index in range(4)]
+
+    def loop(run: Run) -> list[float]:
+        losses = []
+        for x in batches:
+            loss = F.mse_loss(run.model(x), x)
+            loss.backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    losses, weights = run_engine(opened(model, adamw(model), setup), loop)
     assert_close(losses, loop(Run(expected, adamw(expected))))
     assert_close(weights, expected.state_dict())

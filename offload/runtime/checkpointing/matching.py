@@ -58,13 +58,13 @@ class Matching:
         differences = Differences()
         known = {frozenset(info.fqns) for info in self._parts.parameters}
         for info in self._parts.parameters:
-            entry = saved.get(frozenset(info.fqns))
-            if entry is None:
+            found = saved.get(frozenset(info.fqns))
+            if found is None:
                 differences.missing.append(f"{' = '.join(info.fqns)} {list(info.shape)}")
-            elif entry.shape != list(info.shape):
-                differences.misshapen.append(f"{info.fqn} (model: {list(info.shape)}, checkpoint: {entry.shape})")
+            elif found.shape != list(info.shape):
+                differences.misshapen.append(f"{info.fqn} (model: {list(info.shape)}, checkpoint: {found.shape})")
             else:
-                self.entries[info.index] = entry
+                self.entries[info.index] = found
         differences.unexpected = [
             f"{' = '.join(entry.fqns)} {entry.shape}" for names, entry in saved.items() if names not in known
         ]
