@@ -88,17 +88,7 @@ class Engine:
         self.config = config
         self.closed = False
         self._parts = parts
-        self._training = Training(
-            parts.units,
-            parts.residency,
-            parts.gradients,
-            parts.updates,
-            parts.places,
-            parts.records,
-            LossScale.of(config.loss_scale, config.dtype),
-            parts.accelerator,
-            parts.timeline,
-        )
+        self._training = Training(parts, LossScale.of(config.loss_scale, config.dtype))
         self._training.max_grad_norm = config.max_grad_norm
         self._training.check_unchanged = self._check_unchanged
         self._required_grad = {info.index: info.parameter.requires_grad for info in parts.parameters}

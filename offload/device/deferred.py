@@ -9,14 +9,11 @@ written, holds NaN (all bits set). So work that forgot to wait computes with NaN
 from __future__ import annotations
 
 import random
-import threading
-from collections import deque
-from collections.abc import Callable
 
 import torch
 
 from offload.device.accelerator import Accelerator, UnitMemory
-from offload.device.lane import HostLane
+from offload.device.lane import HostLane, InlineLane, Job
 from offload.device.pending import Pending
 
 _POISON = 0xFF
@@ -43,57 +40,23 @@ class _PoisonedMemory(UnitMemory):
 
 
 class _Deferred(Pending):
-    def __init__(self, stream: _Stream, work: Callable[[], None]) -> None:
-        self._stream = stream
-        self._work: Callable[[], None] | None = work
-        self._failure: BaseException | None = None
+    """Work of one of this device's streams or lanes. A class of its own, so that tests can take its waits out."""
 
-    def run(self) -> None:
-        work, self._work = self._work, None
-        if work is None:
-            raise AssertionError("deferred work runs once")
-        try:
-            work()
-        except Exception as error:
-            self._failure = error
+    def __init__(self, work: Pending) -> None:
+        self._work = work
 
     def wait(self) -> None:
-        self._stream.run_until(self)
-        if self._failure is not None:
-            raise self._failure
+        self._work.wait()
 
     def done(self) -> bool:
-        return self._work is None
+        return self._work.done()
 
 
-class _Stream(HostLane):
-    """A queue of work. Serves as a device stream and, with the same laziness, as a host lane."""
+class _Stream(InlineLane):
+    """Serves as a device stream and, with the same laziness, as a host lane."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._queue: deque[_Deferred] = deque()
-        self._lock = threading.RLock()
-
-    def submit(self, job: Callable[[], None]) -> Pending:
-        pending = _Deferred(self, job)
-        with self._lock:
-            self._queue.append(pending)
-        return pending
-
-    def run_until(self, last: _Deferred) -> None:
-        with self._lock:
-            while not last.done():
-                self._queue.popleft().run()
-
-    def run_one(self) -> None:
-        with self._lock:
-            if self._queue:
-                self._queue.popleft().run()
-
-    def close(self) -> None:
-        with self._lock:
-            while self._queue:
-                self._queue.popleft().run()
+    def submit(self, job: Job) -> Pending:
+        return _Deferred(super().submit(job))
 
 
 class DeferredAccelerator(Accelerator):
@@ -105,8 +68,8 @@ class DeferredAccelerator(Accelerator):
     def __init__(self, seed: int = 0) -> None:
         self.device = torch.device("cpu")
         self._random = random.Random(seed)
-        self._fetch = _Stream("fetch")
-        self._drain = _Stream("drain")
+        self._fetch = _Stream()
+        self._drain = _Stream()
         self._streams = [self._fetch, self._drain]
 
     def _run_something(self) -> None:
@@ -129,8 +92,8 @@ class DeferredAccelerator(Accelerator):
         pending.wait()
 
     def host_lane(self, name: str, *, waits_for_io: bool) -> HostLane:
-        del waits_for_io
-        return _Stream(name)
+        del name, waits_for_io
+        return _Stream()
 
     def close(self) -> None:
         for stream in self._streams:

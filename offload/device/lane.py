@@ -30,9 +30,10 @@ class HostLane(ABC):
         """Run what is queued, then stop. Idempotent. Failures stay with their `Pending`s."""
 
 
-class _InlineJob(Pending):
-    def __init__(self, lane: InlineLane, job: Job) -> None:
-        self._lane = lane
+class LaneJob(Pending):
+    """A job in a lane: runs once, keeps the exception that it raised."""
+
+    def __init__(self, job: Job) -> None:
         self._job: Job | None = job
         self._failure: BaseException | None = None
 
@@ -45,10 +46,19 @@ class _InlineJob(Pending):
         except Exception as error:
             self._failure = error
 
-    def wait(self) -> None:
-        self._lane.run_until(self)
+    def raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+
+class _InlineJob(LaneJob):
+    def __init__(self, lane: InlineLane, job: Job) -> None:
+        super().__init__(job)
+        self._lane = lane
+
+    def wait(self) -> None:
+        self._lane.run_until(self)
+        self.raise_failure()
 
     def done(self) -> bool:
         return self._job is None
@@ -67,9 +77,16 @@ class InlineLane(HostLane):
             self._queue.append(pending)
         return pending
 
-    def run_until(self, last: _InlineJob) -> None:
+    def run_until(self, last: Pending) -> None:
+        """Run jobs up to and with `last`, which is one of this lane's."""
         with self._lock:
             while not last.done():
+                self._queue.popleft().run()
+
+    def run_one(self) -> None:
+        """Run the first job that waits, if one does."""
+        with self._lock:
+            if self._queue:
                 self._queue.popleft().run()
 
     def close(self) -> None:
@@ -78,27 +95,20 @@ class InlineLane(HostLane):
                 self._queue.popleft().run()
 
 
-class _ThreadJob(Pending):
+class _ThreadJob(LaneJob):
     def __init__(self, job: Job) -> None:
-        self._job: Job | None = job
+        super().__init__(job)
         self._settled = threading.Event()
-        self._failure: BaseException | None = None
 
     def run(self) -> None:
-        job, self._job = self._job, None
-        if job is None:
-            raise AssertionError("a job runs once")
         try:
-            job()
-        except Exception as error:
-            self._failure = error
+            super().run()
         finally:
             self._settled.set()
 
     def wait(self) -> None:
         self._settled.wait()
-        if self._failure is not None:
-            raise self._failure
+        self.raise_failure()
 
     def done(self) -> bool:
         return self._settled.is_set()

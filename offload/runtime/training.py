@@ -9,27 +9,23 @@ either mode, so the mode never changes a number.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
-from offload.device.accelerator import Accelerator
 from offload.device.kernels import AdamHyper
 from offload.errors import EngineFailedError, NonFiniteGradientError, ParameterAccessError, UsageError
+from offload.runtime.assembly import Parts
 from offload.runtime.fetching import chunks_of
 from offload.runtime.flats import ParameterInfo, Unit
-from offload.runtime.gradients import Gradients
 from offload.runtime.guard import TakenGradient
 from offload.runtime.hooks import Listener
 from offload.runtime.loss_scale import LossScale
-from offload.runtime.places import ParameterPlaces, RecordPlaces
-from offload.runtime.residency import Residency
 from offload.runtime.shard_state import ShardState, ShardStates
-from offload.runtime.timeline import Timeline
-from offload.runtime.update import ChunkUpdate, PieceUpdate, Updates
+from offload.runtime.update import ChunkUpdate, PieceUpdate
 
 _NAMED = 5
 """How many names an error message lists."""
@@ -43,21 +39,11 @@ def clip_factor(norm: float, max_norm: float) -> float:
 class Training(Listener):
     """See the module. Owned by the thread that drives the model; hooks run in it or in autograd's."""
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        residency: Residency,
-        gradients: Gradients | None,
-        updates: Updates | None,
-        places: ParameterPlaces | None,
-        records: RecordPlaces | None,
-        loss_scale: LossScale,
-        accelerator: Accelerator,
-        timeline: Timeline,
-    ) -> None:
-        self._units, self._residency, self._gradients, self._updates = units, residency, gradients, updates
-        self._accelerator = accelerator
-        self._places, self._records, self._timeline = places, records, timeline
+    def __init__(self, parts: Parts, loss_scale: LossScale) -> None:
+        self._units, self._residency = parts.units, parts.residency
+        self._gradients, self._updates = parts.gradients, parts.updates
+        self._places, self._records = parts.places, parts.records
+        self._accelerator, self._timeline = parts.accelerator, parts.timeline
         self.loss_scale = loss_scale
         self.max_grad_norm: float | None = None
         self.input_dtype: torch.dtype | None = None
@@ -72,10 +58,10 @@ class Training(Listener):
         self.check_unchanged: Callable[[], None] | None = None
         self._last_backward_seen = False
         self._scaled_backward = False
-        self._shards = ShardStates(len(units))
+        self._shards = ShardStates(len(parts.units))
         self._clip_once: float | None = None
         self._begun_sum_of_squares: list[float] = []
-        self._flat_of = {info.index: flat for unit in units for flat in unit.flats for info in flat.parameters}
+        self._flat_of = {info.index: flat for unit in parts.units for flat in unit.flats for info in flat.parameters}
 
     # ---- failure -------------------------------------------------------------------------------------------------
 
