@@ -17,7 +17,6 @@ from offload.tiers.io import BACKEND_NAMES, open_backend
 ENVIRONMENT = (
     ("OFFLOAD_ACCELERATOR", "cuda, cpu or deferred (tests): the device; default cuda where torch finds one"),
     ("OFFLOAD_IO", "io_uring, threads or aiofiles: file I/O; default the best that works"),
-    ("OFFLOAD_THREADS", "threads of the native kernels; default one for each physical core"),
     ("OFFLOAD_NATIVE", "0: run without the native library; a path: load that one"),
 )
 

@@ -15,7 +15,7 @@ from offload.layout import Layout, ParameterSpec
 from offload.runtime.assembly import DTYPES, choose_accelerator, describe_parameters, lay_out
 from offload.runtime.placement import Placement, own_master
 from offload.runtime.units import partition
-from offload.schedule.budget import Footprint, Tier
+from offload.schedule.budget import MASTER_ITEMSIZE, SPARE_BUFFERS, Footprint, Tier
 from offload.schedule.trace import guess
 
 
@@ -27,6 +27,8 @@ class Traffic:
     from_device_nbytes: int
     read_nbytes: int
     written_nbytes: int
+    spilled_nbytes: int
+    """Part of both: gradients that found no room in host memory."""
 
 
 class Outline:
@@ -111,21 +113,28 @@ class Outline:
         if states_here == "device" and placement.parameters != "device":
             from_device += trained
         records = sizes.records if states_here == "nvme" else 0
-        spilled = self._spilled_nbytes(placement, sizes, micro_batches)
+        spilled = self._spilled_nbytes(placement, layout, micro_batches)
         on_nvme = placement.parameters == "nvme"
         return Traffic(
             to_device_nbytes=0 if unified else to_device,
             from_device_nbytes=0 if unified else from_device,
             read_nbytes=(uses if on_nvme else 0) + records + spilled,
             written_nbytes=(trained if on_nvme else 0) + records + spilled,
+            spilled_nbytes=spilled,
         )
 
-    def _spilled_nbytes(self, placement: Placement, sizes: Footprint, micro_batches: int) -> int:
-        """Gradients that find no buffer in host memory go to NVMe, and come back for each addition and the update."""
+    def _spilled_nbytes(self, placement: Placement, layout: Layout, micro_batches: int) -> int:
+        """Gradients that find no buffer in host memory go to NVMe, and come back for the next addition or the update.
+
+        Every backward goes over them in the same order and the oldest leave first, so that where some must leave,
+        each micro-batch but the last makes all of them leave."""
         if placement.gradients != "nvme":
             return 0
-        whole = sizes.gradients if micro_batches == 1 else sizes.gradients_wide
-        return micro_batches * max(0, whole - placement.retained_gradient_buffers * sizes.gradient_buffer)
+        flats = [flat for flat in layout.flats if flat.trainable]
+        wide = [MASTER_ITEMSIZE if micro_batches > 1 else flat.itemsize for flat in flats]
+        chunks = sorted(chunk.numel * size for flat, size in zip(flats, wide, strict=True) for chunk in flat.chunks)
+        last = sum(chunks[max(0, placement.retained_gradient_buffers - SPARE_BUFFERS) :])
+        return (micro_batches - 1) * sum(chunks) + last if last else 0
 
     def _fixed(self, parameters: Tier, optimizer_states: Tier) -> offload.Config:
         free = replace(self._config, cpu_memory=None, device_memory=None)

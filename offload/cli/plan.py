@@ -87,6 +87,8 @@ def _traffic_table(outline: Outline, placement: Placement, micro_batches: int) -
 
     traffic: Traffic = outline.traffic(placement, micro_batches)
     rows = [row("NVMe read", traffic.read_nbytes), row("NVMe written", traffic.written_nbytes)]
+    if traffic.spilled_nbytes:
+        rows.append(row("  gradients in each of them", traffic.spilled_nbytes))
     if not outline.unified:
         between = [row("host to device", traffic.to_device_nbytes), row("device to host", traffic.from_device_nbytes)]
         rows = between + rows

@@ -16,6 +16,7 @@ from offload.cli.process import rss_peak_nbytes
 from offload.cli.text import format_count, format_nbytes, format_rate, format_seconds, table
 from offload.errors import ConfigError
 
+_TAIL_STEPS = 5
 _STATES = ("parameters", "optimizer states", "gradients")
 
 
@@ -108,9 +109,11 @@ def _headline(report: dict[str, Any]) -> str:
         f"{report['step_count']} steps in {format_seconds(seconds['training'])}{ended}, {report['token_count']} "
         f"tokens, {rate:.1f} tokens/s"
     )
+    tail = losses[-_TAIL_STEPS:]
+    mean = f" (mean of the last {len(tail)} steps {sum(tail) / len(tail):.4f})" if len(losses) > len(tail) else ""
     held_out = report["held_out"]
     after = f", held out {held_out['loss']:.4f} ({held_out['token_count']} tokens)" if held_out["loss"] is not None else ""
-    lines.append(f"loss: first {losses[0]:.4f}, last {losses[-1]:.4f}{after}")
+    lines.append(f"loss: first {losses[0]:.4f}, last {losses[-1]:.4f}{mean}{after}")
     if report["skipped_step_count"]:
         lines.append(f"{report['skipped_step_count']} steps left out because a gradient was not finite")
     return "\n".join(lines)

@@ -117,13 +117,13 @@ def run(args: argparse.Namespace) -> int:
                     _evaluate(args, model, windows, measurements, interruption)
                 meter.read()
                 measurements.interrupted = interruption.requested
-            with measurements.phase("close"):
-                engine.close()
-        measurements.seconds["total"] = time.perf_counter() - started
-        report = make_report(args, choice.title, model, stream, config, meter, measurements, io)
-        print_report(report)
-        if args.json is not None:
-            write_json(report, args.json)
+                with measurements.phase("close"):
+                    engine.close()
+                measurements.seconds["total"] = time.perf_counter() - started
+                report = make_report(args, choice.title, model, stream, config, meter, measurements, io)
+                print_report(report)
+                if args.json is not None:
+                    write_json(report, args.json)
     return 0
 
 

@@ -121,17 +121,17 @@ class StagedFolder:
             self._require_replaceable()
             remove_leftovers(parent)
             self._make()
-        except OSError as error:
-            self._close()
-            if isinstance(error, StorageError):
-                raise
-            raise write_failure("making the folder", self.target, error) from error
+        except BaseException as error:
+            self.__exit__()
+            if isinstance(error, OSError) and not isinstance(error, StorageError):
+                raise write_failure("making the folder", self.target, error) from error
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
         try:
             if self.path != self.target:
-                _empty_and_remove(self.path, self._filenos[0])
+                _empty_and_remove(self.path)
         except OSError as error:
             _log.warning("left in place for the next save: %s (%s)", self.path, error.strerror)
         finally:
@@ -148,7 +148,7 @@ class StagedFolder:
             sync_folder(parent)
         except OSError as error:
             if aside is not None and self.path != self.target:
-                os.rename(aside, self.target)
+                self._put_back(aside)
             raise write_failure("committing", self.target, error) from error
         self._close()
         if aside is not None:
@@ -157,7 +157,8 @@ class StagedFolder:
     def _make(self) -> None:
         token = secrets.token_hex(8)
         new, saving = (self.target.parent / f"{PREFIX}{stage}-{token}" for stage in ("new", "saving"))
-        new.mkdir(mode=0o755)
+        os.mkdir(new, mode=0o755)
+        self.path = new
         self._filenos.append(open_folder(new))
         lock_folder(self._filenos[0])
         os.rename(new, saving)
@@ -189,6 +190,13 @@ class StagedFolder:
         lock_folder(self._filenos[-1])  # so that nobody takes it back in the moment between the two renames
         os.rename(self.target, aside)
         return aside
+
+    def _put_back(self, aside: Path) -> None:
+        try:
+            os.rename(aside, self.target)
+        except OSError as error:
+            # Whole, and found under this name by the next save or load (`take_back`).
+            _log.warning("%s lies at %s now (%s)", self.target, aside, error.strerror)
 
     def _close(self) -> None:
         while self._filenos:
@@ -240,7 +248,7 @@ def remove_quietly(path: Path) -> None:
         fileno = open_folder(path)
         try:
             if lock_folder(fileno) is Lock.OURS:
-                _empty_and_remove(path, fileno)
+                _empty_and_remove(path)
         finally:
             os.close(fileno)
     except FileNotFoundError:
@@ -249,11 +257,15 @@ def remove_quietly(path: Path) -> None:
         _log.warning("left in place: %s (%s)", path, error.strerror)
 
 
-def _empty_and_remove(path: Path, fileno: int) -> None:
-    # The manifest goes first, so that a half-removed checkpoint is none.
-    for name in sorted(os.listdir(fileno), key=lambda name: name != MANIFEST_NAME):
-        if OUR_FILE.fullmatch(name):
-            os.unlink(name, dir_fd=fileno)
+def _empty_and_remove(path: Path) -> None:
+    fileno = open_folder(path)
+    try:
+        # The manifest goes first, so that a half-removed checkpoint is none.
+        for name in sorted(os.listdir(fileno), key=lambda name: name != MANIFEST_NAME):
+            if OUR_FILE.fullmatch(name):
+                os.unlink(name, dir_fd=fileno)
+    finally:
+        os.close(fileno)
     os.rmdir(path)
 
 

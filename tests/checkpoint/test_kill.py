@@ -1,0 +1,153 @@
+"""kill -9 in a save: what was saved before, or the new one, is there whole; and nothing is left lying about for good."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import offload
+from offload.runtime.checkpointing.staged_folder import StagedFolder, remove_leftovers, take_back
+
+from ..acceptance.models import ON_CPU, adamw, stack
+from ..acceptance.runs import refused
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def saves(tmp_path: Path) -> Path:
+    folder = tmp_path / "saves"
+    folder.mkdir()
+    return folder
+
+
+def killed(**arguments: Any) -> tuple[dict[str, Any], list[int]]:
+    """The worker's last line, and at which step each of its runs was resumed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.checkpoint.killing", json.dumps(arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    *steps, last = done.stdout.split("\n")[:-1]
+    return json.loads(last), [int(step) for step in steps]
+
+
+def check_every_operation(folder: Path, numbered: bool, stride: int) -> int:
+    result, steps = killed(kind="every", folder=str(folder), numbered=numbered, stride=stride)
+    # A folder that was killed before it was locked goes after an hour; everything else is gone.
+    left = [name for name in result["left"] if not name.startswith(".offload-new-")]
+    assert left == ([f"step-{steps[-1] + 1}"] if numbered else ["saved"])
+    gains = [after - before for before, after in zip(steps[1:], steps[2:], strict=False)]
+    # Killed before the rename a run gains nothing, killed after it its step: never less, never more.
+    assert set(gains) == {0, 1} and gains == sorted(gains)
+    kills: int = result["kills"]
+    return kills
+
+
+@pytest.mark.parametrize("numbered", [False, True], ids=["replaced", "numbered"])
+def test_at_every_fourth_operation_of_a_save(tmp_path: Path, numbered: bool) -> None:
+    assert check_every_operation(tmp_path / "saves", numbered, 4) >= 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("numbered", [False, True], ids=["replaced", "numbered"])
+def test_at_every_operation_of_a_save(tmp_path: Path, numbered: bool) -> None:
+    assert check_every_operation(tmp_path / "saves", numbered, 1) >= 40
+
+
+def check_random_moments(folder: Path, numbered: bool, count: int) -> None:
+    result, steps = killed(kind="random", folder=str(folder), numbered=numbered, count=count, seed=3)
+    assert result["kills"] == count
+    assert len([name for name in result["left"] if not name.startswith(".offload-new-")]) == 1
+    assert steps == sorted(steps) and steps[-1] > steps[0]
+
+
+def test_at_random_moments(tmp_path: Path) -> None:
+    check_random_moments(tmp_path / "saves", False, 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("numbered", [False, True], ids=["replaced", "numbered"])
+def test_often_at_random_moments(tmp_path: Path, numbered: bool) -> None:
+    check_random_moments(tmp_path / "saves", numbered, 100)
+
+
+def test_what_a_living_save_writes_is_left_alone(saves: Path, opened: Any) -> None:
+    model = stack(blocks=1)
+    engine = opened(model, adamw(model), ON_CPU)
+    with StagedFolder(saves / "other", replace=True) as living:
+        (living.path / "unit.safetensors").write_bytes(b"half")
+        engine.save_checkpoint(saves / "saved")
+        assert (living.path / "unit.safetensors").exists()
+    assert os.listdir(saves) == ["saved"]
+
+
+def test_leftovers_are_removed_and_an_aside_is_taken_back(saves: Path, opened: Any) -> None:
+    model = stack(blocks=1)
+    engine = opened(model, adamw(model), ON_CPU)
+    engine.save_checkpoint(saves / "saved", client_state={"n": 1})
+    token = "0123456789abcdef"
+    os.rename(saves / "saved", saves / f".offload-aside-{token}-saved")
+    for stage in ("new", "saving", "removing"):
+        (saves / f".offload-{stage}-{token}").mkdir()
+        (saves / f".offload-{stage}-{token}" / "unit.safetensors").write_bytes(b"x")
+    (saves / ".offload-mine").mkdir()
+    assert engine.load_checkpoint(saves / "saved") == {"n": 1}
+    engine.save_checkpoint(saves / "another")
+    left = {".offload-mine", f".offload-new-{token}", "another", "saved"}
+    assert set(os.listdir(saves)) == left
+    hours_ago = time.time() - 2 * 3600
+    os.utime(saves / f".offload-new-{token}", (hours_ago, hours_ago))
+    engine.save_checkpoint(saves / "another")
+    assert set(os.listdir(saves)) == left - {f".offload-new-{token}"}
+
+
+def test_an_aside_of_a_living_save_is_not_taken_back(saves: Path) -> None:
+    aside = saves / ".offload-aside-0123456789abcdef-saved"
+    aside.mkdir()
+    fileno = os.open(aside, os.O_RDONLY)
+    fcntl.flock(fileno, fcntl.LOCK_EX)
+    take_back(saves)
+    assert aside.exists()
+    os.close(fileno)
+    take_back(saves)
+    assert os.listdir(saves) == ["saved"]
+
+
+def test_leftovers_with_files_of_others_stay(saves: Path) -> None:
+    left = saves / ".offload-saving-0123456789abcdef"
+    left.mkdir()
+    (left / "notes.txt").write_text("mine")
+    (left / "unit.safetensors").write_text("ours")
+    (saves / ".offload-removing-0123456789abcdef").symlink_to(left)
+    remove_leftovers(saves)
+    assert (left / "notes.txt").read_text() == "mine"
+
+
+def test_a_checkpoint_that_is_being_read_is_not_removed(saves: Path, opened: Any) -> None:
+    from offload.runtime.checkpointing.opened import OpenedCheckpoint
+
+    model = stack(blocks=1)
+    engine = opened(model, adamw(model), ON_CPU)
+    engine.save_checkpoint(saves / "saved", client_state={"n": 1})
+    with OpenedCheckpoint(saves / "saved") as reading:
+        engine.save_checkpoint(saves / "saved", client_state={"n": 2})
+        reading.check_files()
+        reading.check_contents()
+        assert reading.manifest.client_state == {"n": 1}
+    assert engine.load_checkpoint(saves / "saved") == {"n": 2}
+    engine.save_checkpoint(saves / "saved")
+    assert os.listdir(saves) == ["saved"]
+    with refused(offload.CheckpointError, "nowhere"):
+        engine.load_checkpoint(saves / "nowhere")

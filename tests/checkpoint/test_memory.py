@@ -1,0 +1,64 @@
+"""Saving, loading and exporting take one chunk's buffers beside what is there: counted by the ledger, seen by the system."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload.device.freed_memory import freed_memory
+from offload.runtime import assembly
+
+from ..acceptance.models import ON_CPU, ON_CPU_IN_PLACE, ON_NVME, adamw, stack
+from ..acceptance.worker import resident_nbytes
+
+CHUNK_NUMEL = 1 << 18
+RECORD_NBYTES, VALUES_NBYTES = 12 * CHUNK_NUMEL, 2 * CHUNK_NUMEL
+READING_NBYTES = 4 << 20  # the slab that checksums are computed in
+OVERHEAD_NBYTES = 4 << 20  # small objects, the manifest, the allocator's slack
+
+
+def grown(action: Callable[[], Any]) -> int:
+    """By how many bytes the process's resident size rises above what it is now, at the most."""
+    freed_memory.give_back()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is the present size again
+    before = resident_nbytes("VmRSS")
+    action()
+    return resident_nbytes("VmHWM") - before
+
+
+@pytest.fixture
+def engine(opened: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
+    """7 M parameters in units of 1.6 M, with 84 MB of masters and moments."""
+    monkeypatch.setattr(assembly, "CHUNK_NUMELS", (CHUNK_NUMEL,))
+    model = stack(width=512, blocks=4)
+    return opened(model, adamw(model), request.param, dtype="bf16")
+
+
+@pytest.mark.parametrize("engine", [ON_NVME, ON_CPU, ON_CPU_IN_PLACE], ids=lambda setup: setup.name, indirect=True)
+def test_extra_host_memory(engine: Any, tmp_path: Path) -> None:
+    ledger = engine._parts.ledger
+    counted = ledger.total_nbytes
+    in_place = "nvme" not in (engine._parts.placement.parameters, engine._parts.placement.optimizer_states)
+    buffers = 0 if in_place else RECORD_NBYTES + VALUES_NBYTES
+    assert engine._parts.placement.optimizer_states == "nvme" or in_place
+    actions = {
+        "save": lambda: engine.save_checkpoint(tmp_path / "saved"),
+        "load": lambda: engine.load_checkpoint(tmp_path / "saved"),
+        "export": lambda: engine.export(tmp_path / "out", "fp32"),
+    }
+    for name, action in actions.items():
+        limit = buffers + OVERHEAD_NBYTES + (READING_NBYTES if name == "load" else 0)
+        assert grown(action) <= limit, name
+        assert ledger.total_nbytes == counted, name
+        assert ledger.peak_nbytes <= counted + buffers, name
+    saved = sum(path.stat().st_size for path in (tmp_path / "saved").iterdir())
+    assert saved > 80e6  # else the limits above would say nothing
+
+
+def test_the_limit_is_that_of_one_unit() -> None:
+    model = stack(width=512, blocks=4)
+    unit_nbytes = 12 * sum(parameter.numel() for parameter in model.blocks[0].parameters())
+    assert RECORD_NBYTES + VALUES_NBYTES + READING_NBYTES + OVERHEAD_NBYTES <= unit_nbytes
