@@ -8,7 +8,9 @@ TORCH      ?= torch==2.13.0
 
 TORCH_PIP_FLAGS ?=
 EXTRAS     ?= dev,hf
-DEMO_FLAGS ?=
+DEMO_NVME  ?= .demo-scratch
+DEMO_FLAGS ?= --data stdlib --hidden 1024 --layers 24 --heads 16 --sequence 128 --steps 24 --seconds 150 --warmup 4 --lr 3e-4 \
+              --clip 1 --eval-batches 4 --parameters nvme --optimizer-states nvme --nvme $(DEMO_NVME) --cpu-memory 512MiB
 BENCH_FLAGS ?=
 
 PY    := $(VENV)/bin/python
@@ -43,7 +45,9 @@ $(STAMP): $(PY) $(BUILD_INPUTS)
 	@touch $(STAMP)
 
 demo: install
+	@mkdir -p $(DEMO_NVME)
 	$(PY) -m offload train $(DEMO_FLAGS)
+	@rmdir $(DEMO_NVME)
 
 test: install
 	$(PY) -m pytest -q -m "not gpu and not slow"

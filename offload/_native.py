@@ -28,6 +28,7 @@ from offload._native_library import (
     IoStatisticsStructure,
     load,
 )
+from offload.errors import ConfigError
 
 F32, BF16, F16 = 0, 1, 2
 SIMD_LEVELS = {"scalar": 0, "avx2": 1, "avx512": 2, "neon": 3}
@@ -130,6 +131,7 @@ _default_threads: Threads | None = None
 _default_lock = threading.Lock()
 
 
+THREADS_VARIABLE = "OFFLOAD_THREADS"
 _ALONE_NUMEL = 4 * 2**20
 _caller_alone: Threads | None = None
 
@@ -140,8 +142,18 @@ def default_threads() -> Threads:
     threads = _default_threads
     if threads is None:
         with _default_lock:
-            threads = _default_threads = _default_threads or Threads()
+            threads = _default_threads = _default_threads or Threads(_asked_for_count())
     return threads
+
+
+def _asked_for_count() -> int:
+    """The environment variable OFFLOAD_THREADS; 0 (physical cores) where it is not set."""
+    text = os.environ.get(THREADS_VARIABLE, "") or "0"
+    if not text.isdigit():
+        raise ConfigError(
+            f"{THREADS_VARIABLE}={text!r} is not a count of threads: expected 1, 2, ..., or 0 for physical cores."
+        )
+    return int(text)
 
 
 def _threads_for(numel: int) -> Threads:

@@ -28,7 +28,9 @@ class ConfigError(OffloadError, ValueError):
 
 
 class BudgetError(ConfigError):
-    """A memory budget cannot hold what must be there."""
+    """A memory budget cannot hold what must be there. `smallest_nbytes`: the smallest that can, where that is known."""
+
+    smallest_nbytes: int | None = None
 
 
 class ParameterAccessError(OffloadError, RuntimeError):

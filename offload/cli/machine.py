@@ -17,6 +17,7 @@ from offload.tiers.io import BACKEND_NAMES, open_backend
 ENVIRONMENT = (
     ("OFFLOAD_ACCELERATOR", "cuda, cpu or deferred (tests): the device; default cuda where torch finds one"),
     ("OFFLOAD_IO", "io_uring, threads or aiofiles: file I/O; default the best that works"),
+    ("OFFLOAD_THREADS", "a count: threads of the native library; default physical cores"),
     ("OFFLOAD_NATIVE", "0: run without the native library; a path: load that one"),
 )
 

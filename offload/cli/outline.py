@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from types import TracebackType
 
@@ -11,8 +10,8 @@ from torch import nn
 
 import offload
 from offload.errors import BudgetError
-from offload.layout import Layout, ParameterSpec
-from offload.runtime.assembly import DTYPES, choose_accelerator, describe_parameters, lay_out
+from offload.layout import Layout
+from offload.runtime.assembly import DTYPES, choose_accelerator, describe_parameters, lay_out, parameter_specs
 from offload.runtime.placement import Placement, own_master
 from offload.runtime.units import partition
 from offload.schedule.budget import MASTER_ITEMSIZE, SPARE_BUFFERS, Footprint, Tier
@@ -39,23 +38,7 @@ class Outline:
         units = partition(model)
         infos = describe_parameters(model, units, optimizer, None if config.dtype is None else DTYPES[config.dtype])
         members = [[info for info in infos if info.unit_index == index] for index in range(len(units))]
-        self._specs = [
-            (
-                unit.name,
-                [
-                    ParameterSpec(
-                        index=info.index,
-                        numel=info.numel,
-                        dtype=str(info.dtype).removeprefix("torch."),
-                        itemsize=info.dtype.itemsize,
-                        trainable=info.trainable,
-                        group_index=info.group_index or 0,
-                    )
-                    for info in infos
-                ],
-            )
-            for unit, infos in zip(units, members, strict=True)
-        ]
+        self._specs = [(unit.name, parameter_specs(infos)) for unit, infos in zip(units, members, strict=True)]
         self._trace = guess(0, range(1, len(units)))
         self._accelerator = choose_accelerator()
         self.parameter_numel = sum(info.numel for info in infos)
@@ -93,9 +76,7 @@ class Outline:
         try:
             self._lay_out(one_byte)
         except BudgetError as error:
-            found = re.search(rf"smallest {field} that can is (\d+)", str(error))
-            assert found is not None, f"a BudgetError without the smallest {field}: {error}"
-            return int(found[1])
+            return error.smallest_nbytes
         return None
 
     def traffic(self, placement: Placement, micro_batches: int) -> Traffic:
@@ -133,7 +114,8 @@ class Outline:
         flats = [flat for flat in layout.flats if flat.trainable]
         wide = [MASTER_ITEMSIZE if micro_batches > 1 else flat.itemsize for flat in flats]
         chunks = sorted(chunk.numel * size for flat, size in zip(flats, wide, strict=True) for chunk in flat.chunks)
-        last = sum(chunks[max(0, placement.retained_gradient_buffers - SPARE_BUFFERS) :])
+        spare = SPARE_BUFFERS if placement.retained_gradient_buffers < len(chunks) else 0
+        last = sum(chunks[max(0, placement.retained_gradient_buffers - spare) :])
         return (micro_batches - 1) * sum(chunks) + last if last else 0
 
     def _fixed(self, parameters: Tier, optimizer_states: Tier) -> offload.Config:

@@ -15,7 +15,6 @@ from offload.device.accelerator import UnitMemory
 from offload.layout import round_up
 
 PAGE_NBYTES = 2 * 1024 * 1024
-_GROWTH_PAGES = 16
 
 
 def pages_supported() -> bool:
@@ -36,11 +35,12 @@ class PagePool:
 
     def take(self, count: int) -> list[int]:
         """Addresses of `count` free pages; makes more where there are not enough."""
-        while len(self._free) < count:
-            arena = _native.Arena(_GROWTH_PAGES * PAGE_NBYTES, huge_pages=True)
+        missing = count - len(self._free)
+        if missing > 0:
+            arena = _native.Arena(missing * PAGE_NBYTES, huge_pages=True)
             self._arenas.append(arena)
-            self._free.extend(arena.address + index * PAGE_NBYTES for index in range(_GROWTH_PAGES))
-            self.page_count += _GROWTH_PAGES
+            self._free.extend(arena.address + index * PAGE_NBYTES for index in range(missing))
+            self.page_count += missing
         taken, self._free = self._free[-count:], self._free[: len(self._free) - count]
         return taken
 

@@ -141,7 +141,8 @@ def _group_indices(optimizer: torch.optim.Optimizer | None, names: Mapping[int, 
     return groups
 
 
-def _specs(infos: Iterable[ParameterInfo]) -> list[ParameterSpec]:
+def parameter_specs(infos: Iterable[ParameterInfo]) -> list[ParameterSpec]:
+    """What the layout needs to know of the parameters."""
     return [
         ParameterSpec(
             index=info.index,
@@ -190,7 +191,7 @@ class Assembly:
         accelerator = choose_accelerator()
         _native.warn_if_missing()
         trace = guess(0, range(1, len(module_units)))
-        specs = [(unit.name, _specs(members)) for unit, members in zip(module_units, by_unit, strict=True)]
+        specs = [(unit.name, parameter_specs(members)) for unit, members in zip(module_units, by_unit, strict=True)]
         layout, placement = lay_out(config, accelerator, specs, trace)
         building = _Building(accelerator, layout, placement, config)
         try:
@@ -217,7 +218,9 @@ def lay_out(
             failure = error
     assert failure is not None
     largest = max(layout.units, key=lambda unit: unit.nbytes)
-    raise BudgetError(f"{failure} The largest unit is {largest.name or '(root)'} with {largest.nbytes} bytes.") from failure
+    refusal = BudgetError(f"{failure} The largest unit is {largest.name or '(root)'} with {largest.nbytes} bytes.")
+    refusal.smallest_nbytes = failure.smallest_nbytes
+    raise refusal from failure
 
 
 def _decide(config: Config, accelerator: Accelerator, layout: Layout, trace: Trace) -> Placement:

@@ -78,6 +78,9 @@ class Gradients:
             wide = narrow if itemsize == 4 else allocator.take(chunk_of.chunk.numel * 4)
             self._states[chunk_of.key] = _ChunkGradient(chunk_of, narrow, wide)
         self._store: Store = make_store("gradients", allocator.extents)
+        buffers = pool.stats.consumers.get(RETAINED)
+        has_one_for_each = buffers is None or buffers.count >= len(self._states)
+        self._spare_count = 0 if has_one_for_each else SPARE_BUFFERS
         self._held: dict[tuple[int, int], None] = {}
         self._sums: dict[int, dict[int, list[float] | torch.Tensor]] = {}
         self._live: dict[int, ParameterInfo] = {}
@@ -273,7 +276,7 @@ class Gradients:
             self._spill_oldest(besides=state)
         lease = lease or self._pool.lease(RETAINED)
         # Spill before the buffers run out, so that the next gradient need not wait for a write.
-        while self._pool.free_count(RETAINED) < SPARE_BUFFERS and (coming := self._complete_chunk(besides=state)):
+        while self._pool.free_count(RETAINED) < self._spare_count and (coming := self._complete_chunk(besides=state)):
             self._spill(coming)
         return lease
 

@@ -143,16 +143,20 @@ def _excess(problem: _Problem, placement: Placement) -> tuple[Tier, int] | None:
 
 
 def _smallest(problem: _Problem, parameters: Tier, states: Tier) -> Placement:
+    """The placement without prefetch; gradients on nvme where they must be, or where that helps host memory."""
     gradients_in = _gradient_tier(problem, states)
-    if gradients_in == "cpu" and problem.config.nvme_paths and not _fits_with(problem, parameters, states, gradients_in):
-        gradients_in = "nvme"
+    if gradients_in == "nvme":
+        return _place_spilling(problem, parameters, states)
+    kept = _place(problem, parameters, states, 0, gradients_in, 0)
+    if gradients_in == "device" or not problem.config.nvme_paths or _excess(problem, kept) is None:
+        return kept
+    spilling = _place_spilling(problem, parameters, states)
+    return min(kept, spilling, key=lambda placement: placement.plan.total_nbytes("cpu"))
+
+
+def _place_spilling(problem: _Problem, parameters: Tier, states: Tier) -> Placement:
     footprint = problem.footprint_of(parameters, states)
-    retained = footprint.least_gradient_buffers if gradients_in == "nvme" and footprint.records else 0
-    return _place(problem, parameters, states, 0, gradients_in, retained)
-
-
-def _fits_with(problem: _Problem, parameters: Tier, states: Tier, gradients_in: Tier) -> bool:
-    return _excess(problem, _place(problem, parameters, states, 0, gradients_in, 0)) is None
+    return _place(problem, parameters, states, 0, "nvme", footprint.least_gradient_buffers if footprint.records else 0)
 
 
 def _grow(problem: _Problem, smallest: Placement) -> Placement:
@@ -182,12 +186,14 @@ def _require_fit(problem: _Problem, placement: Placement) -> None:
     if problem.accelerator.unified and problem.config.cpu_memory is None:
         field = "device_memory"
     lines = "; ".join(f"{line.purpose} {line.nbytes}" for line in placement.plan.lines if line.tier == tier)
-    raise BudgetError(
+    error = BudgetError(
         f"{field}={_budget(problem, tier)} cannot hold what parameters={placement.parameters!r} and "
         f"optimizer_states={placement.optimizer_states!r} need at least: {needed} bytes ({lines}). The smallest "
         f"{field} that can is "
         f"{needed}. Raise it to that, or move more to nvme."
     )
+    error.smallest_nbytes = needed
+    raise error
 
 
 def _auto(problem: _Problem) -> Placement:

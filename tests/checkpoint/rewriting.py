@@ -53,9 +53,7 @@ def split_over_ranks(source: Path, target: Path) -> None:
 def _close_gaps(target: Path, content: dict[str, Any]) -> None:
     """Write the files of rank 0 anew with what is left in them."""
     entries = [
-        parameter["pieces"][0][kind]
-        for parameter in content["parameters"]
-        for kind in ("value", "exp_avg", "exp_avg_sq")
+        parameter["pieces"][0][kind] for parameter in content["parameters"] for kind in ("value", "exp_avg", "exp_avg_sq")
     ]
     for file in content["files"]:
         if not file["name"].startswith("unit"):

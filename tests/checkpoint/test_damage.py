@@ -202,9 +202,7 @@ def test_what_is_no_regular_file(target: Target, kind: str, which: str) -> None:
 
 
 def test_names_that_lead_elsewhere(target: Target) -> None:
-    (target.root / "outside.safetensors").write_bytes(
-        (target.sound / "unit-00000-rank-00000.safetensors").read_bytes()
-    )
+    (target.root / "outside.safetensors").write_bytes((target.sound / "unit-00000-rank-00000.safetensors").read_bytes())
     for name in ("../outside.safetensors", f"{target.root}/outside.safetensors", "./x.safetensors", "..", "a\0b.safetensors"):
         text = json.dumps(target.content).replace("unit-00000-rank-00000.safetensors", json.dumps(name)[1:-1])
         (target.damaged / "MANIFEST.json").write_bytes(signed(json.loads(text)))

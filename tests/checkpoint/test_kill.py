@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def check_every_operation(folder: Path, numbered: bool, stride: int) -> int:
     # A folder that was killed before it was locked goes after an hour; everything else is gone.
     left = [name for name in result["left"] if not name.startswith(".offload-new-")]
     assert left == ([f"step-{steps[-1] + 1}"] if numbered else ["saved"])
-    gains = [after - before for before, after in zip(steps[1:], steps[2:], strict=False)]
+    gains = [after - before for before, after in pairwise(steps[1:])]
     # Killed before the rename a run gains nothing, killed after it its step: never less, never more.
     assert set(gains) == {0, 1} and gains == sorted(gains)
     kills: int = result["kills"]

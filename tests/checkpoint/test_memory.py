@@ -61,4 +61,4 @@ def test_extra_host_memory(engine: Any, tmp_path: Path) -> None:
 def test_the_limit_is_that_of_one_unit() -> None:
     model = stack(width=512, blocks=4)
     unit_nbytes = 12 * sum(parameter.numel() for parameter in model.blocks[0].parameters())
-    assert RECORD_NBYTES + VALUES_NBYTES + READING_NBYTES + OVERHEAD_NBYTES <= unit_nbytes
+    assert unit_nbytes >= RECORD_NBYTES + VALUES_NBYTES + READING_NBYTES + OVERHEAD_NBYTES
