@@ -4,6 +4,9 @@ Each gradient is copied, piece by piece, into the buffers of the chunks that hol
 squares of what is stored is taken in the same pass. A chunk's buffer is in compute precision until a second
 micro-batch adds to it; sums are kept in fp32 from then on.
 
+Where the device is the CPU and gradients stay in its memory nothing is copied at all: the tensor that autograd computed is
+kept as it is until its update, or until a second micro-batch adds to it.
+
 Where the buffers lie is the store's matter: where it offers a view, a chunk's buffer is that view for good; where it
 does not (NVMe), buffers are leased, and when the leases run out the chunk whose gradient arrived longest ago is written
 to the store (it belongs to the last layers, whose update comes last) and read back for its update.
@@ -45,6 +48,8 @@ class _ChunkGradient:
     lease: Lease | None = None
     spilled: torch.dtype | None = None
     live: set[int] = field(default_factory=set)
+    kept: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By parameter index: pieces that lie in autograd's own tensors instead of the buffer."""
     jobs: list[Pending] = field(default_factory=list)
     transfer: Pending | None = None
 
@@ -78,6 +83,9 @@ class Gradients:
             wide = narrow if itemsize == 4 else allocator.take(chunk_of.chunk.numel * 4)
             self._states[chunk_of.key] = _ChunkGradient(chunk_of, narrow, wide)
         self._store: Store = make_store("gradients", allocator.extents)
+        self._keeps_tensors = accelerator.unified and all(
+            self._store.view(extent) is not None for extent in allocator.extents[:1]
+        )
         buffers = pool.stats.consumers.get(RETAINED)
         has_one_for_each = buffers is None or buffers.count >= len(self._states)
         self._spare_count = 0 if has_one_for_each else SPARE_BUFFERS
@@ -88,8 +96,11 @@ class Gradients:
 
     # ---- arrival -------------------------------------------------------------------------------------------------
 
-    def add(self, info: ParameterInfo, flat: Flat, gradient: torch.Tensor) -> None:
-        """Take over `gradient` of parameter `info`; add it to what is there (`is_live` was asked before)."""
+    def add(self, info: ParameterInfo, flat: Flat, gradient: torch.Tensor, *, owned: bool) -> None:
+        """Take over `gradient` of parameter `info`; add it to what is there (`is_live` was asked before).
+
+        `owned`: nobody else will write to the tensor, so that it may be kept.
+        """
         accumulate = info.index in self._live
         self.accumulating = self.accumulating or accumulate
         ordered = info.in_memory_order(gradient)
@@ -101,9 +112,15 @@ class Gradients:
             piece = Piece(slot, max(slot.start, chunk.start), min(slot.stop, chunk.stop))
             source = ordered[piece.start - slot.start : piece.stop - slot.start]
             with self._lock:
-                buffer = self._buffer_for_adding(state, wide=accumulate)
                 state.live.add(info.index)
+                if owned and self._keeps_tensors and not accumulate:
+                    state.kept[info.index] = source
+                    sums[chunk.index] = kernels.ingest_async(None, source, piece.start, False)
+                    continue
+                buffer = self._buffer_for_adding(state, wide=accumulate)
                 target = buffer[piece.start - chunk.start : piece.stop - chunk.start]
+                if info.index in state.kept:
+                    kernels.convert(target, state.kept.pop(info.index))
                 self._ingest(state, target, source, piece, accumulate, sums)
 
     def _ingest(
@@ -166,6 +183,7 @@ class Gradients:
             for state in self._states.values():
                 if info.index in state.live:
                     state.live.discard(info.index)
+                    state.kept.pop(info.index, None)
                     if not state.live:
                         self._give_back(state)
 
@@ -215,27 +233,34 @@ class Gradients:
             self._read_back(state, lease)
         return True
 
-    def open(self, chunk_of: ChunkOf) -> torch.Tensor:
-        """The chunk's gradient, [chunk.numel], in host memory (or device memory where states live there)."""
+    def open(self, chunk_of: ChunkOf, pieces: Iterable[Piece]) -> list[torch.Tensor]:
+        """The gradients of some pieces of the chunk, [piece.numel] each, where the update's kernel can address them."""
         state = self._states[chunk_of.key]
         for job in state.jobs:
             job.wait()
         state.jobs = []
         with self._lock:
-            if state.buffer is None:
+            if state.buffer is None and not state.kept:
                 self._read_back(state, self._pool.lease(RELOADED))
             transfer, state.transfer = state.transfer, None
         if transfer is not None:
             transfer.wait()
-        if state.buffer is None:
-            raise AssertionError("an update was asked for on a chunk that has no gradient")
-        return state.buffer
+        return [self._piece(state, piece) for piece in pieces]
+
+    def _piece(self, state: _ChunkGradient, piece: Piece) -> torch.Tensor:
+        kept = state.kept.get(piece.slot.parameter_index)
+        if kept is not None:
+            return kept
+        assert state.buffer is not None, "an update was asked for on a chunk that has no gradient"
+        start = state.chunk_of.chunk.start
+        return state.buffer[piece.start - start : piece.stop - start]
 
     def release(self, chunk_of: ChunkOf) -> None:
         """The update consumed the chunk's gradient."""
         with self._lock:
             state = self._states[chunk_of.key]
             state.live.clear()
+            state.kept.clear()
             self._give_back(state)
 
     def close(self) -> None:

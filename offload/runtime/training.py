@@ -148,14 +148,14 @@ class Training(Listener):
         gradient = info.parameter.grad
         assert gradient is not None
         with self._timeline.working("gradients"):
-            self._take_over(unit, info, gradient)
+            self._take_over(unit, info, gradient, owned=True)
         if self._places is not None:
             self._accelerator.about_to_drop(gradient.nbytes)
 
-    def _take_over(self, unit: Unit, info: ParameterInfo, gradient: torch.Tensor) -> None:
+    def _take_over(self, unit: Unit, info: ParameterInfo, gradient: torch.Tensor, *, owned: bool) -> None:
         assert self._gradients is not None
         self._shards.become(unit.index, ShardState.REDUCING)
-        self._gradients.add(info, self._flat_of[info.index], gradient)
+        self._gradients.add(info, self._flat_of[info.index], gradient, owned=owned)
         info.parameter.grad = TakenGradient(info.fqn, info.parameter)
 
     def backward_leaves(self, unit: Unit) -> None:
@@ -242,7 +242,7 @@ class Training(Listener):
         if had_gradient and not set_to_none:
             zeros = torch.empty_strided(info.shape, info.stride, dtype=info.dtype, device=info.parameter.device).zero_()
             if info.trainable:
-                self._take_over(unit, info, zeros)
+                self._take_over(unit, info, zeros, owned=True)
             else:
                 info.parameter.grad = zeros
 
@@ -325,7 +325,7 @@ class Training(Listener):
                 if info.trainable and gradient is not None and not isinstance(gradient, TakenGradient):
                     assert self._gradients is not None
                     self._gradients.is_live(info)
-                    self._take_over(unit, info, gradient)
+                    self._take_over(unit, info, gradient, owned=False)
 
     def _begin_update(self, live: list[ParameterInfo]) -> None:
         """update="backward": enqueue and launch the updates of these parameters."""

@@ -165,7 +165,7 @@ class Updates:
         with self._timeline.lane_waiting("read records"):
             if chunk_update.reading is not None:
                 chunk_update.reading.wait()
-            gradient = self._gradients.open(chunk_of)
+            gradients = self._gradients.open(chunk_of, [piece.piece for piece in chunk_update.pieces])
         has_master = self._records.has_master(chunk_of)
         with self._timeline.lane_waiting("read parameters"):
             values = self._sink.begin(chunk_of, keeps_old=not has_master or not chunk_update.updates_every_slot)
@@ -173,7 +173,8 @@ class Updates:
         assert buffer is not None
         record = self._records.over(chunk_of, buffer)
         with self._timeline.lane_working("adam"):
-            kernels.adam([_segment(chunk_update, piece, record, gradient, values) for piece in chunk_update.pieces])
+            pairs = zip(chunk_update.pieces, gradients, strict=True)
+            kernels.adam([_segment(chunk_update, piece, record, gradient, values) for piece, gradient in pairs])
         self._gradients.release(chunk_of)
         published = self._sink.commit(chunk_of, values, [piece.piece for piece in chunk_update.pieces])
         if lease is not None:
@@ -185,7 +186,7 @@ class Updates:
 def _segment(update: ChunkUpdate, piece: PieceUpdate, record: Record, gradient: Tensor, values: Tensor) -> AdamSegment:
     low, high = piece.piece.start - update.chunk_of.chunk.start, piece.piece.stop - update.chunk_of.chunk.start
     return AdamSegment(
-        grad=gradient[low:high],
+        grad=gradient,
         master=values[low:high] if record.master is None else record.master[low:high],
         exp_avg=record.exp_avg[low:high],
         exp_avg_sq=record.exp_avg_sq[low:high],

@@ -1,0 +1,58 @@
+"""What must be on the disk before the checkpoint gets its name, and after: the order of syncs and renames."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..acceptance.models import ON_CPU, adamw, stack
+
+
+def record(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
+    """Every fsync, rename and removal from now on, in order, with the path (of a rename: the new one)."""
+    done: list[tuple[str, Path]] = []
+    rename, rmdir = os.rename, os.rmdir
+
+    def recorded_fsync(fileno: int) -> None:
+        done.append(("sync", Path(os.readlink(f"/proc/self/fd/{fileno}"))))
+
+    def recorded_rename(source: Any, target: Any, **keywords: Any) -> None:
+        rename(source, target, **keywords)
+        done.append(("rename", Path(target)))
+
+    def recorded_rmdir(path: Any, **keywords: Any) -> None:
+        rmdir(path, **keywords)
+        done.append(("remove", Path(path)))
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "rename", recorded_rename)
+    monkeypatch.setattr(os, "rmdir", recorded_rmdir)
+    return done
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_order(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaces: bool) -> None:
+    model = stack(blocks=1)
+    engine = opened(model, adamw(model), ON_CPU)
+    target = tmp_path / "saves" / "saved"
+    if replaces:
+        engine.save_checkpoint(target)
+    done = record(monkeypatch)
+    engine.save_checkpoint(target)
+
+    committed = done.index(("rename", target))
+    saving = next(path for what, path in done if what == "rename" and ".offload-saving-" in path.name)
+    synced = [path for what, path in done[:committed] if what == "sync" and path.is_relative_to(saving)]
+    assert sorted(path.name for path in synced[:-1]) == sorted(os.listdir(target))
+    assert synced[-2:] == [saving / "MANIFEST.json", saving]  # last of all, and then the folder that lists them
+    assert ("sync", target.parent) in done[committed:]
+    removed = [position for position, (what, _) in enumerate(done) if what == "remove"]
+    if replaces:
+        assert [done[position][1].name[:15] for position in removed] == [".offload-aside-"]
+        assert removed[0] > done.index(("sync", target.parent), committed)
+    else:
+        assert not removed
+        assert ("sync", tmp_path) in done[:committed]  # the parent was made on the way
