@@ -124,14 +124,14 @@ class Hooks:
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
         inside_backward = in_backward()
-        if not inside_backward and not self._calls:
+        call = _Call(None)
+        self._calls.append(call)  # first of all: the hook after the forward runs even if this one raises
+        if not inside_backward and len(self._calls) == 1:
             self._reset()
             self._listener.forward_begins()
         if module is not unit.module and self._residency.in_use(unit.index):
-            self._calls.append(_Call(None))
             return None
-        call = _Call(unit, recorded=inside_backward or torch.is_grad_enabled())
-        self._calls.append(call)
+        call.unit, call.recorded = unit, inside_backward or torch.is_grad_enabled()
         changed = None
         if module is self._root:
             args, kwargs = changed = self._listener.cast_inputs(args, kwargs)
