@@ -97,6 +97,9 @@ class Accelerator(ABC):
     def copy_out(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
         """D2H on the drain stream, after all work given to compute so far. `source` is kept alive until then."""
 
+    def copy_in_after_compute(self) -> None:  # noqa: B027 - where copies run in the program's order there is nothing to do
+        """H2D copies that are issued from now on wait for all work given to compute so far: it may still read their targets."""
+
     @abstractmethod
     def join(self, pending: Pending) -> None:
         """Make compute wait for `pending`."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from offload.device.accelerator import Accelerator, ResizedMemory, UnitMemory
+from offload.device.accelerator import Accelerator, UnitMemory
 from offload.device.freed_memory import freed_memory
 from offload.device.lane import HostLane, InlineLane, ThreadLane
+from offload.device.mapped import MappedMemory
 from offload.device.pages import PagePool, pages_supported
 from offload.device.pending import Pending, Settled
 
@@ -14,7 +15,7 @@ from offload.device.pending import Pending, Settled
 class CpuAccelerator(Accelerator):
     """Unit memory is built from a pool of 2 MiB pages that move between units without being copied or zeroed.
 
-    Where the kernel or the native library cannot move pages, storages are resized instead.
+    Where the kernel or the native library cannot move pages, each unit has a mapping of its own.
     """
 
     name = "cpu"
@@ -25,7 +26,7 @@ class CpuAccelerator(Accelerator):
         self._pages = PagePool() if pages_supported() else None
 
     def unit_memory(self, nbytes: int) -> UnitMemory:
-        return self._pages.unit_memory(nbytes) if self._pages is not None else ResizedMemory(nbytes, self.device)
+        return self._pages.unit_memory(nbytes) if self._pages is not None else MappedMemory(nbytes)
 
     def copy_in(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
         destination.copy_(source)

@@ -75,6 +75,9 @@ class CudaAccelerator(Accelerator):
             source.record_stream(self._drain)
             return _EventPending(self._drain.record_event(), destination)
 
+    def copy_in_after_compute(self) -> None:
+        self._fetch.wait_stream(torch.cuda.current_stream(self.device))
+
     def join(self, pending: Pending) -> None:
         if isinstance(pending, _EventPending):
             torch.cuda.current_stream(self.device).wait_event(pending.event)

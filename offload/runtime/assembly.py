@@ -31,7 +31,7 @@ from offload.runtime.sinks import CopyInSink, CopyOutSink, InPlaceSink, Paramete
 from offload.runtime.timeline import Timeline
 from offload.runtime.units import ModuleUnit, partition
 from offload.runtime.update import Updates
-from offload.runtime.weights import WeightSource
+from offload.runtime.weights import WeightSource, load_buffers
 from offload.schedule.budget import Footprint, Tier
 from offload.schedule.plan import required_nbytes
 from offload.schedule.trace import Trace, guess
@@ -195,6 +195,8 @@ class Assembly:
         layout, placement = lay_out(config, accelerator, specs, trace)
         building = _Building(accelerator, layout, placement, config)
         try:
+            if self._source is not None:
+                load_buffers(model, self._source, covered)
             return building.finish(module_units, by_unit, trace, InitialValues(self._source, covered), self._state_of)
         except BaseException:
             building.close()

@@ -126,6 +126,9 @@ class RecordPlaces(Places):
         self._has_master = {chunk_of.key: has for chunk_of, has in own.items()}
         self.in_memory = all(self.view(chunk_of) is not None for chunk_of in list(own)[:1])
         """Whether records are updated where they lie, with no transfer."""
+        views = [self.view(chunk_of) for chunk_of in list(own)[:1]]
+        self.on_device = any(view is not None and view.device.type != "cpu" for view in views)
+        """Whether that is the memory of a GPU."""
 
     def has_master(self, chunk_of: ChunkOf) -> bool:
         return self._has_master[chunk_of.key]

@@ -297,6 +297,7 @@ class Training(Listener):
         assert self._updates is not None
         self.step_count += 1
         self._residency.end_step()
+        self._accelerator.copy_in_after_compute()
         self._updates.read_ahead()
         self._residency.launch_resident()
         for unit_index in self._updates.pending_units:
@@ -343,6 +344,7 @@ class Training(Listener):
                 raise
         self._begun_sum_of_squares.append(partial)
         self._enqueue(live, 1.0 / self.loss_scale.value)
+        self._accelerator.copy_in_after_compute()
         self._residency.launch_resident()
 
     def _enqueue(self, live: list[ParameterInfo], factor: float) -> None:

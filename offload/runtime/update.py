@@ -18,6 +18,7 @@ from torch import Tensor
 from offload.device import kernels
 from offload.device.accelerator import Accelerator
 from offload.device.kernels import AdamHyper, AdamSegment
+from offload.device.lane import InlineLane
 from offload.device.pending import Pending
 from offload.layout import Piece
 from offload.runtime.flats import ChunkOf, ParameterInfo, Unit
@@ -79,7 +80,8 @@ class Updates:
     ) -> None:
         self._records, self._gradients, self._sink, self._pool = records, gradients, sink, pool
         self._accelerator, self._timeline = accelerator, timeline
-        self._lane = accelerator.host_lane("update", waits_for_io=not records.in_memory)
+        # On the device an update is a launch in the order of compute, not work for a thread of the host.
+        self._lane = InlineLane() if records.on_device else accelerator.host_lane("update", waits_for_io=not records.in_memory)
         self._units: dict[int, _UnitUpdate] = {}
         self._ahead: deque[ChunkUpdate] = deque()
 

@@ -1,0 +1,32 @@
+"""Unit memory on the CPU where pages cannot be moved: a mapping of its own for each flat, given back while it is empty."""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+
+from offload.device.accelerator import UnitMemory
+
+_PAGE_NBYTES = 4096
+
+
+class MappedMemory(UnitMemory):
+    """One flat at a fixed, page-aligned address (direct I/O reads into it). Emptying it returns its pages; starts empty."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.filled = False
+        self._mapping = mmap.mmap(-1, -(-nbytes // _PAGE_NBYTES) * _PAGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.flat = torch.frombuffer(self._mapping, dtype=torch.uint8, count=nbytes)
+
+    def fill(self) -> None:
+        if self.filled:
+            raise AssertionError("fill of a filled flat")
+        self.filled = True
+
+    def empty(self) -> None:
+        if not self.filled:
+            raise AssertionError("empty of an empty flat")
+        self._mapping.madvise(mmap.MADV_DONTNEED)
+        self.filled = False
