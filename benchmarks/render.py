@@ -49,7 +49,8 @@ def train_step(report: dict[str, Any]) -> str:
     for result in report["results"]:
         ratio = result["ratio_to_plain"]
         lines.append(
-            f"| {result['shape']} ({result['parameters'] / 1e6:.0f} M) | {NAMES[result['case']]} | {result['median_seconds']:.2f} | "
+            f"| {result['shape']} ({result['parameters'] / 1e6:.0f} M) | {NAMES[result['case']]} "
+            f"| {result['median_seconds']:.2f} | "
             f"{f'{ratio:.2f}' if ratio else '-'} | {result['floor_seconds']:.2f} | {gib(result['peak_rss_nbytes'])} |"
         )
     return "\n".join(lines) + "\n"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import nn
 
 import offload
@@ -183,3 +185,14 @@ def test_a_recurrent_model(opened: Any, setup: Setup, deferred: bool) -> None:
     losses, weights = run_engine(opened(model, adamw(model), setup), loop)
     assert_close(losses, loop(Run(expected, adamw(expected))))
     assert_close(weights, expected.state_dict())
+
+
+@pytest.mark.parametrize("setup", [IN_MEMORY, ON_NVME], ids=lambda s: s.name)
+def test_weights_from_a_file_bring_buffers_too(opened: Any, nvme: Path, setup: Setup) -> None:
+    trained = Normalized()
+    simple_loop(4)(Run(trained, adamw(trained)))
+    save_file({name: value.contiguous() for name, value in trained.state_dict().items()}, nvme / "model.safetensors")
+    model = Normalized()
+    fields = setup.fields(nvme)
+    with offload.initialize(model, adamw(model), fields, weights=nvme / "model.safetensors") as engine:
+        assert_same_bits(engine.state_dict(), trained.state_dict())
