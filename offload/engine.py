@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,6 +26,9 @@ from offload.runtime.optimizer import OffloadOptimizer, hyper_of
 from offload.runtime.training import Training
 from offload.runtime.weights import open_weights
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 _engaged = WeakIdKeyDictionary()
 """Parameters that an open engine owns."""
 
@@ -36,6 +39,7 @@ def initialize(
     config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     *,
     weights: str | os.PathLike[str] | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> Engine:
     """Move `model`'s parameters and `optimizer`'s states into their tiers and return the engine that trains them.
 
@@ -47,15 +51,31 @@ def initialize(
                None: no training; forward, evaluation and generation only.
     config     a `Config`, a mapping with its keys, or the path of a JSON file
     weights    a safetensors file, or a folder with one or with a sharded index: read unit by unit into the tiers
+    mesh       how ranks are arranged; this version trains on one rank, so a mesh of more is refused
 
     Raises `ConfigError` (also `BudgetError`) and `InitializerError` before anything is allocated where they can be known
     then, `StorageError` where a path fails.
     """
     _check_arguments(model, optimizer)
+    _check_one_rank(mesh)
     resolved = Config.of(config)
     source = open_weights(weights) if weights is not None else None
     parts = Assembly(model, optimizer, resolved, source).build()
     return Engine(model, optimizer, resolved, parts)
+
+
+def _check_one_rank(mesh: DeviceMesh | None) -> None:
+    """Ranks that each trained a model of their own, without a word, would be the worst answer to several."""
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    joined = (
+        torch.distributed.get_world_size() if torch.distributed.is_available() and torch.distributed.is_initialized() else 1
+    )
+    count = max(launched, joined, mesh.size() if mesh is not None else 1)
+    if count > 1:
+        raise ConfigError(
+            f"initialize was called with {count} ranks: this version trains on one. Start one process without torchrun, or "
+            "with --nproc-per-node=1."
+        )
 
 
 def _check_arguments(model: object, optimizer: object) -> None:
@@ -246,7 +266,7 @@ class Engine:
     def export(
         self,
         dir: str | os.PathLike[str],
-        dtype: Literal["bf16", "fp16", "fp32"] | None = None,
+        dtype: Literal[bf16, fp16, fp32] | None = None,
         *,
         max_shard_size: int | str = "5GB",
     ) -> None:

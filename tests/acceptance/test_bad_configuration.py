@@ -163,3 +163,11 @@ def test_initialize_twice(opened: Any, setup: Setup) -> None:
     losses, weights = run_engine(engine, simple_loop(3))  # the first one was not harmed
     assert_close(losses, simple_loop(3)(Run(plain, adamw(plain))))
     assert_close(weights, plain.state_dict())
+
+
+def test_more_ranks_than_one_are_refused(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank would train a model of its own, and nobody would be told."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model = stack()
+    with refused(offload.ConfigError, "2 ranks"):
+        opened(model, adamw(model), IN_MEMORY)
