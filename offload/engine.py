@@ -266,7 +266,7 @@ class Engine:
     def export(
         self,
         dir: str | os.PathLike[str],
-        dtype: Literal[bf16, fp16, fp32] | None = None,
+        dtype: Literal["bf16", "fp16", "fp32"] | None = None,
         *,
         max_shard_size: int | str = "5GB",
     ) -> None:
