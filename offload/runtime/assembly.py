@@ -66,6 +66,18 @@ class Closable(Protocol):
     def close(self) -> None: ...
 
 
+def close_all(made: list[Closable]) -> None:
+    """Close what was made, last first, emptying the list. One failure does not keep the rest open; the first is raised."""
+    failure: Exception | None = None
+    while made:
+        try:
+            made.pop().close()
+        except Exception as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+
+
 @dataclass(slots=True)
 class Parts:
     """What an engine is made of. Closed in the reverse of the order in which it was made."""
@@ -88,9 +100,8 @@ class Parts:
     made: list[Closable] = field(default_factory=list)
 
     def close(self) -> None:
-        """Stop and give back everything, last made first. Idempotent."""
-        while self.made:
-            self.made.pop().close()
+        """Stop and give back everything, last made first. Idempotent. Raises the first failure, after all of it."""
+        close_all(self.made)
 
 
 def describe_parameters(
@@ -254,8 +265,7 @@ class _Building:
 
     def close(self) -> None:
         """Take down what was made, last first."""
-        while self._made:
-            self._made.pop().close()
+        close_all(self._made)
 
     def finish(
         self,
