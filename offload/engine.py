@@ -285,7 +285,10 @@ class Engine:
     # ---- lifecycle -----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give back memory and files. Parameters that lie in the tiers become unreadable. Idempotent."""
+        """Give back memory and files. Parameters that lie in the tiers become unreadable. Idempotent.
+
+        Raises the failure of an update or write that nobody has looked at, after everything was given back.
+        """
         if self.closed:
             return
         self.closed = True
@@ -297,6 +300,9 @@ class Engine:
         try:
             if self._training.failure is None:
                 self._parts.residency.finish_updates()
+                for places in (self._parts.places, self._parts.records):
+                    if places is not None:
+                        places.settle_writes()
         finally:
             stays = self._parts.places is None
             for unit in self._parts.units:

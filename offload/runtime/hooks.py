@@ -151,7 +151,7 @@ class Hooks:
 
     def _after_forward(self, output: Any) -> None:
         call = self._calls.pop()
-        if call.unit is None or not call.started:
+        if call.unit is None or not call.started or self._listener.has_failed:
             return
         if call.use is not None:
             outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
@@ -234,6 +234,11 @@ class Listener:
 
     def failures(self) -> Any:
         """A context manager around the engine's own work inside hooks: a failure in it fails the engine."""
+        raise NotImplementedError
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a failure has been reported already, so that nothing more need be said."""
         raise NotImplementedError
 
     def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:

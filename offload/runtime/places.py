@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.device.pending import Pending
+from offload.device.pending import AllOf, Pending
 from offload.layout import Extent, ExtentAllocator
 from offload.runtime.flats import ChunkOf
 from offload.tiers.io import Priority
@@ -80,6 +80,13 @@ class Places:
             pending = self._writes.pop(chunk_of.key, None)
         if pending is not None:
             pending.wait()
+
+    def settle_writes(self) -> None:
+        """Wait for every write in flight; raise the first failure."""
+        with self._lock:
+            pendings = list(self._writes.values())
+            self._writes.clear()
+        AllOf(pendings).wait()
 
     def raise_failed_writes(self) -> None:
         """Raise the failure of a write that is over and that nobody waited for."""

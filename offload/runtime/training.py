@@ -77,6 +77,10 @@ class Training(Listener):
             self.failure = error
             raise
 
+    @property
+    def has_failed(self) -> bool:
+        return self.failure is not None
+
     def check(self) -> None:
         """Raise if the engine is closed, or if an earlier failure left it unusable."""
         if self.closed:

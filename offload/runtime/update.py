@@ -52,6 +52,7 @@ class ChunkUpdate:
     started: bool = False
     lease: Lease | None = None
     reading: Pending | None = None
+    failure: Exception | None = None
 
     @property
     def updates_every_slot(self) -> bool:
@@ -156,14 +157,20 @@ class Updates:
 
     def _start_reading(self, chunk_update: ChunkUpdate, lease: Lease | None) -> None:
         chunk_update.started = True
+        chunk_update.lease = lease
         chunk_of = chunk_update.chunk_of
-        if lease is not None:
-            chunk_update.lease = lease
-            chunk_update.reading = self._records.read(chunk_of, lease.tensor[: self._records.nbytes(chunk_of)])
-        self._gradients.prefetch(chunk_of)
+        try:
+            if lease is not None:
+                chunk_update.reading = self._records.read(chunk_of, lease.tensor[: self._records.nbytes(chunk_of)])
+            self._gradients.prefetch(chunk_of)
+        except Exception as error:
+            # Reading ahead is nobody's errand: the failure waits for the update that needs what was not read.
+            chunk_update.failure = error
 
     def _apply(self, chunk_update: ChunkUpdate) -> Pending:
         chunk_of, lease = chunk_update.chunk_of, chunk_update.lease
+        if chunk_update.failure is not None:
+            raise chunk_update.failure
         with self._timeline.lane_waiting("read records"):
             if chunk_update.reading is not None:
                 chunk_update.reading.wait()

@@ -1,0 +1,98 @@
+"""Faults of the drive under a whole engine: right data or the right error, never a silent one, never a hang.
+
+The faulty backend runs a transfer only when somebody waits for it and in an order drawn from a seed, so these runs also
+show that every wait on a file is there.
+"""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.nn.functional as F
+
+import offload
+from offload.runtime import assembly
+from tests.tiers.faulty_io import Fault, FaultyBackend, seeded_faults
+
+from .models import IN_MEMORY, ON_NVME, ON_NVME_IN_BACKWARD, Setup, adamw, stack, vector_batches
+from .runs import assert_same_bits
+
+STEPS = 3
+
+
+def steps(engine: offload.Engine) -> list[float]:
+    losses = []
+    for x, y in vector_batches(STEPS):
+        loss = F.mse_loss(engine.module(x), y)
+        loss.backward()
+        engine.step()
+        engine.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def run(nvme: Path, setup: Setup, monkeypatch: pytest.MonkeyPatch, backend: FaultyBackend | None) -> tuple[Any, Any]:
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", setup.accelerator)
+    if backend is not None:
+        monkeypatch.setattr(assembly, "open_backend", lambda: backend)
+    model = stack()
+    with offload.initialize(model, adamw(model), setup.fields(nvme)) as engine:
+        return steps(engine), engine.state_dict()
+
+
+@pytest.fixture
+def right(tmp_path: Path) -> tuple[Any, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        return run(tmp_path, IN_MEMORY, patch, None)
+
+
+@pytest.mark.parametrize("setup", [ON_NVME, ON_NVME_IN_BACKWARD, Setup("nvme", "nvme", "cpu")], ids=lambda s: s.name)
+@pytest.mark.parametrize("seed", range(6))
+def test_short_transfers_delays_and_any_order_change_nothing(
+    nvme: Path, right: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, setup: Setup, seed: int
+) -> None:
+    faults = seeded_faults(seed, 2000, 0.5, (Fault("short"), Fault("delay")))
+    assert_same_bits(run(nvme, setup, monkeypatch, FaultyBackend(seed, faults)), right)
+
+
+@pytest.mark.parametrize(
+    ("setup", "code"),
+    [
+        (ON_NVME, errno.EIO),
+        (ON_NVME, errno.ENOSPC),
+        (ON_NVME_IN_BACKWARD, errno.EIO),
+        (Setup("nvme", "nvme", "cpu"), errno.EIO),
+        (Setup("device", "nvme", "deferred"), errno.EIO),
+        (Setup("nvme", "device", "deferred"), errno.EIO),
+    ],
+    ids=lambda value: value.name if isinstance(value, Setup) else errno.errorcode[value],
+)
+def test_a_failed_transfer_is_an_error_that_names_it(
+    nvme: Path, monkeypatch: pytest.MonkeyPatch, setup: Setup, code: int
+) -> None:
+    """At every transfer of a run: a StorageError with the errno, then an engine that refuses to go on."""
+    whole = FaultyBackend(1)
+    run(nvme, setup, monkeypatch, whole)
+    assert whole.submitted_count > 30
+    for index in range(whole.submitted_count):
+        backend = FaultyBackend(1, {index: Fault("errno", code)})
+        monkeypatch.setattr(assembly, "open_backend", lambda backend=backend: backend)
+        model = stack()
+        try:
+            engine = offload.initialize(model, adamw(model), setup.fields(nvme))
+        except offload.StorageError as error:
+            assert error.errno == code
+            continue
+        with pytest.raises(offload.StorageError) as caught:  # transfer `index`
+            try:
+                steps(engine)
+                engine.state_dict()
+            finally:
+                if engine._training.failure is not None:
+                    with pytest.raises(offload.EngineFailedError):
+                        engine.step()
+                engine.close()
+        assert caught.value.errno == code, f"transfer {index}"
