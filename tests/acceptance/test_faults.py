@@ -96,3 +96,52 @@ def test_a_failed_transfer_is_an_error_that_names_it(
                         engine.step()
                 engine.close()
         assert caught.value.errno == code, f"transfer {index}"
+
+
+@pytest.fixture
+def spilling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks so small that a block has many, and the gradients of the first layers push those of the last out."""
+    monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
+
+
+def run_wide(nvme: Path, setup: Setup, monkeypatch: pytest.MonkeyPatch, backend: FaultyBackend, **fields: Any) -> Any:
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", setup.accelerator)
+    monkeypatch.setattr(assembly, "open_backend", lambda: backend)
+    model = stack(128, 4)
+    losses = []
+    with offload.initialize(model, adamw(model), setup.fields(nvme, max_grad_norm=0.5, **fields)) as engine:
+        placement = engine._parts.placement
+        for x, y in vector_batches(2 * STEPS, width=128):
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            losses.append(loss.item())
+            if len(losses) % 2 == 0:
+                engine.step()
+                engine.zero_grad()
+        written = any("gradients" in str(folder) for folder in nvme.rglob("*"))
+        return (losses, engine.state_dict()), placement, written
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("setup", [ON_NVME, Setup("nvme", "nvme", "cpu")], ids=lambda s: s.name)
+def test_spilled_gradients_are_the_same_bits(
+    nvme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spilling: None, setup: Setup, dtype: str
+) -> None:
+    """Two micro-batches, so gradients are read back to be added to (in fp32 from then on), spilled again, and read back."""
+    right, _, _ = run_wide(tmp_path, IN_MEMORY, monkeypatch, FaultyBackend(0), dtype=dtype)
+    backend = FaultyBackend(3, seeded_faults(3, 5000, 0.3, (Fault("short"), Fault("delay"))))
+    result, placement, written = run_wide(nvme, setup, monkeypatch, backend, dtype=dtype)
+    assert written and placement.retained_gradient_buffers < 16 * 4, "nothing is spilled here"
+    assert_same_bits(result, right)
+
+
+@pytest.mark.parametrize("setup", [ON_NVME, Setup("nvme", "nvme", "cpu")], ids=lambda s: s.name)
+def test_a_failed_transfer_of_a_spilled_gradient_is_raised(
+    nvme: Path, monkeypatch: pytest.MonkeyPatch, spilling: None, setup: Setup
+) -> None:
+    whole = FaultyBackend(1)
+    run_wide(nvme, setup, monkeypatch, whole)
+    for index in range(0, whole.submitted_count, max(whole.submitted_count // 16, 1)):
+        with pytest.raises(offload.StorageError) as caught:
+            run_wide(nvme, setup, monkeypatch, FaultyBackend(1, {index: Fault("errno", errno.EIO)}))
+        assert caught.value.errno == errno.EIO, f"transfer {index}"
