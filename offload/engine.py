@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -362,14 +363,19 @@ class Engine:
     def _guard_parameters(self) -> None:
         residency = self._parts.residency
         for info in self._parts.parameters:
-            info.guard = ParameterGuard(info.fqn, info.parameter, self._bringer(info))
+            info.guard = ParameterGuard(info.fqn, info.parameter, self._bringer(info.index))
         for unit in self._parts.units:
             residency.close_off(unit.index)
 
-    def _bringer(self, info: ParameterInfo) -> Any:
+    def _bringer(self, parameter_index: int) -> Callable[[], None]:
+        # Guards are found through a table of the process: it must not keep the engine, or its memory, alive.
+        training_reference = weakref.ref(self._training)
+
         def bring_in() -> None:
-            self._require_open()
-            self._parts.residency.bring_in(info)
+            training = training_reference()
+            if training is None:
+                raise UsageError("the engine of this parameter is gone without close(): its value cannot be read any more.")
+            training.bring_in(parameter_index)
 
         return bring_in
 

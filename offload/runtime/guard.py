@@ -14,6 +14,7 @@ if its token is still there, so `model.zero_grad()` and `p.grad = None` mean wha
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -107,7 +108,7 @@ def _guarded_torch_function(
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     leaves = pytree.tree_leaves((args, dict(kwargs)))
-    guarded = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and id(leaf) in _watches]
+    guarded = [leaf for leaf in leaves if type(leaf) in _plain_classes and id(leaf) in _watches]
     if func is _REPRESENT and guarded:
         watch = _watches[id(guarded[0])]
         if not watch.readable:
@@ -115,7 +116,7 @@ def _guarded_torch_function(
     target = _writes_into(func, args, kwargs)
     targets = target if isinstance(target, (list, tuple)) else (target,)
     for written in targets:
-        if isinstance(written, torch.Tensor) and id(written) in _watches:
+        if type(written) in _plain_classes and id(written) in _watches:
             raise _refuse_writing(_watches[id(written)].fqn, func)
     for parameter in guarded:
         watching = _watches.get(id(parameter))
@@ -166,6 +167,8 @@ class ParameterGuard:
         self._guard_class = _guard_class(type(parameter))
         self._readable_watch = Watch(fqn, bring_in, True)
         self._absent_watch = Watch(fqn, bring_in, False)
+        # A model that is dropped without close() must not leave a watch on an address that another tensor gets.
+        weakref.finalize(parameter, _watches.pop, id(parameter), None)
 
     def close_off(self, *, readable: bool) -> None:
         """Guard the parameter. `readable`: its memory is there and may be read (but not written)."""

@@ -13,6 +13,7 @@ Recomputation (activation checkpointing, reentrant or not) is a forward inside b
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -210,23 +211,42 @@ class Hooks:
                 self._listener.backward_leaves(use.unit)
 
     def _hook_parameter(self, unit: Unit, info: ParameterInfo) -> None:
+        # The hooks of a parameter lie where Python's collector does not look: what they hold strongly, and lead back to the
+        # parameter, would never be freed. The hooks of the modules keep this object alive as long as the model lives.
+        reference = weakref.ref(self)
+        unit_position, parameter_position = self._units.index(unit), unit.parameters.index(info)
+
         @torch._dynamo.disable  # type: ignore[untyped-decorator]
         def before_accumulation(gradient: torch.Tensor) -> None:
-            self._enter_backward()
-            if info.trainable:
-                with self._listener.failures():
-                    self._listener.gradient_coming(unit, info)
+            hooks = reference()
+            if hooks is not None:
+                hooks._before_accumulation(unit_position, parameter_position)
 
         @torch._dynamo.disable  # type: ignore[untyped-decorator]
         def after_accumulation(parameter: torch.Tensor) -> None:
-            if info.trainable:
-                with self._listener.failures():
-                    self._listener.gradient_arrived(unit, info)
-            for use in [use for use in self._open_uses if use.unit is unit]:
-                use.gradient_arrived(info)
+            hooks = reference()
+            if hooks is not None:
+                hooks._after_accumulation(unit_position, parameter_position)
 
         self._removers.append(info.parameter.register_hook(before_accumulation).remove)
         self._removers.append(info.parameter.register_post_accumulate_grad_hook(after_accumulation).remove)
+
+    def _before_accumulation(self, unit_position: int, parameter_position: int) -> None:
+        unit = self._units[unit_position]
+        info = unit.parameters[parameter_position]
+        self._enter_backward()
+        if info.trainable:
+            with self._listener.failures():
+                self._listener.gradient_coming(unit, info)
+
+    def _after_accumulation(self, unit_position: int, parameter_position: int) -> None:
+        unit = self._units[unit_position]
+        info = unit.parameters[parameter_position]
+        if info.trainable:
+            with self._listener.failures():
+                self._listener.gradient_arrived(unit, info)
+        for use in [use for use in self._open_uses if use.unit is unit]:
+            use.gradient_arrived(info)
 
 
 class Listener:

@@ -40,7 +40,7 @@ class Training(Listener):
     """See the module. Owned by the thread that drives the model; hooks run in it or in autograd's."""
 
     def __init__(self, parts: Parts, loss_scale: LossScale) -> None:
-        self._units, self._residency = parts.units, parts.residency
+        self._units, self._residency, self._parameters = parts.units, parts.residency, parts.parameters
         self._gradients, self._updates = parts.gradients, parts.updates
         self._places, self._records = parts.places, parts.records
         self._accelerator, self._timeline = parts.accelerator, parts.timeline
@@ -89,6 +89,11 @@ class Training(Listener):
             raise EngineFailedError(
                 f"the engine failed earlier and its state is undefined: {self.failure}. Start again from the last checkpoint."
             ) from self.failure
+
+    def bring_in(self, parameter_index: int) -> None:
+        """A guarded parameter's value is asked for (`Residency.bring_in`)."""
+        self.check()
+        self._residency.bring_in(self._parameters[parameter_index])
 
     # ---- forward and backward ------------------------------------------------------------------------------------
 
