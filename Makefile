@@ -6,7 +6,6 @@ VENV       ?= .venv
 VENV_FLAGS ?=
 TORCH      ?= torch==2.13.0
 
-TORCH_PIP_FLAGS ?=
 EXTRAS     ?= dev,hf
 DEMO_NVME  ?= .demo-scratch
 DEMO_FLAGS ?= --data stdlib --hidden 1024 --layers 24 --heads 16 --sequence 128 --steps 24 --seconds 150 --warmup 4 --lr 3e-4 \
@@ -38,7 +37,7 @@ $(PY):
 
 $(STAMP): $(PY) $(BUILD_INPUTS)
 	@sh native/get_liburing.sh
-	$(PY) -c 'import torch' 2>/dev/null || $(PIP) install --quiet '$(TORCH)' $(TORCH_PIP_FLAGS)
+	$(PY) -c 'import torch' 2>/dev/null || $(PIP) install --quiet '$(TORCH)'
 	$(PIP) install --quiet 'scikit-build-core>=0.10' 'cmake>=3.18' ninja
 	$(PIP) install --quiet --no-build-isolation --editable '.[$(EXTRAS)]'
 	@$(PY) -c 'from offload import _native as n; print(n.build_info() if n.available() else n.unavailable_reason())'

@@ -180,10 +180,6 @@ class UnitLayout:
         """Bytes of the unsharded parameters, padding included."""
         return sum(flat.nbytes for flat in self.flats)
 
-    @property
-    def trainable_numel(self) -> int:
-        return sum(flat.numel for flat in self.flats if flat.trainable)
-
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -197,11 +193,6 @@ class Layout:
     @property
     def flats(self) -> Iterator[FlatLayout]:
         return (flat for unit in self.units for flat in unit.flats)
-
-    @property
-    def max_chunk_numel(self) -> int:
-        """Elements of the largest chunk there is (at most `chunk_numel`)."""
-        return max((chunk.numel for flat in self.flats for chunk in flat.chunks), default=0)
 
 
 def _flat_layout(unit_index: int, specs: Sequence[ParameterSpec], world_size: int, rank: int, chunk_numel: int) -> FlatLayout:

@@ -33,13 +33,27 @@ class UnitMemory(ABC):
     nbytes: int
     filled: bool
 
-    @abstractmethod
     def fill(self) -> None:
         """Give the flat memory; contents undefined. Precondition: not filled."""
+        if self.filled:
+            raise AssertionError("fill of a filled flat")
+        self._gain()
+        self.filled = True
 
-    @abstractmethod
     def empty(self) -> None:
         """Take the memory away. Precondition: filled, and nothing in flight reads or writes it."""
+        if not self.filled:
+            raise AssertionError("empty of an empty flat")
+        self._lose()
+        self.filled = False
+
+    @abstractmethod
+    def _gain(self) -> None:
+        """What `fill` does on this device."""
+
+    @abstractmethod
+    def _lose(self) -> None:
+        """What `empty` does on this device."""
 
 
 class HomeMemory(UnitMemory):
@@ -50,10 +64,10 @@ class HomeMemory(UnitMemory):
         self.nbytes = flat.numel()
         self.filled = True
 
-    def fill(self) -> None:
+    def _gain(self) -> None:
         raise AssertionError("a home flat is always filled")
 
-    def empty(self) -> None:
+    def _lose(self) -> None:
         raise AssertionError("a home flat is never emptied")
 
 
@@ -65,17 +79,11 @@ class ResizedMemory(UnitMemory):
         self.nbytes = nbytes
         self.filled = True
 
-    def fill(self) -> None:
-        if self.filled:
-            raise AssertionError("fill of a filled flat")
+    def _gain(self) -> None:
         self.flat.untyped_storage().resize_(self.nbytes)
-        self.filled = True
 
-    def empty(self) -> None:
-        if not self.filled:
-            raise AssertionError("empty of an empty flat")
+    def _lose(self) -> None:
         self.flat.untyped_storage().resize_(0)
-        self.filled = False
 
 
 class Accelerator(ABC):

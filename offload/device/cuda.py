@@ -38,8 +38,8 @@ class _StreamOrderedMemory(ResizedMemory):
         super().__init__(nbytes, device)
         self._fetch = fetch
 
-    def fill(self) -> None:
-        super().fill()
+    def _gain(self) -> None:
+        super()._gain()
         # The allocator handed out memory that earlier compute may still be using.
         self._fetch.wait_event(torch.cuda.current_stream(self.flat.device).record_event())
 

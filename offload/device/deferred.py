@@ -27,16 +27,11 @@ class _PoisonedMemory(UnitMemory):
         self.nbytes = nbytes
         self.filled = True
 
-    def fill(self) -> None:
-        if self.filled:
-            raise AssertionError("fill of a filled flat")
-        self.filled = True
+    def _gain(self) -> None:
+        """It is there, and poisoned since it was made or emptied."""
 
-    def empty(self) -> None:
-        if not self.filled:
-            raise AssertionError("empty of an empty flat")
+    def _lose(self) -> None:
         self.flat.fill_(_POISON)
-        self.filled = False
 
 
 class _Deferred(Pending):

@@ -20,13 +20,8 @@ class MappedMemory(UnitMemory):
         self._mapping = mmap.mmap(-1, -(-nbytes // _PAGE_NBYTES) * _PAGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.flat = torch.frombuffer(self._mapping, dtype=torch.uint8, count=nbytes)
 
-    def fill(self) -> None:
-        if self.filled:
-            raise AssertionError("fill of a filled flat")
-        self.filled = True
+    def _gain(self) -> None:
+        """The system gives pages as they are written to."""
 
-    def empty(self) -> None:
-        if not self.filled:
-            raise AssertionError("empty of an empty flat")
+    def _lose(self) -> None:
         self._mapping.madvise(mmap.MADV_DONTNEED)
-        self.filled = False

@@ -65,19 +65,13 @@ class MovedPages(UnitMemory):
         self._range = _native.PageRange(round_up(nbytes, PAGE_NBYTES))
         self.flat = torch.frombuffer(self._range.buffer(), dtype=torch.uint8, count=nbytes)
 
-    def fill(self) -> None:
-        if self.filled:
-            raise AssertionError("fill of a filled flat")
+    def _gain(self) -> None:
         self._homes = self._pool.take(self._range.nbytes // PAGE_NBYTES)
         for index, home in enumerate(self._homes):
             _native.pages_move(home, self._range.address + index * PAGE_NBYTES, PAGE_NBYTES)
-        self.filled = True
 
-    def empty(self) -> None:
-        if not self.filled:
-            raise AssertionError("empty of an empty flat")
+    def _lose(self) -> None:
         for index, home in enumerate(self._homes):
             _native.pages_move(self._range.address + index * PAGE_NBYTES, home, PAGE_NBYTES)
         self._pool.give_back(self._homes)
         self._homes = []
-        self.filled = False

@@ -136,10 +136,6 @@ class Unit:
     def name(self) -> str:
         return self.layout.name or "(root)"
 
-    @property
-    def trainable_flats(self) -> list[Flat]:
-        return [flat for flat in self.flats if flat.layout.trainable]
-
     def point_parameters_at_flats(self) -> None:
         """Make every parameter of the unit a view of its flat."""
         for flat in self.flats:

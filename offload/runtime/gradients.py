@@ -92,7 +92,6 @@ class Gradients:
         self._held: dict[tuple[int, int], None] = {}
         self._sums: dict[int, dict[int, list[float] | torch.Tensor]] = {}
         self._live: dict[int, ParameterInfo] = {}
-        self.accumulating = False
 
     # ---- arrival -------------------------------------------------------------------------------------------------
 
@@ -102,7 +101,6 @@ class Gradients:
         `owned`: nobody else will write to the tensor, so that it may be kept.
         """
         accumulate = info.index in self._live
-        self.accumulating = self.accumulating or accumulate
         ordered = info.in_memory_order(gradient)
         slot = next(slot for slot in flat.layout.slots if slot.parameter_index == info.index)
         self._live[info.index] = info
