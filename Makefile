@@ -11,14 +11,17 @@ DEMO_NVME  ?= .demo-scratch
 DEMO_FLAGS ?= --data stdlib --hidden 1024 --layers 24 --heads 16 --sequence 128 --steps 24 --seconds 150 --warmup 4 --lr 3e-4 \
               --clip 1 --eval-batches 4 --parameters nvme --optimizer-states nvme --nvme $(DEMO_NVME) --cpu-memory 512MiB
 BENCH_FLAGS ?=
+FUZZ_SECONDS ?= 60
 
 PY    := $(VENV)/bin/python
 PIP   := $(PY) -m pip --disable-pip-version-check
 STAMP := $(VENV)/.offload-installed
-BUILD_INPUTS := pyproject.toml $(wildcard offload/__init__.py) native/CMakeLists.txt native/exports.map $(wildcard native/src/*) $(wildcard native/include/*)
-CXX_SOURCES  := $(wildcard native/src/*.cpp) $(wildcard native/src/*.h) $(wildcard native/src/*.inc) $(wildcard native/include/*.h)
+BUILD_INPUTS := pyproject.toml $(wildcard offload/__init__.py) native/CMakeLists.txt native/exports.map $(wildcard native/src/*) $(wildcard native/include/*) \
+  $(wildcard offload/device/cuda_kernels/*)
+CXX_SOURCES  := $(wildcard native/fuzz/*.cpp) $(wildcard native/src/*.cpp) $(wildcard native/src/*.h) $(wildcard native/src/*.inc) $(wildcard native/include/*.h) \
+  $(wildcard offload/device/cuda_kernels/*.cu) $(wildcard tests/device/*.cpp)
 
-.PHONY: help install demo test test-gpu check soak bench clean
+.PHONY: help install demo test test-gpu check sanitize fuzz soak bench gpu-report clean
 
 help:
 	@echo "make install   environment in $(VENV), torch, this package with its native core"
@@ -26,8 +29,11 @@ help:
 	@echo "make test      quick tests"
 	@echo "make test-gpu  tests that need a CUDA device; skipped without one"
 	@echo "make check     ruff, mypy, import-linter, clang-format"
+	@echo "make sanitize  the native tests under ASan, UBSan and TSan"
+	@echo "make fuzz      coverage-guided fuzzing of the native library (needs clang); FUZZ_SECONDS=60"
 	@echo "make soak      the slow tests"
 	@echo "make bench     benchmarks"
+	@echo "make gpu-report  training beside its peers on a CUDA device, in under 9 minutes"
 
 install: $(STAMP)
 
@@ -55,11 +61,23 @@ test: install
 test-gpu: install
 	$(PY) -m pytest -q -rs -m gpu || [ $$? -eq 5 ]
 
+sanitize: install
+	native/sanitize.sh $(PY)
+
+fuzz:
+	native/fuzz.sh $(FUZZ_SECONDS)
+
 soak: install
 	$(PY) -m pytest -q -m slow || [ $$? -eq 5 ]
 
 bench: install
-	for file in $(filter-out benchmarks/render.py,$(wildcard benchmarks/*.py)); do $(PY) $$file $(BENCH_FLAGS) || exit 1; done
+	for file in $(filter-out $(addprefix benchmarks/,render.py gpu.py plot.py machine.py own_io.py aio_peer.py deepspeed_step.py),$(wildcard benchmarks/*.py)); do $(PY) $$file $(BENCH_FLAGS) || exit 1; done
+
+GPU_REPORT_FLAGS ?= --out docs/performance/gpu.json
+
+gpu-report: install
+	$(PY) benchmarks/gpu.py $(GPU_REPORT_FLAGS)
+	$(PY) benchmarks/render.py
 
 # Every check runs; the target fails if one did.
 check: install

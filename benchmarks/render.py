@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from gpu_report.tables import gpu, gpu_plots
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "performance"
 PAGES = (ROOT / "README.md", RESULTS / "README.md")
@@ -20,6 +22,8 @@ NAMES = {
     "plain": "plain PyTorch, fused AdamW, all in memory",
     "cpu": "offload, parameters and states in CPU memory",
     "nvme": "offload, parameters and states on NVMe",
+    "deepspeed cpu": "DeepSpeed ZeRO-3, parameters and states in CPU memory",
+    "deepspeed nvme": "DeepSpeed ZeRO-3, parameters and states on NVMe",
 }
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -43,27 +47,199 @@ def train_step(report: dict[str, Any]) -> str:
     lines = [
         "GPT-2-shaped, batch 1 x 128, fp32, clip 1.0, no GPU; median of the steps of one run. " + machine_line(report),
         "",
-        "| model | how | s/step | x plain | floor s | peak RSS |",
-        "|---|---|---|---|---|---|",
+        "| model | how | s/step | x plain | floor s | hidden: NVMe read, write, Adam | peak RSS |",
+        "|---|---|---|---|---|---|---|",
     ]
     for result in report["results"]:
-        ratio = result["ratio_to_plain"]
+        size = f" ({result['parameters'] / 1e6:.0f} M)" if "parameters" in result else ""
+        start = f"| {result['shape']}{size} | {NAMES[result['case']]} "
+        if "failed" in result:
+            lines.append(f"{start}| {result['failed']} | - | - | - | - |")
+            continue
+        ratio, floor = result.get("ratio_to_plain"), result.get("floor_seconds")
         lines.append(
-            f"| {result['shape']} ({result['parameters'] / 1e6:.0f} M) | {NAMES[result['case']]} "
-            f"| {result['median_seconds']:.2f} | "
-            f"{f'{ratio:.2f}' if ratio else '-'} | {result['floor_seconds']:.2f} | {gib(result['peak_rss_nbytes'])} |"
+            f"{start}| {result['median_seconds']:.2f} | {f'{ratio:.2f}' if ratio else '-'} | "
+            f"{f'{floor:.2f}' if floor else '-'} | {hidden(result)} | {gib(result['peak_rss_nbytes'])} |"
         )
     return "\n".join(lines) + "\n"
 
 
-TABLES = {"train_step": train_step}
+def hidden(result: dict[str, Any]) -> str:
+    """Shares of the links' work that nobody waited for."""
+    links = result.get("links", {})
+    shares = [links.get(name, {}).get("hidden") for name in ("nvme read", "nvme write", "adam")]
+    return ", ".join("-" if share is None else f"{100 * share:.0f} %" for share in shares) if links else "-"
+
+
+def memory_sweep(report: dict[str, Any]) -> str:
+    """The table of benchmarks/train_step.py --memory-sweep."""
+    results = report["results"]
+    lines = [
+        f"{results[0]['shape']}, batch 1 x 128, fp32, everything asked to lie on NVMe; losses bitwise the same in every row. "
+        + machine_line(report),
+        "",
+        "| cpu_memory | s/step | floor s | NVMe GB a step | hidden: NVMe read, write, Adam | peak RSS |",
+        "|---|---|---|---|---|---|",
+    ]
+    for result in results:
+        moved = result.get("read_nbytes_per_step", 0) + result.get("written_nbytes_per_step", 0)
+        lines.append(
+            f"| {gib(result['cpu_memory'])} | {result['median_seconds']:.2f} | {result['floor_seconds']:.2f} | "
+            f"{moved / 1e9:.2f} | {hidden(result)} | {gib(result['peak_rss_nbytes'])} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def checkpoint(report: dict[str, Any]) -> str:
+    """The table of benchmarks/checkpoint.py."""
+    lines = [
+        "A save beside training, against a step of the same run; fp32, batch 1 x 128, no GPU. " + machine_line(report),
+        "",
+        "| model | how | s/step | next step held up, s (share of a step) | whole save, s | extra peak RSS |",
+        "|---|---|---|---|---|---|",
+    ]
+    for result in report["results"]:
+        lines.append(
+            f"| {result['shape']} ({result['parameters'] / 1e6:.0f} M) | {result['case']} | {result['step_seconds']:.2f} "
+            f"| {result['held_up_seconds']:.2f} ({100 * result['held_up_share']:.0f} %) | {result['save_seconds']:.2f} "
+            f"| {result['extra_peak_nbytes'] / 2**20:.0f} MiB |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def io(report: dict[str, Any]) -> str:
+    """The table of benchmarks/io.py: GB/s, share of the best, processor seconds for each GB."""
+    machine, rows = report["machine"], report["rows"]
+    names = list(dict.fromkeys(row["contender"] for row in rows))
+    columns = [(count, column) for count in (1, 2) for column in ("read", "write", "both")]
+    cells = {(row["contender"], row["files"], row["column"]): row for row in rows}
+    best = {key: max(cells[(name, *key)]["bytes_per_second"] for name in names) for key in columns}
+    lines = [
+        f"{machine['cores']} cores of {machine['cpu']}, kernel {machine['kernel']}; files of {report['size_mib']} MiB, medians "
+        f"of {report['rounds']} rounds in turns; huge pages of fio: {report['fio_huge']}. GB/s, share of the column's best, "
+        "processor seconds for each GB.",
+        "",
+        "| | " + " | ".join(f"{column}, {count} file{'s' * (count > 1)}" for count, column in columns) + " |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
+    for name in names:
+        values = []
+        for key in columns:
+            row = cells[(name, *key)]
+            rate = row["bytes_per_second"]
+            values.append(f"{rate / 1e9:.2f} ({100 * rate / best[key]:.0f} %) {row['cpu_seconds_per_gb']:.4f}")
+        lines.append(f"| {name} | " + " | ".join(values) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def ranks(report: dict[str, Any]) -> str:
+    """The table of benchmarks/ranks.py."""
+    machine = report["machine"]
+    measured = [one for one in report["results"] if "missing" not in one]
+    lines = [
+        f"{measured[0]['ranks']} ranks of one core each, gloo; GPT-2-shaped, batch 1 x 128 on each rank, fp32, clip 1.0, in "
+        f"CPU memory; medians of one run, in turns. {machine['cpu']}, torch {machine['torch']}. Floor: the larger of compute "
+        "and wire, at rates of the same run.",
+        "",
+        "| model | how | s/step | offload stage 3 to it | floor s (compute, wire) | peak RSS of a rank |",
+        "|---|---|---|---|---|---|",
+    ]
+    for one in measured:
+        lines.append(
+            f"| {one['shape']} ({one['parameters'] / 1e6:.0f} M) | {one['case']} | {one['median_seconds']:.2f} "
+            f"| {one['ours_to_it']:.2f} | {one['floor_seconds']:.2f} ({one['compute_seconds']:.2f}, {one['wire_seconds']:.2f}) "
+            f"| {gib(one['peak_rss_nbytes'])} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+ADAM_NAMES = {
+    "fp32": "fp32 parameters and states",
+    "mixed": "bf16 parameters, fp32 states",
+    "split": "bf16 parameters, split",
+    "bf16": "bf16 parameters, bf16 moments",
+    "8bit": "bf16 parameters, 8-bit moments",
+}
+PEERS = {"torch_foreach": "torch foreach", "torch_fused": "torch fused", "deepspeed": "DeepSpeed"}
+
+
+def adam(report: dict[str, Any]) -> str:
+    """The table of benchmarks/adam.py."""
+    machine, results = report["machine"], report["results"]
+    peers = [name for name in PEERS if name in results[0]["formats"]["fp32"]["ratio_to_peers"]]
+    where = f"{machine['cores']} cores of {machine['cpu']}, {gib(machine['memory_nbytes'])}, torch {machine['torch']}"
+    lines = [
+        f"{where}; AdamW, medians in turns; flat: {results[0]['numel'] / 1e6:.0f} M elements; "
+        f"GPT-2: {results[1]['numel'] / 1e6:.0f} M in {results[1]['tensors']} tensors.",
+        "",
+        "| threads, shape | states | ms | B moved | % of stream | x fp32 | "
+        + " | ".join(f"x {PEERS[peer]}" for peer in peers)
+        + f" | whole step, x {PEERS[results[0]['whole_peer']]}'s |",
+        "|---" * (7 + len(peers)) + "|",
+    ]
+    for result in results:
+        for name, one in result["formats"].items():
+            ratios = " | ".join(f"{one['ratio_to_peers'][peer]:.2f}" for peer in peers)
+            whole = f"{one['whole_ratio']:.2f}" if one["whole_ratio"] is not None else "-"
+            lines.append(
+                f"| {result['threads']}, {'GPT-2' if result['shape'] == 'gpt2' else 'flat'} | {ADAM_NAMES[name]} "
+                f"| {1e3 * result['median_seconds'][name]:.1f} | {one['nbytes_per_parameter']:.0f} "
+                f"| {100 * one['share_of_stream']:.0f} | {one['ratio_to_fp32']:.2f} | {ratios} | {whole} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def loss_curves(report: dict[str, Any]) -> str:
+    """The table of benchmarks/loss_curves.py."""
+    summary, runs = report["summary"], report["runs"]
+    losses, noise = summary["final_loss"], summary["noise"]
+    lines = [
+        f"A Llama of {runs[0]['parameters'] / 1e6:.1f} M parameters in bf16, AdamW, {report['steps']} steps of "
+        f"{report['model']['batch']} x {report['model']['sequence']} bytes of the sources of Python's library; held-out loss, "
+        "nats per byte. The noise is the largest difference between two seeds with fp32 states; a format's distance is from "
+        "the fp32 run with its seed.",
+        "",
+        "| run | loss at the end | distance at the end | mean distance, second half |",
+        "|---|---|---|---|",
+    ]
+    for name, loss in losses.items():
+        apart = summary.get(name)
+        distance = f"{apart['last']:.4f} | {apart['mean']:.4f}" if apart is not None else "- | -"
+        lines.append(f"| {name} | {loss:.4f} | {distance} |")
+    lines.append(f"| noise between seeds | | {noise['last']:.4f} | {noise['mean']:.4f} |")
+    return "\n".join(lines) + "\n"
+
+
+TABLES = {
+    "ranks": ranks,
+    "adam": adam,
+    "loss_curves": loss_curves,
+    "train_step": train_step,
+    "memory_sweep": memory_sweep,
+    "io": io,
+    "checkpoint": checkpoint,
+    "gpu": gpu,
+}
+
+
+def plots() -> dict[Path, str]:
+    """The plots of the report for GPUs, where it was measured."""
+    results = RESULTS / "gpu.json"
+    if not results.exists():
+        return {}
+    report = json.loads(results.read_text())
+    assert not report["dry_run"], "the figures of a dry run are none"
+    return {RESULTS / name: svg for name, svg in gpu_plots(report).items()}
 
 
 def rendered(page: Path) -> str:
     """The page with every marked table made anew from its result file."""
 
     def table(match: re.Match[str]) -> str:
-        report = json.loads((RESULTS / f"{match[2]}.json").read_text())
+        results = RESULTS / f"{match[2]}.json"
+        if not results.exists():
+            return match[0]  # not measured yet
+        report = json.loads(results.read_text())
         return match[1] + TABLES[match[2]](report) + match[3]
 
     return MARKED.sub(table, page.read_text())
@@ -73,12 +249,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if something would change")
     options = parser.parse_args()
-    stale = [page for page in PAGES if rendered(page) != page.read_text()]
-    for page in stale:
+    wanted = {page: rendered(page) for page in PAGES} | plots()
+    stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
+    for path in stale:
         if options.check:
-            print(f"{page.relative_to(ROOT)} does not show its result files: run python benchmarks/render.py", file=sys.stderr)
+            print(f"{path.relative_to(ROOT)} does not show its result files: run python benchmarks/render.py", file=sys.stderr)
         else:
-            page.write_text(rendered(page))
+            path.write_text(wanted[path])
     return 1 if stale and options.check else 0
 
 

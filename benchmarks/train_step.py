@@ -1,18 +1,19 @@
 """Seconds per training step and peak host memory, offloaded against plain PyTorch, in one run on one machine.
 
     python benchmarks/train_step.py --out docs/performance/train_step.json
+    python benchmarks/train_step.py --shapes 125M --memory-sweep 6 --out docs/performance/memory_sweep.json
 
 GPT-2-shaped models, batch 1 x 128, fp32, gradient norm clipped to 1.0. Every case is a process of its own, so its peak
 resident size (VmHWM) is its own; the ratios are to plain PyTorch with fused AdamW on the same model where it fits. Beside
-each step stands the floor: the largest of compute, memory and NVMe time at rates measured in the same run.
+each step stands the floor: the largest of compute, memory and NVMe time at rates measured in the same run; and for each
+link the share of its work that was hidden, from the engine's own timeline. --memory-sweep measures the step against
+`cpu_memory`, from the least with which it works to what keeps everything in memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -21,10 +22,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from machine import describe_machine, status_nbytes
+
 SHAPES = {
     "tiny": {"n_embd": 64, "n_layer": 4, "n_head": 4},
     "125M": {"n_embd": 768, "n_layer": 12, "n_head": 12},
     "1B": {"n_embd": 2048, "n_layer": 18, "n_head": 16},
+    "2B": {"n_embd": 2560, "n_layer": 24, "n_head": 20},
+    "3B": {"n_embd": 3072, "n_layer": 25, "n_head": 24},
 }
 VOCABULARY = 50257
 SEQUENCE = 128
@@ -32,27 +37,40 @@ CLIP = 1.0
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "compute": {},
+    "limits": {},
     "cpu": {"parameters": "cpu", "optimizer_states": "cpu"},
     "nvme": {"parameters": "nvme", "optimizer_states": "nvme"},
 }
 
 
-def status_nbytes(field: str) -> int:
-    """A field of /proc/self/status in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}")
+def model_config(shape: str) -> dict[str, Any]:
+    """The fields of transformers.GPT2Config."""
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return {"vocab_size": VOCABULARY, "n_positions": SEQUENCE, **dropout, **SHAPES[shape]}
 
 
 def build(shape: str) -> Any:
     """A GPT-2-shaped causal language model with random weights."""
     import transformers
 
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_positions=SEQUENCE, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **SHAPES[shape]
-    )
-    return transformers.GPT2LMHeadModel(config)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**model_config(shape)))
+
+
+def memory_limits(shape: str, nvme: str) -> dict[str, int]:
+    """The smallest cpu_memory with everything on NVMe, and what keeping everything in memory takes."""
+    import torch
+
+    import offload
+    from offload.cli.outline import Outline
+
+    with offload.deferred_init():
+        model = build(shape)
+    fields = CASES["nvme"] | {"nvme": nvme, "cpu_memory": 1 << 50}
+    with Outline(model, torch.optim.AdamW(model.parameters()), offload.Config(**fields)) as outline:
+        placement = outline.placement()
+        smallest = outline.smallest_nbytes(placement, "cpu_memory")
+    assert smallest is not None
+    return {"smallest": smallest, "everything": placement.plan.total_nbytes("cpu")}
 
 
 def measure(case: str, shape: str, steps: int, nvme: str, overrides: dict[str, Any]) -> dict[str, Any]:
@@ -61,6 +79,8 @@ def measure(case: str, shape: str, steps: int, nvme: str, overrides: dict[str, A
 
     import offload
 
+    if case == "limits":
+        return memory_limits(shape, nvme)
     torch.manual_seed(0)
     engine = None
     if case in ("plain", "compute"):
@@ -104,6 +124,7 @@ def measure(case: str, shape: str, steps: int, nvme: str, overrides: dict[str, A
         after = engine.stats()
         result["engine"] = {key: after[key] for key in ("placement", "planned", "host_peak_nbytes", "io_backend")}
         result["seconds_by_phase"] = {key: value / steps for key, value in after["seconds"].items()}
+        result["links"] = after["links"]
         if after["io"] is not None:
             for field in ("read_nbytes", "written_nbytes", "read_busy_ns", "write_busy_ns"):
                 result[field + "_per_step"] = (getattr(after["io"], field) - getattr(before["io"], field)) / steps
@@ -126,11 +147,11 @@ def memory_rate() -> float:
 
     numel = 32 * 2**20
     arrays = [torch.zeros(numel) for _ in range(4)]
-    addresses = [array.data_ptr() for array in arrays]
+    places = [(array.data_ptr(), 4) for array in arrays]
     best = 0.0
     for _ in range(5):
         start = time.perf_counter()
-        _native.stream(addresses, addresses[:3], numel)
+        _native.stream(places, places[:3], numel)
         best = max(best, 7 * 4 * numel / (time.perf_counter() - start))
     return best
 
@@ -173,88 +194,161 @@ def nvme_rates(folder: str) -> dict[str, float]:
     return {"read": read, "write": write, "both": both}
 
 
-def floor_seconds(result: dict[str, Any], plain_compute: float | None, memory: float, nvme: dict[str, float]) -> float:
-    """The largest of what compute, memory and NVMe need at least: no step can be shorter than its slowest link."""
-    terms = [28 * result["parameters"] / memory]
-    if plain_compute is not None:
-        terms.append(plain_compute)
+def floor(result: dict[str, Any], compute: float, memory: float, nvme: dict[str, float]) -> dict[str, float]:
+    """What compute, memory and NVMe need at least, in seconds: no step can be shorter than its slowest link.
+
+    Bytes that go one way and the other at once take the rate of both; what one way has more of, its own."""
+    terms = {"compute": compute, "memory": 28 * result["parameters"] / memory}
     if "read_nbytes_per_step" in result:
-        terms.append((result["read_nbytes_per_step"] + result["written_nbytes_per_step"]) / nvme["both"])
-    return max(terms)
+        read, written = result["read_nbytes_per_step"], result["written_nbytes_per_step"]
+        both = min(read, written)
+        terms["nvme"] = 2 * both / nvme["both"] + (read - both) / nvme["read"] + (written - both) / nvme["write"]
+    return terms
 
 
-def compute_seconds(arguments: dict[str, Any]) -> float:
-    """Forward and backward of plain PyTorch without an optimizer, median; a process of its own."""
-    return float(child({**arguments, "case": "compute"})["median_seconds"])
+class Compute:
+    """Forward and backward of plain PyTorch without an optimizer, in a process of its own; of a model that is too large for
+    that, scaled by parameters from the largest that was measured."""
+
+    IN_MEMORY = ("tiny", "125M", "1B")
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[float, int]] = {}
+
+    def seconds(self, arguments: dict[str, Any], parameters: int | None = None) -> float:
+        """Of one step. `parameters`: of the model, where it has to be scaled."""
+        shape = arguments["shape"]
+        measured = shape if shape in self.IN_MEMORY else self.IN_MEMORY[-1]
+        if measured not in self._known:
+            result = child({**arguments, "shape": measured, "case": "compute"})
+            self._known[measured] = (float(result["median_seconds"]), int(result["parameters"]))
+        seconds, numel = self._known[measured]
+        return seconds if parameters is None or measured == shape else seconds * parameters / numel
 
 
-def describe_machine() -> dict[str, Any]:
-    import torch
-
-    model = next(
-        (
-            line.split(":")[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        "unknown",
-    )
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "memory_nbytes": memory,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "kernel": platform.release().split("-")[0],
-    }
+def peer(python: str, arguments: dict[str, Any], case: str) -> dict[str, Any]:
+    """The step by DeepSpeed, in the interpreter that has it; what it failed with, where it did."""
+    request = {
+        "shape": model_config(arguments["shape"]), "steps": arguments["steps"], "offload": case.removeprefix("deepspeed "),
+        "nvme": arguments["nvme"], "clip": CLIP,
+    }  # fmt: skip
+    script = str(Path(__file__).with_name("deepspeed_step.py"))
+    try:
+        done = subprocess.run([python, script, json.dumps(request)], capture_output=True, text=True, timeout=PEER_SECONDS)
+    except subprocess.TimeoutExpired:
+        return {"case": case, "shape": arguments["shape"], "failed": f"no result after {PEER_SECONDS} s"}
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode != 0 or not lines:
+        how = f"killed by signal {-done.returncode}" if done.returncode < 0 else (done.stderr.strip().splitlines() or ["?"])[-1]
+        return {"case": case, "shape": arguments["shape"], "failed": how}
+    return {"case": case, "shape": arguments["shape"], **json.loads(lines[-1])}
 
 
-RUNS = (
-    ("125M", "plain", {}),
-    ("125M", "cpu", {}),
-    ("125M", "nvme", {}),
-    ("1B", "plain", {}),
-    ("1B", "nvme", {}),
-)
+PEER_SECONDS = 900
+RUNS: dict[str, tuple[str, ...]] = {
+    "tiny": ("plain", "cpu", "nvme"),
+    "125M": ("plain", "cpu", "nvme", "deepspeed cpu", "deepspeed nvme"),
+    "1B": ("plain", "nvme", "deepspeed nvme"),
+    "2B": ("nvme", "deepspeed nvme"),
+    "3B": ("nvme",),
+}
+
+
+def compare(options: argparse.Namespace, folder: str, rates: dict[str, Any]) -> list[dict[str, Any]]:
+    """A result for every shape and case."""
+    compute, results = Compute(), []
+    for shape in options.shapes.split(","):
+        common = {"shape": shape, "steps": options.steps, "nvme": folder, "overrides": {}}
+        plain: float | None = None
+        for case in RUNS[shape]:
+            if case.startswith("deepspeed"):
+                if options.deepspeed_python is None:
+                    continue
+                result = peer(options.deepspeed_python, common, case)
+            else:
+                result = finished(child({**common, "case": case}), compute, common, rates)
+            if "median_seconds" in result:
+                plain = result["median_seconds"] if case == "plain" else plain
+                result["ratio_to_plain"] = result["median_seconds"] / plain if plain else None
+            results.append(result)
+            print(row(result), flush=True)
+    return results
+
+
+def sweep(options: argparse.Namespace, folder: str, rates: dict[str, Any]) -> list[dict[str, Any]]:
+    """The step of the first shape on NVMe, for `cpu_memory` from the smallest to what keeps everything."""
+    compute, results = Compute(), []
+    common = {"shape": options.shapes.split(",")[0], "steps": options.steps, "nvme": folder, "case": "nvme"}
+    limits = child({**common, "case": "limits", "overrides": {}})
+    for index in range(options.memory_sweep):
+        share = index / max(options.memory_sweep - 1, 1)
+        budget = limits["smallest"] + int(share * (limits["everything"] - limits["smallest"]))
+        result = child({**common, "overrides": {"cpu_memory": budget}})
+        result["cpu_memory"] = budget
+        results.append(finished(result, compute, {**common, "overrides": {}}, rates))
+        print(f"{budget / 2**30:6.2f} GiB {row(results[-1])}", flush=True)
+    assert len({json.dumps(result["losses"]) for result in results}) == 1, "a budget changed the losses"
+    return results
+
+
+def finished(result: dict[str, Any], compute: Compute, common: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]:
+    """The result with its floor."""
+    terms = floor(result, compute.seconds(common, result["parameters"]), rates["memory"], rates["nvme"])
+    return result | {"floor": terms, "floor_seconds": max(terms.values()), "ratio_to_plain": None}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write the figures there as JSON")
+    parser.add_argument("--out", type=Path, help="write the figures there as JSON (and of a sweep the plot beside it, as SVG)")
     parser.add_argument("--nvme", help="folder on the drive to use; default: a temporary one in the current folder")
     parser.add_argument("--shapes", default="125M,1B", help="which models, of " + ", ".join(SHAPES))
     parser.add_argument("--steps", type=int, default=8, help="steps that count, after two that do not")
+    parser.add_argument("--memory-sweep", type=int, default=0, metavar="N", help="instead: N budgets of the first shape")
+    parser.add_argument("--deepspeed-python", help="an interpreter that has DeepSpeed")
     options = parser.parse_args()
-    shapes = options.shapes.split(",")
     with tempfile.TemporaryDirectory(dir=options.nvme or ".", prefix="bench-") as folder:
         rates = {"memory": memory_rate(), "nvme": nvme_rates(folder)}
-        results = []
-        for shape in shapes:
-            common = {"shape": shape, "steps": options.steps, "nvme": folder, "overrides": {}}
-            compute = compute_seconds(common)
-            plain: float | None = None
-            for run_shape, case, overrides in RUNS:
-                if run_shape != shape and not (shape == "tiny" and run_shape == "125M"):
-                    continue
-                result = child({**common, "case": case, "overrides": overrides})
-                plain = result["median_seconds"] if case == "plain" else plain
-                result["floor_seconds"] = floor_seconds(result, compute, rates["memory"], rates["nvme"])
-                result["ratio_to_plain"] = result["median_seconds"] / plain if plain else None
-                results.append(result)
-                print(row(result), flush=True)
+        results = sweep(options, folder, rates) if options.memory_sweep else compare(options, folder, rates)
     report = {"machine": describe_machine(), "rates": rates, "batch": 1, "sequence": SEQUENCE, "clip": CLIP, "results": results}
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(report, indent=1) + "\n")
+        if options.memory_sweep:
+            options.out.with_suffix(".svg").write_text(plot(report))
+
+
+def plot(report: dict[str, Any]) -> str:
+    """Step time and floor against cpu_memory."""
+    from plot import Line, svg
+
+    results = report["results"]
+    gib = [result["cpu_memory"] / 2**30 for result in results]
+    return svg(
+        f"{results[0]['shape']}, everything on NVMe: the step against cpu_memory",
+        "cpu_memory, GiB",
+        "seconds per step",
+        [
+            Line("measured", list(zip(gib, (result["median_seconds"] for result in results), strict=True))),
+            Line("floor", list(zip(gib, (result["floor_seconds"] for result in results), strict=True)), dashed=True),
+        ],
+    )
 
 
 def row(result: dict[str, Any]) -> str:
     """One line of the table."""
-    ratio = f"{result['ratio_to_plain']:.2f}" if result["ratio_to_plain"] else "-"
+    name = f"{result['shape']:>5} {result['case']:>14}"
+    if "failed" in result:
+        return f"{name}  failed: {result['failed']}"
+    ratio = f"{result['ratio_to_plain']:.2f}" if result.get("ratio_to_plain") else "-"
+    floor_text = f"floor {result['floor_seconds']:6.3f} s" if "floor_seconds" in result else ""
+    hidden = ", ".join(
+        f"{link} {100 * values['hidden']:.0f} %"
+        for link, values in result.get("links", {}).items()
+        if values["hidden"] is not None
+    )
     return (
-        f"{result['shape']:>5} {result['case']:>6}  {result['median_seconds']:7.3f} s/step  {ratio:>5} x plain  "
-        f"floor {result['floor_seconds']:6.3f} s  peak {result['peak_rss_nbytes'] / 2**30:5.2f} GiB"
+        f"{name}  {result['median_seconds']:7.3f} s/step  {ratio:>5} x plain  {floor_text:14}  "
+        f"peak {result['peak_rss_nbytes'] / 2**30:5.2f} GiB  {'hidden: ' + hidden if hidden else ''}"
     )
 
 

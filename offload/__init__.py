@@ -16,6 +16,7 @@ from offload.errors import (
     UsageError,
 )
 from offload.runtime.deferred_init import deferred_init
+from offload.runtime.lion import Lion
 
 __version__ = "0.1.0"
 
@@ -28,6 +29,7 @@ __all__ = [
     "Engine",
     "EngineFailedError",
     "InitializerError",
+    "Lion",
     "NonFiniteGradientError",
     "OffloadError",
     "ParameterAccessError",

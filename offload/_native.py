@@ -17,20 +17,22 @@ import sys
 import threading
 import warnings
 from collections.abc import Sequence
-from ctypes import byref, c_int64, c_uint64, c_void_p
+from ctypes import byref, c_int32, c_int64, c_uint64, c_void_p
 
 from offload._native_library import (
-    AdamArguments as AdamArguments,
-    AdamSegmentStructure,
     IoResult as IoResult,
     IoResultStructure,
     IoStatistics as IoStatistics,
     IoStatisticsStructure,
+    UpdateArguments as UpdateArguments,
+    UpdateSegmentStructure,
     load,
 )
 from offload.errors import ConfigError
 
 F32, BF16, F16 = 0, 1, 2
+STATE_FORMATS = {"fp32": 0, "split": 1, "bf16": 2, "8bit": 3}
+RULES = {"adam": 0, "lion": 1, "adagrad": 2, "sgd": 3}
 SIMD_LEVELS = {"scalar": 0, "avx2": 1, "avx512": 2, "neon": 3}
 
 IO_KINDS = {"io_uring": 0, "threads": 1}
@@ -187,11 +189,11 @@ def _forget_after_fork() -> None:
 os.register_at_fork(after_in_child=_forget_after_fork)
 
 
-def adam(segments: Sequence[AdamArguments], threads: Threads | None = None) -> None:
-    """One Adam or AdamW step on every segment (`offload_adam`)."""
+def update(segments: Sequence[UpdateArguments], threads: Threads | None = None) -> None:
+    """One optimizer step on every segment (`offload_update`)."""
     library, pool = _loaded(), threads or default_threads()
-    array = (AdamSegmentStructure * len(segments))(*segments)  # type: ignore[misc]  # a tuple fills a structure
-    _check(library.offload_adam(pool._pointer, array, len(segments)), f"adam of {len(segments)} segments")
+    array = (UpdateSegmentStructure * len(segments))(*segments)  # type: ignore[misc]  # a tuple fills a structure
+    _check(library.offload_update(pool._pointer, array, len(segments)), f"update of {len(segments)} segments")
 
 
 def gradient_ingest(
@@ -211,11 +213,25 @@ def convert(dst: int, dst_dtype: int, src: int, src_dtype: int, numel: int) -> N
     _check(_loaded().offload_convert(pool._pointer, dst, dst_dtype, src, src_dtype, numel), f"convert(numel={numel})")
 
 
-def stream(reads: Sequence[int], writes: Sequence[int], numel: int, threads: Threads | None = None) -> None:
-    """Read and write float32 arrays and nothing else: the floor of a benchmark (`offload_stream`)."""
+def checksum(address: int, nbytes: int) -> int:
+    """A 64-bit checksum of memory, the same within one build on one machine (`offload_checksum`)."""
+    out = c_uint64()
+    _check(_loaded().offload_checksum(address, nbytes, byref(out)), f"checksum of {nbytes} bytes")
+    return out.value
+
+
+def stream(
+    reads: Sequence[tuple[int, int]], writes: Sequence[tuple[int, int]], numel: int, threads: Threads | None = None
+) -> None:
+    """Read and write arrays, each given as (address, bytes per element), and nothing else: the floor of a benchmark
+    (`offload_stream`)."""
     library, pool = _loaded(), threads or default_threads()
-    read_array, write_array = (c_void_p * len(reads))(*reads), (c_void_p * len(writes))(*writes)
-    status = library.offload_stream(pool._pointer, read_array, len(reads), write_array, len(writes), numel)
+
+    def columns(arrays: Sequence[tuple[int, int]]) -> tuple[object, object, int]:
+        count = len(arrays)
+        return (c_void_p * count)(*(one[0] for one in arrays)), (c_int32 * count)(*(one[1] for one in arrays)), count
+
+    status = library.offload_stream(pool._pointer, *columns(reads), *columns(writes), numel)
     _check(status, f"stream(numel={numel})")
 
 
@@ -299,6 +315,18 @@ class IoEngine(_Owner):
         status = _loaded().offload_io_create(IO_KINDS[kind], queue_depth, block_nbytes, byref(pointer))
         _check(status, f"IoEngine({kind!r}, queue_depth={queue_depth}, block_nbytes={block_nbytes})")
         self._pointer = pointer
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Make memory known to the kernel, which makes its transfers cheaper (`offload_io_register`).
+
+        It must stay mapped until `unregister` or `close`. `OSError`: EOPNOTSUPP; ENOMEM beyond the limit of locked memory."""
+        status = _loaded().offload_io_register(self._pointer, address, nbytes)
+        _check(status, f"register {nbytes} bytes of memory for I/O")
+
+    def unregister(self, address: int) -> None:
+        """Take back what `register` did for the memory that begins there. Nothing may be in flight in it."""
+        if self._pointer is not None:  # else: closing took back everything
+            _check(_loaded().offload_io_unregister(self._pointer, address), "unregister memory for I/O")
 
     def submit(self, operation: str, fd: int, address: int, nbytes: int, offset: int, priority: int = PRIORITY_HIGH) -> int:
         """Queue a "read", "write", or "fdatasync" of what was written and waited for. Returns the ticket at once."""

@@ -9,20 +9,24 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64
 from pathlib import Path
 from typing import NamedTuple
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 LIBRARY_NAME = "liboffload_native.so"
 
 
-class AdamArguments(NamedTuple):
-    """One `offload_adam_segment`: addresses (`emit` 0: none), sizes, hyperparameters, dtype codes; `step` is from 1."""
+class UpdateArguments(NamedTuple):
+    """One `offload_update_segment`: addresses (0: none), sizes, hyperparameters, codes; `step` is from 1."""
 
     grad: int
     master: int
     exp_avg: int
     exp_avg_sq: int
-    emit: int
+    exp_avg_scale: int
+    exp_avg_sq_scale: int
+    values: int
     numel: int
+    first_index: int
     step: int
+    rounding_seed: int
     lr: float
     beta1: float
     beta2: float
@@ -30,8 +34,11 @@ class AdamArguments(NamedTuple):
     weight_decay: float
     grad_factor: float
     grad_dtype: int
-    emit_dtype: int
+    values_dtype: int
+    state_format: int
+    rule: int
     decoupled: int
+    nesterov: int
 
 
 class IoResult(NamedTuple):
@@ -44,20 +51,23 @@ class IoResult(NamedTuple):
 
 
 class IoStatistics(NamedTuple):
-    """Totals since the engine was made; busy: at least one transfer of that direction was in flight."""
+    """Totals since the engine was made; busy: at least one transfer of that direction was in flight. `registered_nbytes`:
+    memory that is registered now; `fixed_nbytes`: of the bytes moved, those from and to such memory."""
 
     read_nbytes: int
     written_nbytes: int
     read_busy_ns: int
     write_busy_ns: int
     in_flight_count: int
+    registered_nbytes: int
+    fixed_nbytes: int
 
 
-_ADAM_TYPES = 5 * (c_void_p,) + 2 * (c_int64,) + 5 * (c_double,) + (c_float,) + 3 * (c_int32,)
+_UPDATE_TYPES = 7 * (c_void_p,) + 3 * (c_int64,) + (c_uint64,) + 5 * (c_double,) + (c_float,) + 6 * (c_int32,)
 
 
-class AdamSegmentStructure(ctypes.Structure):
-    _fields_ = tuple(zip(AdamArguments._fields, _ADAM_TYPES, strict=True))
+class UpdateSegmentStructure(ctypes.Structure):
+    _fields_ = tuple(zip(UpdateArguments._fields, _UPDATE_TYPES, strict=True))
 
 
 class IoResultStructure(ctypes.Structure):
@@ -72,10 +82,11 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "offload_set_simd_level": (c_int32,),
     "offload_threads_create": (c_int32, POINTER(c_void_p)),
     "offload_threads_destroy": (c_void_p,),
-    "offload_adam": (c_void_p, c_void_p, c_int64),
+    "offload_update": (c_void_p, c_void_p, c_int64),
     "offload_gradient_ingest": (c_void_p, c_void_p, c_int32, c_void_p, c_int32, c_int64, c_int64, c_int32, c_void_p),
     "offload_convert": (c_void_p, c_void_p, c_int32, c_void_p, c_int32, c_int64),
-    "offload_stream": (c_void_p, c_void_p, c_int32, c_void_p, c_int32, c_int64),
+    "offload_checksum": (c_void_p, c_int64, POINTER(c_uint64)),
+    "offload_stream": (c_void_p, c_void_p, c_void_p, c_int32, c_void_p, c_void_p, c_int32, c_int64),
     "offload_arena_create": (c_int64, c_int32, POINTER(c_void_p), POINTER(c_int64)),
     "offload_arena_destroy": (c_void_p, c_int64),
     "offload_arena_decommit": (c_void_p, c_int64),
@@ -84,6 +95,8 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "offload_pages_move": (c_void_p, c_void_p, c_int64),
     "offload_io_create": (c_int32, c_int32, c_int64, POINTER(c_void_p)),
     "offload_io_destroy": (c_void_p,),
+    "offload_io_register": (c_void_p, c_void_p, c_int64),
+    "offload_io_unregister": (c_void_p, c_void_p),
     "offload_io_submit": (c_void_p, c_int32, c_int32, c_void_p, c_int64, c_int64, c_int32, POINTER(c_uint64)),
     "offload_io_wait": (c_void_p, c_uint64, c_int64, POINTER(IoResultStructure)),
     "offload_io_poll": (c_void_p, c_uint64, POINTER(IoResultStructure)),
@@ -91,11 +104,11 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
 }
 
 
-def _library_paths() -> list[Path]:
-    """Where the library may lie: beside this file, or (editable install) in the package's folder in site-packages."""
+def installed_paths(name: str) -> list[Path]:
+    """Where a built file may lie: beside this file, or (editable install) in the package's folder in site-packages."""
     package_paths = list(getattr(sys.modules.get(__package__ or ""), "__path__", []))
     folders = [Path(__file__).parent, *map(Path, package_paths), *(Path(entry) / "offload" for entry in sys.path)]
-    return [folder / LIBRARY_NAME for folder in dict.fromkeys(folders)]
+    return [folder / name for folder in dict.fromkeys(folders)]
 
 
 def load() -> tuple[ctypes.CDLL | None, str]:
@@ -103,7 +116,7 @@ def load() -> tuple[ctypes.CDLL | None, str]:
     setting = os.environ.get("OFFLOAD_NATIVE", "")
     if setting == "0":
         return None, "switched off by OFFLOAD_NATIVE=0"
-    candidates = [Path(setting)] if setting not in ("", "1") else _library_paths()
+    candidates = [Path(setting)] if setting not in ("", "1") else installed_paths(LIBRARY_NAME)
     path = next((candidate for candidate in candidates if candidate.is_file()), None)
     if path is None:
         where = setting if setting not in ("", "1") else f"{LIBRARY_NAME} beside the package"

@@ -19,7 +19,7 @@ Placement = Literal["auto", "device", "cpu", "nvme"]
 _PLACEMENTS = ("auto", "device", "cpu", "nvme")
 _DTYPES = ("bf16", "fp16", "fp32")
 _UPDATES = ("step", "backward")
-_STATE_FORMATS = ("fp32",)
+_STATE_FORMATS = ("fp32", "split", "bf16", "8bit")
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS.update({"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40})
 
@@ -54,7 +54,9 @@ class Config:
                       model's own); None: what one unit in use and `prefetch` more take
     cpu_memory        most bytes of host memory that the engine may hold; None: what the placements need at least
     dtype             what forward and backward run in: "bf16", "fp16", "fp32"; None: the parameters' own dtypes
-    state_format      "fp32": fp32 master weights and moments
+    state_format      "fp32": fp32 master weights and moments; "split": the same numbers in less memory (the bf16 parameter and
+                      a 16-bit remainder are the master). These change results, within the noise of a seed: "bf16": moments
+                      in bf16, rounded stochastically; "8bit": moments in 8 bits. All but "fp32" need bf16 parameters.
     max_grad_norm     clip the global gradient norm to this; None: no clipping
     update            "step": updates start at step() and run under the next forward; "backward": they start as soon as
                       backward has left a unit (a step's backwards but the last go inside `engine.no_sync()`)
@@ -70,14 +72,15 @@ class Config:
     device_memory: int | str | None = None
     cpu_memory: int | str | None = None
     dtype: Literal["bf16", "fp16", "fp32"] | None = None
-    state_format: Literal["fp32"] = "fp32"
+    state_format: Literal["fp32", "split", "bf16", "8bit"] = "fp32"
     max_grad_norm: float | None = None
     update: Literal["step", "backward"] = "step"
     prefetch: int = 1
     loss_scale: float | Literal["dynamic", "skip"] | None = None
 
     def __post_init__(self) -> None:
-        for check in (self._check_choices, self._check_numbers, self._check_paths, self._check_loss_scale):
+        checks = (self._check_choices, self._check_state_format, self._check_numbers, self._check_paths, self._check_loss_scale)
+        for check in checks:
             check()
 
     def _check_choices(self) -> None:
@@ -94,6 +97,13 @@ class Config:
             if isinstance(value, bool) or value not in allowed:
                 listed = ", ".join(repr(choice) for choice in allowed)
                 raise ConfigError(f"{field}={value!r} is unknown: expected one of {listed}{_nearest(value, allowed)}.")
+
+    def _check_state_format(self) -> None:
+        if self.state_format != "fp32" and self.dtype not in ("bf16", None):
+            raise ConfigError(
+                f"state_format={self.state_format!r} contradicts dtype={self.dtype!r}: the bf16 parameter is the upper half of "
+                "the master there. Set dtype='bf16', or state_format='fp32'."
+            )
 
     def _check_numbers(self) -> None:
         for field in ("device_memory", "cpu_memory"):

@@ -15,16 +15,25 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from offload.config import Config, parse_nbytes
+from offload.device.ranks import join_ranks
 from offload.errors import ConfigError, ParameterAccessError, UsageError
-from offload.runtime.assembly import DTYPES, Assembly, Parts
+from offload.runtime.agreement import Point
+from offload.runtime.assembly import DTYPES, Assembly
 from offload.runtime.checkpoint import Checkpointing
+from offload.runtime.checkpointing.saving import Save
 from offload.runtime.flats import ParameterInfo
 from offload.runtime.gathering import Gathering
 from offload.runtime.guard import ParameterGuard
+from offload.runtime.handshake import together
 from offload.runtime.hooks import Hooks
 from offload.runtime.loss_scale import LossScale
-from offload.runtime.optimizer import OffloadOptimizer, hyper_of
+from offload.runtime.optimizer import OffloadOptimizer
+from offload.runtime.parts import Parts
+from offload.runtime.preemption import Preemption
+from offload.runtime.timeline import LinkMeter
 from offload.runtime.training import Training
+from offload.runtime.unchanged import Unchanged
+from offload.runtime.value_loading import ValueLoading
 from offload.runtime.weights import open_weights
 
 if TYPE_CHECKING:
@@ -48,35 +57,30 @@ def initialize(
 
     model      any module; on the CPU, or (parts of it) on the meta device under `offload.deferred_init()` or with
                `weights`. Its buffers are moved to the device.
-    optimizer  `torch.optim.Adam` or `AdamW` over the model's trainable parameters; state it has already is taken over.
+    optimizer  `torch.optim.AdamW`, `Adam`, `Adagrad`, `SGD` or `offload.Lion` (also lion-pytorch's and timm's) over the
+               model's trainable parameters; state it has already is taken over.
                None: no training; forward, evaluation and generation only.
     config     a `Config`, a mapping with its keys, or the path of a JSON file
     weights    a safetensors file, or a folder with one or with a sharded index: read unit by unit into the tiers
-    mesh       how ranks are arranged; this version trains on one rank, so a mesh of more is refused
+    mesh       the ranks that train together, as a `DeviceMesh`: one dimension (all share the shards) or two, (replicate,
+               shard): shards within a node, copies across. None: all ranks of the process group, which is started from
+               torchrun's environment if it was not; without either, one rank
+
+    On several ranks this and every other call is collective: all ranks make it.
 
     Raises `ConfigError` (also `BudgetError`) and `InitializerError` before anything is allocated where they can be known
     then, `StorageError` where a path fails.
     """
-    _check_arguments(model, optimizer)
-    _check_one_rank(mesh)
-    resolved = Config.of(config)
-    source = open_weights(weights) if weights is not None else None
-    parts = Assembly(model, optimizer, resolved, source).build()
-    return Engine(model, optimizer, resolved, parts)
+    ranks = join_ranks(mesh)
 
+    def prepare() -> tuple[Config, Assembly]:
+        _check_arguments(model, optimizer)
+        resolved = Config.of(config)
+        source = open_weights(weights) if weights is not None else None
+        return resolved, Assembly(model, optimizer, resolved, source, ranks)
 
-def _check_one_rank(mesh: DeviceMesh | None) -> None:
-    """Ranks that each trained a model of their own, without a word, would be the worst answer to several."""
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    joined = (
-        torch.distributed.get_world_size() if torch.distributed.is_available() and torch.distributed.is_initialized() else 1
-    )
-    count = max(launched, joined, mesh.size() if mesh is not None else 1)
-    if count > 1:
-        raise ConfigError(
-            f"initialize was called with {count} ranks: this version trains on one. Start one process without torchrun, or "
-            "with --nproc-per-node=1."
-        )
+    resolved, assembly = together(ranks, prepare, lambda _: {})
+    return Engine(model, optimizer, resolved, assembly.build())
 
 
 def _check_arguments(model: object, optimizer: object) -> None:
@@ -109,10 +113,9 @@ class Engine:
         self.config = config
         self.closed = False
         self._parts = parts
+        self._links = LinkMeter(parts.timeline, parts.backend)
         self._training = Training(parts, LossScale.of(config.loss_scale, config.dtype))
         self._training.max_grad_norm = config.max_grad_norm
-        self._training.check_unchanged = self._check_unchanged
-        self._required_grad = {info.index: info.parameter.requires_grad for info in parts.parameters}
         self._training.backward_updates = config.update == "backward"
         self._training.input_dtype = DTYPES[config.dtype] if config.dtype is not None else None
         needs_norm_first = config.max_grad_norm is not None or self._training.loss_scale.skips
@@ -120,11 +123,14 @@ class Engine:
         self.optimizer: OffloadOptimizer | None = None
         if optimizer is not None:
             self.optimizer = OffloadOptimizer(optimizer, self._training)
+            self._training.hyper_of = self.optimizer.hyper_of
             groups = self.optimizer
-            self._training.hyper_of = lambda index: hyper_of(groups, groups.param_groups[index])
-            self._groups = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+            self._training.check_unchanged = Unchanged(model, parts.parameters, lambda: groups.param_groups).check
         self._gathering = Gathering(parts, self._training)
-        self._checkpointing = Checkpointing(parts, self._training, model, self.optimizer)
+        self._preemption: Preemption | None = None
+        self._saves: Path | None = None
+        self._checkpointing = Checkpointing(parts, self._training, self._gathering, model, self.optimizer)
+        self._training.before_step = self._checkpointing.saver.raise_unseen
         self._guard_parameters()
         self._move_buffers()
         self._hooks = Hooks(parts.units, parts.residency, self._training)
@@ -190,21 +196,46 @@ class Engine:
             if id(parameter) not in by_id:
                 raise ParameterAccessError(f"parameter {position} given to gathered is not a parameter of this engine's model.")
             infos.append(by_id[id(parameter)])
+        self._checkpointing.saver.settle()  # what is written inside goes around the updates
         with self._gathering.gathered(infos):
             yield
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self, *, full: bool = True, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         """Every parameter (fp32 master precision where it is trained) and persistent buffer on the CPU, by fqn.
 
-        As `module.state_dict()`, tied parameters are under each of their names. Takes as much host memory as it returns.
+        As `module.state_dict()`, tied parameters are under each of their names. Takes as much host memory as it returns,
+        and one unit more. On several ranks all of them call it, with the same arguments:
+
+        full        False: each rank returns its share, whole tensors of which no other rank has any. What
+                    `torch.distributed.checkpoint` writes in parallel, and reads back for `load_state_dict`
+        rank0_only  the other ranks return an empty dictionary
         """
         self._require_open()
-        return self._gathering.state_dict(self.module)
+        ranks = self._parts.ranks
+        index, count = (ranks.index, ranks.world_size) if ranks is not None else (0, 1)
+        if rank0_only:
+            return self._gathering.state_dict(self.module, lambda _: index == 0)
+        return self._gathering.state_dict(self.module, lambda position: full or position % count == index)
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Set parameters and persistent buffers, by fqn, as `state_dict` returns them; optimizer moments stay as they are.
+
+        On several ranks each gives the whole or a share of it (each name on one rank at least). Names that are missing or
+        unknown, and shapes that do not fit, are a `UsageError` before anything changes. Host memory: one unit.
+        """
+        self._require_open()
+        ValueLoading(self._parts, self._training, self.module, state).run()
 
     def stats(self) -> dict[str, Any]:
-        """Counts, bytes planned and measured, and seconds by phase since the last call."""
+        """Counts, bytes planned and measured; and since the last call seconds by phase, and what each link did.
+
+        `links`: by name ("nvme read", "nvme write", "adam"), the seconds it was at work, those of them in which the model
+        waited for it, the share that was hidden (None if it did nothing) and the bytes it moved (None if not counted). The
+        largest `busy_seconds` is what a step takes at least with these links, however well they overlap.
+        """
         self._require_open()
         parts, training = self._parts, self._training
+        seconds, links = self._links.take()
         return {
             "steps": training.step_count,
             "skipped_steps": training.loss_scale.skipped_step_count,
@@ -222,7 +253,17 @@ class Engine:
             "device_peak_nbytes": parts.accelerator.peak_nbytes(),
             "io": parts.backend.stats() if parts.backend is not None else None,
             "io_backend": parts.backend.name if parts.backend is not None else None,
-            "seconds": parts.timeline.take(),
+            "seconds": seconds,
+            "links": {
+                name: {
+                    "busy_seconds": link.busy_seconds,
+                    "exposed_seconds": link.exposed_seconds,
+                    "hidden": link.hidden,
+                    "nbytes": link.nbytes,
+                }
+                for name, link in links.items()
+            },
+            "ranks": parts.ranks.statistics() if parts.ranks is not None else {},
         }
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
@@ -233,7 +274,8 @@ class Engine:
         *,
         client_state: Mapping[str, Any] | None = None,
         keep_last: int | None = None,
-    ) -> None:
+        wait: bool = True,
+    ) -> Save:
         """Write everything that a resume needs into the folder `dir`: when this returns it is there, whole and durable.
 
         Saved are weights (fp32 masters), moments, step counts, persistent buffers, the loss scale, the numbers in
@@ -242,11 +284,14 @@ class Engine:
 
         client_state  JSON values to get back from `load_checkpoint`: a scheduler's state_dict(), the position in the data, ...
         keep_last     with `dir` = "folder/step-<n>": remove all numbered checkpoints in the folder but the last so many
+        wait          False: return at once and write beside training. What is saved is the state of this moment; the
+                      checkpoint is there when the returned `Save`'s `wait()` returns. The next save, a load, `gathered` and
+                      `close()` wait for it. A failure is raised once: by `wait()`, else by one of these or the next step.
 
         Raises `UsageError` while gradients wait for a step, `StorageError` where writing fails (training may go on),
         `CheckpointError` where something that is no checkpoint is in the way.
         """
-        self._checkpointing.save(Path(dir), client_state, keep_last)
+        return self._checkpointing.save(Path(dir), client_state, keep_last, wait=wait)
 
     def load_checkpoint(self, dir: str | os.PathLike[str]) -> dict[str, Any]:
         """Go on from a checkpoint, bit for bit; returns its client_state. Gradients at hand are dropped.
@@ -257,12 +302,37 @@ class Engine:
         """
         return self._checkpointing.load(Path(dir))
 
-    def resume_or_start(self, dir: str | os.PathLike[str]) -> dict[str, Any] | None:
+    def resume_or_start(self, dir: str | os.PathLike[str], *, catch_sigterm: bool = False) -> dict[str, Any] | None:
         """Load the newest sound checkpoint "step-<n>" in `dir` and return its client_state; None if there is none at all.
 
         Checkpoints that are damaged are passed over with a warning. Raises `CheckpointError` if all of them are.
+
+        catch_sigterm  for preemptible machines: from now until `close()` the first SIGTERM only asks for an end, which
+                       `exit_if_terminated` at the end of each step brings about. The second ends the process at once.
         """
-        return self._checkpointing.resume_or_start(Path(dir))
+        state = self._checkpointing.resume_or_start(Path(dir))
+        if catch_sigterm and self._preemption is None:
+            self._preemption = Preemption()
+        self._saves = Path(dir)
+        return state
+
+    def exit_if_terminated(
+        self, client_state: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None, *, keep_last: int | None = None
+    ) -> None:
+        """Where SIGTERM came: save as the newest checkpoint in the folder of `resume_or_start`, then exit with 0.
+
+        Call it where one step of the loop is over and the next has not begun: everything that a resume needs is then as
+        that next step will find it. `client_state` and `keep_last` are those of `save_checkpoint`; a callable is called
+        only when it is needed. Raises `SystemExit(0)`.
+        """
+        if self._preemption is None or self._saves is None:
+            raise UsageError(
+                "exit_if_terminated was called, but SIGTERM is not caught: resume_or_start(dir, catch_sigterm=True)."
+            )
+        if self._checkpointing.agree_to_end(self._preemption.requested):
+            state = client_state() if callable(client_state) else client_state
+            self._checkpointing.save_next(self._saves, state, keep_last)
+            raise SystemExit(0)
 
     def export(
         self,
@@ -292,6 +362,8 @@ class Engine:
         """
         if self.closed:
             return
+        if self._preemption is not None:
+            self._preemption.close()
         self.closed = True
         self._training.closed = True
         for info in self._parts.parameters:
@@ -299,8 +371,16 @@ class Engine:
         self._hooks.remove()
         self._parts.residency.abandon_uses()
         try:
+            self._checkpointing.saver.close()
+        finally:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        try:
             if self._training.failure is None:
                 self._parts.residency.finish_updates()
+                if self._parts.rendezvous is not None:
+                    self._parts.rendezvous.meet(Point.CLOSING)
                 for places in (self._parts.places, self._parts.records):
                     if places is not None:
                         places.settle_writes()
@@ -317,48 +397,17 @@ class Engine:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        ends_well = value is None or (isinstance(value, SystemExit) and not value.code)
+        if not ends_well and self._parts.rendezvous is not None and not self.closed:
+            # The others may be anywhere: this rank cannot wait for them, and they must not wait for it.
+            self._parts.rendezvous.abandon(f"{type(value).__name__}: {value}")
+            self._training.failure = self._training.failure or value
         self.close()
 
     # ---- checks --------------------------------------------------------------------------------------------------
 
     def _require_open(self) -> None:
         self._training.check()
-
-    def _check_unchanged(self) -> None:
-        """A parameter added, removed, replaced, frozen or unfrozen since `initialize` is in no flat: say so."""
-        known = {id(info.parameter): info for info in self._parts.parameters}
-        for fqn, parameter in self.module.named_parameters():
-            info = known.pop(id(parameter), None)
-            if info is None:
-                raise UsageError(
-                    f"parameter {fqn!r} was added or replaced after initialize: close the engine and initialize again."
-                )
-            if parameter.requires_grad != self._required_grad[info.index]:
-                now = "unfrozen" if parameter.requires_grad else "frozen"
-                raise UsageError(f"parameter {fqn!r} was {now} after initialize: close the engine and initialize again.")
-        if known:
-            gone = next(iter(known.values()))
-            raise UsageError(
-                f"parameter {gone.fqn!r} was removed from the model after initialize: close the engine and initialize again."
-            )
-        if self.optimizer is not None:
-            self._check_groups(self.optimizer.param_groups)
-
-    def _check_groups(self, groups: list[dict[str, Any]]) -> None:
-        now = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
-        before = {key: index for index, group in enumerate(self._groups) for key in group}
-        if now != before:
-            names = {id(info.parameter): info.fqn for info in self._parts.parameters}
-            moved = [
-                names.get(key, "one unknown to the model")
-                for key in now.keys() | before.keys()
-                if now.get(key) != before.get(key)
-            ]
-            raise UsageError(
-                f"optimizer.param_groups changed after initialize (parameter {', '.join(sorted(moved)[:5])}): make "
-                "all groups first, then "
-                "call offload.initialize; their numbers (lr, betas, ...) may change at any time."
-            )
 
     def _guard_parameters(self) -> None:
         residency = self._parts.residency

@@ -10,6 +10,7 @@
     ├── StorageError           an operation on a file or path failed: names path, offset, operation, errno
     │   └── CorruptDataError   what was read is not what was written
     ├── CheckpointError        a checkpoint cannot be read, is damaged, or does not fit the engine: names the file
+    ├── RankError              another rank went away, hangs, raised, or does something else: names it and the phase
     ├── InitializerError       a parameter's initialiser cannot be replayed, or a weight cannot be found or does not fit
     └── EngineFailedError      an earlier failure left the engine's state undefined; names that failure
 
@@ -55,6 +56,10 @@ class CorruptDataError(StorageError):
 
 class CheckpointError(OffloadError, RuntimeError):
     """A checkpoint cannot be read, is damaged, or does not fit the engine."""
+
+
+class RankError(OffloadError, RuntimeError):
+    """Another rank went away, does not answer, failed, or called something else than this one."""
 
 
 class InitializerError(OffloadError, RuntimeError):

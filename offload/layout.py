@@ -6,7 +6,8 @@ Derivation, from the model inwards:
     flat      a unit's parameters of one dtype, all trainable or all frozen, laid end to end: [padded_numel]
     slot      one parameter's place in a flat: [start, start + numel), start a multiple of SLOT_ALIGN
     shard     one rank's equal part of a flat: padded_numel / world_size elements
-    chunk     a piece of a shard, the granule of I/O and of the optimizer step; it may split a slot and may hold many
+    chunk     the granule of I/O and of the optimizer step, a piece of what this rank updates: of its shard, or (ZeRO
+              stage 0) of the whole flat; it may split a slot and may hold many
     extent    where a chunk (its parameters, its gradient, or its optimizer record) lies in a tier, in bytes
     record    the optimizer state of one chunk, contiguous: [master |] exp_avg | exp_avg_sq, each fp32 [chunk.numel]
 
@@ -98,10 +99,14 @@ class Shard:
     start: int
     numel: int
 
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of this rank's shard, in elements of the flat."""
+    """A piece of what this rank updates, in elements of the flat."""
 
     index: int
     start: int
@@ -144,6 +149,23 @@ class FlatLayout:
         """Bytes of the whole (unsharded) flat, padding included."""
         return self.numel * self.itemsize
 
+    @property
+    def updated_numel(self) -> int:
+        """Elements that this rank updates: those of its chunks."""
+        return sum(chunk.numel for chunk in self.chunks)
+
+    def cut(self, start: int, stop: int) -> tuple[Chunk, ...]:
+        """[start, stop) of the flat in pieces of the size of this rank's chunks."""
+        return _cut(start, stop, self.chunks[0].numel)
+
+    def shard_of(self, rank: int) -> Shard:
+        """The shard of another rank of the same layout."""
+        return Shard(rank, rank * self.shard.numel, self.shard.numel)
+
+    def slot_of(self, parameter_index: int) -> Slot:
+        """Where a parameter of this flat lies."""
+        return next(slot for slot in self.slots if slot.parameter_index == parameter_index)
+
     def pieces(self, chunk: Chunk) -> Iterator[Piece]:
         """The slots that lie in `chunk`, cut to it, in order."""
         first = bisect.bisect_right(self._starts, chunk.start) - 1
@@ -155,7 +177,7 @@ class FlatLayout:
                 yield Piece(slot, start, stop)
 
     def chunks_of(self, slot: Slot) -> tuple[Chunk, ...]:
-        """The chunks of this rank's shard that hold a part of `slot`, in order."""
+        """This rank's chunks that hold a part of `slot`, in order."""
         return tuple(chunk for chunk in self.chunks if chunk.start < slot.stop and slot.start < chunk.stop)
 
     @property
@@ -183,31 +205,50 @@ class UnitLayout:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The whole model on one rank of `world_size`."""
+    """The whole model on one rank of `world_size`, the ranks that share its shards.
+
+    `stage` (ZeRO): 0 nothing is partitioned, 1 optimizer states, 2 gradients too, 3 parameters too.
+    """
 
     units: tuple[UnitLayout, ...]
     world_size: int
     rank: int
     chunk_numel: int
+    stage: int
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether this rank keeps only its shard of the parameters between uses."""
+        return self.stage == 3 and self.world_size > 1
 
     @property
     def flats(self) -> Iterator[FlatLayout]:
         return (flat for unit in self.units for flat in unit.flats)
 
 
-def _flat_layout(unit_index: int, specs: Sequence[ParameterSpec], world_size: int, rank: int, chunk_numel: int) -> FlatLayout:
+def _cut(start: int, stop: int, numel: int) -> tuple[Chunk, ...]:
+    return tuple(Chunk(index, begin, min(numel, stop - begin)) for index, begin in enumerate(range(start, stop, numel)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Ranks:
+    world_size: int
+    rank: int
+    stage: int
+
+
+def _flat_layout(unit_index: int, specs: Sequence[ParameterSpec], ranks: _Ranks, chunk_numel: int) -> FlatLayout:
     slots: list[Slot] = []
     start = 0
     # A stable sort by group keeps the slots of one optimizer group contiguous and, within it, in model order.
     for spec in sorted(specs, key=lambda spec: spec.group_index):
         slots.append(Slot(spec.index, start, spec.numel))
         start = round_up(start + spec.numel, SLOT_ALIGN)
-    numel = round_up(max(start, 1), BLOCK * world_size)
-    shard = Shard(rank, rank * (numel // world_size), numel // world_size)
-    chunks = tuple(
-        Chunk(index, begin, min(chunk_numel, shard.start + shard.numel - begin))
-        for index, begin in enumerate(range(shard.start, shard.start + shard.numel, chunk_numel))
-    )
+    numel = round_up(max(start, 1), BLOCK * ranks.world_size)
+    shard_numel = numel // ranks.world_size
+    shard = Shard(ranks.rank, ranks.rank * shard_numel, shard_numel)
+    updated = shard if ranks.stage > 0 else Shard(0, 0, numel)
+    chunks = _cut(updated.start, updated.stop, chunk_numel)
     first = specs[0]
     starts = tuple(slot.start for slot in slots)
     return FlatLayout(unit_index, first.dtype, first.itemsize, first.trainable, tuple(slots), numel, shard, chunks, starts)
@@ -218,6 +259,7 @@ def build_layout(
     *,
     world_size: int = 1,
     rank: int = 0,
+    stage: int = 3,
     chunk_numel: int = CHUNK_NUMEL,
 ) -> Layout:
     """Lay out units, given as (name, parameters) in the order in which the model holds them.
@@ -229,11 +271,12 @@ def build_layout(
         raise AssertionError(f"chunk_numel {chunk_numel} is not a positive multiple of {BLOCK}")
     if not 0 <= rank < world_size:
         raise AssertionError(f"rank {rank} is not within world size {world_size}")
+    ranks = _Ranks(world_size, rank, stage)
     laid_out: list[UnitLayout] = []
     for unit_index, (name, specs) in enumerate(units):
         by_kind: dict[tuple[str, bool], list[ParameterSpec]] = {}
         for spec in specs:
             by_kind.setdefault((spec.dtype, spec.trainable), []).append(spec)
-        flats = tuple(_flat_layout(unit_index, kind, world_size, rank, chunk_numel) for kind in by_kind.values())
+        flats = tuple(_flat_layout(unit_index, kind, ranks, chunk_numel) for kind in by_kind.values())
         laid_out.append(UnitLayout(unit_index, name, flats))
-    return Layout(tuple(laid_out), world_size, rank, chunk_numel)
+    return Layout(tuple(laid_out), world_size, rank, chunk_numel, stage)

@@ -23,7 +23,7 @@ extern "C" {
 #define OFFLOAD_API __attribute__((visibility("default")))
 
 /* Changes whenever a signature, a structure or the meaning of an argument below changes. */
-#define OFFLOAD_ABI_VERSION 1
+#define OFFLOAD_ABI_VERSION 2
 
 enum { OFFLOAD_F32 = 0, OFFLOAD_BF16 = 1, OFFLOAD_F16 = 2 };
 enum { OFFLOAD_SIMD_BEST = -1, OFFLOAD_SIMD_SCALAR = 0, OFFLOAD_SIMD_AVX2 = 1, OFFLOAD_SIMD_AVX512 = 2, OFFLOAD_SIMD_NEON = 3 };
@@ -61,37 +61,100 @@ OFFLOAD_API int32_t offload_threads_count(const offload_threads* threads);
 
 /* ---- optimizer ------------------------------------------------------------------------------------------------ */
 
-/* One run of elements that share their hyperparameters. master, exp_avg and exp_avg_sq are float32, read and written;
- * grad is read; emit, if not NULL, receives the new master in emit_dtype. None of them may overlap another one, in
- * this or in another segment of the call, save that grad may be shared. */
-typedef struct offload_adam_segment {
-    const void* grad;
-    float* master;
-    float* exp_avg;
-    float* exp_avg_sq;
-    void* emit;
+enum { OFFLOAD_RULE_ADAM = 0, OFFLOAD_RULE_LION = 1, OFFLOAD_RULE_ADAGRAD = 2, OFFLOAD_RULE_SGD = 3 };
+enum { OFFLOAD_STATE_FP32 = 0, OFFLOAD_STATE_SPLIT = 1, OFFLOAD_STATE_BF16 = 2, OFFLOAD_STATE_8BIT = 3 };
+
+/* Elements that share a scale of 8-bit moments. */
+enum { OFFLOAD_SCALE_GROUP = 64 };
+
+/* One run of elements of one parameter that share their hyperparameters. Which of the arrays there are follows from
+ * the rule and the state format; the others are NULL. None may overlap another one, in this or in another segment of
+ * the call, save that grad may be shared.
+ *
+ *             master             moments (exp_avg, exp_avg_sq)            values
+ *   FP32      float32            float32                                  NULL, or receives the weight in values_dtype
+ *   SPLIT     int16 remainder    float32                                  bf16 weight, read and written
+ *   BF16      int16 remainder    bf16                                     bf16 weight, read and written
+ *   8BIT      int16 remainder    int8 and uint8, and a scale byte for     bf16 weight, read and written
+ *                                each OFFLOAD_SCALE_GROUP elements
+ */
+typedef struct offload_update_segment {
+    const void* grad; /* read */
+    void* master;
+    void* exp_avg;    /* Adam, Lion: the average, SGD with momentum: the momentum buffer */
+    void* exp_avg_sq; /* Adam: the average of squares, Adagrad: their sum */
+    uint8_t* exp_avg_scale;
+    uint8_t* exp_avg_sq_scale;
+    void* values;
     int64_t numel;
-    int64_t step; /* of this update, counted from 1 */
+    int64_t first_index; /* of the parameter's element that comes first, 8BIT: a multiple of OFFLOAD_SCALE_GROUP */
+    int64_t step;        /* of this update, counted from 1 */
+    uint64_t rounding_seed;
     double lr;
-    double beta1;
-    double beta2;
+    double beta1; /* SGD: momentum */
+    double beta2; /* SGD: dampening */
     double eps;
     double weight_decay;
-    float grad_factor; /* multiplies every gradient element while it is read */
+    float grad_factor; /* multiplies every gradient element while it is read, negative: maximize */
     int32_t grad_dtype;
-    int32_t emit_dtype;
-    int32_t decoupled; /* 1: AdamW, 0: Adam with L2 */
-} offload_adam_segment;
+    int32_t values_dtype;
+    int32_t state_format;
+    int32_t rule;
+    int32_t decoupled; /* Adam: 1: AdamW, 0: weight decay as L2 */
+    int32_t nesterov;  /* SGD */
+} offload_update_segment;
 
-/* One Adam or AdamW step on every segment, in one pass over memory. bc1 = 1 - beta1^step, bc2 = 1 - beta2^step and
- * lr / bc1 are formed in double and rounded once to float; then, with one rounding per operation or fma:
- *     g = grad * grad_factor
- *     AdamW: p = p * (1 - lr * weight_decay)            Adam: g = fma(p, weight_decay, g)
- *     w = 1 - beta1;  d = g - m;  m = w < 0.5 ? fma(w, d, m) : fma(w - 1, d, g)
- *     v = v * beta2;  v = fma((1 - beta2) * g, g, v)
- *     p = p + (-(lr / bc1) * m) / (sqrt(v) / sqrt(bc2) + eps)
- * Several callers may use one pool; they take turns. */
-OFFLOAD_API int offload_adam(offload_threads* threads, const offload_adam_segment* segments, int64_t segment_count);
+/* One optimizer step on every segment, in one pass over memory. Scalars are formed in double and rounded once to float;
+ * then, with one rounding per operation or fma, in the order in which torch.optim's foreach=False form has them:
+ *
+ *     g = grad * grad_factor;  L2 (Adam not decoupled, Adagrad, SGD; weight_decay != 0): g = fma(p, weight_decay, g)
+ *
+ *     Adam      AdamW first: p = p * (1 - lr * weight_decay)
+ *               w = 1 - beta1;  d = g - m;  m = w < 0.5 ? fma(w, d, m) : fma(w - 1, d, g)
+ *               v = v * beta2;  v = fma((1 - beta2) * g, g, v);  r = sqrt(v)
+ *               FP32, SPLIT: p = p + (-(lr / bc1) * m) / (r / sqrt(bc2) + eps)
+ *               BF16, 8BIT:  p = p + (-(lr / bc1 * sqrt(bc2)) * m) / (r + eps * sqrt(bc2)), a division less
+ *               with bc1 = 1 - beta1^step, bc2 = 1 - beta2^step
+ *     Lion      u = fma(g, 1 - beta1, m * beta1);  p = fma(sign(u), -lr, p * (1 - lr * weight_decay))
+ *               m = fma(g, 1 - beta2, m * beta2)                                           sign of a NaN is 0
+ *     Adagrad   v = fma(g, g, v);  p = p + (-lr * g) / (sqrt(v) + eps)                    lr: with its decay
+ *     SGD       momentum != 0: m = step == 1 ? g : fma(g, 1 - dampening, m * momentum)
+ *                              g = nesterov ? fma(m, momentum, g) : m
+ *               p = fma(g, -lr, p)
+ *
+ * Split weights. With `bits` those of the float32 weight (a NaN: 0x7fc00000), the bf16 weight is (bits + 0x8000) >> 16 and
+ * the remainder the low 16 bits, as a signed number: bits = (bf16 << 16) + remainder, for every bit pattern. So the
+ * bf16 weight is the nearest, ties away from zero (nearest even would need 17 bits to invert), and above
+ * 0x1.ffp127 it is infinite, as with any rounding to nearest, while the pair still holds the finite number.
+ *
+ * Random bits. Element i of the parameter has 32 at each step:
+ *     z = rounding_seed + step * 0x9e3779b97f4a7c15 (mod 2^64), then SplitMix64's finaliser (Steele, Lea, Flood 2014):
+ *     z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;  z = (z ^ z >> 27) * 0x94d049bb133111eb;  z = z ^ z >> 31
+ *     w = low32(z) + i * 0x9e3779b9 (mod 2^32);  bits = (w ^ w >> 16) * 0x85ebca6b (mod 2^32)
+ * Over the steps an element's bits are as random as SplitMix64, since for each i the rest is a bijection. exp_avg takes
+ * the low 16 and exp_avg_sq the high 16. Nothing else enters, so no cut of the parameter shows.
+ *
+ * bf16 moments. bits of the float32 (a NaN: 0x7fc00000) + 16 random bits, then >> 16: unbiased.
+ *
+ * 8-bit moments. A group of 64 elements has a power of two as scale, so that scaling is exact: exp_avg = code * 2^k,
+ * codes -127..127, and sqrt(exp_avg_sq) = code * 2^k, codes 0..255. k is the least with max |x| <= 127 * 2^k, at
+ * least -110 (roots: 255 * 2^k, at least -63), and kept as k + 110 (k + 63). code = floor(x / 2^k + u), where x / 2^k is
+ * first rounded to a multiple of 2^-8 (ties to even) and u is 8 random bits / 2^8: unbiased but for those 2^-9 of a code. Here
+ * two elements share random bits: those of index i / 2, their low 16 for an even i, their high 16 for an odd one, and
+ * of these exp_avg takes the low 8 and exp_avg_sq the high 8. A root's code is at least 1: an element that is small
+ * beside its group gets too small a step, never too large a one; 0 stands only where there was no update yet.
+ * Magnitudes above 127 * 2^100 (roots: 255 * 2^56) count as that, a NaN as 0 (roots: as that).
+ *
+ * Several callers may use one pool; they take turns.
+ *
+ * How the loops reach the speed of memory. Each pass works on one cache line of every array at a time, because the arrays of
+ * a record lie a multiple of 4 KiB apart and share the sets of the first-level cache. Software prefetch runs 512 bytes
+ * ahead of every array that is read: the hardware's follows that many streams late. Stores are ordinary ones, of lines that
+ * were just read; non-temporal ones for `values` of FP32, the only array that is written without having been read, were no
+ * faster. The formats with narrow arrays only (BF16, 8BIT) compute more than they move: they work on 32 elements in an
+ * order of their own, in which a 16-bit number is widened by one interleaving, leave out Adam's second division, and take an
+ * 8-bit group's maximum while the group after it is computed. */
+OFFLOAD_API int offload_update(offload_threads* threads, const offload_update_segment* segments, int64_t segment_count);
 
 /* ---- gradients and casts -------------------------------------------------------------------------------------- */
 
@@ -108,11 +171,16 @@ OFFLOAD_API int offload_gradient_ingest(offload_threads* threads, void* dst, int
 /* dst = src, cast. They must not overlap. Several callers may use one pool; they take turns. */
 OFFLOAD_API int offload_convert(offload_threads* threads, void* dst, int32_t dst_dtype, const void* src, int32_t src_dtype, int64_t numel);
 
-/* What memory alone allows, for benchmarks: add the `read_count` (1..4) float32 arrays and store the sum in each of the
- * `write_count` (0..4) arrays, which may be among those read. Work is cut as in offload_adam.
- * Several callers may use one pool; they take turns. */
-OFFLOAD_API int offload_stream(offload_threads* threads, const float* const* reads, int32_t read_count, float* const* writes,
-                               int32_t write_count, int64_t numel);
+/* A 64-bit checksum of memory, for finding out that it changed: a change within one 8-byte word is always found, any other
+ * with a chance of 1 - 2^-64. Its value is that of one build on one machine: not for files that outlive a process.
+ * Thread-safe; runs on the calling thread. */
+OFFLOAD_API int offload_checksum(const void* address, int64_t nbytes, uint64_t* out);
+
+/* What memory alone allows, for benchmarks: read `read_count` (0..8) arrays and write `write_count` (0..8), which may be
+ * among those read. Array i has read_nbytes[i] (write_nbytes[i]) bytes (1..4) for each of `numel` elements, a multiple of 64.
+ * What is written means nothing. Work is cut as in offload_update. Several callers may use one pool; they take turns. */
+OFFLOAD_API int offload_stream(offload_threads* threads, const void* const* reads, const int32_t* read_nbytes, int32_t read_count,
+                               void* const* writes, const int32_t* write_nbytes, int32_t write_count, int64_t numel);
 
 /* ---- memory --------------------------------------------------------------------------------------------------- */
 
@@ -163,9 +231,11 @@ typedef struct offload_io_result {
 typedef struct offload_io_statistics {
     int64_t read_nbytes;
     int64_t written_nbytes;
-    int64_t read_busy_ns;    /* time in which at least one read was in flight */
-    int64_t write_busy_ns;   /* the same for writes and fdatasync */
-    int64_t in_flight_count; /* tickets not settled yet */
+    int64_t read_busy_ns;      /* time in which at least one read was in flight */
+    int64_t write_busy_ns;     /* the same for writes and fdatasync */
+    int64_t in_flight_count;   /* tickets not settled yet */
+    int64_t registered_nbytes; /* memory that is registered now */
+    int64_t fixed_nbytes;      /* of the bytes read and written, those from and to registered memory */
 } offload_io_statistics;
 
 /* Start an engine that keeps at most queue_depth (1..4096) blocks of block_nbytes (512..1 GiB, a multiple of 512) in
@@ -177,6 +247,18 @@ OFFLOAD_API int offload_io_create(int32_t kind, int32_t queue_depth, int64_t blo
 /* Wait for everything submitted, then end the threads and free the engine and the tickets nobody waited for.
  * No other call on this engine may be running. In a forked child it does nothing. */
 OFFLOAD_API int offload_io_destroy(offload_io* io);
+
+/* Make memory known to the kernel, so that it need not look up and hold the pages for each block (io_uring's fixed
+ * buffers). Seen on a virtual disk with blocks of 1 MiB: the same rate with 10 to 30 % less processor time from huge
+ * pages, half of it from 4 KiB pages. (Registered files made no difference that could be measured with blocks of such
+ * a size, so there are none.) Optional: transfers of memory that is not registered work as well. The pages stay in
+ * memory until offload_io_unregister or the end of the engine, and must stay mapped where they are. -EOPNOTSUPP: the
+ * kind of engine or the kernel (before 5.19) has no such thing; -ENOMEM: the limit of locked memory; -ENOSPC: too many
+ * ranges; -EEXIST: overlaps a registered range. Thread-safe. */
+OFFLOAD_API int offload_io_register(offload_io* io, void* address, int64_t nbytes);
+
+/* Take back one whole registered range. Nothing may be in flight in it. -ENOENT: none begins there. Thread-safe. */
+OFFLOAD_API int offload_io_unregister(offload_io* io, void* address);
 
 /* Queue a transfer of nbytes between buffer and file offset, or an fdatasync of what was written and waited for before
  * (buffer, nbytes and offset are then unused). Returns at once; `*ticket` names it. Blocks of high-priority requests

@@ -1,6 +1,9 @@
 #include "cpu.h"
 
 #include <sched.h>
+#if defined(OFFLOAD_HAVE_X86)
+#include <cpuid.h>
+#endif
 
 #include <atomic>
 #include <cerrno>
@@ -26,10 +29,18 @@ int core_of_cpu(int cpu) {
     return first;
 }
 
+#if defined(OFFLOAD_HAVE_X86)
+// By cpuid: older clangs know the feature, but not in __builtin_cpu_supports.
+bool has_f16c() {
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+}
+#endif
+
 bool cpu_runs(const Kernels& table) {
     switch (table.level) {
 #if defined(OFFLOAD_HAVE_X86)
-    case OFFLOAD_SIMD_AVX2: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    case OFFLOAD_SIMD_AVX2: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
     case OFFLOAD_SIMD_AVX512:
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512vl");

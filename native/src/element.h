@@ -83,6 +83,8 @@ struct ElementVector {
     static constexpr int kWidth = 1;
     using Float = float;
     using Half = uint16_t;
+    using Int = uint32_t;
+    using Byte = uint8_t;
 
     static Float broadcast(float value) { return value; }
     static Float load(const float* address) { return load_element<float>(address); }
@@ -95,10 +97,39 @@ struct ElementVector {
     static Float div(Float a, Float b) { return a / b; }
     static Float sqrt(Float a) { return __builtin_sqrtf(a); }
     static Float fma(Float a, Float b, Float c) { return __builtin_fmaf(a, b, c); }
+    static Float one_nan(Float a) { return a != a ? bits_as<Float>(kFloatNan) : a; }
     static Half to_bf16(Float a) { return bf16_from_float(a); }
     static Half to_f16(Float a) { return f16_from_float(a); }
     static Float from_bf16(Half a) { return bf16_to_float(a); }
     static Float from_f16(Half a) { return f16_to_float(a); }
+
+    static Float sign(Float a) { return a > 0.0f ? 1.0f : (a < 0.0f ? -1.0f : 0.0f); }
+    static Int ibroadcast(uint32_t value) { return value; }
+    static Int iota(uint32_t) { return 0; }
+    static Int iadd(Int a, Int b) { return a + b; }
+    static Int isub(Int a, Int b) { return a - b; }
+    static Int imul(Int a, Int b) { return a * b; }
+    static Int iand(Int a, Int b) { return a & b; }
+    static Int ixor(Int a, Int b) { return a ^ b; }
+    static Int umax(Int a, Int b) { return a > b ? a : b; }
+    template <int Count> static Int shift_left(Int a) { return a << Count; }
+    template <int Count> static Int shift_right(Int a) { return a >> Count; }
+    template <int Count> static Int shift_right_signed(Int a) { return static_cast<Int>(static_cast<int32_t>(a) >> Count); }
+    static uint32_t reduce_max(Int a) { return a; }
+    static Int bits(Float a) { return bits_as<Int>(a); }
+    static Float as_float(Int a) { return bits_as<Float>(a); }
+    static Float from_int(Int a) { return static_cast<float>(static_cast<int32_t>(a)); }
+    static Int round_to_int(Float a) { return static_cast<Int>(static_cast<int32_t>(__builtin_rintf(a))); }
+    static Int load_int(const uint8_t* address) { return load_element<uint32_t>(address); }
+    static void store_int(uint8_t* address, Int value) { store_element(address, value); }
+    static Int widen(Half a) { return a; }
+    static Int widen_signed(Half a) { return static_cast<Int>(static_cast<int32_t>(static_cast<int16_t>(a))); }
+    static Half narrow(Int a) { return static_cast<Half>(a); }
+    static Byte load_byte(const uint8_t* address) { return *address; }
+    static void store_byte(uint8_t* address, Byte value) { *address = value; }
+    static Int widen_byte(Byte a) { return a; }
+    static Int widen_byte_signed(Byte a) { return static_cast<Int>(static_cast<int32_t>(static_cast<int8_t>(a))); }
+    static Byte narrow_byte(Int a) { return static_cast<Byte>(a); }
 
     struct Squares {
         double lanes[32] = {};
@@ -117,6 +148,12 @@ template <class V, int Count> struct Together {
     };
     struct Half {
         typename V::Half part[Count];
+    };
+    struct Int {
+        typename V::Int part[Count];
+    };
+    struct Byte {
+        typename V::Byte part[Count];
     };
 
     template <class Out, class Make> static Out each(const Make& make) {
@@ -158,6 +195,9 @@ template <class V, int Count> struct Together {
     static Float fma(const Float& a, const Float& b, const Float& c) {
         return each<Float>([&](int i) { return V::fma(a.part[i], b.part[i], c.part[i]); });
     }
+    static Float one_nan(const Float& a) {
+        return each<Float>([&](int i) { return V::one_nan(a.part[i]); });
+    }
     static Half to_bf16(const Float& a) {
         return each<Half>([&](int i) { return V::to_bf16(a.part[i]); });
     }
@@ -171,11 +211,178 @@ template <class V, int Count> struct Together {
         return each<Float>([&](int i) { return V::from_f16(a.part[i]); });
     }
 
+    static Float sign(const Float& a) {
+        return each<Float>([&](int i) { return V::sign(a.part[i]); });
+    }
+    static Int ibroadcast(uint32_t value) {
+        return each<Int>([=](int) { return V::ibroadcast(value); });
+    }
+    static Int iota(uint32_t step) {
+        return each<Int>([=](int i) { return V::iadd(V::iota(step), V::ibroadcast(static_cast<uint32_t>(i * V::kWidth) * step)); });
+    }
+    static Int iadd(const Int& a, const Int& b) {
+        return each<Int>([&](int i) { return V::iadd(a.part[i], b.part[i]); });
+    }
+    static Int isub(const Int& a, const Int& b) {
+        return each<Int>([&](int i) { return V::isub(a.part[i], b.part[i]); });
+    }
+    static Int imul(const Int& a, const Int& b) {
+        return each<Int>([&](int i) { return V::imul(a.part[i], b.part[i]); });
+    }
+    static Int iand(const Int& a, const Int& b) {
+        return each<Int>([&](int i) { return V::iand(a.part[i], b.part[i]); });
+    }
+    static Int ixor(const Int& a, const Int& b) {
+        return each<Int>([&](int i) { return V::ixor(a.part[i], b.part[i]); });
+    }
+    static Int umax(const Int& a, const Int& b) {
+        return each<Int>([&](int i) { return V::umax(a.part[i], b.part[i]); });
+    }
+    template <int Bits> static Int shift_left(const Int& a) {
+        return each<Int>([&](int i) { return V::template shift_left<Bits>(a.part[i]); });
+    }
+    template <int Bits> static Int shift_right(const Int& a) {
+        return each<Int>([&](int i) { return V::template shift_right<Bits>(a.part[i]); });
+    }
+    template <int Bits> static Int shift_right_signed(const Int& a) {
+        return each<Int>([&](int i) { return V::template shift_right_signed<Bits>(a.part[i]); });
+    }
+    static uint32_t reduce_max(const Int& a) {
+        auto all = a.part[0];
+        for (int i = 1; i < Count; ++i) all = V::umax(all, a.part[i]);
+        return V::reduce_max(all);
+    }
+    static Int bits(const Float& a) {
+        return each<Int>([&](int i) { return V::bits(a.part[i]); });
+    }
+    static Float as_float(const Int& a) {
+        return each<Float>([&](int i) { return V::as_float(a.part[i]); });
+    }
+    static Float from_int(const Int& a) {
+        return each<Float>([&](int i) { return V::from_int(a.part[i]); });
+    }
+    static Int round_to_int(const Float& a) {
+        return each<Int>([&](int i) { return V::round_to_int(a.part[i]); });
+    }
+    static Int widen(const Half& a) {
+        return each<Int>([&](int i) { return V::widen(a.part[i]); });
+    }
+    static Int widen_signed(const Half& a) {
+        return each<Int>([&](int i) { return V::widen_signed(a.part[i]); });
+    }
+    static Half narrow(const Int& a) {
+        return each<Half>([&](int i) { return V::narrow(a.part[i]); });
+    }
+    static Int widen_byte(const Byte& a) {
+        return each<Int>([&](int i) { return V::widen_byte(a.part[i]); });
+    }
+    static Int widen_byte_signed(const Byte& a) {
+        return each<Int>([&](int i) { return V::widen_byte_signed(a.part[i]); });
+    }
+    static Byte narrow_byte(const Int& a) {
+        return each<Byte>([&](int i) { return V::narrow_byte(a.part[i]); });
+    }
+    static Int load_int(const uint8_t* address) {
+        return each<Int>([=](int i) { return V::load_int(address + 4 * i * V::kWidth); });
+    }
+    static void store_int(uint8_t* address, const Int& value) {
+        for (int i = 0; i < Count; ++i) V::store_int(address + 4 * i * V::kWidth, value.part[i]);
+    }
+    static Byte load_byte(const uint8_t* address) {
+        return each<Byte>([=](int i) { return V::load_byte(address + i * V::kWidth); });
+    }
+    static void store_byte(uint8_t* address, const Byte& value) {
+        for (int i = 0; i < Count; ++i) V::store_byte(address + i * V::kWidth, value.part[i]);
+    }
+
     struct Squares : V::Squares {
         void add(int index, const Float& value) {
             for (int i = 0; i < Count; ++i) V::Squares::add(index * Count + i, value.part[i]);
         }
     };
+};
+
+// 32 elements in two vectors of 16, in an order that may be the level's own: the formats whose every array is narrow work on
+// these, and one order for all of an element's numbers is as good as another.
+template <class V> struct PlainBlock {
+    static_assert(V::kWidth == 16, "a block is two vectors");
+    using Int = typename V::Int;
+    struct Floats {
+        typename V::Float a, b;
+    };
+
+    static Floats load_f32(const float* address) { return {V::load(address), V::load(address + 16)}; }
+    static Floats load_bf16(const uint16_t* address) {
+        return {V::from_bf16(V::load_half(address)), V::from_bf16(V::load_half(address + 16))};
+    }
+    static Floats load_f16(const uint16_t* address) {
+        return {V::from_f16(V::load_half(address)), V::from_f16(V::load_half(address + 16))};
+    }
+
+    // A weight of its bf16 upper half and its remainder: bits = (upper << 16) + signed rest; and back.
+    static typename V::Float join_vector(const uint16_t* upper, const uint16_t* rest) {
+        const auto high = V::template shift_left<16>(V::widen(V::load_half(upper)));
+        return V::as_float(V::iadd(high, V::widen_signed(V::load_half(rest))));
+    }
+    static void split_vector(uint16_t* upper, uint16_t* rest, typename V::Float value) {
+        const auto bits = V::bits(V::one_nan(value));
+        V::store_half(upper, V::narrow(V::template shift_right<16>(V::iadd(bits, V::ibroadcast(0x8000u)))));
+        V::store_half(rest, V::narrow(bits));
+    }
+    static Floats join(const uint16_t* upper, const uint16_t* rest) {
+        return {join_vector(upper, rest), join_vector(upper + 16, rest + 16)};
+    }
+    static void split(uint16_t* upper, uint16_t* rest, const Floats& value) {
+        split_vector(upper, rest, value.a);
+        split_vector(upper + 16, rest + 16, value.b);
+    }
+
+    // `random`: of each element, as `lanes` orders them; its low (High: its high) 16 bits.
+    template <bool High> static void round_vector(uint16_t* address, typename V::Float value, const Int& random) {
+        const auto sixteen = High ? V::template shift_right<16>(random) : V::iand(random, V::ibroadcast(0xffffu));
+        V::store_half(address, V::narrow(V::template shift_right<16>(V::iadd(V::bits(V::one_nan(value)), sixteen))));
+    }
+    template <bool High> static void round_bf16(uint16_t* address, const Floats& value, const Int& random_a, const Int& random_b) {
+        round_vector<High>(address, value.a, random_a);
+        round_vector<High>(address + 16, value.b, random_b);
+    }
+    // step times the index of each element, of a and of b.
+    static Int lanes_a(uint32_t step) { return V::iota(step); }
+    static Int lanes_b(uint32_t step) { return V::iadd(V::iota(step), V::ibroadcast(16 * step)); }
+
+    // Codes times scale, a power of two.
+    static Floats load_signed(const uint8_t* codes, float scale) {
+        const auto by = V::broadcast(scale);
+        return {V::mul(V::from_int(V::widen_byte_signed(V::load_byte(codes))), by),
+                V::mul(V::from_int(V::widen_byte_signed(V::load_byte(codes + 16))), by)};
+    }
+    static Floats load_unsigned(const uint8_t* codes, float scale) {
+        const auto by = V::broadcast(scale);
+        return {V::mul(V::from_int(V::widen_byte(V::load_byte(codes))), by),
+                V::mul(V::from_int(V::widen_byte(V::load_byte(codes + 16))), by)};
+    }
+    // value * up, rounded to an integer, plus 8 random bits, without its low 8 bits. `random`: 16 words of 32 bits, 16 bits for
+    // each element in order; signed codes take the low 8 of them, unsigned ones the high 8.
+    static void store_signed(uint8_t* codes, const Floats& value, const typename V::Float& up, const Int& random) {
+        uint16_t words[32];
+        V::store_int(reinterpret_cast<uint8_t*>(words), random);
+        const auto code = [&](const typename V::Float& x, const uint16_t* r) {
+            const auto drawn = V::iadd(V::round_to_int(V::mul(x, up)), V::iand(V::widen(V::load_half(r)), V::ibroadcast(0xffu)));
+            return V::narrow_byte(V::template shift_right_signed<8>(drawn));
+        };
+        V::store_byte(codes, code(value.a, words));
+        V::store_byte(codes + 16, code(value.b, words + 16));
+    }
+    static void store_unsigned(uint8_t* codes, const Floats& value, const typename V::Float& up, const Int& random) {
+        uint16_t words[32];
+        V::store_int(reinterpret_cast<uint8_t*>(words), random);
+        const auto code = [&](const typename V::Float& x, const uint16_t* r) {
+            const auto drawn = V::iadd(V::round_to_int(V::mul(x, up)), V::template shift_right<8>(V::widen(V::load_half(r))));
+            return V::narrow_byte(V::umax(V::template shift_right<8>(drawn), V::ibroadcast(1)));
+        };
+        V::store_byte(codes, code(value.a, words));
+        V::store_byte(codes + 16, code(value.b, words + 16));
+    }
 };
 
 } // namespace

@@ -112,6 +112,8 @@ void offload_io::stats(offload_io_statistics* statistics) {
     statistics->read_busy_ns = busy_ns(busy_[0]);
     statistics->write_busy_ns = busy_ns(busy_[1]);
     statistics->in_flight_count = unsettled_count_;
+    statistics->registered_nbytes = registered_nbytes_;
+    statistics->fixed_nbytes = fixed_nbytes_;
 }
 
 void offload_io::close() {
@@ -185,6 +187,7 @@ bool offload_io::end_block(const IoBlock& block, int64_t transferred_nbytes, int
     IoTicket* const ticket = block.ticket;
     Busy& busy = busy_of(block.op);
     busy.transferred_nbytes += transferred_nbytes;
+    if (block.fixed) fixed_nbytes_ += transferred_nbytes;
     if (--busy.in_flight_count == 0) busy.total_ns += offload::now_ns() - busy.since_ns;
     ticket->transferred_nbytes += transferred_nbytes;
     const int64_t failed_offset = block.offset + transferred_nbytes;
@@ -245,6 +248,20 @@ int offload_io_submit(offload_io* io, int32_t op, int32_t fd, void* buffer, int6
     try {
         return io->submit(op, fd, buffer, nbytes, offset, priority, ticket);
     } catch (const std::bad_alloc&) { return -ENOMEM; }
+}
+
+int offload_io_register(offload_io* io, void* address, int64_t nbytes) {
+    if (io == nullptr || address == nullptr || nbytes < 1 || nbytes > INT64_MAX / 2) return -EINVAL;
+    if (!io->is_ours()) return -ECHILD;
+    try {
+        return io->register_memory(static_cast<char*>(address), nbytes);
+    } catch (const std::bad_alloc&) { return -ENOMEM; }
+}
+
+int offload_io_unregister(offload_io* io, void* address) {
+    if (io == nullptr || address == nullptr) return -EINVAL;
+    if (!io->is_ours()) return -ECHILD;
+    return io->unregister_memory(static_cast<char*>(address));
 }
 
 int offload_io_wait(offload_io* io, uint64_t ticket, int64_t timeout_ns, offload_io_result* result) {

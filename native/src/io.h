@@ -4,6 +4,7 @@
 
 #include <sys/types.h>
 
+#include <cerrno>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -29,6 +30,7 @@ struct IoBlock {
     int64_t offset = 0;
     int64_t begin_nbytes = 0;  // where the next attempt starts: what lies before it was transferred
     int32_t attempt_count = 0; // attempts in a row that moved nothing forward
+    bool fixed = false;        // the last attempt was from or to registered memory
 
     char* next_buffer() const { return buffer + begin_nbytes; }
     int64_t next_nbytes() const { return nbytes - begin_nbytes; }
@@ -69,6 +71,10 @@ struct offload_io {
     int wait(uint64_t ticket, int64_t timeout_ns, offload_io_result* result);
     void stats(offload_io_statistics* statistics);
 
+    // As offload_io_register and offload_io_unregister. Where there is no such thing nothing can be registered.
+    virtual int register_memory(char*, int64_t) { return -EOPNOTSUPP; }
+    virtual int unregister_memory(char*) { return -ENOENT; }
+
     // Wait for everything submitted, then end the backend's threads. Called once, before the destructor.
     void close();
 
@@ -88,6 +94,7 @@ struct offload_io {
     const int64_t block_nbytes_;
     std::mutex mutex_;
     bool stopping_ = false;
+    int64_t registered_nbytes_ = 0;
 
   private:
     // Time in which at least one block of a kind was in flight.
@@ -106,6 +113,7 @@ struct offload_io {
     const pid_t owner_;
     uint64_t next_ticket_ = 1;
     int64_t unsettled_count_ = 0;
+    int64_t fixed_nbytes_ = 0;
     std::condition_variable all_settled_;
     std::unordered_map<uint64_t, std::shared_ptr<offload::IoTicket>> tickets_;
     std::deque<std::shared_ptr<offload::IoTicket>> queues_[2]; // by priority; tickets not cut to the end

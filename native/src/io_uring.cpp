@@ -7,12 +7,16 @@
 
 #include <liburing.h>
 #include <sys/eventfd.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
+#include <map>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -23,6 +27,16 @@ namespace offload {
 namespace {
 
 constexpr uint64_t kWakeData = ~uint64_t{0};
+// Of the ring's table of registered memory, and what the kernel takes in one entry.
+constexpr unsigned kRegisteredMax = 1024;
+constexpr int64_t kRegisteredNbytesMax = int64_t{1} << 30;
+
+// One entry of the table.
+struct Registered {
+    char* end = nullptr;
+    unsigned slot = 0;
+    bool first = false; // of those that one offload_io_register made
+};
 
 class UringIo final : public offload_io {
   public:
@@ -45,12 +59,85 @@ class UringIo final : public offload_io {
         if (status != 0) return status;
         ring_made_ = true;
         if (!knows_operations()) return -ENOSYS;
+        has_table_ = io_uring_register_buffers_sparse(&ring_, kRegisteredMax) == 0;
+        for (unsigned slot = has_table_ ? kRegisteredMax : 0; slot > 0; --slot) free_slots_.push_back(slot - 1);
         const SignalsBlocked blocked;
         thread_ = std::thread([this] { serve(); });
         return 0;
     }
 
+    int register_memory(char* address, int64_t nbytes) override {
+        if (!has_table_) return -EOPNOTSUPP;
+        const std::lock_guard<std::mutex> changing(table_mutex_);
+        const size_t count = static_cast<size_t>((nbytes + kRegisteredNbytesMax - 1) / kRegisteredNbytesMax);
+        if (count > free_slots_.size()) return -ENOSPC;
+        {
+            const std::lock_guard<std::mutex> lock(mutex_);
+            const auto after = registered_.lower_bound(address + nbytes);
+            if (after != registered_.begin() && std::prev(after)->second.end > address) return -EEXIST;
+        }
+        std::map<char*, Registered> made;
+        int status = 0;
+        for (char* begin = address; status == 0 && begin < address + nbytes; begin += kRegisteredNbytesMax) {
+            char* const end = begin + std::min<int64_t>(kRegisteredNbytesMax, address + nbytes - begin);
+            const unsigned slot = free_slots_.back();
+            status = set_slot(slot, begin, end - begin);
+            if (status != 0) break;
+            made.emplace(begin, Registered{end, slot, begin == address});
+            free_slots_.pop_back();
+        }
+        if (status != 0) {
+            for (const auto& entry : made) give_back(entry.second.slot);
+            return status;
+        }
+        const std::lock_guard<std::mutex> lock(mutex_);
+        registered_.merge(made);
+        registered_nbytes_ += nbytes;
+        return 0;
+    }
+
+    int unregister_memory(char* address) override {
+        const std::lock_guard<std::mutex> changing(table_mutex_);
+        std::vector<unsigned> slots;
+        slots.reserve(kRegisteredMax);
+        {
+            const std::lock_guard<std::mutex> lock(mutex_);
+            auto entry = registered_.find(address);
+            if (entry == registered_.end() || !entry->second.first) return -ENOENT;
+            do {
+                registered_nbytes_ -= entry->second.end - entry->first;
+                slots.push_back(entry->second.slot);
+                entry = registered_.erase(entry);
+            } while (entry != registered_.end() && !entry->second.first);
+        }
+        int status = 0;
+        for (const unsigned slot : slots) {
+            const int result = give_back(slot);
+            if (status == 0) status = result;
+        }
+        return status;
+    }
+
   private:
+    int set_slot(unsigned slot, char* begin, int64_t nbytes) {
+        const iovec range = {begin, static_cast<size_t>(nbytes)};
+        const int status = io_uring_register_buffers_update_tag(&ring_, slot, &range, nullptr, 1);
+        return status == 1 ? 0 : status < 0 ? status : -EIO;
+    }
+
+    int give_back(unsigned slot) {
+        free_slots_.push_back(slot);
+        return set_slot(slot, nullptr, 0);
+    }
+
+    // The table's entry that holds the whole range, or -1. The caller holds mutex_.
+    int slot_of(const char* begin, int64_t nbytes) const {
+        auto entry = registered_.upper_bound(const_cast<char*>(begin));
+        if (entry == registered_.begin()) return -1;
+        --entry;
+        return begin + nbytes <= entry->second.end ? static_cast<int>(entry->second.slot) : -1;
+    }
+
     bool knows_operations() {
         io_uring_probe* const probe = io_uring_get_probe_ring(&ring_);
         if (probe == nullptr) return false;
@@ -88,17 +175,27 @@ class UringIo final : public offload_io {
         return true;
     }
 
-    // The ring has an entry for each block and one for wake_fd_, and all entries are submitted before more are
+    // The caller holds mutex_. The ring has an entry for each block and one for wake_fd_, and all entries are submitted before more are
     // prepared, so that there always is one.
     void prepare(size_t slot) {
-        const IoBlock& block = blocks_[slot];
+        IoBlock& block = blocks_[slot];
         io_uring_sqe* const entry = io_uring_get_sqe(&ring_);
         const unsigned nbytes = static_cast<unsigned>(block.next_nbytes()); // a block is at most 1 GiB
         const uint64_t offset = static_cast<uint64_t>(block.next_offset());
-        switch (block.op) {
-        case OFFLOAD_IO_READ: io_uring_prep_read(entry, block.fd, block.next_buffer(), nbytes, offset); break;
-        case OFFLOAD_IO_WRITE: io_uring_prep_write(entry, block.fd, block.next_buffer(), nbytes, offset); break;
-        default: io_uring_prep_fsync(entry, block.fd, IORING_FSYNC_DATASYNC); break;
+        const int known = block.op == OFFLOAD_IO_FDATASYNC ? -1 : slot_of(block.next_buffer(), block.next_nbytes());
+        block.fixed = known >= 0;
+        if (block.op == OFFLOAD_IO_FDATASYNC) {
+            io_uring_prep_fsync(entry, block.fd, IORING_FSYNC_DATASYNC);
+        } else if (block.op == OFFLOAD_IO_READ) {
+            if (block.fixed)
+                io_uring_prep_read_fixed(entry, block.fd, block.next_buffer(), nbytes, offset, known);
+            else
+                io_uring_prep_read(entry, block.fd, block.next_buffer(), nbytes, offset);
+        } else {
+            if (block.fixed)
+                io_uring_prep_write_fixed(entry, block.fd, block.next_buffer(), nbytes, offset, known);
+            else
+                io_uring_prep_write(entry, block.fd, block.next_buffer(), nbytes, offset);
         }
         io_uring_sqe_set_data64(entry, slot);
     }
@@ -153,6 +250,10 @@ class UringIo final : public offload_io {
     std::vector<IoBlock> blocks_; // slots; those not in free_ are in flight or in again_
     std::vector<size_t> free_;
     std::vector<size_t> again_;
+    bool has_table_ = false;
+    std::mutex table_mutex_;                 // held while the kernel's table changes; taken before mutex_
+    std::vector<unsigned> free_slots_;       // of the table; guarded by table_mutex_
+    std::map<char*, Registered> registered_; // by where it begins; guarded by mutex_
     std::thread thread_;
 };
 

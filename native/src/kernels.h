@@ -6,28 +6,46 @@
 
 namespace offload {
 
-// The scalars of one Adam segment, each rounded once from double to float.
-struct AdamScalars {
+// The scalars of one segment of an optimizer step, each rounded once from double to float. Which rule uses which is
+// written in offload.h.
+struct UpdateScalars {
+    int32_t rule; // one of OFFLOAD_RULE_*
     float grad_factor;
-    float weight_decay;     // decoupled: 1 - lr * weight_decay, multiplies the weight; else the L2 coefficient
-    float lerp_coefficient; // 1 - beta1, or (1 - beta1) - 1 where the interpolation starts from the gradient
+    float decay;            // multiplies the weight (AdamW, Lion), or is the L2 coefficient
+    float lerp_coefficient; // Adam: 1 - beta1, or (1 - beta1) - 1 where the interpolation starts from the gradient
+    float beta1;            // SGD: the momentum
+    float one_minus_beta1;  // SGD: 1 - dampening
     float beta2;
     float one_minus_beta2;
     float sqrt_bias_correction2;
     float eps;
-    float negative_step_size; // -lr / (1 - beta1^step)
-    bool l2;                  // weight_decay is an L2 coefficient
+    float negative_step_size;
+    float folded_eps;                // eps * sqrt(bias_correction2)
+    float folded_negative_step_size; // negative_step_size * sqrt(bias_correction2)
+    uint32_t rounding_key;
+    bool l2; // decay is an L2 coefficient
     bool lerp_from_grad;
+    bool has_momentum; // SGD
+    bool nesterov;
+    bool is_first;
 };
 
-struct AdamPiece {
+// Elements that share the two scales of 8-bit moments. A piece begins at a multiple of it.
+constexpr int64_t kScaleGroup = 64;
+
+// See offload_update_segment. What `master` and the moments point to depends on state_format.
+struct UpdatePiece {
     const void* grad;
-    float* master;
-    float* exp_avg;
-    float* exp_avg_sq;
-    void* emit; // may be null
+    void* master;
+    void* exp_avg;
+    void* exp_avg_sq;
+    uint8_t* exp_avg_scale;
+    uint8_t* exp_avg_sq_scale;
+    void* values;
     int32_t grad_dtype;
-    int32_t emit_dtype;
+    int32_t values_dtype;
+    int32_t state_format;
+    int64_t first_index; // of the parameter's elements
     int64_t numel;
 };
 
@@ -42,12 +60,15 @@ struct IngestPiece {
     bool accumulate;
 };
 
-constexpr int kStreamReadsMax = 4;
-constexpr int kStreamWritesMax = 4;
+constexpr int kStreamArraysMax = 8;
 
+// numel is a multiple of kStreamStep; an array has `nbytes` bytes for each element, 1 to 4.
+constexpr int64_t kStreamStep = 64;
 struct StreamPiece {
-    const float* reads[kStreamReadsMax];
-    float* writes[kStreamWritesMax];
+    const uint8_t* reads[kStreamArraysMax];
+    uint8_t* writes[kStreamArraysMax];
+    int32_t read_nbytes[kStreamArraysMax];
+    int32_t write_nbytes[kStreamArraysMax];
     int32_t read_count;
     int32_t write_count;
     int64_t numel;
@@ -55,7 +76,7 @@ struct StreamPiece {
 
 struct Kernels {
     int32_t level; // one of OFFLOAD_SIMD_*
-    void (*adam)(const AdamScalars& scalars, const AdamPiece& piece);
+    void (*update)(const UpdateScalars& scalars, const UpdatePiece& piece);
     void (*ingest)(const IngestPiece& piece);
     void (*convert)(void* dst, int32_t dst_dtype, const void* src, int32_t src_dtype, int64_t numel);
     void (*stream)(const StreamPiece& piece);

@@ -10,6 +10,8 @@ struct NeonVector {
     static constexpr int kWidth = 4;
     using Float = float32x4_t;
     using Half = uint16x4_t;
+    using Int = uint32x4_t;
+    using Byte = uint32_t;
 
     // Bytes, because no address needs the alignment of its element.
     static Float broadcast(float value) { return vdupq_n_f32(value); }
@@ -35,6 +37,46 @@ struct NeonVector {
     static Float from_bf16(Half a) { return vreinterpretq_f32_u32(vshll_n_u16(a, 16)); }
     static Float from_f16(Half a) { return vcvt_f32_f16(vreinterpret_f16_u16(a)); }
 
+    static Float sign(Float a) {
+        const float32x4_t zero = vdupq_n_f32(0.0f);
+        const float32x4_t positive = vbslq_f32(vcgtq_f32(a, zero), vdupq_n_f32(1.0f), zero);
+        return vbslq_f32(vcltq_f32(a, zero), vdupq_n_f32(-1.0f), positive);
+    }
+    static Int ibroadcast(uint32_t value) { return vdupq_n_u32(value); }
+    static Int iota(uint32_t step) {
+        const uint32_t lanes[4] = {0, step, 2 * step, 3 * step};
+        return vld1q_u32(lanes);
+    }
+    static Int iadd(Int a, Int b) { return vaddq_u32(a, b); }
+    static Int isub(Int a, Int b) { return vsubq_u32(a, b); }
+    static Int imul(Int a, Int b) { return vmulq_u32(a, b); }
+    static Int iand(Int a, Int b) { return vandq_u32(a, b); }
+    static Int ixor(Int a, Int b) { return veorq_u32(a, b); }
+    static Int umax(Int a, Int b) { return vmaxq_u32(a, b); }
+    template <int Count> static Int shift_left(Int a) { return vshlq_n_u32(a, Count); }
+    template <int Count> static Int shift_right(Int a) { return vshrq_n_u32(a, Count); }
+    template <int Count> static Int shift_right_signed(Int a) {
+        return vreinterpretq_u32_s32(vshrq_n_s32(vreinterpretq_s32_u32(a), Count));
+    }
+    static uint32_t reduce_max(Int a) { return vmaxvq_u32(a); }
+    static Int bits(Float a) { return vreinterpretq_u32_f32(a); }
+    static Float as_float(Int a) { return vreinterpretq_f32_u32(a); }
+    static Float from_int(Int a) { return vcvtq_f32_s32(vreinterpretq_s32_u32(a)); }
+    static Int round_to_int(Float a) { return vreinterpretq_u32_s32(vcvtnq_s32_f32(a)); }
+    static Int load_int(const uint8_t* address) { return vreinterpretq_u32_u8(vld1q_u8(address)); }
+    static void store_int(uint8_t* address, Int value) { vst1q_u8(address, vreinterpretq_u8_u32(value)); }
+    static Int widen(Half a) { return vmovl_u16(a); }
+    static Int widen_signed(Half a) { return vreinterpretq_u32_s32(vmovl_s16(vreinterpret_s16_u16(a))); }
+    static Half narrow(Int a) { return vmovn_u32(a); }
+    static Byte load_byte(const uint8_t* address) { return load_element<uint32_t>(address); }
+    static void store_byte(uint8_t* address, Byte value) { store_element(address, value); }
+    static Int widen_byte(Byte a) { return vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(a)))); }
+    static Int widen_byte_signed(Byte a) { return vreinterpretq_u32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(a))))); }
+    static Byte narrow_byte(Int a) {
+        const uint16x4_t words = vmovn_u32(a);
+        return vget_lane_u32(vreinterpret_u32_u8(vmovn_u16(vcombine_u16(words, words))), 0);
+    }
+
     // The square of a float is exact in double, so that fma rounds as multiply and add do.
     struct Squares {
         float64x2_t sums[16];
@@ -54,6 +96,7 @@ struct NeonVector {
 };
 
 using Vector = Together<NeonVector, 4>;
+using Block = PlainBlock<Vector>;
 
 } // namespace
 } // namespace offload

@@ -3,7 +3,8 @@
 namespace offload {
 namespace {
 using Vector = Together<ElementVector, 16>;
-}
+using Block = PlainBlock<Vector>;
+} // namespace
 } // namespace offload
 
 #include "kernels.inc"

@@ -52,6 +52,9 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device-memory", metavar="SIZE", help="most device memory that the engine may hold")
     group.add_argument("--stage", type=int, default=3, help="ZeRO stage, 0 to 3 (default 3)")
     group.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="what forward and backward run in")
+    group.add_argument(
+        "--state-format", choices=("fp32", "split", "bf16", "8bit"), default="fp32", help="layout of the states (default fp32)"
+    )
     group.add_argument("--update", choices=("step", "backward"), default="step", help="when updates start (default step)")
     group.add_argument("--prefetch", type=int, default=1, metavar="N", help="units fetched ahead (default 1)")
     group.add_argument("--clip", type=float, metavar="NORM", help="clip the global gradient norm to this")
@@ -67,6 +70,7 @@ def config_of(args: argparse.Namespace) -> offload.Config:
         "cpu_memory": args.cpu_memory,
         "device_memory": args.device_memory,
         "dtype": args.dtype,
+        "state_format": args.state_format,
         "max_grad_norm": args.clip,
         "update": args.update,
         "prefetch": args.prefetch,

@@ -1,7 +1,7 @@
 """Time the parts of a training step that are this package's own, on this machine.
 
 python -m offload bench adam                      the optimizer kernel, beside its floor and torch's fused AdamW
-python -m offload bench io --nvme /mnt/nvme0      file I/O for sizes of a block and numbers of blocks in flight
+python -m offload bench io --nvme /mnt/nvme0      find the block size and depth that the drive wants, and remember them
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from collections.abc import Callable
 import torch
 
 from offload import _native
+from offload.cli import sweep
 from offload.cli.arguments import add_drive_arguments, positive, positive_number
-from offload.cli.rates import Direction, Drive, seconds_per_call
+from offload.cli.rates import DIRECTIONS, Drive, seconds_per_call
+from offload.cli.sweep import Rates, find_best
 from offload.cli.text import format_count, format_nbytes, format_rate, format_seconds, table
 from offload.config import parse_nbytes
-from offload.device.kernels import AdamHyper, AdamSegment, adam
+from offload.device.rules import Hyper, Rule
+from offload.device.updating import Segment, update
 from offload.tiers.io import open_backend
+from offload.tiers.io.tuning import IoSettings, device_of, remember
 from offload.tiers.memory import HostMemory
 
-_BLOCKS = (256 * 1024, 1024 * 1024, 4 * 1024 * 1024)
-_DEPTHS = (4, 16, 64)
-_DIRECTIONS: tuple[Direction, ...] = ("read", "write", "both")
-_HYPER = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True)
+_HYPER = Hyper(Rule.ADAM, lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,11 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     kernel.add_argument("--seconds", type=positive_number, default=3.0, metavar="S", help="for each row (default 3)")
     kernel.set_defaults(run=run_adam)
-    drive = kinds.add_parser("io", help="file I/O for sizes of a block and numbers of blocks in flight")
+    drive = kinds.add_parser("io", help="find the block size and depth that a drive wants, and remember them")
     drive.add_argument("--nvme", required=True, metavar="PATH", help="a folder on the drive")
     add_drive_arguments(drive)
     drive.add_argument("--backend", default="auto", metavar="NAME", help="io_uring, threads, aiofiles (default: the best)")
-    drive.add_argument("--seconds", type=positive_number, default=1.0, metavar="S", help="for each number (default 1)")
+    drive.add_argument("--seconds", type=positive_number, default=40.0, metavar="S", help="in all (default 40)")
     drive.set_defaults(run=run_io)
 
 
@@ -79,10 +80,11 @@ def _adam_calls(numel: int) -> list[tuple[str, int, Callable[[], None]]]:
     emit = torch.empty_like(grad16)
 
     def kernel(gradient: torch.Tensor, emitted: torch.Tensor | None) -> Callable[[], None]:
-        segment = AdamSegment(gradient, master, exp_avg, exp_avg_sq, emitted, _HYPER, step=10)
-        return lambda: adam([segment])
+        arrays = {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        segment = Segment(gradient, arrays, emitted, _HYPER, step=10)
+        return lambda: update([segment])
 
-    addresses = [tensor.data_ptr() for tensor in memory]
+    addresses = [(tensor.data_ptr(), 4) for tensor in memory]
     calls: list[tuple[str, int, Callable[[], None]]] = []
     if _native.available():
         calls.append((_STREAM, 28 * numel, lambda: _native.stream(addresses, addresses[1:], numel)))
@@ -108,25 +110,31 @@ def _torch_fused(master: torch.Tensor, grad: torch.Tensor) -> Callable[[], None]
 
 def run_io(args: argparse.Namespace) -> int:
     """`bench io`. Returns 0."""
-    best: dict[Direction, tuple[float, str]] = {}
-    rows: list[tuple[str, ...]] = []
-    name = args.backend
+    backend = open_backend(args.backend)
+    name = backend.name
+    backend.close()
     with Drive(args.nvme, parse_nbytes(args.size, "--size")) as drive:
-        for block_nbytes in _BLOCKS:
-            for depth in _DEPTHS:
-                backend = open_backend(args.backend, queue_depth=depth, block_nbytes=block_nbytes)
-                try:
-                    name = backend.name
-                    rates = {kind: drive.bytes_per_second(backend, kind, args.seconds) for kind in _DIRECTIONS}
-                finally:
-                    backend.close()
-                setting = f"{format_nbytes(block_nbytes)} x {depth}"
-                for kind, rate in rates.items():
-                    best[kind] = max(best.get(kind, (0.0, "")), (rate, setting))
-                rows.append((format_nbytes(block_nbytes), str(depth), *(format_rate(rate, 1.0) for rate in rates.values())))
+
+        def measure(settings: IoSettings, seconds: float) -> Rates:
+            backend = open_backend(name, queue_depth=settings.queue_depth, block_nbytes=settings.block_nbytes)
+            try:
+                return {kind: drive.bytes_per_second(backend, kind, seconds) for kind in DIRECTIONS}
+            finally:
+                backend.close()
+
+        outcome = find_best(measure, args.seconds, sweep.SETTINGS)
         how = "direct I/O" if drive.direct else "through the page cache"
-    print(f"{name} at {args.nvme}, {how}; transfers of 16 MiB cut into blocks, at most `depth` of them in flight")
+    print(f"{name} at {args.nvme}, {how}; transfers of 8 MiB, 8 at once, cut into blocks of which `depth` are in flight")
+    rows = [
+        (format_nbytes(one.block_nbytes), str(one.queue_depth), *(format_rate(rates[kind], 1.0) for kind in DIRECTIONS))
+        for one, rates in outcome.rates.items()
+    ]
     print(table(("block", "depth", "read", "write", "both, summed"), rows, left_columns=()))
-    for kind, (rate, setting) in best.items():
-        print(f"best {kind}: {format_rate(rate, 1.0)} with {setting}")
+    best = outcome.best
+    print(f"best: blocks of {format_nbytes(best.block_nbytes)}, {best.queue_depth} in flight")
+    device = device_of(args.nvme)
+    try:
+        print(f"remembered for {device} in {remember(device, name, best)}: every run there uses it")
+    except OSError as error:
+        print(f"not remembered for {device}: {error.strerror or error}")
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import resource
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 from offload import _native
 from offload.cli.text import format_nbytes
+from offload.device import device_kernels
 from offload.errors import ConfigError
 from offload.tiers.io import BACKEND_NAMES, open_backend
 
@@ -18,6 +20,7 @@ ENVIRONMENT = (
     ("OFFLOAD_ACCELERATOR", "cuda, cpu or deferred (tests): the device; default cuda where torch finds one"),
     ("OFFLOAD_IO", "io_uring, threads or aiofiles: file I/O; default the best that works"),
     ("OFFLOAD_THREADS", "a count: threads of the native library; default physical cores"),
+    ("OFFLOAD_VERIFY", "0: do not compare what is read from scratch files with what was written; default 1"),
     ("OFFLOAD_NATIVE", "0: run without the native library; a path: load that one"),
 )
 
@@ -69,7 +72,16 @@ def accelerator_rows() -> list[Row]:
         rows.append(("cuda", "torch was built without it"))
     else:
         rows.append(("cuda", f"torch was built with CUDA {torch.version.cuda} and finds no device"))
+    rows.append(("CUDA kernels", _cuda_kernels()))
     return rows
+
+
+def _cuda_kernels() -> str:
+    if importlib.util.find_spec("cupy") is None:
+        return "torch operations, the same bits (CuPy is not installed)"
+    if device_kernels.compiled_path() is None:
+        return "compiled by NVRTC at initialize (the package was built without nvcc), launched by CuPy"
+    return "compiled when the package was built, launched by CuPy"
 
 
 def system_rows() -> list[Row]:

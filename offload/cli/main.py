@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import offload
-from offload.cli import bench, info, plan, probe, train
+from offload.cli import bench, export, importing, info, plan, probe, train
 from offload.errors import ConfigError, InitializerError, OffloadError, UsageError
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
@@ -22,6 +22,8 @@ _COMMANDS = {
     "train": (train, "train a causal language model with its states on the device, in CPU memory or on NVMe"),
     "plan": (plan, "say what training would take: bytes in each tier, smallest budgets, bytes moved in a step"),
     "probe": (probe, "measure this machine: memory, drive, and device links"),
+    "export": (export, "write a checkpoint's weights as safetensors that from_pretrained reads, without the model"),
+    "import": (importing, "convert DeepSpeed's universal or torch.distributed's checkpoint into one of this package"),
     "bench": (bench, "time the Adam kernel or file I/O on this machine"),
     "info": (info, "versions, what was built, which backends work, environment variables"),
 }

@@ -11,10 +11,12 @@ from torch import nn
 import offload
 from offload.errors import BudgetError
 from offload.layout import Layout
-from offload.runtime.assembly import DTYPES, choose_accelerator, describe_parameters, lay_out, parameter_specs
-from offload.runtime.placement import Placement, own_master
+from offload.runtime.assembly import DTYPES, choose_accelerator, lay_out
+from offload.runtime.description import check_state_format, describe_parameters, parameter_specs
+from offload.runtime.optimizer_kinds import moments_of
+from offload.runtime.placement import Placement, record_format
 from offload.runtime.units import partition
-from offload.schedule.budget import MASTER_ITEMSIZE, SPARE_BUFFERS, Footprint, Tier
+from offload.schedule.budget import MASTER_ITEMSIZE, Footprint, Tier, spilled_nbytes
 from offload.schedule.trace import guess
 
 
@@ -37,6 +39,8 @@ class Outline:
         self._config = config
         units = partition(model)
         infos = describe_parameters(model, units, optimizer, None if config.dtype is None else DTYPES[config.dtype])
+        check_state_format(config, infos)
+        self._moments = moments_of(optimizer)
         members = [[info for info in infos if info.unit_index == index] for index in range(len(units))]
         self._specs = [(unit.name, parameter_specs(infos)) for unit, infos in zip(units, members, strict=True)]
         self._trace = guess(0, range(1, len(units)))
@@ -85,22 +89,35 @@ class Outline:
         layout, _ = self._lay_out(self._config)
         states_here = placement.optimizer_states
         unified = self._accelerator.unified
-        masters = [own_master(self._accelerator, placement.parameters, states_here, flat.dtype) for flat in layout.flats]
-        sizes = Footprint.of(layout, masters)
+        formats = [
+            record_format(self._accelerator, self._config, self._moments, placement.parameters, states_here, flat.dtype)
+            for flat in layout.flats
+        ]
+        sizes = Footprint.of(layout, formats)
         trained = _trained_nbytes(layout)
         uses = 2 * micro_batches * sizes.parameters
         to_device = uses if placement.parameters != "device" else (trained if states_here != "device" else 0)
         from_device = micro_batches * sizes.gradients if states_here != "device" else 0
         if states_here == "device" and placement.parameters != "device":
             from_device += trained
-        records = sizes.records if states_here == "nvme" else 0
+        splits = self._config.state_format != "fp32"  # then updates read the parameters, which are a part of the master
+        reads_weights = splits and (states_here == "device") != (placement.parameters == "device")
+        if reads_weights and states_here == "device":
+            to_device += trained
+        elif reads_weights and placement.parameters == "device":
+            from_device += trained
+        kept = placement.kept
+        records = sizes.records - kept.record_nbytes if states_here == "nvme" else 0
         spilled = self._spilled_nbytes(placement, layout, micro_batches)
-        on_nvme = placement.parameters == "nvme"
+        fetched = written_home = 0
+        if placement.parameters == "nvme":
+            fetched = 2 * micro_batches * (sizes.parameters - kept.parameter_nbytes)
+            written_home = _trained_nbytes(layout, besides_count=kept.parameter_count)
         return Traffic(
             to_device_nbytes=0 if unified else to_device,
             from_device_nbytes=0 if unified else from_device,
-            read_nbytes=(uses if on_nvme else 0) + records + spilled,
-            written_nbytes=(trained if on_nvme else 0) + records + spilled,
+            read_nbytes=fetched + (written_home if splits and not unified else 0) + records + spilled,
+            written_nbytes=written_home + records + spilled,
             spilled_nbytes=spilled,
         )
 
@@ -113,9 +130,8 @@ class Outline:
             return 0
         flats = [flat for flat in layout.flats if flat.trainable]
         wide = [MASTER_ITEMSIZE if micro_batches > 1 else flat.itemsize for flat in flats]
-        chunks = sorted(chunk.numel * size for flat, size in zip(flats, wide, strict=True) for chunk in flat.chunks)
-        spare = SPARE_BUFFERS if placement.retained_gradient_buffers < len(chunks) else 0
-        last = sum(chunks[max(0, placement.retained_gradient_buffers - spare) :])
+        chunks = [chunk.numel * size for flat, size in zip(flats, wide, strict=True) for chunk in flat.chunks]
+        last = spilled_nbytes(chunks, placement.retained_gradient_buffers)
         return (micro_batches - 1) * sum(chunks) + last if last else 0
 
     def _fixed(self, parameters: Tier, optimizer_states: Tier) -> offload.Config:
@@ -125,8 +141,10 @@ class Outline:
         return replace(free, parameters=parameters, optimizer_states=optimizer_states)
 
     def _lay_out(self, config: offload.Config) -> tuple[Layout, Placement]:
-        return lay_out(config, self._accelerator, self._specs, self._trace)
+        return lay_out(config, self._accelerator, self._specs, self._trace, self._moments)
 
 
-def _trained_nbytes(layout: Layout) -> int:
-    return sum(flat.nbytes for flat in layout.flats if flat.trainable)
+def _trained_nbytes(layout: Layout, besides_count: int = 0) -> int:
+    """Bytes of the trained parameters; the first `besides_count` chunks of all are not counted."""
+    chunks = [(flat, chunk) for flat in layout.flats for chunk in flat.chunks]
+    return sum(chunk.numel * flat.itemsize for flat, chunk in chunks[besides_count:] if flat.trainable)

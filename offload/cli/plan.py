@@ -49,25 +49,29 @@ def run(args: argparse.Namespace) -> int:
         except BudgetError:
             print(_alternatives_table(outline, None), flush=True)
             raise
-        print(_plan_table(placement))
+        print(_plan_table(placement, outline.parameter_numel))
         print("\n" + _smallest_table(outline, placement))
         print("\n" + _traffic_table(outline, placement, args.accumulate))
         print("\n" + _alternatives_table(outline, placement))
     return 0
 
 
-def _plan_table(placement: Placement) -> str:
+def _plan_table(placement: Placement, parameter_numel: int) -> str:
     lines = sorted(placement.plan.lines, key=lambda line: _TIERS.index(line.tier))
-    rows = [(line.tier, line.purpose, format_nbytes(line.nbytes), f"{line.nbytes}") for line in lines]
+
+    def row(tier: str, purpose: str, nbytes: int) -> tuple[str, ...]:
+        return tier, purpose, format_nbytes(nbytes), f"{nbytes / parameter_numel:.2f}", f"{nbytes}"
+
+    rows = [row(line.tier, line.purpose, line.nbytes) for line in lines]
     for tier in _TIERS:
         total = placement.plan.total_nbytes(tier)
         if total:
-            rows.append((tier, "TOTAL", format_nbytes(total), f"{total}"))
+            rows.append(row(tier, "TOTAL", total))
     title = (
         f"Parameters on {placement.parameters}, optimizer states on {placement.optimizer_states}, gradients on "
         f"{placement.gradients}, prefetch {placement.prefetch}"
     )
-    return f"{title}\n{table(('tier', 'purpose', 'size', 'bytes'), rows, left_columns=(0, 1))}"
+    return f"{title}\n{table(('tier', 'purpose', 'size', 'B/parameter', 'bytes'), rows, left_columns=(0, 1))}"
 
 
 def _smallest_table(outline: Outline, placement: Placement) -> str:

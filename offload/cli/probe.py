@@ -13,9 +13,10 @@ from offload.cli.arguments import add_drive_arguments, paths_of, positive_number
 from offload.cli.info import section
 from offload.cli.machine import Row, accelerator_rows, backend_rows, native_rows, system_rows
 from offload.cli.rates import Direction, Drive, link_rates, stream_bytes_per_second
-from offload.cli.text import format_rate
+from offload.cli.text import format_nbytes, format_rate
 from offload.config import parse_nbytes
 from offload.tiers.io import open_backend
+from offload.tiers.io.tuning import device_of, remembered
 
 _DIRECTIONS: tuple[Direction, ...] = ("write", "read", "both")
 
@@ -46,21 +47,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _drive_rows(path: str, nbytes: int, seconds: float) -> list[Row]:
-    backend = open_backend()
-    try:
-        with Drive(path, nbytes) as drive:
-            pages = {True: "huge pages", False: "4 KiB pages (huge ones were not granted)", None: "pages of unknown size"}
-            rows: list[Row] = [
-                ("backend", backend.name),
-                ("file", "direct I/O" if drive.direct else "through the page cache: no direct I/O on this file system"),
-                ("buffers", pages[drive.huge]),
-            ]
-            for direction in _DIRECTIONS:
-                rate = drive.bytes_per_second(backend, direction, seconds)
-                rows.append((direction if direction != "both" else "both at once", format_rate(rate, 1.0)))
-    finally:
-        backend.close()
-    return rows
+    pages = {True: "huge pages", False: "4 KiB pages (huge ones were not granted)", None: "pages of unknown size"}
+    with Drive(path, nbytes) as drive:
+        backend = open_backend(paths=[path])
+        try:
+            rates = [(direction, drive.bytes_per_second(backend, direction, seconds)) for direction in _DIRECTIONS]
+            registered_nbytes = backend.stats().registered_nbytes
+        finally:
+            backend.close()
+    settings = remembered(device_of(path), backend.name)
+    measured = f"blocks of {format_nbytes(settings.block_nbytes)}, {settings.queue_depth} in flight" if settings else ""
+    return [
+        ("backend", backend.name),
+        ("settings", measured or "its defaults (`python -m offload bench io` finds what this drive wants)"),
+        ("file", "direct I/O" if drive.direct else "through the page cache: no direct I/O on this file system"),
+        ("buffers", pages[drive.huge] + (", registered with the kernel" if registered_nbytes else ", not registered")),
+        *((kind if kind != "both" else "both at once", format_rate(rate, 1.0)) for kind, rate in rates),
+    ]
 
 
 def _device_rows(seconds: float) -> list[Row]:

@@ -22,9 +22,10 @@ from offload.tiers.scratch import ScratchFolder
 
 STREAM_NUMEL = 16 * 1024 * 1024
 _TRANSFER_NBYTES = CHUNK_NUMEL * 4
-_TRANSFERS_IN_FLIGHT = 4
+_TRANSFERS_IN_FLIGHT = 8
 
 Direction = Literal["read", "write", "both"]
+DIRECTIONS: tuple[Direction, ...] = ("read", "write", "both")
 
 
 def seconds_per_call(call: Callable[[], None], budget_seconds: float) -> float:
@@ -44,9 +45,9 @@ def stream_bytes_per_second(budget_seconds: float) -> float:
     arrays = [HostMemory(STREAM_NUMEL * 4, "probe", prefault=True) for _ in range(4)]
     tensors = [memory.tensor.view(torch.float32) for memory in arrays]
     if _native.available():
-        addresses = [tensor.data_ptr() for tensor in tensors]
+        arrays_of_floats = [(tensor.data_ptr(), 4) for tensor in tensors]
         moved = 7 * STREAM_NUMEL * 4
-        seconds = seconds_per_call(lambda: _native.stream(addresses, addresses[1:], STREAM_NUMEL), budget_seconds)
+        seconds = seconds_per_call(lambda: _native.stream(arrays_of_floats, arrays_of_floats[1:], STREAM_NUMEL), budget_seconds)
     else:
         moved = 3 * STREAM_NUMEL * 4
         seconds = seconds_per_call(lambda: _add_into(tensors), budget_seconds)
@@ -107,6 +108,7 @@ class Drive:
         self.direct = self._folder.direct[0]
         self.huge = _on_huge_pages(self._buffers[0].tensor)
         self._written = False
+        self._registered: IoBackend | None = None
 
     def __enter__(self) -> Drive:
         return self
@@ -117,11 +119,19 @@ class Drive:
 
     def bytes_per_second(self, backend: IoBackend, direction: Direction, budget_seconds: float) -> float:
         """Sequential transfers of a chunk each, several at once. "both": reads and writes side by side, their sum."""
+        self._register(backend)
         if not self._written:
             # Blocks that were never written are not read from the drive.
             self._transfer(backend, "write", passes=1)
             self._written = True
         return self._transfer(backend, direction, budget_seconds=budget_seconds)
+
+    def _register(self, backend: IoBackend) -> None:
+        """Register the buffers with the backend, as a run does; that ends when it closes."""
+        if backend is not self._registered:
+            self._registered = backend
+            for buffer in self._buffers:
+                backend.register_memory(buffer.tensor.data_ptr(), buffer.nbytes)
 
     def _transfer(
         self, backend: IoBackend, direction: Direction, *, passes: int | None = None, budget_seconds: float = 0.0

@@ -5,6 +5,7 @@ Streams, as every implementation has them (on `cpu` they are empty words, the or
     compute   the caller's current stream; forward, backward and device-side updates run on it
     fetch     H2D copies of parameters
     drain     D2H copies of gradients
+    ranks     collectives (a thread of its own hands them over, see `offload.runtime.rendezvous`)
     host      the lane of CPU work: optimizer updates, additions of accumulated gradients
 
 Rules. A copy or job settles its `Pending`. `join(pending)` makes *compute* wait for it without blocking the host
@@ -14,12 +15,13 @@ where the device can do that. A source must stay unchanged, and a destination un
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
-from offload.device.lane import HostLane
-from offload.device.pending import Pending
+from offload.device.lane import HostLane, Job
+from offload.device.pending import Pending, Settled
 
 
 class UnitMemory(ABC):
@@ -32,6 +34,8 @@ class UnitMemory(ABC):
     flat: torch.Tensor
     nbytes: int
     filled: bool
+    stays = False
+    """Whether it is filled for good."""
 
     def fill(self) -> None:
         """Give the flat memory; contents undefined. Precondition: not filled."""
@@ -58,6 +62,8 @@ class UnitMemory(ABC):
 
 class HomeMemory(UnitMemory):
     """A flat that is always there: parameters placed on the device, or in CPU memory that the device computes on."""
+
+    stays = True
 
     def __init__(self, flat: torch.Tensor) -> None:
         self.flat = flat
@@ -112,14 +118,32 @@ class Accelerator(ABC):
     def join(self, pending: Pending) -> None:
         """Make compute wait for `pending`."""
 
+    def on_compute(self, job: Job) -> Job:
+        """`job`, to be run by whichever thread: device work that it gives to compute is the calling thread's compute."""
+        return job
+
+    def mark(self) -> Pending:
+        """Settles when all work given to compute so far is done."""
+        return Settled()
+
+    @contextmanager
+    def communicating(self, after: Pending | None = None) -> Iterator[None]:
+        """Device work inside is on the stream of what ranks send each other, behind `after` (a `mark`). From any thread."""
+        if after is not None:
+            after.wait()
+        yield
+
     @abstractmethod
     def host_lane(self, name: str, *, waits_for_io: bool) -> HostLane:
         """The lane on which CPU work of this name runs. `waits_for_io`: its jobs block on files."""
 
-    def pin(self, address: int, nbytes: int) -> Callable[[], None]:
-        """Register host memory for direct copies; returns what undoes it. Devices without such a notion do nothing."""
+    def pin(self, address: int, nbytes: int) -> Callable[[], None] | None:
+        """Register host memory for direct copies; returns what undoes it.
+
+        None: the device knows no such thing, or the system refused (which is said once, and only slower).
+        """
         del address, nbytes
-        return lambda: None
+        return None
 
     def about_to_drop(self, nbytes: int) -> None:  # noqa: B027 - most allocators reuse what is freed
         """Tensors of `nbytes` in all are about to be freed and must not stay with the allocator."""

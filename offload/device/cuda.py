@@ -1,28 +1,64 @@
 """CUDA: compute on the caller's current stream, copies on two streams of the accelerator's own, waits by events.
 
-No call here synchronises the host. Memory: a flat is allocated and freed in the order of the compute stream, so the
-caching allocator may reuse it for later compute at once; the fetch stream waits for an event recorded at the
-allocation before it writes.
+    stream    work on it                                          waits for
+    compute   forward, backward, gradient packing, device Adam    fetch, where `join` says so
+    fetch     H2D of parameters                                   compute, at `fill` and at `copy_in_after_compute`
+    drain     D2H of gradients, norms, updated parameters         compute, at every `copy_out`
+    ranks     collectives of several GPUs                         a mark of compute, given with each
+
+Why each hazard cannot happen (tests/device/test_stream_order.py holds the code to it without a GPU):
+
+- *Compute reads a parameter before its H2D.* `finish` of a fetch joins each copy's event to the compute stream.
+- *H2D into memory that earlier compute still uses.* A flat's memory comes from the caching allocator's pool of the
+  compute stream, which reuses it in the order of that stream alone. `fill` makes fetch wait for an event recorded on
+  compute right after the allocation, so for everything that had the block before.
+- *A flat is freed while its H2D runs.* A unit is emptied only after its fetch was finished, so after compute waits for
+  the copies; the block goes back to the compute stream's pool, behind that wait.
+- *H2D over parameters that live on the device, while compute reads them.* `copy_in_after_compute` at the step.
+- *D2H of a gradient that is not computed yet, or whose memory is reused.* `copy_out` makes drain wait for compute first
+  and records the source on drain (`record_stream`), for who frees it early; gradients are copied from buffers that stay.
+- *The host writes pinned memory that an H2D still reads*, or reads what a D2H still writes. Whoever touches the host side
+  waits for the copy's `Pending` first: leases are released after it, `ParameterPlaces.settle_copies` covers stores.
+- *Unregistering memory under a copy.* `unpin` waits for both copy streams.
+
+Threads. The current stream and the current device belong to a thread. The hooks of backward run in autograd's thread, under
+the stream of the forward; the lanes are threads of ours, whose current stream is the default one. So a lane never asks
+for the current stream: `copy_in` needs none, and work that belongs to compute runs inside `on_compute`, with the stream
+that was compute where it was handed over. Lanes set the device when they start; `torch.cuda.stream` sets it too.
+
+Waits. Nothing here blocks the host but `Pending.wait`, by an event that lets the processor go (`blocking=True`; the
+default spins, on a core that Adam needs). What the engine waits for within a step is listed in docs/gpu.md.
+
+Copies with registered memory are asynchronous: `Tensor.copy_(non_blocking=True)` is a cudaMemcpyAsync on the current
+stream, and the driver knows registered memory by its address (torch's own bookkeeping of pinned blocks passes over
+addresses that its host allocator did not hand out). With memory that could not be registered the same call is right,
+and slow: the driver copies through a buffer of its own and holds the calling thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from offload.device import device_kernels
 from offload.device.accelerator import Accelerator, ResizedMemory, UnitMemory
-from offload.device.lane import HostLane, ThreadLane
+from offload.device.lane import HostLane, Job, ThreadLane
 from offload.device.pending import Pending
 from offload.errors import ConfigError
+
+_ALREADY_REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered: our own fault, never the system's
 
 
 class _EventPending(Pending):
     """Settles with a CUDA event; keeps the tensors of the copy alive until then."""
 
-    def __init__(self, event: torch.cuda.Event, *kept: torch.Tensor) -> None:
-        self.event = event
+    def __init__(self, stream: torch.cuda.Stream, *kept: torch.Tensor) -> None:
+        self.event = torch.cuda.Event(blocking=True)
+        self.event.record(stream)
         self._kept: tuple[torch.Tensor, ...] = kept
 
     def wait(self) -> None:
@@ -37,11 +73,15 @@ class _StreamOrderedMemory(ResizedMemory):
     def __init__(self, nbytes: int, device: torch.device, fetch: torch.cuda.Stream) -> None:
         super().__init__(nbytes, device)
         self._fetch = fetch
+        self._after_compute()
 
     def _gain(self) -> None:
         super()._gain()
+        self._after_compute()
+
+    def _after_compute(self) -> None:
         # The allocator handed out memory that earlier compute may still be using.
-        self._fetch.wait_event(torch.cuda.current_stream(self.flat.device).record_event())
+        self._fetch.wait_stream(torch.cuda.current_stream(self.flat.device))
 
 
 class CudaAccelerator(Accelerator):
@@ -56,24 +96,24 @@ class CudaAccelerator(Accelerator):
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._fetch = torch.cuda.Stream(self.device)
         self._drain = torch.cuda.Stream(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
+        self._ranks = torch.cuda.Stream(self.device)
+        self._has_warned = False
+        device_kernels.prepare(self.device)
 
     def unit_memory(self, nbytes: int) -> UnitMemory:
-        memory = _StreamOrderedMemory(nbytes, self.device, self._fetch)
-        self._fetch.wait_event(torch.cuda.current_stream(self.device).record_event())
-        return memory
+        return _StreamOrderedMemory(nbytes, self.device, self._fetch)
 
     def copy_in(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
         with torch.cuda.stream(self._fetch):
             destination.copy_(source, non_blocking=True)
-            return _EventPending(self._fetch.record_event(), source)
+        return _EventPending(self._fetch, source)
 
     def copy_out(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
         self._drain.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._drain):
             destination.copy_(source, non_blocking=True)
-            source.record_stream(self._drain)
-            return _EventPending(self._drain.record_event(), destination)
+        source.record_stream(self._drain)
+        return _EventPending(self._drain, destination)
 
     def copy_in_after_compute(self) -> None:
         self._fetch.wait_stream(torch.cuda.current_stream(self.device))
@@ -84,22 +124,45 @@ class CudaAccelerator(Accelerator):
         else:
             pending.wait()
 
+    def on_compute(self, job: Job) -> Job:
+        compute = torch.cuda.current_stream(self.device)
+
+        def run() -> None:
+            with torch.cuda.stream(compute):
+                job()
+
+        return run
+
+    def mark(self) -> Pending:
+        return _EventPending(torch.cuda.current_stream(self.device))
+
+    @contextmanager
+    def communicating(self, after: Pending | None = None) -> Iterator[None]:
+        with torch.cuda.stream(self._ranks):
+            if isinstance(after, _EventPending):
+                self._ranks.wait_event(after.event)
+            elif after is not None:
+                after.wait()
+            yield
+
     def host_lane(self, name: str, *, waits_for_io: bool) -> HostLane:
         del waits_for_io
-        return ThreadLane(name)
+        return ThreadLane(name, begin=lambda: torch.cuda.set_device(self.device))
 
-    def pin(self, address: int, nbytes: int) -> Callable[[], None]:
+    def pin(self, address: int, nbytes: int) -> Callable[[], None] | None:
         cudart: Any = torch.cuda.cudart()
-        status = int(cudart.cudaHostRegister(address, nbytes, 0))
+        with torch.cuda.device(self.device):
+            status = int(cudart.cudaHostRegister(address, nbytes, 0))
+        if status == _ALREADY_REGISTERED:
+            raise AssertionError(f"{nbytes} bytes of host memory were registered twice")
         if status != 0:
-            raise ConfigError(
-                f"cudaHostRegister of {nbytes} bytes failed with CUDA error {status}: the system does not let this "
-                "process "
-                "lock that much memory. Raise the memlock limit (ulimit -l), or lower cpu_memory."
-            )
+            self._unregistered(nbytes, status)
+            return None
 
         def unpin() -> None:
-            status = int(cudart.cudaHostUnregister(address))
+            self._settle()
+            with torch.cuda.device(self.device):
+                status = int(cudart.cudaHostUnregister(address))
             if status != 0:
                 raise AssertionError(f"cudaHostUnregister failed with CUDA error {status}")
 
@@ -112,5 +175,28 @@ class CudaAccelerator(Accelerator):
         return int(torch.cuda.max_memory_allocated(self.device))
 
     def close(self) -> None:
+        self._settle()
+
+    def _settle(self) -> None:
         self._fetch.synchronize()
         self._drain.synchronize()
+        self._ranks.synchronize()
+
+    def _unregistered(self, nbytes: int, status: int) -> None:
+        # The CUDA runtime hands its last error to whoever launches next: take it out of the user's way. The launch
+        # itself does happen, so that nothing else can be hidden.
+        try:
+            torch.zeros(1, device=self.device)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+        else:
+            reason = "no text"
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"the system does not let {nbytes} bytes of host memory be registered with the GPU (cudaHostRegister: error "
+                f"{status}, {reason}): training is right and slow, since every copy goes through a buffer of the driver's. "
+                "Lower cpu_memory, or give the process (its container) the right to lock memory.",
+                RuntimeWarning,
+                stacklevel=2,
+            )

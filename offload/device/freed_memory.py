@@ -13,7 +13,7 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
-TRIM_NBYTES = 64 * 2**20
+TRIM_NBYTES = 16 * 2**20
 
 
 class FreedMemory:

@@ -100,9 +100,13 @@ class _ThreadJob(LaneJob):
         super().__init__(job)
         self._settled = threading.Event()
 
-    def run(self) -> None:
+    def run(self, after: LaneJob | None = None) -> None:
+        """`after`: a job that ran before; its failure is this one's too."""
         try:
-            super().run()
+            if after is not None:
+                self._failure = after._failure
+            if self._failure is None:
+                super().run()
         finally:
             self._settled.set()
 
@@ -117,8 +121,10 @@ class _ThreadJob(LaneJob):
 class ThreadLane(HostLane):
     """Jobs run on one daemon thread named `offload-<name>`, started with the first job."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, begin: Job | None = None) -> None:
+        """`begin` runs on the thread before its first job."""
         self._name = f"offload-{name}"
+        self._begin = begin
         self._queue: queue.SimpleQueue[_ThreadJob | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -133,8 +139,10 @@ class ThreadLane(HostLane):
         return pending
 
     def _work(self) -> None:
+        begin = _ThreadJob(self._begin or (lambda: None))
+        begin.run()
         while (pending := self._queue.get()) is not None:
-            pending.run()
+            pending.run(after=begin)
 
     def close(self) -> None:
         with self._lock:

@@ -6,60 +6,68 @@ checks everything first; a checkpoint that is refused has changed nothing.
 
 from __future__ import annotations
 
-import os
-import re
+import json
 import warnings
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from offload.errors import CheckpointError, StorageError, UsageError
-from offload.runtime.assembly import Parts
+from offload.errors import CheckpointError, EngineFailedError, RankError, StorageError, UsageError
+from offload.runtime.agreement import Point
 from offload.runtime.checkpointing.client_state import checked_client_state
 from offload.runtime.checkpointing.export import Exporter
-from offload.runtime.checkpointing.manifest import LossScaleEntry, Manifest, ModelEntry, OptimizerEntry, encode
+from offload.runtime.checkpointing.manifest import LossScaleEntry, Manifest, ModelEntry, OptimizerEntry
 from offload.runtime.checkpointing.matching import Matching
 from offload.runtime.checkpointing.model_names import kept_fqn, model_configs, persistent_buffers
+from offload.runtime.checkpointing.numbering import check_keep_last, newest_number, numbered
 from offload.runtime.checkpointing.opened import OpenedCheckpoint
 from offload.runtime.checkpointing.param_groups import group_numbers, restore_group_numbers
 from offload.runtime.checkpointing.random_state import CPU, DEVICE, put_random_state
 from offload.runtime.checkpointing.restoring import StateWriter, StoredParameter
-from offload.runtime.checkpointing.staged_folder import MANIFEST_NAME, StagedFolder, retire, take_back
+from offload.runtime.checkpointing.saving import Save, Saver
 from offload.runtime.checkpointing.state_reading import StateReader
-from offload.runtime.checkpointing.tensor_file import write_file
-from offload.runtime.checkpointing.writing import CheckpointWriter
+from offload.runtime.flats import ParameterInfo
+from offload.runtime.gathering import Gathering
 from offload.runtime.hooks import in_backward
 from offload.runtime.optimizer import OffloadOptimizer
+from offload.runtime.parts import Parts
 from offload.runtime.training import Training
 
-_NUMBERED = re.compile(r"step-(\d{1,18})")
+T = TypeVar("T")
 
 
 class Checkpointing:
     """See the module. Owned by the thread that drives the model."""
 
-    def __init__(self, parts: Parts, training: Training, model: nn.Module, optimizer: OffloadOptimizer | None) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        training: Training,
+        gathering: Gathering,
+        model: nn.Module,
+        optimizer: OffloadOptimizer | None,
+    ) -> None:
         self._parts, self._training, self._model, self._optimizer = parts, training, model, optimizer
+        self._gathering = gathering
+        self.saver = Saver(parts, model)
 
     # ---- save ----------------------------------------------------------------------------------------------------
 
-    def save(self, path: Path, client_state: Mapping[str, Any] | None, keep_last: int | None) -> None:
+    def save(self, path: Path, client_state: Mapping[str, Any] | None, keep_last: int | None, *, wait: bool = True) -> Save:
         """See `Engine.save_checkpoint`."""
-        _check_keep_last(path, keep_last)
+        check_keep_last(path, keep_last)
         client = checked_client_state(client_state)
+        self._training.check()
+        self.saver.finish()
         self._settle("save_checkpoint")
         manifest = self._manifest(client)
-        reader = StateReader(self._parts, self._training.failures)
-        with StagedFolder(path, replace=True) as folder, closing(reader):
-            CheckpointWriter(folder.path, self._parts, reader, manifest).write(self._model)
-            write_file(folder.path / MANIFEST_NAME, encode(manifest))
-            folder.commit()
-        if keep_last is not None:
-            _retire_older(folder.target, keep_last)
+        if wait:
+            return self.saver.save(path, manifest, keep_last, self._training.failures)
+        return self.saver.start(path, manifest, keep_last)
 
     def _settle(self, what: str) -> None:
         """Between steps, with nothing enqueued; else raise what to do."""
@@ -86,7 +94,7 @@ class Checkpointing:
             entry = OptimizerEntry(optimizer.source_class.__name__, group_numbers(optimizer.param_groups))
         tied = [info for info in self._parts.parameters if len(info.fqns) > 1]
         return Manifest(
-            world_size=self._parts.layout.world_size,
+            world_size=self._parts.ranks.world_size if self._parts.ranks is not None else 1,
             step_count=self._training.step_count,
             loss_scale=LossScaleEntry(scale.value, scale.dynamic, scale.good_step_count, scale.skipped_step_count),
             optimizer=entry,
@@ -107,25 +115,59 @@ class Checkpointing:
     def load(self, path: Path) -> dict[str, Any]:
         """See `Engine.load_checkpoint`."""
         self._training.check()
+        self.saver.finish()
         self._require_outside("load_checkpoint")
-        with OpenedCheckpoint(path) as opened:
-            entries = self._check(opened)
-            self._restore(opened, entries)
+        return self._load(path)
+
+    def _load(self, path: Path) -> dict[str, Any]:
+        """Check and restore; on several ranks none of them changes anything unless all of them can."""
+        with ExitStack() as stack:
+            opened, matching = self._together(lambda: self._open_checked(stack, path))
+            self._restore(opened, matching)
             return opened.manifest.client_state
+
+    def _open_checked(self, stack: ExitStack, path: Path) -> tuple[OpenedCheckpoint, Matching]:
+        opened = stack.enter_context(OpenedCheckpoint(path))
+        return opened, self._check(opened)
+
+    def _together(self, step: Callable[[], T]) -> T:
+        """On several ranks: what fails with a `CheckpointError` on one fails so on all."""
+        ranks, rendezvous = self._parts.ranks, self._parts.rendezvous
+        if ranks is None or rendezvous is None:
+            return step()
+        failure: CheckpointError | None = None
+        try:
+            value = step()
+        except CheckpointError as error:
+            failure = error
+        said = str(failure).encode() if failure is not None else b""
+        with self._training.failures():
+            answers = rendezvous.meet(Point.LOADING, lambda: ranks.exchange_bytes(said))
+        if failure is not None:
+            raise failure
+        for index, answer in enumerate(answers):
+            if answer:
+                raise CheckpointError(f"on rank {index}: {answer.decode()}")
+        return value
+
+    def save_next(self, folder: Path, client_state: Mapping[str, Any] | None, keep_last: int | None) -> None:
+        """Save as the newest checkpoint in `folder`: "step-<steps done>", or one more than the newest number there."""
+        done = self._training.step_count + self._training.loss_scale.skipped_step_count
+        newest = newest_number(folder)
+        self.save(folder / f"step-{done if newest <= done else newest + 1}", client_state, keep_last)
 
     def resume_or_start(self, path: Path) -> dict[str, Any] | None:
         """See `Engine.resume_or_start`."""
         self._training.check()
+        self.saver.finish()
         self._require_outside("resume_or_start")
         failures: list[CheckpointError] = []
-        for candidate in numbered(path):
+        for candidate in self._candidates(path):
             try:
-                with OpenedCheckpoint(candidate) as opened:
-                    entries = self._check(opened)
-                    for failure in failures:
-                        warnings.warn(f"an older checkpoint is resumed from: {failure}", RuntimeWarning, stacklevel=3)
-                    self._restore(opened, entries)
-                    return opened.manifest.client_state
+                state = self._load(candidate)
+                for failure in failures:
+                    warnings.warn(f"an older checkpoint was resumed from: {failure}", RuntimeWarning, stacklevel=3)
+                return state
             except CheckpointError as error:
                 if self._training.failure is not None:
                     raise
@@ -137,19 +179,48 @@ class Checkpointing:
             ) from failures[0]
         return None
 
-    def _check(self, opened: OpenedCheckpoint) -> dict[int, StoredParameter]:
+    def _candidates(self, path: Path) -> list[Path]:
+        """The numbered checkpoints in a folder, the newest first; on several ranks those that the first one sees."""
+        ranks = self._parts.ranks
+        if ranks is None:
+            return numbered(path)
+        failure: Exception | None = None
+        names: list[str] = []
+        if ranks.index == 0:
+            try:
+                names = [one.name for one in numbered(path)]
+            except StorageError as error:
+                failure = error
+        said = json.dumps(names if failure is None else str(failure)).encode()
+        answer = json.loads(self._gathering.meet(Point.LOADING, lambda: ranks.exchange_bytes(said))[0])
+        if failure is not None:
+            raise failure
+        if isinstance(answer, str):
+            raise RankError(f"rank 0 could not look for checkpoints: {answer}")
+        return [path / name for name in answer]
+
+    def agree_to_end(self, requested: bool) -> bool:
+        """Whether any rank is to end."""
+        ranks = self._parts.ranks
+        if ranks is None:
+            return requested
+        return any(self._gathering.meet(Point.SAVING, lambda: ranks.exchange_bytes(b"!" if requested else b"")))
+
+    def _check(self, opened: OpenedCheckpoint) -> Matching:
         matching = Matching(opened.manifest, str(opened.path), self._parts)
         optimizer = self._optimizer
         kind = optimizer.source_class.__name__ if optimizer is not None else None
         matching.check(self._model, kind, optimizer.param_groups if optimizer is not None else ())
         opened.check_files()
-        opened.check_contents()
-        by_index = {info.index: info for info in self._parts.parameters}
-        return {index: StoredParameter(opened, entry, by_index[index]) for index, entry in matching.entries.items()}
+        ranks = self._parts.ranks
+        opened.check_contents(ranks.index if ranks is not None else 0, ranks.world_size if ranks is not None else 1)
+        return matching
 
-    def _restore(self, opened: OpenedCheckpoint, stored: dict[int, StoredParameter]) -> None:
+    def _restore(self, opened: OpenedCheckpoint, matching: Matching) -> None:
         """Overwrite the engine's state. From here on a failure leaves it undefined."""
         training, residency, manifest = self._training, self._parts.residency, opened.manifest
+        infos = {info.index: info for info in self._parts.parameters}
+        stored = {index: StoredParameter(opened, entry, infos[index]) for index, entry in matching.entries.items()}
         with training.failures():
             residency.abandon_uses()
             training.settle()
@@ -160,19 +231,21 @@ class Checkpointing:
             with closing(StateWriter(self._parts, stored)) as writer:
                 for unit in self._parts.units:
                     writer.unit(unit)
-            self._restore_buffers(opened)
+            self._restore_buffers(opened, matching)
+            if manifest.imported is not None:
+                return  # it has no loss scale, no numbers of groups and no random states: the engine's own stay
             self._restore_loss_scale(manifest.loss_scale)
             if self._optimizer is not None and manifest.optimizer is not None:
                 restore_group_numbers(self._optimizer.param_groups, manifest.optimizer.param_groups)
             self._restore_random(opened)
 
-    def _restore_buffers(self, opened: OpenedCheckpoint) -> None:
-        entries = {entry.fqn: entry for entry in opened.manifest.buffers}
+    def _restore_buffers(self, opened: OpenedCheckpoint, matching: Matching) -> None:
         for fqn, buffer in persistent_buffers(self._model):
-            value = torch.empty(buffer.shape, dtype=buffer.dtype)
-            opened.read_elements(entries[fqn].data, 0, value)
-            with torch.no_grad():
-                buffer.copy_(value)
+            if fqn in matching.buffers:
+                value = torch.empty(buffer.shape, dtype=buffer.dtype)
+                opened.read_elements(matching.buffers[fqn], 0, value)
+                with torch.no_grad():
+                    buffer.copy_(value)
 
     def _restore_loss_scale(self, saved: LossScaleEntry) -> None:
         scale = self._training.loss_scale
@@ -181,7 +254,10 @@ class Checkpointing:
             scale.value = saved.value
 
     def _restore_random(self, opened: OpenedCheckpoint) -> None:
-        entry = next(one for one in opened.manifest.random if one.rank == self._parts.layout.rank)
+        rank = self._parts.ranks.index if self._parts.ranks is not None else 0
+        entry = next((one for one in opened.manifest.random if one.rank == rank), None)
+        if entry is None:
+            return  # more ranks than saved: two of them must not draw the same numbers, so this one keeps its own
         states = {}
         for name, tensor in ((CPU, entry.cpu), (DEVICE, entry.device)):
             if tensor is not None:
@@ -196,55 +272,51 @@ class Checkpointing:
         self._require_outside("export")
         with self._training.failures():
             self._training.settle()
+        exporter = Exporter(path, dtype, max_shard_nbytes)
+        if self._parts.ranks is None:
+            self._export(exporter, self._own_pieces())
+        else:
+            self._export_first(exporter)
+
+    def _export(self, exporter: Exporter, pieces: Iterable[tuple[ParameterInfo, torch.Tensor]]) -> None:
+        """`pieces`: of each parameter all elements in slot order, in any number of parts."""
         model, parameters = self._model, self._parts.parameters
         names = {info.index: kept_fqn(model, info.fqns) for info in parameters}
-        exporter = Exporter(path, dtype, max_shard_nbytes)
         for info in parameters:
             exporter.add(names[info.index], info.shape, info.stride, info.dtype)
         for fqn, buffer in persistent_buffers(model):
             exporter.add_buffer(fqn, buffer.shape, buffer.dtype)
-        reader = StateReader(self._parts, self._training.failures)
-        with exporter, closing(reader):
-            for unit in self._parts.units:
-                for state in reader.pieces(unit):
-                    exporter.append(names[state.info.index], state.value)
+        with exporter:
+            for info, values in pieces:
+                exporter.append(names[info.index], values)
             for fqn, buffer in persistent_buffers(model):
                 exporter.append(fqn, buffer.detach().cpu().contiguous().reshape(-1))
             exporter.commit(type(model).__name__, model_configs(model))
 
+    def _own_pieces(self) -> Iterator[tuple[ParameterInfo, torch.Tensor]]:
+        with closing(StateReader(self._parts, self._training.failures)) as reader:
+            for unit in self._parts.units:
+                for state in reader.pieces(unit):
+                    yield state.info, state.value
 
-def numbered(path: Path) -> list[Path]:
-    """The checkpoints `step-<n>` in a folder, the newest first. Raises `StorageError` where it cannot be listed."""
-    try:
-        take_back(path)
-        found = [(int(match[1]), path / match[0]) for name in os.listdir(path) if (match := _NUMBERED.fullmatch(name))]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise StorageError(
-            error.errno, f"{str(path)!r} cannot be listed ({error.strerror}): name the folder that holds the checkpoints."
-        ) from error
-    return [one for _, one in sorted(found, reverse=True)]
-
-
-def _check_keep_last(path: Path, keep_last: int | None) -> None:
-    if keep_last is None:
-        return
-    if isinstance(keep_last, bool) or not isinstance(keep_last, int) or keep_last < 1:
-        raise UsageError(f"keep_last={keep_last!r} is not a count of checkpoints: expected 1, 2, ... or None.")
-    if not _NUMBERED.fullmatch(path.name):
-        raise UsageError(
-            f"keep_last={keep_last} needs checkpoints that are numbered, and {path.name!r} is not: save to 'folder/step-<n>'."
-        )
-
-
-def _retire_older(saved: Path, keep_last: int) -> None:
-    for path in numbered(saved.parent)[keep_last:]:
-        if path.name != saved.name and not path.is_symlink() and (path / MANIFEST_NAME).is_file():
+    def _export_first(self, exporter: Exporter) -> None:
+        """On several ranks: all of them gather unit by unit, the first writes."""
+        ranks = self._parts.ranks
+        assert ranks is not None
+        gathered = self._gathering.values_by_unit(Point.EXPORTING)
+        failure: Exception | None = None
+        if ranks.index == 0:
             try:
-                retire(path)
-            except OSError as error:
-                raise StorageError(
-                    error.errno,
-                    f"{str(path)!r} cannot be removed ({error.strerror}), {str(saved)!r} is saved: remove it yourself.",
-                ) from error
+                self._export(exporter, gathered)
+            except EngineFailedError:
+                raise
+            except Exception as error:
+                failure = error
+        for _ in gathered:
+            pass  # the other ranks, and this one after a failure: the gathers are everybody's
+        said = f"{type(failure).__name__}: {failure}".encode() if failure is not None else b""
+        word = self._gathering.meet(Point.EXPORTING, lambda: ranks.exchange_bytes(said))[0]
+        if failure is not None:
+            raise failure
+        if word:
+            raise RankError(f"rank 0 could not write the export: {word.decode()}")

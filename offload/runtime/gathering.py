@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
-from offload.runtime.assembly import Parts
+from offload.device.records import MASTER
+from offload.errors import RankError
+from offload.layout import Chunk
+from offload.runtime.agreement import Point
 from offload.runtime.fetching import chunks_of
-from offload.runtime.flats import ChunkOf, ParameterInfo, Unit
+from offload.runtime.flats import ChunkOf, Flat, ParameterInfo, Unit
+from offload.runtime.handshake import checksum
+from offload.runtime.parts import Parts
 from offload.runtime.training import Training
+from offload.runtime.value_loading import persistent_buffers
 from offload.tiers.memory import HostMemory
 
 
@@ -26,6 +34,7 @@ class Gathering:
         """Bring the parameters' units in, open them up, and on the way out carry what was written to its home."""
         residency = self._parts.residency
         unit_indices = sorted({info.unit_index for info in infos})
+        self.meet(Point.GATHERED, argument=_digest(infos))
         with self._training.failures():
             residency.finish_updates()
             for unit_index in unit_indices:
@@ -35,6 +44,7 @@ class Gathering:
             yield
         finally:
             with self._training.failures():
+                self._require_same_writes(infos)
                 for info in infos:
                     # Bits, not values: a NaN that was there before is no change.
                     written = _bits(info.parameter.detach()) != _bits(before[info.index])
@@ -43,38 +53,112 @@ class Gathering:
                 for unit_index in unit_indices:
                     residency.let_go(unit_index)
 
-    def state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """See `Engine.state_dict`."""
+    def _require_same_writes(self, infos: Sequence[ParameterInfo]) -> None:
+        """Each rank carries its shard home, so all must have written the same."""
+        ranks = self._parts.ranks
+        if ranks is None:
+            return
+        sums = torch.tensor([checksum(info.parameter) for info in infos], dtype=torch.int64)
+        said = self.meet(Point.WRITTEN, lambda: ranks.exchange(sums), argument=_digest(infos))
+        for index, other in enumerate(said):
+            for info, here, there in zip(infos, sums.tolist(), other.tolist(), strict=True):
+                if here != there:
+                    raise RankError(
+                        f"parameter {info.fqn!r} holds other values on rank {index} than on rank {ranks.index} at the end of "
+                        "engine.gathered(): write the same on all ranks. The engine's state is undefined now."
+                    )
+
+    def meet(self, point: Point, action: Callable[[], Any] | None = None, *, argument: int = 0) -> Any:
+        """On several ranks, wait until all are here."""
+        rendezvous = self._parts.rendezvous
+        if rendezvous is None:
+            return action() if action is not None else None
+        with self._training.failures():
+            return rendezvous.meet(point, action, argument=argument)
+
+    def state_dict(self, model: nn.Module, keeps: Callable[[int], bool]) -> dict[str, torch.Tensor]:
+        """See `Engine.state_dict`. `keeps(position)`: whether this rank returns the parameter, or buffer, of that number."""
+        self.meet(Point.STATE_DICT)
         residency = self._parts.residency
         values: dict[int, torch.Tensor] = {}
         with self._training.failures():
             residency.finish_updates()
             for unit in self._parts.units:
-                residency.hold(unit.index)
+                self._unit_values(unit, values)
                 for info in unit.parameters:
-                    values[info.index] = info.parameter.detach().to("cpu", copy=True)
-                residency.let_go(unit.index)
-                self._overlay_masters(unit, values)
-        named = {fqn: values[info.index] for info in self._parts.parameters for fqn in info.fqns}
-        for fqn, buffer in _persistent_buffers(model):
-            named[fqn] = buffer.detach().to("cpu", copy=True)
+                    if not keeps(info.index):
+                        del values[info.index]
+        named = {fqn: values[info.index] for info in self._parts.parameters if info.index in values for fqn in info.fqns}
+        for position, (fqn, buffer) in enumerate(persistent_buffers(model)):
+            if keeps(position):
+                named[fqn] = buffer.detach().to("cpu", copy=True)
         return named
 
-    def _overlay_masters(self, unit: Unit, values: dict[int, torch.Tensor]) -> None:
+    def values_by_unit(self, point: Point) -> Iterator[tuple[ParameterInfo, torch.Tensor]]:
+        """Every parameter's value as `state_dict` has it, [numel] in slot order; collective, one unit after the other."""
+        self.meet(point)
+        with self._training.failures():
+            self._parts.residency.finish_updates()
+        for unit in self._parts.units:
+            values: dict[int, torch.Tensor] = {}
+            with self._training.failures():
+                self._unit_values(unit, values)
+            for info in unit.parameters:
+                yield info, info.in_memory_order(values[info.index])
+
+    def _unit_values(self, unit: Unit, values: dict[int, torch.Tensor]) -> None:
+        residency = self._parts.residency
+        residency.hold(unit.index)
+        for info in unit.parameters:
+            values[info.index] = info.parameter.detach().to("cpu", copy=True)
+        residency.let_go(unit.index)
         records = self._parts.records
-        if records is None:
+        for flat in unit.flats:
+            if not flat.layout.trainable or records is None:
+                continue
+            if records.flat_format(flat).own_master:
+                self._overlay_masters(flat, values)
+
+    def _overlay_masters(self, flat: Flat, values: dict[int, torch.Tensor]) -> None:
+        """Replace the values of a flat's parameters by their fp32 masters, those of other ranks' shards too."""
+        narrow = {info.index: values[info.index] for info in flat.parameters}
+        for info in flat.parameters:
+            if values[info.index].dtype != torch.float32:
+                values[info.index] = torch.empty_strided(info.shape, info.stride, dtype=torch.float32)
+        if self._parts.ranks is None or self._parts.layout.stage == 0:
+            for chunk in flat.layout.chunks:
+                self._put_master(flat, chunk, self._master(ChunkOf(flat, chunk), narrow), values)
             return
-        for chunk_of in chunks_of(unit):
-            if chunk_of.flat.layout.trainable and records.has_master(chunk_of):
-                record = records.over(chunk_of, self._read_record(chunk_of))
-                assert record.master is not None
-                for info, piece in chunk_of.pieces():
-                    value = values[info.index]
-                    if value.dtype != torch.float32:
-                        value = values[info.index] = torch.empty_strided(info.shape, info.stride, dtype=torch.float32)
-                    low, high = piece.start - chunk_of.chunk.start, piece.stop - chunk_of.chunk.start
-                    part = info.in_memory_order(value)[piece.start - piece.slot.start : piece.stop - piece.slot.start]
-                    part.copy_(record.master[low:high])
+        shard = flat.layout.shard
+        whole = torch.empty(flat.layout.numel, dtype=torch.float32)
+        for chunk in flat.layout.chunks:
+            whole[chunk.start : chunk.stop].copy_(self._master(ChunkOf(flat, chunk), narrow))
+        ranks = self._parts.ranks
+        own, everybody = whole[shard.start : shard.stop].view(torch.uint8), frozenset(range(ranks.world_size))
+        self.meet(Point.STATE_DICT, lambda: ranks.gather(own, whole.view(torch.uint8), everybody, whole.nbytes))
+        for chunk in flat.layout.cut(0, flat.layout.numel):
+            self._put_master(flat, chunk, whole[chunk.start : chunk.stop], values)
+
+    def _master(self, chunk_of: ChunkOf, values: dict[int, torch.Tensor]) -> torch.Tensor:
+        """The chunk's fp32 masters [chunk.numel]; `values`: those of the flat's parameters, by parameter index."""
+        records = self._parts.records
+        assert records is not None
+        buffer = self._read_record(chunk_of)
+        record = records.over(chunk_of, buffer)
+        if MASTER in record.arrays:
+            return record.arrays[MASTER]
+        master = torch.zeros(chunk_of.chunk.numel)
+        for info, piece in chunk_of.pieces():
+            low, high = piece.start - chunk_of.chunk.start, piece.stop - chunk_of.chunk.start
+            part = info.in_memory_order(values[info.index])[piece.start - piece.slot.start : piece.stop - piece.slot.start]
+            master[low:high].copy_(record.master(low, high, part.to(buffer.device)))
+        return master
+
+    def _put_master(self, flat: Flat, chunk: Chunk, master: torch.Tensor, values: dict[int, torch.Tensor]) -> None:
+        for info, piece in ChunkOf(flat, chunk).pieces():
+            low, high = piece.start - chunk.start, piece.stop - chunk.start
+            part = info.in_memory_order(values[info.index])[piece.start - piece.slot.start : piece.stop - piece.slot.start]
+            part.copy_(master[low:high])
 
     def _read_record(self, chunk_of: ChunkOf) -> torch.Tensor:
         """The chunk's record in memory: where it lies, or read into a buffer of its own."""
@@ -97,13 +181,11 @@ class Gathering:
                 if other is not info:
                     continue
                 part = slice(piece.start - piece.slot.start, piece.stop - piece.slot.start)
-                if records is not None and info.trainable and records.has_master(chunk_of):
+                if records is not None and info.trainable and records.format(chunk_of).own_master:
                     buffer = self._read_record(chunk_of)
                     record = records.over(chunk_of, buffer)
-                    assert record.master is not None
                     low, high = piece.start - chunk_of.chunk.start, piece.stop - chunk_of.chunk.start
-                    mask, master = written[part].to(record.master.device), record.master[low:high]
-                    master[mask] = ordered[part].to(record.master.device, torch.float32)[mask]
+                    record.replace_master(low, high, written[part].to(buffer.device), ordered[part].to(buffer.device))
                     if records.view(chunk_of) is None:
                         records.write(chunk_of, buffer).wait()
                 if places is not None:
@@ -124,13 +206,10 @@ class Gathering:
             places.write(chunk_of, buffer).wait()
 
 
+def _digest(infos: Sequence[ParameterInfo]) -> int:
+    return zlib.crc32(repr([info.index for info in infos]).encode())
+
+
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.view(integers[tensor.element_size()])
-
-
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield (f"{prefix}.{name}" if prefix else name), buffer

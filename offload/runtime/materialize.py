@@ -12,23 +12,27 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from offload.device.accelerator import Accelerator
-from offload.errors import ConfigError
 from offload.runtime.deferred_init import materialize
-from offload.runtime.fetching import chunks_of
+from offload.runtime.fetching import chunks_of, homes_of
 from offload.runtime.flats import ChunkOf, ParameterInfo, Unit
+from offload.runtime.handshake import checksum
+from offload.runtime.optimizer_kinds import InitialState
 from offload.runtime.places import ParameterPlaces, RecordPlaces
 from offload.runtime.weights import WeightSource
 from offload.tiers.memory import HostMemory, MemoryLedger
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-OptimizerState = Mapping[str, torch.Tensor]
 
 
 class InitialValues:
     """Where each parameter's initial value comes from."""
 
-    def __init__(self, source: WeightSource | None, names: Mapping[str, str]) -> None:
+    def __init__(self, source: WeightSource | None, names: Mapping[str, str], *, keeps_checksums: bool = False) -> None:
+        """`keeps_checksums`: so that ranks can tell whether they start from the same values."""
         self._source, self._names = source, names
+        self._checksums: dict[str, int] | None = {} if keeps_checksums else None
+
+    def facts(self) -> dict[str, int]:
+        """What must be equal on all ranks: the checksums of all values asked for so far."""
+        return {f"the initial value of {fqn!r}": value for fqn, value in (self._checksums or {}).items()}
 
     def of(self, infos: Sequence[ParameterInfo]) -> dict[int, torch.Tensor]:
         """Values by parameter index: CPU (or the parameter's own device), the parameter's shape, the dtype they come in."""
@@ -44,20 +48,9 @@ class InitialValues:
                 values[info.index] = info.parameter.detach()
         for info, value in zip(replayed, materialize([info.parameter for info in replayed]), strict=True):
             values[info.index] = value
+        if self._checksums is not None:
+            self._checksums.update({info.fqn: checksum(values[info.index]) for info in infos})
         return values
-
-
-def _initial_state(info: ParameterInfo, state: OptimizerState) -> dict[str, torch.Tensor]:
-    """The moments that the user's optimizer holds for this parameter already, in slot order; takes over its step count."""
-    if not state:
-        return {}
-    missing = [name for name in (*MOMENTS, "step") if name not in state]
-    if missing:
-        raise ConfigError(
-            f"the optimizer's state of {info.fqn!r} has no {', '.join(missing)}: expected exp_avg, exp_avg_sq and step."
-        )
-    info.step = int(state["step"])
-    return {name: info.in_memory_order(state[name]) for name in MOMENTS}
 
 
 class Materializer:
@@ -69,7 +62,7 @@ class Materializer:
         places: ParameterPlaces | None,
         records: RecordPlaces | None,
         values: InitialValues,
-        state_of: Callable[[ParameterInfo], OptimizerState],
+        state_of: Callable[[ParameterInfo], InitialState],
         ledger: MemoryLedger,
     ) -> None:
         self._accelerator, self._places, self._records = accelerator, places, records
@@ -78,11 +71,18 @@ class Materializer:
     def unit(self, unit: Unit) -> None:
         """Bring one unit's values and records into their tiers, and let go of what its parameters held before."""
         values = self._values.of(unit.parameters)
-        states = {info.index: _initial_state(info, self._state_of(info)) for info in unit.parameters if info.trainable}
-        for chunk_of in chunks_of(unit):
+        states = {info.index: self._initial_moments(info) for info in unit.parameters if info.trainable}
+        for chunk_of in homes_of(unit) if self._places is None else chunks_of(unit):
             self._chunk_parameters(chunk_of, values)
+        for chunk_of in chunks_of(unit):
             if self._records is not None and chunk_of.flat.layout.trainable:
                 self._chunk_record(self._records, chunk_of, values, states)
+
+    def _initial_moments(self, info: ParameterInfo) -> dict[str, torch.Tensor]:
+        """What the user's optimizer holds for this parameter already, in slot order; takes over its step count."""
+        state = self._state_of(info)
+        info.step = state.step
+        return {name: info.in_memory_order(moment) for name, moment in state.moments.items()}
 
     def _chunk_parameters(self, chunk_of: ChunkOf, values: Mapping[int, torch.Tensor]) -> None:
         nbytes = chunk_of.chunk.numel * chunk_of.flat.layout.itemsize
@@ -98,7 +98,11 @@ class Materializer:
         for info, piece in chunk_of.pieces():
             low, high = piece.start - chunk_of.chunk.start, piece.stop - chunk_of.chunk.start
             ordered = info.in_memory_order(values[info.index])
-            typed[low:high].copy_(ordered[piece.start - piece.slot.start : piece.stop - piece.slot.start])
+            part = ordered[piece.start - piece.slot.start : piece.stop - piece.slot.start]
+            if self._records is not None and info.trainable and self._records.format(chunk_of).state_format.is_split:
+                self._records.format(chunk_of).round_values(typed[low:high], part.float())
+            else:
+                typed[low:high].copy_(part)
         if self._places is None and not in_place:
             self._accelerator.copy_in(chunk_of.flat.chunk_bytes(chunk_of.chunk), target).wait()
         elif self._places is not None and stored is None:
@@ -112,7 +116,8 @@ class Materializer:
         states: Mapping[int, Mapping[str, torch.Tensor]],
     ) -> None:
         pieces = chunk_of.pieces()
-        if not records.has_master(chunk_of) and not any(states.get(info.index) for info, _ in pieces):
+        has_master = records.format(chunk_of).own_master
+        if not has_master and not any(states.get(info.index) for info, _ in pieces):
             return  # a store reads as zeros where nothing was written, and zero is what moments start from
         buffer = records.view(chunk_of)
         home = buffer is not None
@@ -122,10 +127,9 @@ class Materializer:
         for info, piece in pieces:
             low, high = piece.start - chunk_of.chunk.start, piece.stop - chunk_of.chunk.start
             part = slice(piece.start - piece.slot.start, piece.stop - piece.slot.start)
-            if record.master is not None:
-                record.master[low:high].copy_(info.in_memory_order(values[info.index])[part])
-            for name, array in zip(MOMENTS, (record.exp_avg, record.exp_avg_sq), strict=True):
-                if name in states.get(info.index, {}):
-                    array[low:high].copy_(states[info.index][name][part])
+            record.put_master(low, high, info.in_memory_order(values[info.index])[part])
+            for name, moment in states.get(info.index, {}).items():
+                if name in record.arrays:
+                    record.put_moment(name, low, high, moment[part])
         if not home:
             records.write(chunk_of, buffer).wait()

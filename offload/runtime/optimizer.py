@@ -1,4 +1,4 @@
-"""The optimizer that the user's loop sees, and what is read out of the one the user made."""
+"""The optimizer that the user's loop sees."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
-from offload.device.kernels import AdamHyper
-from offload.errors import ConfigError, UsageError
-
-_SUPPORTED = {torch.optim.Adam: False, torch.optim.AdamW: True}
-_REFUSED_OPTIONS = {"amsgrad": False, "maximize": False, "differentiable": False}
+from offload.device.rules import Hyper
+from offload.errors import UsageError
+from offload.runtime.optimizer_kinds import hyper_of_group, moments_of
 
 
 class Stepper(Protocol):
@@ -21,41 +19,6 @@ class Stepper(Protocol):
     def step(self) -> None: ...
 
     def zero_grad(self, set_to_none: bool = True) -> None: ...
-
-
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `ConfigError` for an optimizer that has no exact counterpart here."""
-    if type(optimizer) not in _SUPPORTED:
-        names = " or ".join(f"torch.optim.{kind.__name__}" for kind in _SUPPORTED)
-        raise ConfigError(
-            f"optimizer {type(optimizer).__module__}.{type(optimizer).__qualname__} is not supported: pass {names} "
-            "(foreach, fused and capturable make no difference and are accepted)."
-        )
-    for index, group in enumerate(optimizer.param_groups):
-        for option, neutral in _REFUSED_OPTIONS.items():
-            if group.get(option, neutral) != neutral:
-                raise ConfigError(
-                    f"optimizer option {option}={group[option]!r} of parameter group {index} is not supported: pass "
-                    f"{option}={neutral}."
-                )
-
-
-def hyper_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> AdamHyper:
-    """The numbers of one parameter group, as they stand now."""
-    decoupled = bool(group.get("decoupled_weight_decay", _SUPPORTED[_kind(optimizer)])) or _SUPPORTED[_kind(optimizer)]
-    beta1, beta2 = group["betas"]
-    return AdamHyper(
-        lr=float(group["lr"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-        decoupled=decoupled,
-    )
-
-
-def _kind(optimizer: torch.optim.Optimizer) -> type:
-    return optimizer.source_class if isinstance(optimizer, OffloadOptimizer) else type(optimizer)
 
 
 class _StateInTiers(defaultdict[torch.Tensor, Any]):
@@ -85,7 +48,18 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.param_groups = source.param_groups
         self.defaults = source.defaults
         self.source_class = type(source)
+        self._moments = moments_of(source)
         self._stepper = stepper
+
+    def hyper_of(self, group_index: int) -> Hyper:
+        """The numbers of one parameter group, as they stand now. Raises `UsageError` where its records cannot follow them."""
+        hyper = hyper_of_group(self.source_class, self.param_groups[group_index])
+        if not set(hyper.moments) <= set(self._moments):
+            raise UsageError(
+                f"momentum={hyper.beta1:g} of parameter group {group_index} was set after initialize, and without "
+                "momentum no buffer was made for it: give the optimizer a momentum above 0 from the start."
+            )
+        return hyper
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Begin the update of every parameter that has a gradient. It runs on under the next forward."""

@@ -4,72 +4,98 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import torch
 
-from offload.device.pending import AllOf, Pending
-from offload.layout import Extent, ExtentAllocator
-from offload.runtime.flats import ChunkOf
+from offload.device.pending import AllOf, Pending, Settled
+from offload.device.records import Record, RecordFormat
+from offload.errors import StorageError
+from offload.layout import Extent, ExtentAllocator, FlatLayout
+from offload.runtime.flats import ChunkOf, Flat
 from offload.tiers.io import Priority
 from offload.tiers.store import Store
 
-RECORD_ITEMSIZE = 4
-"""Bytes. Master weights and moments are fp32."""
+_NAMED = 3
+"""How many parameters an error lists."""
+
+RECORDS = "optimizer states"
+"""The name of their store."""
 
 StoreFactory = Callable[[str, Iterable[Extent]], Store]
 """Makes the store of one kind of state in the tier chosen for it: (purpose, extents) -> store."""
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """The optimizer state of one chunk, as views of one buffer: fp32 [chunk.numel] each.
+class _OfChunk(Pending):
+    """A transfer whose failure says which parameters it strikes."""
 
-    `master` is None where the parameters themselves are the fp32 master.
-    """
+    def __init__(self, transfer: Pending, purpose: str, chunk_of: ChunkOf) -> None:
+        self._transfer, self._purpose, self._chunk_of = transfer, purpose, chunk_of
+        self._failure: StorageError | None = None
 
-    master: torch.Tensor | None
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
+    def wait(self) -> None:
+        try:
+            self._transfer.wait()
+        except StorageError as error:
+            self._failure = self._failure or _named(error, self._purpose, self._chunk_of)
+            raise self._failure from error
 
-    @staticmethod
-    def nbytes(numel: int, has_master: bool) -> int:
-        return (3 if has_master else 2) * numel * RECORD_ITEMSIZE
+    def done(self) -> bool:
+        return self._transfer.done()
 
-    @staticmethod
-    def over(buffer: torch.Tensor, numel: int, has_master: bool) -> Record:
-        """Cut a uint8 buffer of at least `nbytes(numel, has_master)` into the arrays of a record."""
-        values = buffer[: Record.nbytes(numel, has_master)].view(torch.float32)
-        arrays = [values[index * numel : (index + 1) * numel] for index in range(3 if has_master else 2)]
-        return Record(arrays[0] if has_master else None, arrays[-2], arrays[-1])
+
+def _named(error: StorageError, purpose: str, chunk_of: ChunkOf) -> StorageError:
+    """The same failure, saying whose it is."""
+    names = [info.fqn for info, _ in chunk_of.pieces()]
+    listed = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+    return type(error)(error.errno, f"{purpose} of {listed}: {error.strerror}")
 
 
 class Places:
-    """Chunks' extents in one store. A read or write of a chunk is ordered after its last write, on any thread."""
+    """Chunks' extents in one store. A read or write of a chunk is ordered after its last write, on any thread.
+
+    What has no bytes has no extent, and is there in place: [0] on the device `empty_on`.
+    """
 
     read_priority = Priority.STATE
 
-    def __init__(self, sizes_nbytes: Iterable[tuple[ChunkOf, int]], purpose: str, make_store: StoreFactory) -> None:
+    def __init__(
+        self,
+        sizes_nbytes: Iterable[tuple[ChunkOf, int]],
+        purpose: str,
+        make_store: StoreFactory,
+        empty_on: torch.device | None = None,
+    ) -> None:
         allocator = ExtentAllocator()
-        self._extents = {chunk_of.key: allocator.take(nbytes) for chunk_of, nbytes in sizes_nbytes}
-        self.store = make_store(purpose, allocator.extents)
+        self._extents = {chunk_of.key: allocator.take(nbytes) for chunk_of, nbytes in sizes_nbytes if nbytes}
+        self._store = make_store(purpose, allocator.extents) if allocator.extents else None
+        self._nothing = torch.empty(0, dtype=torch.uint8, device=empty_on)
+        self._purpose = purpose
         self._lock = threading.Lock()
         self._writes: dict[tuple[int, int], Pending] = {}
 
     def nbytes(self, chunk_of: ChunkOf) -> int:
-        return self._extents[chunk_of.key].nbytes
+        extent = self._extents.get(chunk_of.key)
+        return extent.nbytes if extent is not None else 0
 
     def view(self, chunk_of: ChunkOf) -> torch.Tensor | None:
         """The chunk's bytes where they lie, if they can be used in place."""
-        return self.store.view(self._extents[chunk_of.key])
+        extent = self._extents.get(chunk_of.key)
+        return self._nothing if extent is None or self._store is None else self._store.view(extent)
 
     def read(self, chunk_of: ChunkOf, into: torch.Tensor) -> Pending:
         self.settle_write(chunk_of)
-        return self.store.read(self._extents[chunk_of.key], into, priority=self.read_priority)
+        assert self._store is not None, "what has no bytes is there in place"
+        try:
+            transfer = self._store.read(self._extents[chunk_of.key], into, priority=self.read_priority)
+        except StorageError as error:  # what the chunk's last write left behind cannot be read
+            raise _named(error, self._purpose, chunk_of) from error
+        return _OfChunk(transfer, self._purpose, chunk_of)
 
     def write(self, chunk_of: ChunkOf, source: torch.Tensor) -> Pending:
         self.settle_write(chunk_of)
-        pending = self.store.write(self._extents[chunk_of.key], source)
+        if self._store is None:
+            return Settled()
+        pending = _OfChunk(self._store.write(self._extents[chunk_of.key], source), self._purpose, chunk_of)
         with self._lock:
             self._writes[chunk_of.key] = pending
         return pending
@@ -77,16 +103,24 @@ class Places:
     def settle_write(self, chunk_of: ChunkOf) -> None:
         """Wait for the chunk's last write, if one is in flight; raise its failure."""
         with self._lock:
-            pending = self._writes.pop(chunk_of.key, None)
+            pending = self._writes.get(chunk_of.key)
         if pending is not None:
-            pending.wait()
+            self._settle({chunk_of.key: pending})
 
     def settle_writes(self) -> None:
         """Wait for every write in flight; raise the first failure."""
         with self._lock:
-            pendings = list(self._writes.values())
-            self._writes.clear()
-        AllOf(pendings).wait()
+            pendings = dict(self._writes)
+        self._settle(pendings)
+
+    def _settle(self, pendings: dict[tuple[int, int], Pending]) -> None:
+        try:
+            AllOf(pendings.values()).wait()
+        finally:
+            with self._lock:  # only now: until it is over, every other thread that comes must find it and wait too
+                for key, pending in pendings.items():
+                    if self._writes.get(key) is pending:
+                        del self._writes[key]
 
     def raise_failed_writes(self) -> None:
         """Raise the failure of a write that is over and that nobody waited for."""
@@ -106,6 +140,26 @@ class ParameterPlaces(Places):
         sizes = ((chunk_of, chunk_of.chunk.numel * chunk_of.flat.layout.itemsize) for chunk_of in chunks)
         super().__init__(sizes, "parameters", make_store)
         self._fetches: dict[tuple[int, int], Pending] = {}
+        self._copies: dict[tuple[int, int], Pending] = {}
+
+    def copying(self, chunk_of: ChunkOf, copy: Pending) -> None:
+        """`copy` reads the chunk where it lies in the store: who writes there calls `settle_copies` first."""
+        with self._lock:
+            self._copies[chunk_of.key] = copy
+
+    def settle_copies(self, chunk_of: ChunkOf) -> None:
+        """Wait until no copy reads the chunk where it lies in the store."""
+        with self._lock:
+            copy = self._copies.pop(chunk_of.key, None)
+        if copy is not None:
+            copy.wait()
+
+    def settle_all_copies(self) -> None:
+        """The same for every chunk."""
+        with self._lock:
+            copies = list(self._copies.values())
+            self._copies.clear()
+        AllOf(copies).wait()
 
     def fetch(self, chunk_of: ChunkOf) -> None:
         """Read the chunk straight into its flat, which must be memory that the store can address."""
@@ -126,19 +180,34 @@ class ParameterPlaces(Places):
 class RecordPlaces(Places):
     """The optimizer records' home in a store."""
 
-    def __init__(self, chunks: Iterable[ChunkOf], make_store: StoreFactory, has_master: Callable[[ChunkOf], bool]) -> None:
-        own = {chunk_of: has_master(chunk_of) for chunk_of in chunks}
-        sizes = ((chunk_of, Record.nbytes(chunk_of.chunk.numel, own[chunk_of])) for chunk_of in own)
-        super().__init__(sizes, "optimizer states", make_store)
-        self._has_master = {chunk_of.key: has for chunk_of, has in own.items()}
-        self.in_memory = all(self.view(chunk_of) is not None for chunk_of in list(own)[:1])
-        """Whether records are updated where they lie, with no transfer."""
-        views = [self.view(chunk_of) for chunk_of in list(own)[:1]]
-        self.on_device = any(view is not None and view.device.type != "cpu" for view in views)
-        """Whether that is the memory of a GPU."""
+    def __init__(
+        self,
+        chunks: Iterable[ChunkOf],
+        make_store: StoreFactory,
+        format_of: Callable[[FlatLayout], RecordFormat],
+        device: torch.device | None = None,
+    ) -> None:
+        """`device`: that of the store, if it is memory out of the host's reach."""
+        known = list(chunks)
+        self._formats = {id(chunk_of.flat): format_of(chunk_of.flat.layout) for chunk_of in known}
+        sizes = [(chunk_of, self.format(chunk_of).nbytes(chunk_of.chunk.numel)) for chunk_of in known]
+        super().__init__(sizes, RECORDS, make_store, device)
+        self.in_memory = all(self.view(chunk_of) is not None for chunk_of in known)
+        """Whether every record is updated where it lies, with no transfer."""
+        self.on_device = device is not None
+        """Whether that is device memory out of the host's reach."""
 
-    def has_master(self, chunk_of: ChunkOf) -> bool:
-        return self._has_master[chunk_of.key]
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """What every record keeps."""
+        return next((one.moments for one in self._formats.values()), ())
+
+    def format(self, chunk_of: ChunkOf) -> RecordFormat:
+        return self.flat_format(chunk_of.flat)
+
+    def flat_format(self, flat: Flat) -> RecordFormat:
+        """Of every chunk of the flat, also of other ranks'."""
+        return self._formats[id(flat)]
 
     def over(self, chunk_of: ChunkOf, buffer: torch.Tensor) -> Record:
-        return Record.over(buffer, chunk_of.chunk.numel, self._has_master[chunk_of.key])
+        return self.format(chunk_of).over(buffer, chunk_of.chunk.numel)

@@ -198,7 +198,10 @@ class Residency:
         """Run every update that is still enqueued, bringing in what it needs."""
         if self._updates is not None:
             for unit_index in self._updates.pending_units:
-                self._bring(unit_index)
+                if self._updates.needs_residency or self._states[unit_index] is not UnitState.ABSENT:
+                    self._bring(unit_index)
+                else:
+                    self._updates.finish(unit_index)
                 if not self._use_counts[unit_index]:
                     self.close_off(unit_index)
 

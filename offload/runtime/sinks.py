@@ -1,13 +1,18 @@
 """Where an update finds a chunk's parameter values and where it leaves the new ones: one sink per placement.
 
 A sink's `begin` gives the values [chunk.numel] in the parameters' dtype, in memory that the update's kernel can
-address; `commit` brings what the update wrote there to the parameters' home. Where the parameters are their own fp32
-master the values are read and written; else they are only written, and only where a slot was updated.
+address; `commit` brings what the update wrote there to the parameters' home. Where the parameters are (a part of) their
+own master the values are read and written; else they are only written, and only where a slot was updated.
+
+Least I/O with split states: the record leaves the bf16 parameter out, and the update takes it from its home. Where the unit
+is resident for the next forward anyway (`ResidentSink`) that costs nothing; from a store it is one read of 2 bytes per
+parameter, where a copy in the record would cost a read and a write of 2.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from enum import Enum
 
 import torch
 
@@ -16,9 +21,21 @@ from offload.device.pending import Pending, Settled
 from offload.layout import Piece
 from offload.runtime.flats import ChunkOf
 from offload.runtime.places import ParameterPlaces
+from offload.schedule.budget import READ_AHEAD
 from offload.tiers.staging import Lease, StagingPool
 
 EMITTED = "updated parameters"
+
+
+class Old(Enum):
+    """Which of a chunk's present values an update needs."""
+
+    NONE = "none"
+    """It overwrites every slot and reads none."""
+    REST = "rest"
+    """It reads none, but leaves some slots as they are."""
+    ALL = "all"
+    """It reads them."""
 
 
 class ParameterSink(ABC):
@@ -27,9 +44,12 @@ class ParameterSink(ABC):
     needs_residency = False
     """Whether the unit must be in device memory while it is updated."""
 
+    def read_ahead(self, chunk_of: ChunkOf) -> None:  # noqa: B027 - most have the values at hand
+        """Start reading values of which a later `begin` will need all. May do nothing."""
+
     @abstractmethod
-    def begin(self, chunk_of: ChunkOf, *, keeps_old: bool) -> torch.Tensor:
-        """The values. `keeps_old`: some of the old ones matter (they are the master, or not every slot is updated)."""
+    def begin(self, chunk_of: ChunkOf, old: Old) -> torch.Tensor:
+        """The values; `old` says what of the present ones must be there."""
 
     @abstractmethod
     def commit(self, chunk_of: ChunkOf, values: torch.Tensor, pieces: list[Piece]) -> Pending:
@@ -42,7 +62,7 @@ class ParameterSink(ABC):
 class InPlaceSink(ParameterSink):
     """The flat lies for good where the kernel can address it."""
 
-    def begin(self, chunk_of: ChunkOf, *, keeps_old: bool) -> torch.Tensor:
+    def begin(self, chunk_of: ChunkOf, old: Old) -> torch.Tensor:
         return chunk_of.flat.chunk_values(chunk_of.chunk)
 
     def commit(self, chunk_of: ChunkOf, values: torch.Tensor, pieces: list[Piece]) -> Pending:
@@ -57,7 +77,7 @@ class ResidentSink(ParameterSink):
     def __init__(self, places: ParameterPlaces) -> None:
         self._places = places
 
-    def begin(self, chunk_of: ChunkOf, *, keeps_old: bool) -> torch.Tensor:
+    def begin(self, chunk_of: ChunkOf, old: Old) -> torch.Tensor:
         self._places.settle_fetch(chunk_of)
         return chunk_of.flat.chunk_values(chunk_of.chunk)
 
@@ -72,15 +92,26 @@ class StoreSink(ParameterSink):
     def __init__(self, places: ParameterPlaces, pool: StagingPool) -> None:
         self._places = places
         self._pool = pool
+        self._ahead: dict[tuple[int, int], tuple[Lease, Pending]] = {}
         self._lease: Lease | None = None
 
-    def begin(self, chunk_of: ChunkOf, *, keeps_old: bool) -> torch.Tensor:
+    def read_ahead(self, chunk_of: ChunkOf) -> None:
+        if self._places.view(chunk_of) is None and len(self._ahead) < READ_AHEAD:
+            lease = self._pool.try_lease(EMITTED)
+            if lease is not None:
+                self._ahead[chunk_of.key] = lease, self._read(chunk_of, lease)
+
+    def begin(self, chunk_of: ChunkOf, old: Old) -> torch.Tensor:
+        self._places.settle_copies(chunk_of)
         stored = self._places.view(chunk_of)
         if stored is None:
-            self._lease = self._pool.lease(EMITTED)
-            stored = self._lease.tensor[: chunk_of.chunk.numel * chunk_of.flat.layout.itemsize]
-            if keeps_old:
-                self._places.read(chunk_of, stored).wait()
+            self._lease, reading = self._ahead.pop(chunk_of.key, (None, None))
+            if self._lease is None:
+                self._lease = self._pool.lease(EMITTED)
+                reading = self._read(chunk_of, self._lease) if old is not Old.NONE else None
+            if reading is not None:
+                reading.wait()
+            stored = self._lease.tensor
         return stored[: chunk_of.chunk.numel * chunk_of.flat.layout.itemsize].view(chunk_of.flat.dtype)
 
     def commit(self, chunk_of: ChunkOf, values: torch.Tensor, pieces: list[Piece]) -> Pending:
@@ -90,30 +121,47 @@ class StoreSink(ParameterSink):
         lease.release(after=self._places.write(chunk_of, values.view(torch.uint8)))
         return Settled()
 
+    def _read(self, chunk_of: ChunkOf, lease: Lease) -> Pending:
+        return self._places.read(chunk_of, lease.tensor[: chunk_of.chunk.numel * chunk_of.flat.layout.itemsize])
+
 
 class CopyInSink(ParameterSink):
-    """The home is device memory and the kernel runs on the host: new values go over by H2D, slot by slot."""
+    """The home is device memory and the kernel runs on the host: new values go over by H2D, slot by slot.
 
-    def __init__(self, accelerator: Accelerator, pool: StagingPool) -> None:
+    `places`: a store of shards there; without it the flats themselves.
+    """
+
+    def __init__(self, accelerator: Accelerator, pool: StagingPool, places: ParameterPlaces | None = None) -> None:
         self._accelerator = accelerator
         self._pool = pool
+        self._places = places
         self._lease: Lease | None = None
 
-    def begin(self, chunk_of: ChunkOf, *, keeps_old: bool) -> torch.Tensor:
-        # Old values are never wanted: the master is in the record, and only updated slots are copied over.
+    def begin(self, chunk_of: ChunkOf, old: Old) -> torch.Tensor:
         self._lease = self._pool.lease(EMITTED)
-        return self._lease.tensor[: chunk_of.chunk.numel * chunk_of.flat.layout.itemsize].view(chunk_of.flat.dtype)
+        content = self._lease.tensor[: chunk_of.chunk.numel * chunk_of.flat.layout.itemsize]
+        if old is Old.ALL:  # the rest is never wanted: only updated slots are copied over
+            self._accelerator.copy_out(content, self._home(chunk_of).view(torch.uint8)).wait()
+        return content.view(chunk_of.flat.dtype)
 
     def commit(self, chunk_of: ChunkOf, values: torch.Tensor, pieces: list[Piece]) -> Pending:
         assert self._lease is not None
         lease, self._lease = self._lease, None
         start = chunk_of.chunk.start
         last: Pending = Settled()
+        home = self._home(chunk_of)
         for piece in pieces:
-            target = chunk_of.flat.slice(piece.start, piece.stop)
-            last = self._accelerator.copy_in(target, values[piece.start - start : piece.stop - start])
+            low, high = piece.start - start, piece.stop - start
+            last = self._accelerator.copy_in(home[low:high], values[low:high])
         lease.release(after=last)  # copies of one stream settle in order
         return last
+
+    def _home(self, chunk_of: ChunkOf) -> torch.Tensor:
+        if self._places is None:
+            return chunk_of.flat.chunk_values(chunk_of.chunk)
+        stored = self._places.view(chunk_of)
+        assert stored is not None
+        return stored[: chunk_of.chunk.numel * chunk_of.flat.layout.itemsize].view(chunk_of.flat.dtype)
 
 
 class CopyOutSink(ParameterSink):
@@ -124,10 +172,26 @@ class CopyOutSink(ParameterSink):
         self._places = places
         self._pool = pool
 
-    def begin(self, chunk_of: ChunkOf, *, keeps_old: bool) -> torch.Tensor:
-        return torch.empty(chunk_of.chunk.numel, dtype=chunk_of.flat.dtype, device=self._accelerator.device)
+    def begin(self, chunk_of: ChunkOf, old: Old) -> torch.Tensor:
+        values = torch.empty(chunk_of.chunk.numel, dtype=chunk_of.flat.dtype, device=self._accelerator.device)
+        if old is Old.ALL:  # the rest is never wanted: only updated slots are copied home
+            self._bring(chunk_of, values.view(torch.uint8))
+        return values
+
+    def _bring(self, chunk_of: ChunkOf, into: torch.Tensor) -> None:
+        stored = self._places.view(chunk_of)
+        if stored is not None:
+            self._accelerator.join(self._accelerator.copy_in(into, stored[: into.numel()]))
+            return
+        lease = self._pool.lease(EMITTED)
+        content = lease.tensor[: into.numel()]
+        self._places.read(chunk_of, content).wait()
+        copied = self._accelerator.copy_in(into, content)
+        lease.release(after=copied)
+        self._accelerator.join(copied)
 
     def commit(self, chunk_of: ChunkOf, values: torch.Tensor, pieces: list[Piece]) -> Pending:
+        self._places.settle_copies(chunk_of)
         stored = self._places.view(chunk_of)
         lease = None
         nbytes = chunk_of.chunk.numel * chunk_of.flat.layout.itemsize

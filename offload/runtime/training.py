@@ -13,27 +13,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 
-from offload.device.kernels import AdamHyper
+from offload.device.rules import Hyper
 from offload.errors import EngineFailedError, NonFiniteGradientError, ParameterAccessError, UsageError
-from offload.runtime.assembly import Parts
+from offload.runtime.agreement import Point
 from offload.runtime.fetching import chunks_of
 from offload.runtime.flats import ParameterInfo, Unit
 from offload.runtime.guard import TakenGradient
 from offload.runtime.hooks import Listener
 from offload.runtime.loss_scale import LossScale
+from offload.runtime.norm import clip_factor, exchanged, expansion
+from offload.runtime.parts import Parts
 from offload.runtime.shard_state import ShardState, ShardStates
 from offload.runtime.update import ChunkUpdate, PieceUpdate
 
 _NAMED = 5
 """How many names an error message lists."""
-
-
-def clip_factor(norm: float, max_norm: float) -> float:
-    """min(1, max_norm / (norm + 1e-6)) rounded to fp32, as torch.nn.utils.clip_grad_norm_ computes it."""
-    return float(min(np.float32(1.0), np.float32(max_norm) / (np.float32(norm) + np.float32(1e-6))))
 
 
 class Training(Listener):
@@ -42,13 +38,16 @@ class Training(Listener):
     def __init__(self, parts: Parts, loss_scale: LossScale) -> None:
         self._units, self._residency, self._parameters = parts.units, parts.residency, parts.parameters
         self._gradients, self._updates = parts.gradients, parts.updates
+        self._ranks, self._rendezvous, self._reduction = parts.ranks, parts.rendezvous, parts.reduction
+        self._stage = parts.layout.stage
         self._places, self._records = parts.places, parts.records
+        self._memory_is_short = parts.places is not None or parts.placement.uses_nvme
         self._accelerator, self._timeline = parts.accelerator, parts.timeline
         self.loss_scale = loss_scale
         self.max_grad_norm: float | None = None
         self.input_dtype: torch.dtype | None = None
         self.update_in_backward = False
-        self.hyper_of: Callable[[int], AdamHyper] | None = None
+        self.hyper_of: Callable[[int], Hyper] | None = None
         self.failure: BaseException | None = None
         self.step_count = 0
         self.grad_norm: float | None = None
@@ -56,11 +55,13 @@ class Training(Listener):
         self.backward_updates = False
         self.closed = False
         self.check_unchanged: Callable[[], None] | None = None
+        self.before_step: Callable[[], None] | None = None
+        """Raises what is to be known before anything of a step is done."""
         self._last_backward_seen = False
         self._scaled_backward = False
         self._shards = ShardStates(len(parts.units))
         self._clip_once: float | None = None
-        self._begun_sum_of_squares: list[float] = []
+        self._begun_squares: list[float] | None = None
         self._flat_of = {info.index: flat for unit in parts.units for flat in unit.flats for info in flat.parameters}
 
     # ---- failure -------------------------------------------------------------------------------------------------
@@ -75,6 +76,8 @@ class Training(Listener):
             raise
         except BaseException as error:
             self.failure = error
+            if self._rendezvous is not None:
+                self._rendezvous.abandon(f"{type(error).__name__}: {error}")
             raise
 
     @property
@@ -158,28 +161,50 @@ class Training(Listener):
         assert gradient is not None
         with self._timeline.working("gradients"):
             self._take_over(unit, info, gradient, owned=True)
-        if self._places is not None:
+        if self._memory_is_short:
             self._accelerator.about_to_drop(gradient.nbytes)
 
     def _take_over(self, unit: Unit, info: ParameterInfo, gradient: torch.Tensor, *, owned: bool) -> None:
         assert self._gradients is not None
         self._shards.become(unit.index, ShardState.REDUCING)
-        self._gradients.add(info, self._flat_of[info.index], gradient, owned=owned)
+        if self._reduction is None:
+            self._gradients.add(info, self._flat_of[info.index], gradient, owned=owned)
+        else:
+            self._reduction.arrive(info, self._flat_of[info.index], gradient)
+            self._gradients.expect(info)
         info.parameter.grad = TakenGradient(info.fqn, info.parameter)
 
     def backward_leaves(self, unit: Unit) -> None:
         # The root waits for the end of backward: it holds what units share, and a reentrant checkpoint's backward
         # inside
         # this one may accumulate into such a parameter a second time.
-        if self._updates_now() and self._gradients is not None and unit.index != 0:
+        if self._reduction is not None:
+            if self.synchronizing:
+                self._reduction.leave(unit)
+                self._begin_reduced_updates()
+        elif self._updates_now() and self._gradients is not None and unit.index != 0:
             chunks = [chunk_of for chunk_of in chunks_of(unit) if chunk_of.flat.layout.trainable]
             if chunks and all(self._gradients.is_complete(chunk_of) for chunk_of in chunks):
                 self._begin_update([info for info in unit.parameters if info.trainable])
 
     def backward_ended(self) -> None:
         self._last_backward_seen = self.backward_updates and self.synchronizing
+        if self._reduction is not None and self.synchronizing:
+            with self._timeline.waiting("reduction"):
+                self._reduction.end()
+            self._adopt_reduced()
         if self._updates_now() and self._gradients is not None:
             self._begin_update(self._gradients.live_parameters())
+
+    def _begin_reduced_updates(self) -> None:
+        """update="backward" on several ranks: the units whose reduction is over."""
+        assert self._reduction is not None and self._updates is not None
+        if not self._updates_now():
+            return
+        self._adopt_reduced()
+        for unit in self._units[1:]:
+            if self._shards[unit.index] is ShardState.REDUCING and self._reduction.is_reduced(unit):
+                self._begin_update([info for info in unit.parameters if info.trainable])
 
     def _updates_now(self) -> bool:
         return self.update_in_backward and self.synchronizing and self._clip_once is None
@@ -212,11 +237,11 @@ class Training(Listener):
             for info in unit.parameters
         )
         live = self._gradients is not None and bool(self._gradients.live_parameters())
-        return given or live or bool(self._begun_sum_of_squares)
+        return given or live or self._begun_squares is not None
 
     def restart(self, step_count: int) -> None:
         """Drop every gradient and what has begun of a step: the state is about to be that after `step_count` steps."""
-        self._begun_sum_of_squares, self._clip_once, self.grad_norm = [], None, None
+        self._begun_squares, self._clip_once, self.grad_norm = None, None, None
         self.zero_grad()
         self.step_count = step_count
         self._residency.end_step()
@@ -226,13 +251,14 @@ class Training(Listener):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient that no update has taken yet; without `set_to_none` put zeros where there was one."""
         self.check()
-        if self._begun_sum_of_squares:
+        if self._begun_squares is not None:
             raise UsageError(
                 "zero_grad was called after updates of this step had begun (update='backward'): they cannot be "
                 "undone. Call step() first, "
                 "or set Config(update='step')."
             )
         self._last_backward_seen = False
+        self._adopt_reduced()
         with self.failures():
             if not set_to_none:
                 self._residency.finish_updates()
@@ -247,6 +273,8 @@ class Training(Listener):
         had_gradient = info.parameter.grad is not None
         if self._gradients is not None:
             self._gradients.drop(info)
+        if self._reduction is not None:
+            self._reduction.drop(info)
         info.parameter.grad = None
         if had_gradient and not set_to_none:
             zeros = torch.empty_strided(info.shape, info.stride, dtype=info.dtype, device=info.parameter.device).zero_()
@@ -255,16 +283,43 @@ class Training(Listener):
             else:
                 info.parameter.grad = zeros
 
-    def measure_norm(self) -> float:
-        """The global L2 norm of the gradients as they stand, un-scaled."""
+    def measure_norm(self, point: Point) -> float:
+        """The global L2 norm of the gradients as they stand, un-scaled; on several ranks, once all are at `point`."""
         assert self._gradients is not None
+        if self._ranks is None:
+            return self._norm_of(self._squares())
+        assert self._rendezvous is not None and self._reduction is not None
+        self._reduction.ask_rest()
+        ranks, sharded = self._ranks, self._stage > 0
+        return self._norm_of(self._rendezvous.meet(point, lambda: exchanged(ranks, self._squares, sharded=sharded)))
+
+    def _squares(self) -> list[float]:
+        assert self._gradients is not None
+        self._adopt_reduced()
         self._gradients.settle()
-        total = math.fsum([self._gradients.sum_of_squares(), *self._begun_sum_of_squares])
-        return math.sqrt(total) / self.loss_scale.value
+        self._gradients.live_parameters()  # forgets those that the user took out of p.grad
+        return self._gradients.squares() + (self._begun_squares or [])
+
+    def _norm_of(self, squares: list[float]) -> float:
+        try:
+            return math.sqrt(math.fsum(squares)) / self.loss_scale.value
+        except (OverflowError, ValueError):  # fsum of infinities of both signs, or beyond the largest double
+            return math.nan
+
+    def _adopt_reduced(self) -> None:
+        """Gradients that other ranks computed count here too."""
+        if self._reduction is None:
+            return
+        for index in self._reduction.newly_present():
+            info = self._parameters[index]
+            if info.parameter.grad is None and self._gradients is not None:
+                self._gradients.expect(info)
+                self._shards.become(info.unit_index, ShardState.REDUCING)
+                info.parameter.grad = TakenGradient(info.fqn, info.parameter)
 
     def clip_at_step(self, max_norm: float) -> float:
         """Have the coming step clip to `max_norm`; return the norm before clipping."""
-        if self._begun_sum_of_squares:
+        if self._begun_squares is not None:
             raise UsageError(
                 "clip_grad_norm_ was called after updates of this step had begun: with update='backward' set "
                 "Config(max_grad_norm=...) "
@@ -272,7 +327,7 @@ class Training(Listener):
             )
         self._take_user_gradients()
         self._clip_once = max_norm
-        self.grad_norm = self.measure_norm()
+        self.grad_norm = self.measure_norm(Point.CLIPPING)
         return self.grad_norm
 
     def step(self) -> None:
@@ -280,16 +335,18 @@ class Training(Listener):
         self.check()
         if self._gradients is None or self._updates is None:
             raise UsageError("step was called, but offload.initialize was given no optimizer: pass one to train.")
+        if self.before_step is not None:
+            self.before_step()
         if self.check_unchanged is not None:
             self.check_unchanged()
         with self.failures():
             self.settle()
             self._take_user_gradients()
-            live = self._gradients.live_parameters()
             with self._timeline.waiting("gradients"):
-                norm = self.measure_norm()
+                norm = self.measure_norm(Point.STEP)
+            live = self._gradients.live_parameters()
             self._last_backward_seen = False
-            begun, self._begun_sum_of_squares = bool(self._begun_sum_of_squares), []
+            begun, self._begun_squares = self._begun_squares is not None, None
             max_norm = self._clip_once if self._clip_once is not None else self.max_grad_norm
             self._clip_once = None
             self.grad_norm = norm
@@ -305,6 +362,8 @@ class Training(Listener):
     def _finish_step(self) -> None:
         assert self._updates is not None
         self.step_count += 1
+        if self._reduction is not None:
+            self._reduction.release_buffers()
         self._residency.end_step()
         self._accelerator.copy_in_after_compute()
         self._updates.read_ahead()
@@ -318,6 +377,7 @@ class Training(Listener):
         names = self._gradients.non_finite_parameters()
         if not self.loss_scale.skips:
             listed = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+            listed = listed or "parameters in the shards of other ranks"
             raise NonFiniteGradientError(
                 f"the gradients of {listed} hold inf or NaN (step {self.step_count}). To leave such steps out set "
                 "Config(loss_scale='skip'); to find the cause use torch.autograd.detect_anomaly()."
@@ -343,15 +403,15 @@ class Training(Listener):
         if not live:
             return
         self._gradients.settle()
-        partial = self._gradients.sum_of_squares_of(live)
-        if not math.isfinite(partial):
+        squares = self._gradients.squares_of(live)
+        if not all(map(math.isfinite, squares)):
             try:
                 self._non_finite_step(live, begun=True)
             except NonFiniteGradientError as error:
-                if self._begun_sum_of_squares:
+                if self._begun_squares is not None:
                     self.failure = error  # other units have been updated already
                 raise
-        self._begun_sum_of_squares.append(partial)
+        self._begun_squares = (self._begun_squares or []) + expansion(squares)
         self._enqueue(live, 1.0 / self.loss_scale.value)
         self._accelerator.copy_in_after_compute()
         self._residency.launch_resident()
@@ -359,12 +419,14 @@ class Training(Listener):
     def _enqueue(self, live: list[ParameterInfo], factor: float) -> None:
         assert self._gradients is not None and self._updates is not None and self.hyper_of is not None
         hypers = {index: self.hyper_of(index) for index in {info.group_index for info in live if info.group_index is not None}}
-        steps: dict[int, tuple[AdamHyper, int]] = {}
+        steps: dict[int, tuple[Hyper, int]] = {}
         for info in live:
             assert info.group_index is not None
             info.step += 1
             steps[info.index] = (hypers[info.group_index], info.step)
             self._gradients.consume(info)
+        if self._reduction is not None:
+            self._reduction.forget(live)
         touched = {info.unit_index for info in live}
         for unit_index in self._residency.next_order():
             if unit_index in touched:
@@ -380,7 +442,7 @@ class Training(Listener):
                 self._shards.become(unit.index, ShardState.CLEAN)
 
 
-def _chunk_updates(unit: Unit, steps: dict[int, tuple[AdamHyper, int]], factor: float) -> list[ChunkUpdate]:
+def _chunk_updates(unit: Unit, steps: dict[int, tuple[Hyper, int]], factor: float) -> list[ChunkUpdate]:
     updates = []
     for chunk_of in chunks_of(unit):
         if not chunk_of.flat.layout.trainable:

@@ -116,3 +116,17 @@ def _parameters_outside(module: nn.Module, chosen: set[int]) -> Iterator[nn.Para
     for child in module.children():
         if id(child) not in chosen:
             yield from _parameters_outside(child, chosen)
+
+
+def fold_small(units: list[ModuleUnit], least_numel: int) -> list[ModuleUnit]:
+    """The same parameters in fewer units: those with fewer than `least_numel` elements join the root, as long as they are
+    together no more than the largest unit. For ranks: a unit is a message, and small messages cost as much as larger ones."""
+    room = max(unit.numel for unit in units)
+    root, kept = units[0], []
+    for unit in units[1:]:
+        if unit.numel < least_numel and unit.numel <= room:
+            room -= unit.numel
+            root.parameters.extend(unit.parameters)
+        else:
+            kept.append(unit)
+    return [root, *kept]

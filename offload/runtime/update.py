@@ -1,4 +1,4 @@
-"""The optimizer step, chunk by chunk: read record k+1, Adam on k, write k-1, at once.
+"""The optimizer step, chunk by chunk: read record k+1, update k, write k-1, at once.
 
     enqueue   at step(): what every chunk will get (gradient pieces, hyper-parameters, step counts), in the order in
               which the next forward needs the units; nothing of it can change any more
@@ -11,22 +11,28 @@ A unit between `enqueue` and `finish` is in the shard state UPDATING (`offload.r
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from offload.device import kernels
+from offload.device import updating
 from offload.device.accelerator import Accelerator
-from offload.device.kernels import AdamHyper, AdamSegment
 from offload.device.lane import InlineLane
 from offload.device.pending import Pending
+from offload.device.records import MASTER, Record
+from offload.device.rules import Hyper
+from offload.device.updating import Segment
 from offload.layout import Piece
 from offload.runtime.flats import ChunkOf, ParameterInfo, Unit
 from offload.runtime.gradients import Gradients
-from offload.runtime.places import Record, RecordPlaces
-from offload.runtime.sinks import ParameterSink
-from offload.runtime.timeline import Timeline
+from offload.runtime.places import RecordPlaces
+from offload.runtime.rendezvous import Asked
+from offload.runtime.sinks import Old, ParameterSink
+from offload.runtime.timeline import RECORD_WRITES, Timeline
 from offload.tiers.staging import Lease, StagingPool
+
+BeforeUpdate = Callable[[ChunkOf, Tensor, Record], None]
 
 RECORDS = "optimizer records"
 RECORDS_ON_DEMAND = "optimizer records out of order"
@@ -38,7 +44,7 @@ class PieceUpdate:
 
     info: ParameterInfo
     piece: Piece
-    hyper: AdamHyper
+    hyper: Hyper
     step: int
 
 
@@ -65,6 +71,7 @@ class _UnitUpdate:
     chunks: list[ChunkUpdate]
     job: Pending | None = None
     published: list[Pending] = field(default_factory=list)
+    spreading: Asked | None = None
 
 
 class Updates:
@@ -82,9 +89,14 @@ class Updates:
         self._records, self._gradients, self._sink, self._pool = records, gradients, sink, pool
         self._accelerator, self._timeline = accelerator, timeline
         # On the device an update is a launch in the order of compute, not work for a thread of the host.
-        self._lane = InlineLane() if records.on_device else accelerator.host_lane("update", waits_for_io=not records.in_memory)
+        self._reads = not records.in_memory or gradients.spills
+        self._lane = InlineLane() if records.on_device else accelerator.host_lane("update", waits_for_io=self._reads)
+        self.before_update: BeforeUpdate | None = None
+        """Called on the lane when a chunk's record and values are at hand and about to be overwritten."""
         self._units: dict[int, _UnitUpdate] = {}
         self._ahead: deque[ChunkUpdate] = deque()
+        self.ask_gather: Callable[[int], Asked] | None = None
+        """Where parameters are whole on every rank and each updates its shard (ZeRO stages 1 and 2): brings the others'."""
 
     @property
     def needs_residency(self) -> bool:
@@ -104,7 +116,7 @@ class Updates:
         if unit.index in self._units:
             raise AssertionError(f"unit {unit.name} is updated twice at once")
         self._units[unit.index] = _UnitUpdate(unit, chunks)
-        if not self._records.in_memory:
+        if self._reads:
             self._ahead.extend(chunks)
 
     def read_ahead(self) -> None:
@@ -116,17 +128,46 @@ class Updates:
         """Hand the unit's update to the lane, once; settles when its new parameters are in place."""
         update = self._units[unit_index]
         if update.job is None:
-            update.job = self._lane.submit(lambda: self._run(update))
+            # On the device the job gives work to compute, and a thread of the fetcher may be the one that runs it.
+            update.job = self._lane.submit(self._accelerator.on_compute(lambda: self._run(update)))
         return update.job
 
     def finish(self, unit_index: int) -> None:
         """Wait until the unit's update ran, if it has one; raise its failure."""
-        if unit_index in self._units:
+        if unit_index not in self._units:
+            return
+        if self.ask_gather is None:
             job = self.launch(unit_index)
             with self._timeline.waiting("update"):
                 job.wait()
             for pending in self._units.pop(unit_index).published:
                 self._accelerator.join(pending)
+            return
+        self._spread(unit_index, self.ask_gather)
+        coming = [index for index, update in self._units.items() if update.spreading is None]
+        if coming:
+            self._spread(coming[0], self.ask_gather)  # its shards travel under the forward of this unit
+        asked = self._units[unit_index].spreading
+        assert asked is not None
+        with self._timeline.waiting("gather"):
+            asked.wait()
+        if asked.result is not None:
+            self._accelerator.join(asked.result)
+        del self._units[unit_index]
+
+    def apply(self, unit_index: int) -> None:
+        """Block until this rank's part of the unit's update, if it has one, is in place. From any thread."""
+        if unit_index in self._units:
+            self.launch(unit_index).wait()
+            for pending in self._units[unit_index].published:
+                pending.wait()
+
+    def _spread(self, unit_index: int, ask_gather: Callable[[int], Asked]) -> None:
+        update = self._units[unit_index]
+        if update.spreading is None:
+            with self._timeline.waiting("update"):
+                self.apply(unit_index)
+            update.spreading = ask_gather(unit_index)
 
     def close(self) -> None:
         self._lane.close()
@@ -136,24 +177,44 @@ class Updates:
     def _run(self, update: _UnitUpdate) -> None:
         for chunk_update in update.chunks:
             if not chunk_update.started:
-                self._start_reading(chunk_update, self._lease_now())
+                self._start_reading(chunk_update, self._lease_now(chunk_update.chunk_of))
             self._read_ahead()
             update.published.append(self._apply(chunk_update))
+        if self._records.on_device:
+            update.published.append(self._accelerator.mark())
 
-    def _lease_now(self) -> Lease | None:
-        if self._records.in_memory:
+    def _is_in_place(self, chunk_of: ChunkOf) -> bool:
+        """Whether the chunk's record is updated where it lies."""
+        return self._records.in_memory or self._records.view(chunk_of) is not None
+
+    def _lease_now(self, chunk_of: ChunkOf) -> Lease | None:
+        if self._is_in_place(chunk_of):
             return None
-        return self._pool.try_lease(RECORDS) or self._pool.lease(RECORDS_ON_DEMAND)
+        lease = self._pool.try_lease(RECORDS)
+        if lease is None:
+            with self._timeline.lane_waiting(RECORD_WRITES):
+                lease = self._pool.lease(RECORDS_ON_DEMAND)
+        return lease
 
     def _read_ahead(self) -> None:
-        """Read what comes next in the enqueued order, as far as there are buffers."""
+        """Read what comes next in the enqueued order, as far as there are buffers; pass over records that lie in memory."""
         while self._ahead:
-            if not self._ahead[0].started:
+            first = self._ahead[0]
+            if not first.started and not self._is_in_place(first.chunk_of):
                 lease = self._pool.try_lease(RECORDS)
                 if lease is None:
                     return
-                self._start_reading(self._ahead[0], lease)
+                self._start_reading(first, lease)
+            elif not first.started and not self._prefetch_gradient(first):
+                return
             self._ahead.popleft()
+
+    def _prefetch_gradient(self, chunk_update: ChunkUpdate) -> bool:
+        try:
+            return self._gradients.prefetch(chunk_update.chunk_of)
+        except Exception as error:
+            chunk_update.failure = error  # as in _start_reading
+            return True
 
     def _start_reading(self, chunk_update: ChunkUpdate, lease: Lease | None) -> None:
         chunk_update.started = True
@@ -162,10 +223,17 @@ class Updates:
         try:
             if lease is not None:
                 chunk_update.reading = self._records.read(chunk_of, lease.tensor[: self._records.nbytes(chunk_of)])
-            self._gradients.prefetch(chunk_of)
+            if self._old(chunk_update) is Old.ALL:
+                self._sink.read_ahead(chunk_of)
+            self._gradients.prefetch(chunk_of)  # False: the update in hand reads it
         except Exception as error:
             # Reading ahead is nobody's errand: the failure waits for the update that needs what was not read.
             chunk_update.failure = error
+
+    def _old(self, chunk_update: ChunkUpdate) -> Old:
+        if self._records.format(chunk_update.chunk_of).needs_values:
+            return Old.ALL
+        return Old.NONE if chunk_update.updates_every_slot else Old.REST
 
     def _apply(self, chunk_update: ChunkUpdate) -> Pending:
         chunk_of, lease = chunk_update.chunk_of, chunk_update.lease
@@ -175,15 +243,18 @@ class Updates:
             if chunk_update.reading is not None:
                 chunk_update.reading.wait()
             gradients = self._gradients.open(chunk_of, [piece.piece for piece in chunk_update.pieces])
-        has_master = self._records.has_master(chunk_of)
         with self._timeline.lane_waiting("read parameters"):
-            values = self._sink.begin(chunk_of, keeps_old=not has_master or not chunk_update.updates_every_slot)
+            values = self._sink.begin(chunk_of, self._old(chunk_update))
         buffer = lease.tensor if lease is not None else self._records.view(chunk_of)
         assert buffer is not None
         record = self._records.over(chunk_of, buffer)
+        before_update = self.before_update  # once: a save that ends takes it away
+        if before_update is not None:
+            with self._timeline.lane_waiting("copy for checkpoint"):
+                before_update(chunk_of, values, record)
         with self._timeline.lane_working("adam"):
             pairs = zip(chunk_update.pieces, gradients, strict=True)
-            kernels.adam([_segment(chunk_update, piece, record, gradient, values) for piece, gradient in pairs])
+            updating.update([_segment(chunk_update, piece, record, gradient, values) for piece, gradient in pairs])
         self._gradients.release(chunk_of)
         published = self._sink.commit(chunk_of, values, [piece.piece for piece in chunk_update.pieces])
         if lease is not None:
@@ -192,15 +263,19 @@ class Updates:
         return published
 
 
-def _segment(update: ChunkUpdate, piece: PieceUpdate, record: Record, gradient: Tensor, values: Tensor) -> AdamSegment:
+def _segment(update: ChunkUpdate, piece: PieceUpdate, record: Record, gradient: Tensor, values: Tensor) -> Segment:
     low, high = piece.piece.start - update.chunk_of.chunk.start, piece.piece.stop - update.chunk_of.chunk.start
-    return AdamSegment(
+    arrays, weights = record.part(low, high), values[low:high]
+    state_format = record.format.state_format
+    own_weights = not (state_format.is_split or MASTER in arrays)
+    return Segment(
         grad=gradient,
-        master=values[low:high] if record.master is None else record.master[low:high],
-        exp_avg=record.exp_avg[low:high],
-        exp_avg_sq=record.exp_avg_sq[low:high],
-        emit=None if record.master is None else values[low:high],
+        arrays={**arrays, MASTER: weights} if own_weights else arrays,
+        values=None if own_weights else weights,
         hyper=piece.hyper,
         step=piece.step,
         grad_factor=update.factor,
+        state_format=state_format,
+        rounding_seed=piece.info.index,
+        first_index=piece.piece.start - piece.piece.slot.start,
     )

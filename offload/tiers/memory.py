@@ -30,8 +30,8 @@ HUGE_PAGE_NBYTES = 2 * 1024 * 1024
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
 
-RegisterMemory = Callable[[int, int], Callable[[], None]]
-"""Called with (address, nbytes); makes the range known to the device (pins it) and returns what undoes that."""
+RegisterMemory = Callable[[int, int], Callable[[], None] | None]
+"""Called with (address, nbytes); makes the range known to the device (pins it) and returns what undoes that, if it did."""
 
 
 class MemoryLedger:
@@ -112,6 +112,9 @@ class HostMemory:
         mapping, start = _map(mapped_nbytes, purpose, prefault=prefault, direct_io=direct_io)
         self._tensor = torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes, offset=start)
         unregister = register(self._tensor.data_ptr(), mapped_nbytes) if register is not None else None
+        if unregister is not None:
+            # A fork could leave the pages that the device has in the child's hands, and give the parent copies.
+            _advise(mapping, mmap.MADV_DONTFORK, start, mapped_nbytes)
         if ledger is not None:
             ledger.add(purpose, mapped_nbytes)
         mapping.before_unmap = partial(_freed, unregister, ledger, purpose, mapped_nbytes, os.getpid())

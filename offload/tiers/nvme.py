@@ -18,6 +18,7 @@ from offload.tiers.extent_guard import ExtentGuard
 from offload.tiers.io.backend import IoBackend, Priority
 from offload.tiers.io.failure import storage_error
 from offload.tiers.scratch import ScratchFile, ScratchFolder
+from offload.tiers.verification import Stored, VerifiedRead, checksum, verification_is_on
 
 STRIPE_NBYTES = 4 * 1024 * 1024
 
@@ -33,6 +34,7 @@ class _Piece:
 class NvmeStore:
     """Extents in files of a `ScratchFolder`, moved by an `IoBackend`. Owns its files; the backend may serve others.
 
+    A read of what is no longer what was written fails with `CorruptDataError` (`offload.tiers.verification`).
     Close the stores before the backend and the scratch folder."""
 
     def __init__(
@@ -54,6 +56,7 @@ class NvmeStore:
         self.nbytes = self._guard.nbytes
         self._stripe_nbytes = stripe_nbytes
         self._backend = backend
+        self._checksums: dict[Extent, list[int]] | None = {} if verification_is_on() else None
         self._files: tuple[ScratchFile, ...] = scratch.create(
             name, striped_nbytes(self.nbytes, scratch.path_count, stripe_nbytes)
         )
@@ -86,8 +89,10 @@ class NvmeStore:
         transfer = self._backend.write if is_write else self._backend.read
         parts: list[Pending] = []
         try:
+            if is_write and self._checksums is not None:
+                self._checksums[extent] = [checksum(_part(tensor, piece)) for piece in self._pieces(extent)]
             for piece in self._pieces(extent):
-                part = tensor[piece.start_nbytes : piece.start_nbytes + piece.nbytes]
+                part = _part(tensor, piece)
                 parts.append(transfer(self._files[piece.file_index], part, piece.file_offset_nbytes, priority=priority))
         except BaseException:
             try:
@@ -95,8 +100,23 @@ class NvmeStore:
             finally:
                 self._guard.abandon(operation)
             raise
-        operation.start(parts[0] if len(parts) == 1 else AllOf(parts))
+        transfers = parts[0] if len(parts) == 1 else AllOf(parts)
+        operation.start(transfers if is_write else self._verified(extent, tensor, transfers))
         return operation
+
+    def _verified(self, extent: Extent, tensor: Tensor, transfers: Pending) -> Pending:
+        """The read, and the comparison with what the last write left; what was never written is not compared."""
+        expected = self._checksums.get(extent) if self._checksums is not None else None
+        if expected is None:
+            return transfers
+        pieces = zip(self._pieces(extent), expected, strict=True)
+        return VerifiedRead(
+            transfers,
+            [
+                Stored(self._files[piece.file_index].path, piece.file_offset_nbytes, _part(tensor, piece), total)
+                for piece, total in pieces
+            ],
+        )
 
     def _pieces(self, extent: Extent) -> Iterator[_Piece]:
         file_count = len(self._files)
@@ -110,6 +130,10 @@ class NvmeStore:
             file_offset_nbytes = stripe_index // file_count * self._stripe_nbytes + within_nbytes
             yield _Piece(stripe_index % file_count, file_offset_nbytes, position - extent.offset_nbytes, nbytes)
             position += nbytes
+
+
+def _part(tensor: Tensor, piece: _Piece) -> Tensor:
+    return tensor[piece.start_nbytes : piece.start_nbytes + piece.nbytes]
 
 
 def striped_nbytes(nbytes: int, path_count: int, stripe_nbytes: int = STRIPE_NBYTES) -> tuple[int, ...]:

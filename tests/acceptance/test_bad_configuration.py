@@ -51,6 +51,10 @@ also_in_backward = pytest.mark.parametrize("setup", (IN_MEMORY, ON_CPU, ON_NVME,
         ({"cpu_memory": 0}, ["cpu_memory"]),
         ({"device_memory": "1.2.3GiB"}, ["device_memory", "1.2.3GiB"]),
         ({"state_format": "fp23"}, ["state_format", "fp23", "fp32"]),
+        ({"state_format": "8bits"}, ["state_format", "8bits", "8bit"]),
+        ({"state_format": "split", "dtype": "fp16"}, ["state_format", "split", "fp16", "bf16"]),
+        ({"state_format": "8bit", "dtype": "fp32"}, ["state_format", "8bit", "fp32", "bf16"]),
+        ({"state_format": "split"}, ["state_format", "inlet.weight", "float32", "bf16"]),
     ],
     ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
 )
@@ -103,18 +107,22 @@ class MyAdamW(torch.optim.AdamW):
                 p.sub_(0.1)
 
 
+class Lion(MyAdamW):
+    """A stranger's class of a known name."""
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda p: torch.optim.SGD(p, lr=0.1), ["SGD", "AdamW"]),
+        (lambda p: torch.optim.RMSprop(p, lr=0.1), ["RMSprop", "AdamW", "SGD"]),
         (lambda p: torch.optim.LBFGS(p), ["LBFGS", "AdamW"]),
-        (lambda p: torch.optim.Adagrad(p), ["Adagrad", "AdamW"]),
+        (lambda p: Lion(p), ["Lion", "offload.Lion"]),
         (lambda p: torch.optim.NAdam(p), ["NAdam", "AdamW"]),
         (lambda p: torch.optim.RAdam(p), ["RAdam", "AdamW"]),
         (lambda p: MyAdamW(p), ["MyAdamW", "AdamW"]),
         (lambda p: torch.optim.AdamW(p, amsgrad=True), ["amsgrad"]),
         (lambda p: torch.optim.Adam(p, amsgrad=True), ["amsgrad"]),
-        (lambda p: torch.optim.AdamW(p, maximize=True), ["maximize"]),
+        (lambda p: torch.optim.SGD(p, differentiable=True), ["differentiable"]),
         (lambda p: torch.optim.AdamW(p, differentiable=True), ["differentiable"]),
         (lambda p: torch.optim.AdamW([{"params": list(p), "amsgrad": True}]), ["amsgrad"]),
         (lambda p: "adamw", ["str", "optimizer"]),
@@ -165,9 +173,10 @@ def test_initialize_twice(opened: Any, setup: Setup) -> None:
     assert_close(weights, plain.state_dict())
 
 
-def test_more_ranks_than_one_are_refused(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank would train a model of its own, and nobody would be told."""
+def test_half_a_launch(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """WORLD_SIZE without the rest of torchrun's environment: each rank would train a model of its own, and nobody be told."""
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
     model = stack()
-    with refused(offload.ConfigError, "2 ranks"):
+    with refused(offload.ConfigError, "torchrun"):
         opened(model, adamw(model), IN_MEMORY)

@@ -14,7 +14,7 @@ import pytest
 import torch.nn.functional as F
 
 import offload
-from offload.runtime import assembly
+from offload.runtime import assembly, storage
 from tests.tiers.faulty_io import Fault, FaultyBackend, seeded_faults
 
 from .models import IN_MEMORY, ON_NVME, ON_NVME_IN_BACKWARD, Setup, adamw, stack, vector_batches
@@ -37,7 +37,7 @@ def steps(engine: offload.Engine) -> list[float]:
 def run(nvme: Path, setup: Setup, monkeypatch: pytest.MonkeyPatch, backend: FaultyBackend | None) -> tuple[Any, Any]:
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", setup.accelerator)
     if backend is not None:
-        monkeypatch.setattr(assembly, "open_backend", lambda: backend)
+        monkeypatch.setattr(storage, "open_backend", lambda **_: backend)
     model = stack()
     with offload.initialize(model, adamw(model), setup.fields(nvme)) as engine:
         return steps(engine), engine.state_dict()
@@ -79,7 +79,7 @@ def test_a_failed_transfer_is_an_error_that_names_it(
     assert whole.submitted_count > 30
     for index in range(whole.submitted_count):
         backend = FaultyBackend(1, {index: Fault("errno", code)})
-        monkeypatch.setattr(assembly, "open_backend", lambda backend=backend: backend)
+        monkeypatch.setattr(storage, "open_backend", lambda backend=backend, **_: backend)
         model = stack()
         try:
             engine = offload.initialize(model, adamw(model), setup.fields(nvme))
@@ -106,7 +106,7 @@ def spilling(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run_wide(nvme: Path, setup: Setup, monkeypatch: pytest.MonkeyPatch, backend: FaultyBackend, **fields: Any) -> Any:
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", setup.accelerator)
-    monkeypatch.setattr(assembly, "open_backend", lambda: backend)
+    monkeypatch.setattr(storage, "open_backend", lambda **_: backend)
     model = stack(128, 4)
     losses = []
     with offload.initialize(model, adamw(model), setup.fields(nvme, max_grad_norm=0.5, **fields)) as engine:
@@ -145,3 +145,28 @@ def test_a_failed_transfer_of_a_spilled_gradient_is_raised(
         with pytest.raises(offload.StorageError) as caught:
             run_wide(nvme, setup, monkeypatch, FaultyBackend(1, {index: Fault("errno", errno.EIO)}))
         assert caught.value.errno == errno.EIO, f"transfer {index}"
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [ON_NVME, Setup("nvme", "nvme", "cpu"), Setup("device", "nvme", "deferred"), Setup("nvme", "device", "deferred")],
+    ids=lambda s: s.name,
+)
+def test_a_flipped_bit_is_an_error_that_names_the_parameter(
+    nvme: Path, right: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, setup: Setup
+) -> None:
+    """At transfers of a run: found when it is read, or never read, and then nothing depends on it."""
+    whole = FaultyBackend(1)
+    run(nvme, setup, monkeypatch, whole)
+    found = 0
+    for index in range(0, whole.submitted_count, 3):
+        try:
+            result = run(nvme, setup, monkeypatch, FaultyBackend(1, {index: Fault("bit_flip")}))
+        except offload.CorruptDataError as error:
+            found += 1
+            text = str(error)
+            assert ".swap" in text and "expected" in text and "last checkpoint" in text
+            assert ("parameters of" in text or "optimizer states of" in text) and (".weight" in text or ".bias" in text)
+        else:
+            assert_same_bits(result, right)
+    assert found >= whole.submitted_count // 6

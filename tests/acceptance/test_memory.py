@@ -64,3 +64,46 @@ def test_a_model_that_was_in_memory_is_given_back(nvme: Path) -> None:
     result = measure(nvme, deferred=False)
     assert result["peak"] - result["before"] < BOUND + 4 * NUMEL
     assert result["end"] - result["before"] < BOUND
+
+
+# Not the engine's, so not in its plan: autograd's gradient that just arrived and its successor (3 * WIDTH**2 floats each
+# at most), what glibc keeps of freed ones before it is told to give it back (16 MiB), stacks of threads.
+NOT_PLANNED = 2 * 4 * 3 * WIDTH**2 + 24 * MIB
+
+
+def test_peak_is_what_was_planned(nvme: Path) -> None:
+    """Within 5 %, where a budget keeps a part of the states in memory."""
+    result = measure(nvme, cpu_memory=600 * MIB)
+    growth = result["peak"] - result["before"]
+    assert 0.95 * 600 * MIB < result["planned"] <= 600 * MIB
+    assert 0.95 * result["planned"] < growth < 1.05 * result["planned"] + NOT_PLANNED, f"{growth / MIB:.0f} MiB"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("parameters", "states", "cpu_memory"),
+    [
+        ("device", "device", None),
+        ("device", "cpu", None),
+        ("cpu", "cpu", None),
+        ("device", "nvme", "1280MiB"),
+        ("cpu", "nvme", "1280MiB"),
+        ("cpu", "nvme", "4GiB"),
+        ("nvme", "cpu", None),
+        ("nvme", "nvme", "1GiB"),
+        ("nvme", "nvme", "4GiB"),
+    ],
+)
+def test_peak_stays_close_to_the_plan(nvme: Path, parameters: str, states: str, cpu_memory: str | None, dtype: str) -> None:
+    """2.5 GB of states, so that 5 % of what is planned are more than all that is not planned for."""
+    config = Setup(parameters, states).fields(nvme, dtype=dtype, cpu_memory=cpu_memory)
+    result = worker.run({"kind": "memory", "fields": config, "blocks": 30, "width": WIDTH, "deferred": True, "steps": 3})
+    assert result["planned"] > 0.9 * 2**30
+    growth = result["peak"] - result["before"]
+    # With nothing on NVMe gradients stay in autograd's own tensors, whose holes in glibc's heap are not given back: a trim
+    # costs more there than it is worth. Up to 6 % were seen.
+    bound = 1.05 if "nvme" in (parameters, states) else 1.07
+    assert growth < bound * result["planned"], f"{growth / MIB:.0f} MiB for a plan of {result['planned'] / MIB:.0f} MiB"
+    if dtype == "fp32":  # 16-bit gradients are planned for twice: as they arrive, and as a sum in fp32 if there is one
+        assert growth > 0.95 * result["planned"]

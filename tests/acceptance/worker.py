@@ -92,7 +92,7 @@ def measure_memory(fields: dict[str, Any], blocks: int, width: int, deferred: bo
 
     from .models import Stack
 
-    def train(count: int, size: int, config: offload.Config) -> int:
+    def train(count: int, size: int, config: offload.Config) -> dict[str, int]:
         with offload.deferred_init() if deferred else contextlib.nullcontext():
             model = Stack(size, count)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
@@ -104,12 +104,14 @@ def measure_memory(fields: dict[str, Any], blocks: int, width: int, deferred: bo
                 engine.optimizer.step()
                 engine.optimizer.zero_grad()
             assert torch.isfinite(loss).item()
-            return resident_nbytes("VmRSS")
+            lines = engine.stats()["planned"]
+            planned = sum(line["nbytes"] for line in lines if line["tier"] == "cpu")
+            return {"end": resident_nbytes("VmRSS"), "planned": planned}
 
     train(2, 32, offload.Config(parameters="device", optimizer_states="device"))
     before = resident_nbytes("VmHWM")
-    end = train(blocks, width, offload.Config(**fields))
-    return {"before": before, "end": end, "peak": resident_nbytes("VmHWM")}
+    large = train(blocks, width, offload.Config(**fields))
+    return {"before": before, "peak": resident_nbytes("VmHWM"), **large}
 
 
 if __name__ == "__main__":

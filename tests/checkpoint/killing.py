@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -44,17 +45,21 @@ def kill_at(index: int) -> None:
 class Runs:
     """Runs of one tiny training, each in a forked process."""
 
-    def __init__(self, folder: Path, numbered: bool) -> None:
-        self.folder, self.numbered = folder, numbered
+    def __init__(self, folder: Path, numbered: bool, placement: str = "cpu", wait: bool = True) -> None:
+        self.folder, self.numbered, self.placement, self.wait = folder, numbered, placement, wait
         self.expected: list[str] = []
 
-    def engine(self) -> Any:
+    def engine(self, placement: str | None = None) -> Any:
         import offload
 
         from ..acceptance.models import adamw, stack
 
         model = stack(width=8, blocks=1)
-        return offload.initialize(model, adamw(model), offload.Config(parameters="cpu", optimizer_states="cpu"))
+        placement = placement or self.placement
+        config: dict[str, Any] = {"parameters": placement, "optimizer_states": placement}
+        if placement == "nvme":
+            config["nvme"] = str(self.folder) + "-scratch"
+        return offload.initialize(model, adamw(model), config)
 
     def step(self, engine: Any, n: int) -> None:
         import torch
@@ -70,22 +75,37 @@ class Runs:
         return digest(engine.state_dict())
 
     def compute_expected(self, steps: int) -> None:
-        """Digests of the uninterrupted run's weights after 0, 1, ... steps, from a process of its own."""
-        inlet, outlet = os.pipe()
+        """Digests of the uninterrupted run's weights after 0, 1, ... steps, in memory, from a process of its own."""
+        with tempfile.TemporaryFile() as file:  # a pipe would be full before anybody reads it
 
-        def run() -> None:
-            with self.engine() as engine:
-                for n in range(steps):
-                    os.write(outlet, self.digest(engine).encode() + b"\n")
-                    self.step(engine, n)
+            def run() -> None:
+                with self.engine("device") as engine:
+                    for n in range(steps):
+                        os.write(file.fileno(), self.digest(engine).encode() + b"\n")
+                        self.step(engine, n)
 
-        assert self.forked(run) == 0
-        os.close(outlet)
-        with os.fdopen(inlet) as text:
-            self.expected = text.read().split()
+            assert self.forked(run) == 0
+            file.seek(0)
+            self.expected = file.read().decode().split()
 
-    def forked(self, run: Callable[[], None], kill_after: float | None = None) -> int:
+    def forked(self, run: Callable[[], None]) -> int:
         """The exit status of `run` in a child: 0, 1 after an exception, or minus the signal."""
+        return self.ended(self.child(run))
+
+    def killed(self, seconds: float, *, when_resumed: bool, saves: int) -> int:
+        """The same of a run that saves after every step, killed `seconds` after it began or was resumed."""
+        inlet, outlet = os.pipe()
+        child = self.child(self.go_on(lambda: os.write(outlet, b"."), saves))
+        os.close(outlet)
+        if when_resumed:
+            os.read(inlet, 1)
+        time.sleep(seconds)
+        os.kill(child, signal.SIGKILL)
+        os.close(inlet)
+        return self.ended(child)
+
+    def child(self, run: Callable[[], None]) -> int:
+        """The process in which `run` runs."""
         child = os.fork()
         if child == 0:
             status = 1
@@ -97,13 +117,13 @@ class Runs:
             finally:
                 sys.stderr.flush()
                 os._exit(status)
-        if kill_after is not None:
-            time.sleep(kill_after)
-            os.kill(child, signal.SIGKILL)
+        return child
+
+    def ended(self, child: int) -> int:
         _, status = os.waitpid(child, 0)
         return os.waitstatus_to_exitcode(status)
 
-    def go_on(self, kill: Callable[[], None], saves: int = 1) -> Callable[[], None]:
+    def go_on(self, kill: Callable[[], object], saves: int = 1) -> Callable[[], None]:
         """Resume, compare with the uninterrupted run, then train and save so often, `kill` armed."""
 
         def run() -> None:
@@ -128,14 +148,14 @@ class Runs:
 
     def save(self, engine: Any, n: int) -> None:
         if self.numbered:
-            engine.save_checkpoint(self.folder / f"step-{n}", client_state={"n": n}, keep_last=1)
+            engine.save_checkpoint(self.folder / f"step-{n}", client_state={"n": n}, keep_last=1, wait=self.wait)
         else:
-            engine.save_checkpoint(self.folder / "saved", client_state={"n": n})
+            engine.save_checkpoint(self.folder / "saved", client_state={"n": n}, wait=self.wait)
 
 
-def at_every_operation(folder: str, numbered: bool, stride: int) -> None:
+def at_every_operation(folder: str, numbered: bool, stride: int, placement: str, wait: bool) -> None:
     """A save killed at its first operation, `stride` later, ... until one is over before it is killed."""
-    runs = Runs(Path(folder), numbered)
+    runs = Runs(Path(folder), numbered, placement, wait)
     runs.compute_expected(200 // stride)
     assert runs.forked(runs.go_on(lambda: None)) == 0
     kills = 0
@@ -149,15 +169,22 @@ def at_every_operation(folder: str, numbered: bool, stride: int) -> None:
     print(json.dumps({"kills": kills, "left": sorted(os.listdir(folder))}), flush=True)
 
 
-def at_random_moments(folder: str, numbered: bool, count: int, seed: int) -> None:
-    """Runs that save step after step, killed at some moment."""
-    runs = Runs(Path(folder), numbered)
-    runs.compute_expected(60 * (count + 2))
+SAVES = 60
+"""Of one run: more than a quick machine makes until the kill comes."""
+
+
+def at_random_moments(folder: str, numbered: bool, count: int, seed: int, placement: str, wait: bool) -> None:
+    """Runs that save after every step, killed at some moment: in a step, in a save, or in both at once."""
+    runs = Runs(Path(folder), numbered, placement, wait)
+    runs.compute_expected(SAVES * (count + 5))
     draw = random.Random(seed)
     assert runs.forked(runs.go_on(lambda: None)) == 0
-    for _ in range(count):
-        status = runs.forked(runs.go_on(lambda: None, saves=60), kill_after=0.15 + 0.2 * draw.random())
-        assert status == -signal.SIGKILL, f"a run ended with {status}"
+    kills, survivors = 0, 0
+    while kills < count:
+        status = runs.killed(0.3 * draw.random(), when_resumed=draw.random() < 0.8, saves=SAVES)
+        assert status in (0, -signal.SIGKILL), f"a run ended with {status}"
+        kills, survivors = kills + (status != 0), survivors + (status == 0)  # a quick one may be done before it is killed
+        assert survivors < 3
     assert runs.forked(runs.go_on(lambda: None)) == 0
     print(json.dumps({"kills": count, "left": sorted(os.listdir(folder))}), flush=True)
 

@@ -173,12 +173,36 @@ def test_anything_for_a_manifest(target: Target, text: bytes) -> None:
         target.restore("MANIFEST.json")
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None, True, 1.5, [1]])
+ANYTHING = {"text": st.one_of(st.binary(max_size=300), st.text(max_size=100).map(str.encode))}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("test", "drawn"),
+    [(test_changed_bytes, {"data": st.data()}), (test_signed_manifests_that_say_something_else, {"data": st.data()}),
+     (test_anything_for_a_manifest, ANYTHING)],
+    ids=["bytes", "signed", "anything"],
+)  # fmt: skip
+def test_ten_thousand_mutations(target: Target, test: Any, drawn: dict[str, Any]) -> None:
+    """The tests above, 3,400 times each, from another seed at every run."""
+    often = settings(max_examples=3400, derandomize=False, database=None, suppress_health_check=list(HealthCheck))
+    often(given(**drawn)(lambda **values: test.hypothesis.inner_test(target, **values)))()
+
+
+@pytest.mark.parametrize("version", [0, 3, "1", None, True, 1.5, [1]])
 def test_other_versions(target: Target, version: Any) -> None:
     (target.damaged / "MANIFEST.json").write_bytes(signed(target.content, version))
     message = target.load()
     target.restore("MANIFEST.json")
-    assert message is not None and "version" in message and "reads 1" in message
+    assert message is not None and "version" in message and "reads 1, 2" in message
+
+
+def test_versions_that_are_not_what_they_say(target: Target) -> None:
+    for version, content in ((2, target.content), (1, target.content | {"imported": "x"})):
+        (target.damaged / "MANIFEST.json").write_bytes(signed(content, version))
+        message = target.load()
+        target.restore("MANIFEST.json")
+        assert message is not None and "'imported'" in message
 
 
 @pytest.mark.parametrize("kind", ["missing", "link", "fifo", "folder", "unreadable link"])

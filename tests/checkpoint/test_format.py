@@ -16,6 +16,8 @@ from torch import nn
 
 import offload
 from offload.runtime.checkpointing import writing
+from offload.runtime.checkpointing.manifest import encode
+from offload.runtime.checkpointing.manifest_decoding import decode
 
 from ..acceptance.models import IN_MEMORY, ON_CPU, ON_NVME, Setup
 from ..acceptance.runs import assert_same_bits
@@ -193,3 +195,56 @@ def test_the_page_names_every_key() -> None:
     content = json.loads(HEAD + BODY)
     del content["manifest"]["optimizer"]["param_groups"], content["manifest"]["client_state"]
     assert [key for key in keys(content) - {"manifest"} if f"`{key}`" not in page] == []
+
+
+IMPORTED_HEADER = (
+    b'{"__metadata__":{"format":"pt"},'
+    b'"weight":{"dtype":"F32","shape":[2,2],"data_offsets":[0,16]},'
+    b'"exp_avg/weight":{"dtype":"F32","shape":[2,2],"data_offsets":[16,32]},'
+    b'"exp_avg_sq/weight":{"dtype":"F32","shape":[2,2],"data_offsets":[32,48]},'
+    b'"again":{"dtype":"BF16","shape":[3],"data_offsets":[48,54]}}'
+)
+IMPORTED_FILE = file_bytes(IMPORTED_HEADER, WEIGHT + ZEROS + ZEROS + SCALE)
+
+
+def imported_body() -> str:
+    """By hand as well, but for the checksum of a header that differs in one name."""
+    place = '"file":"part-00000.safetensors","dtype":"F32"'
+    return (
+        '"manifest":{"world_size":1,"step_count":9,'
+        '"loss_scale":{"value":1.0,"dynamic":false,"good_step_count":0,"skipped_step_count":0},'
+        '"optimizer":null,"model":{"kind":"","configs":{},"kept_fqns":[]},'
+        '"parameters":[{"fqns":["weight"],"shape":[2,2],"stride":[2,1],"dtype":"F32","group":0,"step":9,"pieces":['
+        '{"start":0,"stop":4,'
+        f'"value":{{{place},"offset":4096,"nbytes":16,"crc32":3564613810}},'
+        f'"exp_avg":{{{place},"offset":4112,"nbytes":16,"crc32":3971697493}},'
+        f'"exp_avg_sq":{{{place},"offset":4128,"nbytes":16,"crc32":3971697493}}}}]}},'
+        '{"fqns":["again"],"shape":[3],"stride":[1],"dtype":"BF16","group":null,"step":0,"pieces":[{"start":0,"stop":3,'
+        '"value":{"file":"part-00000.safetensors","dtype":"BF16","offset":4144,"nbytes":6,"crc32":131103111},'
+        '"exp_avg":null,"exp_avg_sq":null}]}],'
+        '"buffers":[],"random":[],'
+        '"files":[{"name":"part-00000.safetensors","nbytes":4150,"header_nbytes":4096,'
+        f'"header_crc32":{zlib.crc32(IMPORTED_FILE[:4096])}}}],'
+        '"client_state":{},"imported":"torch-dcp"}}\n'
+    )
+
+
+@pytest.mark.parametrize("setup", [ON_CPU, ON_NVME], ids=lambda setup: setup.name)
+def test_version_2_is_read_and_written(opened: Any, tmp_path: Path, setup: Setup) -> None:
+    body = imported_body()
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    (folder / "part-00000.safetensors").write_bytes(IMPORTED_FILE)
+    content = f'{{"format":"offload-checkpoint","version":2,"crc32":{zlib.crc32(body.encode())},\n{body}'.encode()
+    (folder / "MANIFEST.json").write_bytes(content)
+    assert encode(decode(content, "x")) == content
+    engine = engine_of(opened, setup)
+    with engine.gathered(list(engine.module.parameters())), torch.no_grad():
+        engine.module.weight.fill_(9.0)
+        engine.module.scale.fill_(9.0)
+    engine.module.count.fill_(5)
+    draw = torch.get_rng_state()
+    assert engine.load_checkpoint(folder) == {}
+    assert_same_bits(engine.state_dict(), Tiny().state_dict() | {"count": torch.tensor(5)})
+    assert torch.equal(torch.get_rng_state(), draw)
+    assert engine.stats()["steps"] == 9 and engine.optimizer.param_groups[0]["lr"] == 1e-3

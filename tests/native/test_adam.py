@@ -13,14 +13,33 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from offload import _native
-from offload.device import kernels
-from offload.device.kernels import AdamHyper, AdamSegment
+from offload.device.rules import Hyper, Rule
+from offload.device.updating import Segment, update
 from tests.native import exact
 from tests.native.paths import simd_levels, torch_form
 
 pytestmark = pytest.mark.skipif(not _native.available(), reason="the native library is not built")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-HYPER = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True)
+
+
+def adam(lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, decoupled: bool) -> Hyper:
+    return Hyper(Rule.ADAM, lr, beta1, beta2, eps, weight_decay, decoupled=decoupled)
+
+
+HYPER = adam(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True)
+
+
+def segment(
+    grad: torch.Tensor,
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    emit: torch.Tensor | None,
+    hyper: Hyper,
+    step: int,
+    factor: float = 1.0,
+) -> Segment:
+    return Segment(grad, {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}, emit, hyper, step, factor)
 
 
 class Case:
@@ -41,8 +60,8 @@ class Case:
         self.exp_avg_sq = cut(exact.rough_values(numel, generator, specials=specials).abs(), cuts[3])
         self.emit = None if emit is None else cut(torch.zeros(numel, dtype=emit), cuts[4])
 
-    def segment(self, hyper: AdamHyper, step: int, factor: float) -> AdamSegment:
-        return AdamSegment(self.grad, self.master, self.exp_avg, self.exp_avg_sq, self.emit, hyper, step, factor)
+    def segment(self, hyper: Hyper, step: int, factor: float) -> Segment:
+        return segment(self.grad, self.master, self.exp_avg, self.exp_avg_sq, self.emit, hyper, step, factor)
 
     def results(self) -> list[torch.Tensor]:
         tensors = [self.master, self.exp_avg, self.exp_avg_sq, *([] if self.emit is None else [self.emit])]
@@ -52,13 +71,13 @@ class Case:
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("beta1", [0.9, 0.3, 0.0])
 def test_every_operation_is_rounded_once(decoupled: bool, beta1: float) -> None:
-    hyper = AdamHyper(lr=1e-2, beta1=beta1, beta2=0.95, eps=1e-8, weight_decay=0.05, decoupled=decoupled)
+    hyper = adam(lr=1e-2, beta1=beta1, beta2=0.95, eps=1e-8, weight_decay=0.05, decoupled=decoupled)
     scalars = {"lr": 1e-2, "beta1": beta1, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.05}
     scalars |= {"decoupled": decoupled, "factor": 0.37}
     case = Case(300, seed=7, grad=torch.float32, emit=None, specials=False)
     # Squares of very large gradients would overflow, where the oracle knows no infinity.
     before = [tensor.tolist() for tensor in (case.grad, *case.results())]
-    kernels.adam([case.segment(hyper, step=3, factor=0.37)])
+    update([case.segment(hyper, step=3, factor=0.37)])
     expected = [exact.adam_element(*element, scalars, 3) for element in zip(*before, strict=True)]
     for tensor, column in zip(case.results(), zip(*expected, strict=True), strict=True):
         assert exact.same_bits(tensor, torch.tensor(column))
@@ -87,12 +106,12 @@ def test_the_same_bits_on_every_path(
     step: int,
     factor: float,
 ) -> None:
-    hyper = AdamHyper(1e-3, beta1, 0.999, 1e-8, weight_decay, decoupled)
+    hyper = adam(1e-3, beta1, 0.999, 1e-8, weight_decay, decoupled)
     start = Case(numel, seed, grad=grad, emit=emit, specials=True)
 
     def result() -> list[torch.Tensor]:
         case = copy.deepcopy(start)
-        kernels.adam([case.segment(hyper, step, factor)])
+        update([case.segment(hyper, step, factor)])
         return case.results()
 
     with torch_form():
@@ -106,27 +125,27 @@ def test_the_same_bits_on_every_path(
 
 def test_many_segments_in_one_call_are_as_one_by_one() -> None:
     numels = [1, 64, 768, 3, 100_000, 0, 65, 40_000]
-    hypers = [AdamHyper(1e-3 * (i + 1), 0.9, 0.99, 1e-8, 0.01 * i, i % 2 == 0) for i in range(len(numels))]
+    hypers = [adam(1e-3 * (i + 1), 0.9, 0.99, 1e-8, 0.01 * i, i % 2 == 0) for i in range(len(numels))]
 
     def cases() -> list[Case]:
         dtypes = itertools.cycle(DTYPES)
         return [Case(n, i, grad=next(dtypes), emit=DTYPES[i % 3], specials=False) for i, n in enumerate(numels)]
 
     together, alone = cases(), cases()
-    kernels.adam([case.segment(hypers[i], i + 1, 0.5) for i, case in enumerate(together)])
+    update([case.segment(hypers[i], i + 1, 0.5) for i, case in enumerate(together)])
     for i, case in enumerate(alone):
-        kernels.adam([case.segment(hypers[i], i + 1, 0.5)])
+        update([case.segment(hypers[i], i + 1, 0.5)])
     for a, b in zip(together, alone, strict=True):
         assert all(exact.same_bits(x, y) for x, y in zip(a.results(), b.results(), strict=True))
 
 
 def test_a_flushing_caller_changes_nothing() -> None:
     ordinary, flushing = (Case(50_000, 11, grad=torch.bfloat16, emit=torch.bfloat16, specials=True) for _ in range(2))
-    kernels.adam([ordinary.segment(HYPER, 2, 1.0)])
+    update([ordinary.segment(HYPER, 2, 1.0)])
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor cannot flush denormals")
     try:
-        kernels.adam([flushing.segment(HYPER, 2, 1.0)])
+        update([flushing.segment(HYPER, 2, 1.0)])
     finally:
         torch.set_flush_denormal(False)
     assert all(exact.same_bits(a, b) for a, b in zip(flushing.results(), ordinary.results(), strict=True))
@@ -138,9 +157,9 @@ def test_bias_correction_is_right_to_double_rounding_at_step_10000(beta: float) 
     power = Fraction(beta) ** step
     assert abs(Fraction(beta**step) - power) <= Fraction(math.ulp(float(power)))
     # One element with m = 1 and v = 0 before, no gradient: p moves by exactly lr / bc1 * beta1 / eps.
-    hyper = AdamHyper(lr=1.0, beta1=beta, beta2=0.5, eps=1.0, weight_decay=0.0, decoupled=True)
+    hyper = adam(lr=1.0, beta1=beta, beta2=0.5, eps=1.0, weight_decay=0.0, decoupled=True)
     p, m, v = torch.zeros(1), torch.ones(1), torch.zeros(1)
-    kernels.adam([AdamSegment(torch.zeros(1), p, m, v, None, hyper, step)])
+    update([segment(torch.zeros(1), p, m, v, None, hyper, step)])
     expected = exact.float32_of(1 / (1 - power)) * np.float32(m.item())
     assert p.item() == -float(expected)
 
@@ -163,7 +182,7 @@ def test_only_the_square_root_differs_from_torch() -> None:
     for step in range(1, 51):
         gradient = exact.rough_values(numel, generator, specials=False)
         _torch_adamw_with_ieee_sqrt(p2, gradient, m2, v2, step)
-        kernels.adam([AdamSegment(gradient, p, m, v, None, HYPER, step)])
+        update([segment(gradient, p, m, v, None, HYPER, step)])
     assert exact.same_bits(p, p2)
     assert exact.same_bits(m, m2)
     assert exact.same_bits(v, v2)
@@ -181,7 +200,7 @@ def test_a_hundred_steps_beside_torch_adamw() -> None:
     for step in range(1, 101):
         parameter.grad = torch.randn(numel, generator=generator) * 0.01
         optimizer.step()
-        kernels.adam([AdamSegment(parameter.grad, p, m, v, None, HYPER, step)])
+        update([segment(parameter.grad, p, m, v, None, HYPER, step)])
     state = optimizer.state[parameter]
     assert exact.same_bits(m, state["exp_avg"])
     assert exact.same_bits(v, state["exp_avg_sq"])
@@ -192,11 +211,11 @@ def test_a_hundred_steps_beside_torch_adamw() -> None:
 @pytest.mark.parametrize("grad", DTYPES)
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_a_gpu_gives_the_same_bits(grad: torch.dtype, decoupled: bool) -> None:
-    hyper = AdamHyper(1e-3, 0.9, 0.999, 1e-8, 0.1, decoupled)
+    hyper = adam(1e-3, 0.9, 0.999, 1e-8, 0.1, decoupled)
     on_cpu, on_gpu = (Case(300_001, 5, grad=grad, emit=torch.bfloat16, specials=True) for _ in range(2))
     for name in ("grad", "master", "exp_avg", "exp_avg_sq", "emit"):
         setattr(on_gpu, name, getattr(on_gpu, name).cuda())
-    kernels.adam([on_cpu.segment(hyper, 5, 0.3)])
-    kernels.adam([on_gpu.segment(hyper, 5, 0.3)])
+    update([on_cpu.segment(hyper, 5, 0.3)])
+    update([on_gpu.segment(hyper, 5, 0.3)])
     for a, b in zip(on_cpu.results(), on_gpu.results(), strict=True):
         assert exact.same_bits(a, b.cpu())

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from offload import _native, _native_library
-from offload.device import kernels
-from offload.device.kernels import AdamHyper, AdamSegment
+from offload.device.rules import Hyper, Rule
+from offload.device.updating import Segment, update
 
 needs_library = pytest.mark.skipif(not _native.available(), reason="the native library is not built")
 HEADER = Path(__file__).parents[2] / "native" / "include" / "offload.h"
@@ -36,9 +36,9 @@ def test_the_declared_abi_is_the_headers() -> None:
     assert int(version[1]) == _native_library.ABI_VERSION
     names = set(re.findall(r"OFFLOAD_API [\w* ]*?(offload_\w+)\(", header))
     assert set(_native_library._SIGNATURES) <= names
-    body = re.search(r"typedef struct offload_adam_segment \{(.*?)\}", header, re.DOTALL)
+    body = re.search(r"typedef struct offload_update_segment \{(.*?)\}", header, re.DOTALL)
     assert body is not None
-    assert tuple(re.findall(r"(\w+);", body[1])) == _native.AdamArguments._fields
+    assert tuple(re.findall(r"(\w+);", body[1])) == _native.UpdateArguments._fields
 
 
 @needs_library
@@ -100,9 +100,10 @@ def test_bad_thread_counts_are_refused() -> None:
         assert caught.value.errno == errno.EINVAL
 
 
-def _segment(numel: int = 100_000) -> AdamSegment:
-    hyper = AdamHyper(1e-3, 0.9, 0.999, 1e-8, 0.0, True)
-    return AdamSegment(torch.ones(numel), torch.ones(numel), torch.zeros(numel), torch.zeros(numel), None, hyper, 1)
+def _segment(numel: int = 100_000) -> Segment:
+    hyper = Hyper(Rule.ADAM, 1e-3, 0.9, 0.999, 1e-8, decoupled=True)
+    arrays = {"master": torch.ones(numel), "exp_avg": torch.zeros(numel), "exp_avg_sq": torch.zeros(numel)}
+    return Segment(torch.ones(numel), arrays, None, hyper, 1)
 
 
 @needs_library
@@ -110,9 +111,9 @@ def test_several_callers_share_one_pool() -> None:
     _native.set_thread_count(3)
     segments = [_segment() for _ in range(4)]
 
-    def work(segment: AdamSegment) -> None:
+    def work(segment: Segment) -> None:
         for _ in range(20):
-            kernels.adam([segment])
+            update([segment])
 
     threads = [threading.Thread(target=work, args=(segment,)) for segment in segments]
     for thread in threads:
@@ -129,45 +130,69 @@ def test_a_forked_child_computes_and_the_parent_goes_on() -> None:
     _native.set_thread_count(2)
     old_pool = _native.default_threads()
     expected, in_child, in_parent = ([_segment(20_000) for _ in range(3)] for _ in range(3))
-    kernels.adam(expected)
+    update(expected)
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            kernels.adam(in_child)  # by a new pool
+            update(in_child)  # by a new pool
             old_pool.close()
             same = all(a.master.tolist() == b.master.tolist() for a, b in zip(in_child, expected, strict=True))
             status = 0 if same and _native.default_threads() is not old_pool else 2
         finally:
             os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
-    kernels.adam(in_parent)
+    update(in_parent)
     assert all(torch.equal(a.master, b.master) for a, b in zip(in_parent, expected, strict=True))
 
 
 @needs_library
-def test_stream_stores_the_sum_of_what_it_reads() -> None:
-    reads = [torch.full((100_003,), float(i)) for i in range(1, 5)]
-    addresses = [tensor.data_ptr() for tensor in reads]
-    _native.stream(addresses, addresses[1:], 100_003)
-    assert [tensor.unique().tolist() for tensor in reads] == [[1.0], [10.0], [10.0], [10.0]]
-    with pytest.raises(OSError):
-        _native.stream([], [], 5)
+def test_stream_writes_all_of_what_it_is_to_write_and_nothing_else() -> None:
+    _native.set_thread_count(2)
+    numel = 64 * 1567
+    reads = [torch.randint(1, 100, (numel * nbytes,), dtype=torch.uint8) for nbytes in (4, 2, 1)]
+    writes = [torch.zeros(numel * nbytes + 64, dtype=torch.uint8) for nbytes in (2, 1)]
+    before = [tensor.clone() for tensor in reads]
+    _native.stream(
+        [(tensor.data_ptr(), tensor.numel() // numel) for tensor in reads],
+        [(tensor.data_ptr(), tensor.numel() // numel) for tensor in writes],
+        numel,
+    )
+    assert all(torch.equal(*pair) for pair in zip(reads, before, strict=True))
+    for tensor in writes:
+        assert not tensor[-64:].any()
+        assert (tensor[:-64].view(-1, 64).amax(1) > 0).all()  # an exclusive or of random bytes is not 64 zeros
+    for bad in (([], [], 64), ([(1, 4)], [], 65), ([(1, 5)], [], 64), ([(0, 4)], [], 64), ([(1, 4)] * 9, [], 64)):
+        with pytest.raises(OSError):
+            _native.stream(*bad)
 
 
 @needs_library
 def test_null_and_nonsense_are_refused() -> None:
-    good = _native.AdamArguments(1, 1, 1, 1, 0, 1, 1, 0.1, 0.9, 0.9, 1e-8, 0.0, 1.0, 0, 0, 1)
+    good = _native.UpdateArguments(1, 1, 1, 1, 0, 0, 0, 1, 0, 1, 0, 0.1, 0.9, 0.9, 1e-8, 0.0, 1.0, 0, 0, 0, 0, 1, 0)
+    eight_bit = {"state_format": 3, "values": 1, "values_dtype": 1, "exp_avg_scale": 1, "exp_avg_sq_scale": 1}
     for bad in (
         {"master": 0},
         {"numel": -1},
         {"step": 0},
         {"grad_dtype": 7},
-        {"emit": 1, "emit_dtype": 9},
+        {"values": 1, "values_dtype": 9},
         {"decoupled": 2},
+        {"nesterov": -1},
+        {"rule": 4},
+        {"state_format": 4},
+        {"first_index": -1},
+        {"exp_avg": 0},
+        {"rule": 2, "exp_avg_sq": 0},
+        {"rule": 3, "exp_avg": 0},
+        {"state_format": 1},
+        {"state_format": 2, "values": 1, "values_dtype": 2},
+        eight_bit | {"exp_avg_scale": 0},
+        eight_bit | {"exp_avg_sq_scale": 0},
+        eight_bit | {"first_index": 32},
     ):
         with pytest.raises(OSError) as caught:
-            _native.adam([good._replace(**bad)])
+            _native.update([good._replace(**bad)])
         assert caught.value.errno == errno.EINVAL
     for arguments in ((0, 0, 0, 0, 5, 0, False, 0), (1, 0, 1, 0, 5, 32, False, 0), (1, 5, 1, 0, 5, 0, False, 0)):
         with pytest.raises(OSError) as caught:

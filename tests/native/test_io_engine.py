@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import random
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -207,3 +209,124 @@ def test_a_forked_child_is_refused_and_can_end(kind: str, fd: int) -> None:
     assert os.waitpid(child, 0)[1] == 0
     assert engine.wait(engine.submit("fdatasync", fd, 0, 0, 0)).status == 0
     engine.close()
+
+
+@pytest.fixture
+def ring() -> Iterator[IoEngine]:
+    try:
+        engine = IoEngine("io_uring", queue_depth=4, block_nbytes=BLOCK)
+    except OSError as error:
+        pytest.skip(f"no io_uring here: {error}")
+    yield engine
+    engine.close()
+
+
+def _register(engine: IoEngine, address: int, nbytes: int) -> None:
+    try:
+        engine.register(address, nbytes)
+    except OSError as error:
+        if error.errno in (errno.EOPNOTSUPP, errno.ENOMEM):
+            pytest.skip(f"no memory can be registered here: {error}")
+        raise
+
+
+def _refusal(call: Callable[[], object]) -> int | None:
+    with pytest.raises(OSError) as caught:
+        call()
+    return caught.value.errno
+
+
+def test_registered_memory_moves_the_same_bytes(ring: IoEngine, fd: int) -> None:
+    arena = _native.Arena(64 * BLOCK)
+    _register(ring, arena.address, 32 * BLOCK)
+    buffer = np.frombuffer(arena.buffer(), np.uint8)
+    buffer[:] = _noise(64 * BLOCK)
+    before = buffer.copy()
+    # Wholly inside, across the end of what is registered (that block is transferred the ordinary way), and outside.
+    pieces = [(0, 16 * BLOCK), (20 * BLOCK + 100, 20 * BLOCK), (48 * BLOCK, 16 * BLOCK)]
+    for start, nbytes in pieces:
+        assert ring.wait(ring.submit("write", fd, arena.address + start, nbytes, start)) == (0, nbytes, -1)
+    assert ring.stats().fixed_nbytes == 16 * BLOCK + 11 * BLOCK
+    buffer[:] = 0
+    for start, nbytes in pieces:
+        assert ring.wait(ring.submit("read", fd, arena.address + start, nbytes, start)) == (0, nbytes, -1)
+        assert np.array_equal(buffer[start : start + nbytes], before[start : start + nbytes])
+    assert ring.stats().fixed_nbytes == 2 * 27 * BLOCK
+    assert ring.stats().registered_nbytes == 32 * BLOCK
+    ring.unregister(arena.address)
+    assert ring.stats().registered_nbytes == 0
+    assert ring.wait(ring.submit("read", fd, arena.address, BLOCK, 0)).status == 0
+    assert ring.stats().fixed_nbytes == 2 * 27 * BLOCK
+
+
+def test_ranges_that_are_registered_do_not_overlap_and_go_one_by_one(ring: IoEngine) -> None:
+    arena = _native.Arena(8 * BLOCK)
+    _register(ring, arena.address, 4 * BLOCK)
+    for start, count in ((0, 4), (3, 2), (0, 1)):
+        assert _refusal(lambda s=start, n=count: ring.register(arena.address + s * BLOCK, n * BLOCK)) == errno.EEXIST
+    ring.register(arena.address + 4 * BLOCK, 4 * BLOCK)
+    assert _refusal(lambda: ring.unregister(arena.address + BLOCK)) == errno.ENOENT
+    ring.unregister(arena.address)
+    assert ring.stats().registered_nbytes == 4 * BLOCK
+    assert _refusal(lambda: ring.unregister(arena.address)) == errno.ENOENT
+    ring.close()
+    ring.unregister(arena.address + 4 * BLOCK)  # closing did
+
+
+def test_threads_register_nothing() -> None:
+    engine = IoEngine("threads", 2, BLOCK)
+    arena = _native.Arena(BLOCK)
+    assert _refusal(lambda: engine.register(arena.address, BLOCK)) == errno.EOPNOTSUPP
+    engine.close()
+
+
+LIMITED = """
+import os, resource, sys
+from offload import _native
+from offload.tiers.io.native import NativeBackend
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
+if os.geteuid() == 0:
+    os.setgid(65534)
+    os.setuid(65534)
+backend = NativeBackend("io_uring")
+arena = _native.Arena(16 << 20)
+undo = backend.register_memory(arena.address, arena.nbytes)
+print(backend.stats().registered_nbytes)
+undo()
+backend.close()
+"""
+
+
+def test_beyond_the_limit_of_locked_memory_nothing_is_registered_and_nothing_fails(ring: IoEngine) -> None:
+    done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "0"), done.stderr
+
+
+def test_high_priority_starts_before_all_that_waits(tmp_path: Path) -> None:
+    """However much low-priority work is queued, high priority waits for what is in flight and no more. (The queue is the
+    same for both kinds of engine; io_uring can be held up at will.)"""
+    try:
+        engine = IoEngine("io_uring", queue_depth=1, block_nbytes=BLOCK)
+    except OSError as error:
+        pytest.skip(f"no io_uring here: {error}")
+    fd, gate = os.open(tmp_path / "data", os.O_RDWR | os.O_CREAT), os.eventfd(0)
+    try:
+        os.ftruncate(fd, 8 * BLOCK)
+        data, count, seen, late = (
+            _noise(8 * BLOCK),
+            np.zeros(8, np.uint8),
+            np.ones(8 * BLOCK, np.uint8),
+            np.zeros(8 * BLOCK, np.uint8),
+        )
+        held = engine.submit("read", gate, count.ctypes.data, 8, 0, _native.PRIORITY_LOW)
+        writes = [engine.submit("write", fd, data.ctypes.data, len(data), 0, _native.PRIORITY_LOW) for _ in range(20)]
+        last = engine.submit("read", fd, late.ctypes.data, len(late), 0, _native.PRIORITY_LOW)
+        first = engine.submit("read", fd, seen.ctypes.data, len(seen), 0, _native.PRIORITY_HIGH)
+        os.eventfd_write(gate, 1)
+        assert all(engine.wait(ticket).status == 0 for ticket in (held, first, *writes, last))
+        assert not seen.any(), "a write that was queued before the urgent read ran before it"
+        assert np.array_equal(late, data)
+    finally:
+        engine.close()
+        os.close(fd)
+        os.close(gate)

@@ -13,14 +13,14 @@ import itertools
 import os
 import random
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
 
 from offload.device.pending import Pending
-from offload.tiers.io.backend import IoMeter, IoStats, OpenFile, Priority, Transfer
+from offload.tiers.io.backend import IoMeter, IoStats, OpenFile, Priority, Transfer, not_registered
 from offload.tiers.io.failure import transfer_error
 
 
@@ -88,6 +88,9 @@ class FaultyBackend:
 
     def write(self, file: OpenFile, source: Tensor, offset_nbytes: int, *, priority: Priority) -> Pending:
         return self._submit(file, source, offset_nbytes, is_write=True)
+
+    def register_memory(self, address: int, nbytes: int) -> Callable[[], None]:
+        return not_registered(address, nbytes)
 
     def stats(self) -> IoStats:
         return self._meter.stats()

@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -37,10 +38,10 @@ def test_the_environment_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
 def refusing(*names: str, error: Exception):
     opened = io._open
 
-    def open_(name: str, queue_depth: int | None, block_nbytes: int | None):
+    def open_(name: str, sizes: Mapping[str, int]):
         if name in names:
             raise error
-        return opened(name, queue_depth, block_nbytes)
+        return opened(name, sizes)
 
     return open_
 

@@ -10,12 +10,11 @@ from types import TracebackType
 
 import torch
 
-from offload.runtime.checkpointing.matching import same_order
+from offload.runtime.checkpointing.consistency import row_major, same_order
 from offload.runtime.checkpointing.model_names import CONFIGS
-from offload.runtime.checkpointing.restoring import round_into
+from offload.runtime.checkpointing.rounding import round_into
 from offload.runtime.checkpointing.staged_folder import StagedFolder
-from offload.runtime.checkpointing.tensor_file import TensorFile, TensorSpec, write_file
-from offload.runtime.checkpointing.writing import METADATA, known_dtype
+from offload.runtime.checkpointing.tensor_file import METADATA, TensorFile, TensorSpec, known_dtype, write_file
 
 INDEX_NAME = "model.safetensors.index.json"
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -56,11 +55,11 @@ class Exporter:
 
     def add_buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Announce a buffer; it keeps its dtype."""
-        self._announce(name, tuple(shape), _row_major(shape), dtype)
+        self._announce(name, tuple(shape), row_major(shape), dtype)
 
     def _announce(self, name: str, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> None:
         spec = TensorSpec(name, known_dtype(name, dtype), shape)
-        self._incoming[name] = _Incoming(spec, stride, same_order(shape, stride, _row_major(shape)))
+        self._incoming[name] = _Incoming(spec, stride, same_order(shape, stride, row_major(shape)))
 
     def __enter__(self) -> Exporter:
         shards = _shards([one.spec for one in self._incoming.values()], self._max_shard_nbytes)
@@ -129,10 +128,6 @@ class Exporter:
             rounded = torch.empty(part.numel(), dtype=spec.dtype)
             round_into(rounded, part)
             file.append(spec.name, rounded)
-
-
-def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(torch.empty(tuple(shape), device="meta").stride())
 
 
 def _shards(specs: Sequence[TensorSpec], max_nbytes: int) -> list[list[TensorSpec]]:

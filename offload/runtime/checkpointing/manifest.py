@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 FORMAT = "offload-checkpoint"
-VERSION = 1
+VERSION, VERSION_IMPORTED = 1, 2
+"""A checkpoint is written in the lowest version that can say what it is."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -40,7 +41,8 @@ class TensorEntry:
 
 @dataclass(slots=True)
 class PieceEntry:
-    """Elements [start, stop) of a parameter, in the order of its strides. Moments are None where it is not trained."""
+    """Elements [start, stop) of a parameter, in the order of its strides. Moments are None where it is not trained, and
+    where its optimizer keeps none."""
 
     start: int
     stop: int
@@ -122,6 +124,8 @@ class Manifest:
     random: list[RandomEntry]
     files: list[FileEntry]
     client_state: dict[str, Any] = field(default_factory=dict)
+    imported: str | None = None
+    """What kind of checkpoint it was converted from; None: a run saved it."""
 
     def tensors(self) -> list[tuple[str, TensorEntry]]:
         """Every range of bytes, with a name for messages."""
@@ -142,6 +146,10 @@ class Manifest:
 
 def encode(manifest: Manifest) -> bytes:
     """The file's bytes: one line with format, version and the checksum of everything after it, then the content."""
-    body = b'"manifest":' + json.dumps(asdict(manifest), separators=(",", ":"), allow_nan=False).encode() + b"}\n"
-    head = f'{{"format":"{FORMAT}","version":{VERSION},"crc32":{zlib.crc32(body)},\n'
+    content, version = asdict(manifest), VERSION_IMPORTED
+    if manifest.imported is None:
+        version = VERSION
+        del content["imported"]
+    body = b'"manifest":' + json.dumps(content, separators=(",", ":"), allow_nan=False).encode() + b"}\n"
+    head = f'{{"format":"{FORMAT}","version":{version},"crc32":{zlib.crc32(body)},\n'
     return head.encode() + body

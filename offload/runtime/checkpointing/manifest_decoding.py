@@ -12,6 +12,8 @@ from offload.errors import CheckpointError
 from offload.runtime.checkpointing.manifest import (
     FORMAT,
     MOMENTS,
+    VERSION,
+    VERSION_IMPORTED,
     BufferEntry,
     FileEntry,
     LossScaleEntry,
@@ -25,7 +27,7 @@ from offload.runtime.checkpointing.manifest import (
 )
 from offload.runtime.checkpointing.tensor_file import DTYPES
 
-READABLE_VERSIONS = (1,)
+READABLE_VERSIONS = (VERSION, VERSION_IMPORTED)
 
 _FILE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,99}\.safetensors")
 _MAX_COUNT = (1 << 63) - 1
@@ -123,17 +125,17 @@ def _decode(content: bytes) -> Manifest:
         readable = ", ".join(map(str, READABLE_VERSIONS))
         raise Malformed(f"it is of version {envelope.get('version')!r}, and this release reads {readable}")
     fields = _Fields(envelope, "the manifest's envelope")
-    fields.take("format"), fields.take("version")
+    version = (fields.take("format"), fields.take("version"))[1]
     _, _, body = content.partition(b"\n")
     crc32 = fields.crc32("crc32")
     if zlib.crc32(body) != crc32:
         raise Malformed(f"its bytes have the checksum {zlib.crc32(body)}, not {crc32}: it is damaged")
-    manifest = _manifest(_Fields(fields.take("manifest"), "the manifest"))
+    manifest = _manifest(_Fields(fields.take("manifest"), "the manifest"), version)
     fields.end()
     return manifest
 
 
-def _manifest(fields: _Fields) -> Manifest:
+def _manifest(fields: _Fields, version: int) -> Manifest:
     optimizer = fields.take("optimizer")
     result = Manifest(
         world_size=fields.count("world_size"),
@@ -146,6 +148,7 @@ def _manifest(fields: _Fields) -> Manifest:
         random=[_random(_Fields(value, f"random {index}")) for index, value in enumerate(fields.items("random"))],
         files=[_file(_Fields(value, f"file {index}")) for index, value in enumerate(fields.items("files"))],
         client_state=fields.mapping("client_state"),
+        imported=fields.text("imported") if version == VERSION_IMPORTED else None,
     )
     fields.end()
     return result

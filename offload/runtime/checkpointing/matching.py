@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from offload.errors import CheckpointError
-from offload.runtime.assembly import Parts
-from offload.runtime.checkpointing.manifest import MOMENTS, Manifest, ParameterEntry, TensorEntry
+from offload.runtime.checkpointing.consistency import Inconsistent, check_parameter, check_range, moments_of
+from offload.runtime.checkpointing.manifest import BufferEntry, Manifest, ParameterEntry, TensorEntry
 from offload.runtime.checkpointing.model_names import persistent_buffers
 from offload.runtime.checkpointing.random_state import CPU, DEVICE, take_random_state
 from offload.runtime.checkpointing.tensor_file import DTYPE_CODES, DTYPES
 from offload.runtime.flats import ParameterInfo
+from offload.runtime.parts import Parts
 from offload.runtime.weight_names import Differences
 
 SWITCHES = frozenset({"foreach", "fused", "capturable", "differentiable", "maximize", "amsgrad"})
@@ -23,11 +24,17 @@ SWITCHES = frozenset({"foreach", "fused", "capturable", "differentiable", "maxim
 
 
 class Matching:
-    """Checks one manifest against one engine. `entries`: the checkpoint's entry of each parameter, by its index."""
+    """Checks one manifest against one engine.
+
+    `entries`: the checkpoint's entry of each parameter, by its index; `buffers`: the range of each buffer it holds, by fqn.
+    """
 
     def __init__(self, manifest: Manifest, origin: str, parts: Parts) -> None:
         self._manifest, self._origin, self._parts = manifest, origin, parts
+        self._parameters, self._buffers = list(manifest.parameters), list(manifest.buffers)
+        self._moments = moments_of(manifest)
         self.entries: dict[int, ParameterEntry] = {}
+        self.buffers: dict[str, TensorEntry] = {}
 
     def check(self, model: nn.Module, kind: str | None, groups: Sequence[Mapping[str, Any]]) -> None:
         """`kind`: the optimizer's class, None without one: then weights are loaded and moments are left out.
@@ -36,13 +43,19 @@ class Matching:
         """
         if self._manifest.world_size < 1:
             raise self._misfit("its world_size is 0")
-        self._check_names()
-        for info in self._parts.parameters:
-            self._check_parameter(info, self.entries[info.index], trains=kind is not None)
-        if kind is not None:
-            self._check_optimizer(kind, groups)
-        self._check_buffers(model)
-        self._check_random()
+        try:
+            if self._manifest.imported is not None:
+                self._adopt(model)
+            self._check_names()
+            for info in self._parts.parameters:
+                self._check_parameter(info, self.entries[info.index], trains=kind is not None)
+            self._check_buffers(model)
+            if self._manifest.imported is None:
+                if kind is not None:
+                    self._check_optimizer(kind, groups)
+                self._check_random()
+        except Inconsistent as clause:
+            raise self._misfit(str(clause)) from clause
 
     def _misfit(self, what: str) -> CheckpointError:
         return CheckpointError(
@@ -50,9 +63,34 @@ class Matching:
             "in the run that saved it, or load another checkpoint."
         )
 
+    def _adopt(self, model: nn.Module) -> None:
+        """An imported checkpoint does not know which tensors are buffers, nor which parameters are tied: the model does."""
+        buffers = dict(persistent_buffers(model))
+        for entry in [entry for entry in self._parameters if entry.group is None and entry.fqns[0] in buffers]:
+            self._parameters.remove(entry)
+            check_parameter(entry, self._moments)
+            if len(entry.pieces) != 1:
+                raise Inconsistent(f"buffer {entry.fqns[0]!r} is there in {len(entry.pieces)} pieces")
+            self._buffers.append(BufferEntry(entry.fqns[0], entry.shape, entry.pieces[0].value))
+        for info in self._parts.parameters:
+            if len(info.fqns) > 1:
+                self._join([entry for entry in self._parameters if set(entry.fqns) < set(info.fqns)], list(info.fqns))
+
+    def _join(self, entries: list[ParameterEntry], fqns: list[str]) -> None:
+        """One entry for a parameter that the model knows under all of `fqns`; the same values may be there several times."""
+        kept = next((entry for entry in entries if entry.group is not None), entries[0] if entries else None)
+        if kept is None:
+            return
+        for entry in entries:
+            values = [[piece.value.crc32 for piece in one.pieces] for one in (kept, entry)]
+            if entry is not kept and (entry.group is not None or values[0] != values[1]):
+                raise Inconsistent(f"{kept.fqns[0]!r} and {entry.fqns[0]!r} are one parameter in the model and two here")
+        self._parameters = [one for one in self._parameters if one not in entries]
+        self._parameters.append(replace(kept, fqns=fqns))
+
     def _check_names(self) -> None:
         saved: dict[frozenset[str], ParameterEntry] = {}
-        for entry in self._manifest.parameters:
+        for entry in self._parameters:
             if saved.setdefault(frozenset(entry.fqns), entry) is not entry:
                 raise self._misfit(f"it holds {entry.fqns[0]!r} twice")
         differences = Differences()
@@ -72,42 +110,26 @@ class Matching:
             raise self._misfit(f"of its parameters there are {differences}")
 
     def _check_parameter(self, info: ParameterInfo, entry: ParameterEntry, *, trains: bool) -> None:
-        trained = entry.group is not None
-        if trains and trained != info.trainable:
+        trained, imported = entry.group is not None, self._manifest.imported is not None
+        if trains and trained != info.trainable and not imported:
             then, now = ("trained", "not trained now") if trained else ("not trained", "trained now")
             raise self._misfit(f"parameter {info.fqn!r} was {then} when it was saved and is {now}")
-        if trains and entry.group != info.group_index:
+        if trains and entry.group != info.group_index and not imported:
             raise self._misfit(
                 f"parameter {info.fqn!r} was in the optimizer's group {entry.group} and is in group {info.group_index} now"
             )
-        if not is_dense(entry.shape, entry.stride):
-            raise self._misfit(f"the strides {entry.stride} of {info.fqn!r} do not fill the shape {entry.shape}")
         if (DTYPES[entry.dtype].is_floating_point, DTYPES[entry.dtype].is_complex) != (
             info.dtype.is_floating_point,
             info.dtype.is_complex,
         ):
             raise self._misfit(f"parameter {info.fqn!r} was of dtype {entry.dtype} and is of {info.dtype} now")
-        self._check_pieces(info.fqn, entry, "F32" if trained else entry.dtype)
-
-    def _check_pieces(self, fqn: str, entry: ParameterEntry, value_dtype: str) -> None:
-        position = 0
-        for piece in sorted(entry.pieces, key=lambda piece: (piece.start, piece.stop)):
-            if piece.start != position or piece.stop < piece.start:
-                raise self._misfit(f"elements of {fqn!r} from {position} on are missing or there twice")
-            position = piece.stop
-            self._check_range(f"value of {fqn!r}", piece.value, piece.stop - piece.start, value_dtype)
-            for name in MOMENTS:
-                moment: TensorEntry | None = getattr(piece, name)
-                if (moment is not None) != (entry.group is not None):
-                    raise self._misfit(f"{name} of {fqn!r} is {'missing' if moment is None else 'there'}, against its group")
-                if moment is not None:
-                    self._check_range(f"{name} of {fqn!r}", moment, piece.stop - piece.start, "F32")
-        if position != entry.numel:
-            raise self._misfit(f"{fqn!r} has {position} elements there, expected {entry.numel}")
-
-    def _check_range(self, what: str, tensor: TensorEntry, numel: int, dtype: str) -> None:
-        if tensor.dtype != dtype or tensor.nbytes != numel * DTYPES[dtype].itemsize:
-            raise self._misfit(f"{what} is {tensor.nbytes} bytes of {tensor.dtype}, expected {numel} elements of {dtype}")
+        check_parameter(entry, self._moments)
+        records = self._parts.records
+        missing = set(records.moments) - set(self._moments) if records is not None and trained else None
+        if trains and missing:
+            raise self._misfit(
+                f"it has no {' and no '.join(sorted(missing))} of {info.fqn!r}, which this run's optimizer keeps"
+            )
 
     def _check_optimizer(self, kind: str, groups: Sequence[Mapping[str, Any]]) -> None:
         saved = self._manifest.optimizer
@@ -121,16 +143,18 @@ class Matching:
                     raise self._misfit(f"{key!r} of its parameter group {index} is {value!r}")
 
     def _check_buffers(self, model: nn.Module) -> None:
-        saved = {entry.fqn: entry for entry in self._manifest.buffers}
+        saved = {entry.fqn: entry for entry in self._buffers}
         buffers = dict(persistent_buffers(model))
-        if saved.keys() != buffers.keys() or len(saved) != len(self._manifest.buffers):
-            listed = ", ".join(sorted(saved.keys() ^ buffers.keys())[:5])
+        unknown = saved.keys() ^ buffers.keys() if self._manifest.imported is None else saved.keys() - buffers.keys()
+        if unknown or len(saved) != len(self._buffers):
+            listed = ", ".join(sorted(unknown)[:5])
             raise self._misfit(f"these buffers are in only one of the two, or twice: {listed}")
-        for fqn, buffer in buffers.items():
-            entry = saved[fqn]
+        for fqn, entry in saved.items():
+            buffer = buffers[fqn]
             if entry.shape != list(buffer.shape):
                 raise self._misfit(f"buffer {fqn!r} has the shape {entry.shape}, the model's has {list(buffer.shape)}")
-            self._check_range(f"buffer {fqn!r}", entry.data, buffer.numel(), DTYPE_CODES[buffer.dtype])
+            check_range(f"buffer {fqn!r}", entry.data, buffer.numel(), DTYPE_CODES[buffer.dtype])
+            self.buffers[fqn] = entry.data
 
     def _check_random(self) -> None:
         by_rank = {entry.rank: entry for entry in self._manifest.random}
@@ -138,27 +162,9 @@ class Matching:
             raise self._misfit("it does not hold one random state of each rank")
         present = take_random_state(self._parts.accelerator.device)
         for entry in by_rank.values():
-            self._check_range("a random state", entry.cpu, present[CPU].numel(), "U8")
+            check_range("a random state", entry.cpu, present[CPU].numel(), "U8")
             if entry.device is not None and DEVICE in present:
-                self._check_range("a device's random state", entry.device, present[DEVICE].numel(), "U8")
-
-
-def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether elements with these strides fill memory without gap or overlap."""
-    if len(shape) != len(stride):
-        return False
-    expected, numel = 1, math.prod(shape)
-    for step, size in sorted((step, size) for size, step in zip(shape, stride, strict=True) if size != 1):
-        if step != expected and numel:
-            return False
-        expected *= size
-    return True
-
-
-def same_order(shape: Sequence[int], first: Sequence[int], second: Sequence[int]) -> bool:
-    """Whether two dense strides put the elements into the same order."""
-    pairs = zip(shape, first, second, strict=True)
-    return math.prod(shape) <= 1 or all(one == other for size, one, other in pairs if size != 1)
+                check_range("a device's random state", entry.device, present[DEVICE].numel(), "U8")
 
 
 def same_kind(saved: Any, present: Any) -> bool:

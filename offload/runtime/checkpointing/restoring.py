@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import torch
 
-from offload.device import kernels
-from offload.runtime.assembly import Parts
+from offload.device.records import MASTER
+from offload.layout import Piece
+from offload.runtime.checkpointing.consistency import same_order
 from offload.runtime.checkpointing.manifest import ParameterEntry, TensorEntry
-from offload.runtime.checkpointing.matching import same_order
 from offload.runtime.checkpointing.opened import OpenedCheckpoint
+from offload.runtime.checkpointing.rounding import round_into
 from offload.runtime.checkpointing.state_reading import ChunkBuffers, parameter_nbytes
 from offload.runtime.checkpointing.tensor_file import DTYPES
-from offload.runtime.fetching import chunks_of
+from offload.runtime.fetching import chunks_of, homes_of
 from offload.runtime.flats import ChunkOf, ParameterInfo, Unit
-from offload.runtime.places import Record
+from offload.runtime.parts import Parts
 
-_CONVERTED = (torch.float32, torch.bfloat16, torch.float16)
 VALUE = "value"
 
 
@@ -33,7 +33,12 @@ class StoredParameter:
         self._reordered: dict[str, torch.Tensor] = {}
 
     def read(self, kind: str, start: int, into: torch.Tensor) -> None:
-        """Fill `into` (contiguous, host memory) with elements from `start` of `kind`, rounded to its dtype if need be."""
+        """Fill `into` (contiguous, host memory) with elements from `start` of `kind`, rounded to its dtype if need be.
+
+        Moments that an imported checkpoint lacks are zeros, as before the first step."""
+        if kind != VALUE and self.entry.group is None:
+            into.zero_()
+            return
         if self._same_order:
             self._read_stored(kind, start, into)
             return
@@ -64,14 +69,6 @@ class StoredParameter:
             round_into(part, stored)
 
 
-def round_into(target: torch.Tensor, source: torch.Tensor) -> None:
-    """target = source in target's dtype, as the update's kernel rounds."""
-    if target.dtype in _CONVERTED and source.dtype in _CONVERTED:
-        kernels.convert(target, source)
-    else:
-        target.copy_(source)
-
-
 class StateWriter:
     """Fills the tiers. Owned by the thread that drives the model; nothing is resident that a store is the home of."""
 
@@ -82,8 +79,13 @@ class StateWriter:
     def unit(self, unit: Unit) -> None:
         """Overwrite the unit's parameters and records."""
         for chunk_of in chunks_of(unit):
-            record = self._fill_record(chunk_of)
-            self._fill_values(chunk_of, record.master if record is not None else None)
+            masters = self._fill_record(chunk_of)
+            if self._parts.places is not None:
+                self._fill_values(chunk_of, masters)
+        if self._parts.places is None:
+            # They stay on the device, whole on every rank, whatever part of them this one updates.
+            for chunk_of in homes_of(unit):
+                self._fill_values(chunk_of, None)
         for info in unit.parameters:
             del self._stored[info.index]  # with what it may have reordered
 
@@ -91,7 +93,8 @@ class StateWriter:
         """Give the buffers back. Idempotent."""
         self._buffers.close()
 
-    def _fill_record(self, chunk_of: ChunkOf) -> Record | None:
+    def _fill_record(self, chunk_of: ChunkOf) -> torch.Tensor | None:
+        """Overwrite the chunk's record. Returns its fp32 masters, unless the parameters are those."""
         records = self._parts.records
         if records is None or not chunk_of.flat.layout.trainable:
             return None
@@ -100,22 +103,31 @@ class StateWriter:
         in_place = home is not None and home.device.type == "cpu"
         content = home if home is not None and in_place else self._buffers.record.take(records.nbytes(chunk_of)).zero_()
         record = records.over(chunk_of, content)
+        masters = record.arrays.get(MASTER)
+        if masters is None and record.format.own_master:
+            masters = torch.zeros(chunk_of.chunk.numel)
         for info, piece in chunk_of.pieces():
             low, high = piece.start - chunk_of.chunk.start, piece.stop - chunk_of.chunk.start
             stored, start = self._stored[info.index], piece.start - piece.slot.start
-            if record.master is not None:
-                stored.read(VALUE, start, record.master[low:high])
-            stored.read("exp_avg", start, record.exp_avg[low:high])
-            stored.read("exp_avg_sq", start, record.exp_avg_sq[low:high])
+            if masters is not None:
+                stored.read(VALUE, start, masters[low:high])
+                record.put_master(low, high, masters[low:high])
+            for name in record.format.moments:
+                direct = record.arrays[name][low:high]
+                exact = direct if direct.dtype == torch.float32 else torch.empty(high - low)
+                stored.read(name, start, exact)
+                if exact is not direct:
+                    record.put_moment(name, low, high, exact)
         if not in_place:
             records.write(chunk_of, content).wait()
-        return record
+        return masters
 
-    def _fill_values(self, chunk_of: ChunkOf, master: torch.Tensor | None) -> None:
+    def _fill_values(self, chunk_of: ChunkOf, masters: torch.Tensor | None) -> None:
         nbytes, places = parameter_nbytes(chunk_of), self._parts.places
         home: torch.Tensor | None
         if places is not None:
             places.settle_write(chunk_of)
+            places.settle_copies(chunk_of)
             home = places.view(chunk_of)
         else:
             home = chunk_of.flat.chunk_bytes(chunk_of.chunk) if self._parts.accelerator.unified else None
@@ -125,11 +137,26 @@ class StateWriter:
         values = content[:nbytes].view(chunk_of.flat.dtype)
         for info, piece in chunk_of.pieces():
             low, high = piece.start - chunk_of.chunk.start, piece.stop - chunk_of.chunk.start
-            if master is not None:
-                round_into(values[low:high], master[low:high])
+            if masters is not None:
+                self._round(chunk_of, values[low:high], masters[low:high])
             else:
-                self._stored[info.index].read(VALUE, piece.start - piece.slot.start, values[low:high])
+                self._read_values(chunk_of, info, piece, values[low:high])
         if home is None and places is not None:
             places.write(chunk_of, content).wait()
         elif home is None:
             chunk_of.flat.chunk_bytes(chunk_of.chunk).copy_(content)  # on the stream of compute, after what it does now
+
+    def _read_values(self, chunk_of: ChunkOf, info: ParameterInfo, piece: Piece, into: torch.Tensor) -> None:
+        stored, start = self._stored[info.index], piece.start - piece.slot.start
+        records = self._parts.records
+        if records is None or not info.trainable or not records.format(chunk_of).state_format.is_split:
+            stored.read(VALUE, start, into)
+            return
+        exact = torch.empty(into.numel())
+        stored.read(VALUE, start, exact)
+        self._round(chunk_of, into, exact)
+
+    def _round(self, chunk_of: ChunkOf, into: torch.Tensor, masters: torch.Tensor) -> None:
+        """The parameters of fp32 masters, as an update would leave them."""
+        assert self._parts.records is not None
+        self._parts.records.format(chunk_of).round_values(into, masters)

@@ -1,6 +1,7 @@
 """The engine's state as it lies in the tiers, parameter by parameter in pieces, with one buffer of each kind at most.
 
-Extra host memory: where records (or parameters) cannot be read in place, the largest chunk's record (or values).
+Extra host memory: where records (or parameters) cannot be read in place, the largest chunk's record (or values); with
+state formats other than fp32 one piece's master and moments in fp32.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.layout import Piece
-from offload.runtime.assembly import Parts
+from offload.device.records import Record
 from offload.runtime.fetching import chunks_of
 from offload.runtime.flats import ChunkOf, ParameterInfo, Unit
-from offload.runtime.places import Places, Record
+from offload.runtime.parts import Parts
+from offload.runtime.places import Places
 from offload.tiers.memory import HostMemory
 
 PURPOSE = "checkpoint"
@@ -27,7 +28,7 @@ class PieceState:
     """Elements [start, start + numel) of a parameter, in slot order, in host memory; valid until the next one is asked for.
 
     `value`: the fp32 master of a trained parameter, else the parameter in its own dtype. The moments are fp32, and None
-    where the parameter is not trained.
+    where the parameter is not trained or its optimizer keeps none.
     """
 
     info: ParameterInfo
@@ -78,7 +79,7 @@ class ChunkBuffers:
 
 
 class StateReader:
-    """See the module. Owned by the thread that drives the model; no update may be enqueued while it reads."""
+    """See the module. Used by one thread at a time; no update may write what it reads."""
 
     def __init__(self, parts: Parts, failures: Callable[[], AbstractContextManager[None]]) -> None:
         """`failures()`: around every read from a tier; a failure there is the engine's, one of writing the files is not."""
@@ -88,12 +89,15 @@ class StateReader:
     def pieces(self, unit: Unit) -> Iterator[PieceState]:
         """Every piece of the unit, in the layout's order: each parameter's come in order and are complete at the end."""
         for chunk_of in chunks_of(unit):
-            with self._failures():
-                record = self._record(chunk_of)
-                master = record.master if record is not None else None
-                values = master if master is not None else self._values(chunk_of)
-            for info, piece in chunk_of.pieces():
-                yield _piece_state(chunk_of, info, piece, values, record)
+            yield from self.chunk(chunk_of)
+
+    def chunk(self, chunk_of: ChunkOf) -> Iterator[PieceState]:
+        """Every piece of the chunk, in the layout's order."""
+        with self._failures():
+            record = self._record(chunk_of)
+            needs_values = record is None or record.format.needs_values
+            values = self._values(chunk_of) if needs_values else None
+        yield from pieces_of(chunk_of, values, record)
 
     def close(self) -> None:
         """Give the buffers back. Idempotent."""
@@ -131,14 +135,18 @@ def _read(places: Places, chunk_of: ChunkOf, buffer: ChunkBuffer) -> torch.Tenso
     return content
 
 
-def _piece_state(
-    chunk_of: ChunkOf, info: ParameterInfo, piece: Piece, values: torch.Tensor, record: Record | None
-) -> PieceState:
-    low, high = piece.start - chunk_of.chunk.start, piece.stop - chunk_of.chunk.start
-    return PieceState(
-        info,
-        piece.start - piece.slot.start,
-        values[low:high],
-        record.exp_avg[low:high] if record is not None else None,
-        record.exp_avg_sq[low:high] if record is not None else None,
-    )
+def pieces_of(chunk_of: ChunkOf, values: torch.Tensor | None, record: Record | None) -> Iterator[PieceState]:
+    """The pieces of a chunk whose state is at hand. `values`: the parameters' [chunk.numel], not looked at where the record has
+    the whole master."""
+    start = chunk_of.chunk.start
+    for info, piece in chunk_of.pieces():
+        low, high = piece.start - start, piece.stop - start
+        part = values[low:high] if values is not None else torch.empty(0)
+        moments = {name: record.moment(name, low, high) for name in record.format.moments} if record is not None else {}
+        yield PieceState(
+            info,
+            piece.start - piece.slot.start,
+            record.master(low, high, part) if record is not None else part,
+            moments.get("exp_avg"),
+            moments.get("exp_avg_sq"),
+        )

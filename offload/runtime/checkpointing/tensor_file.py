@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 
+from offload.errors import UsageError
 from offload.layout import round_up
+from offload.runtime.checkpointing.crc32 import combine
 from offload.runtime.checkpointing.staged_folder import write_failure
 
 DATA_ALIGN = 4096
@@ -30,6 +32,16 @@ DTYPE_CODES: dict[torch.dtype, str] = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
+
+METADATA = {"format": "pt"}
+"""Of every data file; Hugging Face's reader asks for it."""
+
+
+def known_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """`dtype`, if files can hold it; else `UsageError`."""
+    if dtype not in DTYPE_CODES:
+        raise UsageError(f"{name!r} is of dtype {dtype}, which checkpoints cannot hold: convert it before saving.")
+    return dtype
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
@@ -73,7 +85,7 @@ def lay_out(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> tuple[b
 
 
 class TensorFile:
-    """One file in writing. Each tensor's bytes come in order; tensors come in any order, interleaved as they like."""
+    """One file in writing. Parts of tensors come in any order, from any threads, each byte once."""
 
     def __init__(self, folder: Path, name: str, specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> None:
         self.name = name
@@ -82,36 +94,50 @@ class TensorFile:
         header, self.offsets = lay_out(specs, metadata)
         self.header_nbytes, self.header_crc32 = len(header), zlib.crc32(header)
         self.nbytes = self.header_nbytes + sum(spec.nbytes for spec in specs)
-        self._written = dict.fromkeys(self._specs, 0)
-        self._crc32 = dict.fromkeys(self._specs, 0)
+        self._ends = dict.fromkeys(self._specs, 0)
+        self._parts: dict[str, list[tuple[int, int, int]]] = {name: [] for name in self._specs}  # (start, nbytes, crc32)
         try:
             self._fileno = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
             self._write(memoryview(header), 0)
         except OSError as error:
             raise write_failure("writing", self._path, error) from error
 
+    @property
+    def specs(self) -> list[TensorSpec]:
+        return list(self._specs.values())
+
     def append(self, name: str, tensor: torch.Tensor) -> None:
-        """Write the next elements of the tensor `name`: contiguous, in host memory, of its dtype."""
+        """Write the next elements of the tensor `name`: contiguous, in host memory, of its dtype. From one thread."""
+        start = self._ends[name]
+        self._ends[name] = start + self.write(name, start, tensor)
+
+    def write(self, name: str, start_nbytes: int, tensor: torch.Tensor) -> int:
+        """Write elements of the tensor `name` from its byte `start_nbytes` on, as in `append`; returns their bytes."""
         view = raw_bytes(tensor)
-        offset = self.offsets[name] + self._written[name]
-        if self._written[name] + len(view) > self._specs[name].nbytes:
+        nbytes = len(view)
+        if start_nbytes + nbytes > self._specs[name].nbytes:
             raise AssertionError(f"{self._path}: more bytes for {name!r} than its shape holds")
-        self._crc32[name] = zlib.crc32(view, self._crc32[name])
-        self._written[name] += len(view)
+        part = (start_nbytes, nbytes, zlib.crc32(view))
         try:
-            self._write(view, offset)
+            self._write(view, self.offsets[name] + start_nbytes)
         except OSError as error:
             raise write_failure("writing", self._path, error) from error
+        self._parts[name].append(part)
+        return nbytes
 
     def crc32(self, name: str) -> int:
-        """Of all bytes of the tensor."""
-        return self._crc32[name]
+        """Of all bytes of the tensor, which must be there."""
+        position, total = 0, 0
+        for start, nbytes, crc32 in sorted(self._parts[name]):
+            if start != position:
+                raise AssertionError(f"{self._path}: bytes of {name!r} from {position} on came twice or not at all")
+            position, total = start + nbytes, combine(total, crc32, nbytes)
+        if position != self._specs[name].nbytes:
+            raise AssertionError(f"{self._path}: {position} of {self._specs[name].nbytes} bytes of {name!r} came")
+        return total
 
     def finish(self) -> None:
-        """Make the file durable and close it. Every tensor must be complete."""
-        for name, spec in self._specs.items():
-            if self._written[name] != spec.nbytes:
-                raise AssertionError(f"{self._path}: {self._written[name]} of {spec.nbytes} bytes of {name!r} came")
+        """Make the file durable and close it. Every tensor must be complete (`crc32` says so)."""
         try:
             os.fsync(self._fileno)
         except OSError as error:

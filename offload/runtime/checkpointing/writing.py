@@ -1,16 +1,25 @@
-"""Writing a checkpoint's files: unit by unit, each from the tiers through one buffer straight into its file."""
+"""Writing a checkpoint's files: chunk by chunk, from the tiers through one buffer straight into their place in a file.
+
+Where training goes on meanwhile, the state is that of the moment at which the `Snapshot` was made: what an update is about
+to overwrite, and is not in its file yet, is written there first, from the memory in which the update has it anyway. So
+nobody waits for the disk to be read, and no second copy of anything is kept.
+
+A chunk is WAITING until somebody claims it, COPYING while it is written, COPIED then.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from enum import Enum
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from offload.errors import UsageError
-from offload.runtime.assembly import Parts
+from offload.device.records import Record
+from offload.runtime.checkpointing.consistency import row_major
 from offload.runtime.checkpointing.manifest import (
     MOMENTS,
     BufferEntry,
@@ -23,80 +32,235 @@ from offload.runtime.checkpointing.manifest import (
 )
 from offload.runtime.checkpointing.model_names import persistent_buffers
 from offload.runtime.checkpointing.random_state import CPU, DEVICE, take_random_state
-from offload.runtime.checkpointing.state_reading import PieceState, StateReader
-from offload.runtime.checkpointing.tensor_file import DTYPE_CODES, TensorFile, TensorSpec
-from offload.runtime.flats import ParameterInfo, Unit
+from offload.runtime.checkpointing.state_reading import PieceState, StateReader, pieces_of
+from offload.runtime.checkpointing.tensor_file import DTYPE_CODES, METADATA, TensorFile, TensorSpec, known_dtype
+from offload.runtime.fetching import chunks_of
+from offload.runtime.flats import ChunkOf, ParameterInfo, Unit
+from offload.runtime.parts import Parts
 
-METADATA = {"format": "pt"}
-"""Of every data file; Hugging Face's reader asks for it."""
+Failures = Callable[[], AbstractContextManager[None]]
 
 
-class CheckpointWriter:
-    """Writes all data files into a folder and enters them into the manifest. Owned by the thread that drives the model."""
+class _Copy(Enum):
+    """See the module."""
 
-    def __init__(self, folder: Path, parts: Parts, reader: StateReader, manifest: Manifest) -> None:
-        self._folder, self._parts, self._reader, self._manifest = folder, parts, reader, manifest
-        self._rank = parts.layout.rank
+    WAITING = "waiting"
+    COPYING = "copying"
+    COPIED = "copied"
 
-    def write(self, model: nn.Module) -> None:
-        """Write units, buffers and random states."""
-        for unit in self._parts.units:
-            if unit.parameters:
-                self._write_unit(unit)
-        buffers = dict(persistent_buffers(model))
-        entries = self._write_whole("buffers", buffers)
-        for fqn, entry in entries.items():
-            self._manifest.buffers.append(BufferEntry(fqn, list(buffers[fqn].shape), entry))
-        entries = self._write_whole("random", take_random_state(self._parts.accelerator.device))
-        self._manifest.random.append(RandomEntry(self._rank, entries[CPU], entries.get(DEVICE)))
 
-    def _write_unit(self, unit: Unit) -> None:
-        specs = {spec.name: spec for info in unit.parameters for spec in _specs(info)}
-        with self._file(f"unit-{unit.index:05d}", list(specs.values())) as file:
-            for state in self._reader.pieces(unit):
-                for name, part in _parts_of(state):
-                    file.append(name, part)
-        for info in unit.parameters:
-            moments = [_entry(file, specs[_moment_name(info, name)]) if info.trainable else None for name in MOMENTS]
-            piece = PieceEntry(0, info.numel, _entry(file, specs[info.fqn]), *moments)
-            self._manifest.parameters.append(_parameter_entry(info, piece))
+class _UnitFile:
+    """The file of one unit. Opened by whoever writes to it first."""
 
-    def _write_whole(self, stem: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorEntry]:
-        """One file of tensors that are brought to the host one at a time; none if there are none."""
+    def __init__(self, folder: Path, unit: Unit, rank: int, moments: Sequence[str]) -> None:
+        """`moments`: what the optimizer keeps of a trained parameter."""
+        self.unit, self._moments = unit, moments
+        self._folder, self._name = folder, f"unit-{unit.index:05d}-rank-{rank:05d}.safetensors"
+        self._owned = {info.index: owned for info, owned in owned_elements(unit)}
+        self._infos = [info for info in unit.parameters if info.index in self._owned]
+        self._specs = {spec.name: spec for info in self._infos for spec in _specs(info, self._owned[info.index], moments)}
+        self._lock = threading.Lock()
+        self._file: TensorFile | None = None
+        self._steps = {info.index: info.step for info in unit.parameters}
+
+    def write(self, state: PieceState) -> None:
+        """Write one piece into its place."""
+        file = self._opened()
+        for name, part in _parts_of(state):
+            start = state.start - self._owned[state.info.index].start
+            file.write(name, start * part.element_size(), part.detach().cpu())
+
+    def finish(self) -> None:
+        self._opened().finish()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def enter(self, manifest: Manifest) -> None:
+        """Enter the file and its parameters into the manifest."""
+        file = self._opened()
+        manifest.files.append(_file_entry(file))
+        for info in self._infos:
+            kept = self._moments if info.trainable else ()
+            moments = [_entry(file, self._specs[_moment_name(info, name)]) if name in kept else None for name in MOMENTS]
+            owned = self._owned[info.index]
+            piece = PieceEntry(owned.start, owned.stop, _entry(file, self._specs[info.fqn]), *moments)
+            manifest.parameters.append(_parameter_entry(info, self._steps[info.index], piece))
+
+    def _opened(self) -> TensorFile:
+        with self._lock:
+            if self._file is None:
+                self._file = TensorFile(self._folder, self._name, list(self._specs.values()), METADATA)
+            return self._file
+
+
+class Snapshot:
+    """The state at construction, on its way into a folder's files.
+
+    `copy` belongs to one thread, whichever; `before_update` is called by the thread of the updates.
+    """
+
+    def __init__(self, folder: Path, parts: Parts, manifest: Manifest, model: nn.Module, failures: Failures) -> None:
+        """Buffers and random states are written now. `failures()`: around every read from a tier."""
+        self._folder, self._parts, self._manifest = folder, parts, manifest
+        self._rank = parts.ranks.index if parts.ranks is not None else 0
+        self._reader = StateReader(parts, failures)
+        moments = parts.records.moments if parts.records is not None else ()
+        self._files = {unit.index: _UnitFile(folder, unit, self._rank, moments) for unit in parts.units if self._writes(unit)}
+        self._order = [index for index in parts.residency.next_order() if index in self._files]
+        self._changed = threading.Condition()
+        self._copies = {chunk.key: _Copy.WAITING for file in self._files.values() for chunk in chunks_of(file.unit)}
+        self._failure: Exception | None = None
+        self._whole = self._write_whole(model)
+
+    def _writes(self, unit: Unit) -> bool:
+        """Whether this rank writes what it holds of the unit: of what several ranks hold alike, one in turn does."""
+        ranks = self._parts.ranks
+        if not any(True for _ in owned_elements(unit)):
+            return False
+        if ranks is None:
+            return True
+        alike = tuple(range(ranks.world_size)) if self._parts.layout.stage == 0 else ranks.replicas
+        return alike[unit.index % len(alike)] == ranks.index
+
+    # ---- by the updates ------------------------------------------------------------------------------------------
+
+    def before_update(self, chunk_of: ChunkOf, values: torch.Tensor, record: Record) -> None:
+        """The chunk's `record` and (where they are a part of the master) `values` are about to be overwritten where they are.
+
+        A failure is the save's, not the update's.
+        """
+        if chunk_of.key in self._copies and self._claim(chunk_of, waits=True):
+            self._fill(chunk_of, pieces_of(chunk_of, values, record))
+
+    # ---- by the thread that copies ---------------------------------------------------------------------------------
+
+    def copy(self) -> None:
+        """Write every chunk that is not yet, in the order in which updates will come; make the files durable; enter them
+        into the manifest. Raises the first failure of any thread."""
+        for unit_index in self._order:
+            file = self._files[unit_index]
+            for chunk_of in chunks_of(file.unit):
+                if self._claim(chunk_of, waits=False):
+                    self._fill(chunk_of, self._reader.chunk(chunk_of))
+            self._await(file.unit)
+            file.finish()
+        for unit_index in sorted(self._files):
+            self._files[unit_index].enter(self._manifest)
+        self._finish_whole()
+
+    def await_copies(self) -> None:
+        """Wait until every chunk is copied, or the save failed: then anything may be overwritten."""
+        for file in self._files.values():
+            self._await(file.unit, raises=False)
+
+    def close(self) -> None:
+        """Close the files as they are and give buffers back. Nobody is kept waiting any more. Idempotent."""
+        self._fail(AssertionError("the snapshot was closed"))
+        self.await_copies()  # nobody may still be writing to a descriptor that is about to be closed
+        for file in self._files.values():
+            file.close()
+        for one in self._whole:
+            one.close()
+        self._reader.close()
+
+    # ---- claims ----------------------------------------------------------------------------------------------------
+
+    def _claim(self, chunk_of: ChunkOf, *, waits: bool) -> bool:
+        """Whether the caller is to write the chunk. `waits`: return only when nobody else is writing it."""
+        with self._changed:
+            if waits:
+                self._changed.wait_for(lambda: self._copies[chunk_of.key] is not _Copy.COPYING)
+            if self._failure is not None or self._copies[chunk_of.key] is not _Copy.WAITING:
+                return False
+            self._copies[chunk_of.key] = _Copy.COPYING
+            return True
+
+    def _fill(self, chunk_of: ChunkOf, states: Iterator[PieceState]) -> None:
+        file = self._files[chunk_of.flat.layout.unit_index]
+        try:
+            for state in states:
+                file.write(state)
+        except Exception as error:
+            self._fail(error)
+        finally:
+            with self._changed:
+                self._copies[chunk_of.key] = _Copy.COPIED
+                self._changed.notify_all()
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
+    def _await(self, unit: Unit, *, raises: bool = True) -> None:
+        keys = [chunk_of.key for chunk_of in chunks_of(unit)]
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or all(self._copies[key] is _Copy.COPIED for key in keys))
+            # A chunk that somebody has begun to write or read is let go by him, whatever failed elsewhere.
+            self._changed.wait_for(lambda: all(self._copies[key] is not _Copy.COPYING for key in keys))
+            if raises and self._failure is not None:
+                raise self._failure
+
+    # ---- what is small -----------------------------------------------------------------------------------------------
+
+    def _write_whole(self, model: nn.Module) -> list[TensorFile]:
+        """Buffers and random states, one file of each kind; none of buffers if there are none."""
+        self._buffer_shapes = {fqn: list(buffer.shape) for fqn, buffer in persistent_buffers(model)}
+        files = [
+            self._tensor_file("buffers", dict(persistent_buffers(model)) if self._rank == 0 else {}),
+            self._tensor_file("random", take_random_state(self._parts.accelerator.device)),
+        ]
+        return [file for file in files if file is not None]
+
+    def _tensor_file(self, stem: str, tensors: Mapping[str, torch.Tensor]) -> TensorFile | None:
         specs = [TensorSpec(name, known_dtype(name, one.dtype), tuple(one.shape)) for name, one in tensors.items()]
         if not specs:
-            return {}
-        with self._file(stem, specs) as file:
+            return None
+        file = TensorFile(self._folder, f"{stem}-rank-{self._rank:05d}.safetensors", specs, METADATA)
+        try:
             for name, tensor in tensors.items():
                 file.append(name, tensor.detach().cpu().contiguous())
-        return {spec.name: _entry(file, spec) for spec in specs}
+        except BaseException:
+            file.close()
+            raise
+        return file
 
-    @contextmanager
-    def _file(self, stem: str, specs: Sequence[TensorSpec]) -> Iterator[TensorFile]:
-        with closing(TensorFile(self._folder, f"{stem}-rank-{self._rank:05d}.safetensors", specs, METADATA)) as file:
-            yield file
+    def _finish_whole(self) -> None:
+        manifest = self._manifest
+        for file in self._whole:
             file.finish()
-        self._manifest.files.append(FileEntry(file.name, file.nbytes, file.header_nbytes, file.header_crc32))
-
-
-def known_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """`dtype`, if files can hold it; else `UsageError`."""
-    if dtype not in DTYPE_CODES:
-        raise UsageError(f"{name!r} is of dtype {dtype}, which checkpoints cannot hold: convert it before saving.")
-    return dtype
+            manifest.files.append(_file_entry(file))
+        *buffers, random = self._whole
+        for file in buffers:
+            entries = {spec.name: _entry(file, spec) for spec in file.specs}
+            manifest.buffers += [BufferEntry(fqn, shape, entries[fqn]) for fqn, shape in self._buffer_shapes.items()]
+        states = {spec.name: _entry(random, spec) for spec in random.specs}
+        manifest.random.append(RandomEntry(self._rank, states[CPU], states.get(DEVICE)))
 
 
 def _moment_name(info: ParameterInfo, moment: str) -> str:
     return f"{moment}/{info.fqn}"
 
 
-def _specs(info: ParameterInfo) -> Iterator[TensorSpec]:
-    """A parameter's tensors in its unit's file: in its own shape where its elements lie row by row, else 1-D."""
-    row_major = tuple(torch.empty(info.shape, device="meta").stride()) == info.stride
-    shape = tuple(info.shape) if row_major else (info.numel,)
+def owned_elements(unit: Unit) -> Iterator[tuple[ParameterInfo, range]]:
+    """Of each parameter of which this rank's chunks hold any: the elements, in slot order. On one rank all of each."""
+    for flat in unit.flats:
+        first, last = flat.layout.chunks[0].start, flat.layout.chunks[-1].stop
+        for info, slot in zip(flat.parameters, flat.layout.slots, strict=True):
+            start, stop = max(slot.start, first), min(slot.stop, last)
+            if start < stop or slot.numel == 0:
+                yield info, range(start - slot.start, max(stop, start) - slot.start)
+
+
+def _specs(info: ParameterInfo, owned: range, moments: Sequence[str]) -> Iterator[TensorSpec]:
+    """A parameter's tensors in its unit's file: in its own shape where they are all of it and lie row by row, else 1-D."""
+    whole = len(owned) == info.numel and row_major(info.shape) == info.stride
+    shape = tuple(info.shape) if whole else (len(owned),)
     yield TensorSpec(info.fqn, torch.float32 if info.trainable else known_dtype(info.fqn, info.dtype), shape)
     if info.trainable:
-        yield from (TensorSpec(_moment_name(info, name), torch.float32, shape) for name in MOMENTS)
+        yield from (TensorSpec(_moment_name(info, name), torch.float32, shape) for name in moments)
 
 
 def _parts_of(state: PieceState) -> Iterator[tuple[str, torch.Tensor]]:
@@ -110,13 +274,17 @@ def _entry(file: TensorFile, spec: TensorSpec) -> TensorEntry:
     return TensorEntry(file.name, DTYPE_CODES[spec.dtype], file.offsets[spec.name], spec.nbytes, file.crc32(spec.name))
 
 
-def _parameter_entry(info: ParameterInfo, piece: PieceEntry) -> ParameterEntry:
+def _file_entry(file: TensorFile) -> FileEntry:
+    return FileEntry(file.name, file.nbytes, file.header_nbytes, file.header_crc32)
+
+
+def _parameter_entry(info: ParameterInfo, step: int, piece: PieceEntry) -> ParameterEntry:
     return ParameterEntry(
         fqns=list(info.fqns),
         shape=list(info.shape),
         stride=list(info.stride),
         dtype=DTYPE_CODES[info.dtype],
         group=info.group_index,
-        step=info.step,
+        step=step,
         pieces=[piece],
     )

@@ -1,6 +1,6 @@
 """File I/O: one protocol, three implementations, the best that works here chosen by trying.
 
-io_uring    native; one ring per engine, deep queues, no thread per transfer
+io_uring    native; one ring for each device, deep queues, no thread per transfer
 threads     native; pread and pwrite on a pool of threads, where the system forbids io_uring (most containers)
 aiofiles    pure Python, where the native library cannot be had
 """
@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 
 from offload.errors import ConfigError
+from offload.tiers.io import tuning
 from offload.tiers.io.backend import IoBackend, IoStats, OpenFile, Priority
+from offload.tiers.io.devices import DeviceBackends
 from offload.tiers.io.failure import errno_text
 
 __all__ = ["BACKEND_NAMES", "IoBackend", "IoStats", "OpenFile", "Priority", "open_backend"]
@@ -24,23 +28,66 @@ ENVIRONMENT_VARIABLE = "OFFLOAD_IO"
 _log = logging.getLogger(__name__)
 
 
-def open_backend(name: str = "auto", *, queue_depth: int | None = None, block_nbytes: int | None = None) -> IoBackend:
+_Sizes = Callable[[str], Mapping[str, int]]
+"""What a backend of that name is opened with: queue_depth, block_nbytes, or nothing."""
+
+
+def open_backend(
+    name: str = "auto",
+    *,
+    queue_depth: int | None = None,
+    block_nbytes: int | None = None,
+    paths: Sequence[str | os.PathLike[str]] = (),
+) -> IoBackend:
     """Open the backend of that name, or with "auto" the best one that works on this system.
 
     The environment variable OFFLOAD_IO, where set, takes the place of "auto". At most `queue_depth` blocks of
-    `block_nbytes` are in flight; None: the backend's own default. The caller closes it.
+    `block_nbytes` are in flight. `paths`: existing folders where the files will lie; there is then one queue for each
+    device among them, with the sizes that were measured for it (`offload.tiers.io.tuning`). What is neither given nor
+    measured is the backend's own default. The caller closes it.
 
     Raises `ConfigError` where the name is unknown or the backend that was named does not work here, with the reason."""
+    given = {key: size for key, size in (("queue_depth", queue_depth), ("block_nbytes", block_nbytes)) if size is not None}
+    devices: dict[int, str] = {}
+    for path in paths:
+        number = os.stat(path).st_dev
+        if number not in devices:
+            devices[number] = tuning.device_of(path)
+
+    def sizes_for(device: str) -> _Sizes:
+        return lambda backend: _measured(device, backend) | given
+
+    if not devices:
+        return _choose(name, lambda backend: given)
+    (first_number, first_device), *others = devices.items()
+    opened = {first_number: _choose(name, sizes_for(first_device))}
+    try:
+        for number, device in others:
+            backend = opened[first_number].name
+            opened[number] = _open(backend, sizes_for(device)(backend))
+    except BaseException:
+        for one in opened.values():
+            one.close()
+        raise
+    return DeviceBackends(opened) if others else opened[first_number]
+
+
+def _measured(device: str, backend: str) -> dict[str, int]:
+    settings = tuning.remembered(device, backend)
+    return {} if settings is None else asdict(settings)
+
+
+def _choose(name: str, sizes: _Sizes) -> IoBackend:
     source = "the I/O backend"
     if name == "auto":
         name = os.environ.get(ENVIRONMENT_VARIABLE, "auto") or "auto"
         source = f"the environment variable {ENVIRONMENT_VARIABLE}"
     if name == "auto":
-        return _open_best(queue_depth, block_nbytes)
+        return _open_best(sizes)
     if name not in BACKEND_NAMES:
         raise ConfigError(f"{source} is {name!r}; expected one of auto, {', '.join(BACKEND_NAMES)}")
     try:
-        return _open(name, queue_depth, block_nbytes)
+        return _open(name, sizes(name))
     except (OSError, ImportError) as error:
         raise ConfigError(
             f"{source} asks for {name}, which does not work here: {_reason(error)}. Leave the choice to offload "
@@ -48,11 +95,11 @@ def open_backend(name: str = "auto", *, queue_depth: int | None = None, block_nb
         ) from error
 
 
-def _open_best(queue_depth: int | None, block_nbytes: int | None) -> IoBackend:
+def _open_best(sizes: _Sizes) -> IoBackend:
     refusals: list[str] = []
     for name in BACKEND_NAMES:
         try:
-            backend = _open(name, queue_depth, block_nbytes)
+            backend = _open(name, sizes(name))
         except (OSError, ImportError) as error:
             refusals.append(f"{name}: {_reason(error)}")
             continue
@@ -69,21 +116,19 @@ def _open_best(queue_depth: int | None, block_nbytes: int | None) -> IoBackend:
     )
 
 
-def _open(name: str, queue_depth: int | None, block_nbytes: int | None) -> IoBackend:
-    sizes = {"queue_depth": queue_depth, "block_nbytes": block_nbytes}
-    given = {key: value for key, value in sizes.items() if value is not None}
+def _open(name: str, sizes: Mapping[str, int]) -> IoBackend:
     # Imported here: who uses one backend does not pay for, or need, what the other is made of.
     if name == "aiofiles":
         from offload.tiers.io.aio import AioBackend
 
-        return AioBackend(**given)
+        return AioBackend(**sizes)
     from offload import _native
 
     if not _native.available():
         raise ImportError(f"the native library is missing: {_native.unavailable_reason()}")
     from offload.tiers.io.native import NativeBackend
 
-    return NativeBackend("io_uring" if name == "io_uring" else "threads", **given)
+    return NativeBackend("io_uring" if name == "io_uring" else "threads", **sizes)
 
 
 def _reason(error: OSError | ImportError) -> str:

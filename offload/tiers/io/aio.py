@@ -19,7 +19,7 @@ from aiofiles.os import wrap
 from torch import Tensor
 
 from offload.device.pending import Pending
-from offload.tiers.io.backend import IoMeter, IoStats, OpenFile, Priority, Transfer
+from offload.tiers.io.backend import IoMeter, IoStats, OpenFile, Priority, Transfer, not_registered
 from offload.tiers.io.failure import transfer_error
 
 _Vectored = Callable[..., Awaitable[int]]
@@ -101,6 +101,9 @@ class AioBackend:
 
     def write(self, file: OpenFile, source: Tensor, offset_nbytes: int, *, priority: Priority) -> Pending:
         return self._submit(_AioPending(file, source, offset_nbytes, is_write=True), source, priority)
+
+    def register_memory(self, address: int, nbytes: int) -> Callable[[], None]:
+        return not_registered(address, nbytes)
 
     def stats(self) -> IoStats:
         return self._meter.stats()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -45,12 +46,14 @@ class OpenFile(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class IoStats:
-    """Totals since the backend was opened. Busy: the time in which at least one transfer of the kind was in flight."""
+    """Totals since the backend was opened. Busy: the time in which at least one transfer of the kind was in flight, on the
+    busiest device. `registered_nbytes`: memory that is registered with the kernel now (see `register_memory`)."""
 
     read_nbytes: int = 0
     written_nbytes: int = 0
     read_busy_ns: int = 0
     write_busy_ns: int = 0
+    registered_nbytes: int = 0
 
 
 class IoBackend(Protocol):
@@ -67,6 +70,13 @@ class IoBackend(Protocol):
 
     def write(self, file: OpenFile, source: Tensor, offset_nbytes: int, *, priority: Priority) -> Pending:
         """Write all of `source` at `offset_nbytes`. It may not change until the `Pending` settled."""
+        ...
+
+    def register_memory(self, address: int, nbytes: int) -> Callable[[], None]:
+        """Make memory that many transfers use known to the kernel, which makes them cheaper; returns what undoes that.
+
+        Where that is not to be had (the limit of locked memory, another backend) nothing happens: it is an optimisation.
+        Undo it before the memory is unmapped, with nothing in flight there; after `close` that does nothing."""
         ...
 
     def stats(self) -> IoStats: ...
@@ -122,6 +132,12 @@ class Transfer:
     def _stall(self, code: int) -> int:
         self.stall_count += 1
         return code if self.stall_count > self.STALL_LIMIT else 0
+
+
+def not_registered(address: int, nbytes: int) -> Callable[[], None]:
+    """`register_memory` of a backend that has no such thing."""
+    del address, nbytes
+    return lambda: None
 
 
 class IoMeter:

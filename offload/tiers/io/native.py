@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 from torch import Tensor
@@ -15,6 +18,8 @@ from offload.tiers.io.backend import IoStats, OpenFile, Priority
 from offload.tiers.io.failure import transfer_error
 
 _InFlight = set["_NativePending"]
+
+_log = logging.getLogger(__name__)
 
 
 class _NativePending(Pending):
@@ -102,11 +107,25 @@ class NativeBackend:
     def write(self, file: OpenFile, source: Tensor, offset_nbytes: int, *, priority: Priority) -> Pending:
         return self._submit(_NativePending(self._engine, file, source, offset_nbytes, is_write=True), priority)
 
+    def register_memory(self, address: int, nbytes: int) -> Callable[[], None]:
+        try:
+            self._engine.register(address, nbytes)
+        except OSError as error:
+            _log.info("%d bytes of memory are not registered for I/O (%s): transfers cost more", nbytes, error.strerror)
+            return lambda: None
+        return partial(self._engine.unregister, address)
+
     def stats(self) -> IoStats:
         if self._final_stats is not None:
             return self._final_stats
         totals = self._engine.stats()
-        return IoStats(totals.read_nbytes, totals.written_nbytes, totals.read_busy_ns, totals.write_busy_ns)
+        return IoStats(
+            totals.read_nbytes,
+            totals.written_nbytes,
+            totals.read_busy_ns,
+            totals.write_busy_ns,
+            totals.registered_nbytes,
+        )
 
     def close(self) -> None:
         if not self._closed:

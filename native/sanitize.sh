@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# The tests of native/ under builds with AddressSanitizer and UndefinedBehaviorSanitizer, then with ThreadSanitizer.
+#
+#   native/sanitize.sh [python]     any finding fails a test, or the run
+#
+# Python and torch are not instrumented: the sanitizer's runtime is loaded before them, and only our library is watched.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python="${1:-.venv/bin/python}"
+compiler="${CXX:-g++}"
+
+runtime() { "$compiler" -print-file-name="$1"; }
+
+build() { # name, flags
+    cmake -S native -B "build/sanitize-$1" -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_COMPILER="$compiler" \
+        -DCMAKE_CXX_FLAGS="-O1 -g1 -fno-omit-frame-pointer $2" -DCMAKE_SHARED_LINKER_FLAGS="$2" >/dev/null
+    cmake --build "build/sanitize-$1" -j "$(nproc)" >/dev/null
+}
+
+tests() { # name, preloaded, files
+    OFFLOAD_NATIVE="$PWD/build/sanitize-$1/liboffload_native.so" LD_PRELOAD="$2" OMP_NUM_THREADS=1 \
+        ${no_aslr:-} "$python" -m pytest -q -p no:cacheprovider "${@:3}"
+}
+
+[ -e "$(runtime libasan.so)" ] && [ -e "$(runtime libtsan.so)" ] || { echo "no sanitizers with $compiler; skipped" >&2; exit 0; }
+
+build address "-fsanitize=address,undefined -fno-sanitize-recover=undefined"
+export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
+tests address "$(runtime libasan.so) $(runtime libubsan.so)" tests/native
+
+# Threads: the engines, the pool and the arenas; arithmetic alone is slow here and shares nothing.
+build thread "-fsanitize=thread"
+export TSAN_OPTIONS="die_after_fork=0 report_signal_unsafe=0 ignore_noninstrumented_modules=1 exitcode=66"
+no_aslr="setarch -R" # ThreadSanitizer needs the addresses that it expects
+tests thread "$(runtime libtsan.so)" tests/native/test_io_engine.py tests/native/test_memory.py tests/native/test_binding.py \
+    -k "not omp and not cannot_be_used and not abi_version and not without_the_library"

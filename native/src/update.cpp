@@ -1,0 +1,197 @@
+// Cuts the segments of an optimizer step in tasks for the pool.
+#include <algorithm>
+#include <cerrno>
+#include <cmath>
+#include <new>
+#include <vector>
+
+#include "kernels.h"
+#include "offload.h"
+#include "threads.h"
+
+namespace offload {
+namespace {
+
+// Elements of one task. Large enough that the streams of a task are long, small enough that threads end together.
+constexpr int64_t kTaskNumel = 32768;
+// Under this much work in all, waking another thread costs more than it saves.
+constexpr int64_t kAloneNumel = 8192;
+
+bool is_dtype(int32_t dtype) { return dtype >= OFFLOAD_F32 && dtype <= OFFLOAD_F16; }
+
+bool is_flag(int32_t value) { return value == 0 || value == 1; }
+
+// Which moments a segment's rule has.
+bool has_average(const offload_update_segment& s) {
+    return s.rule == OFFLOAD_RULE_ADAM || s.rule == OFFLOAD_RULE_LION || (s.rule == OFFLOAD_RULE_SGD && s.beta1 != 0.0);
+}
+
+bool has_square(const offload_update_segment& s) { return s.rule == OFFLOAD_RULE_ADAM || s.rule == OFFLOAD_RULE_ADAGRAD; }
+
+bool is_valid(const offload_update_segment& s) {
+    if (s.numel < 0 || s.step < 1 || s.first_index < 0 || !is_dtype(s.grad_dtype)) return false;
+    if (s.rule < OFFLOAD_RULE_ADAM || s.rule > OFFLOAD_RULE_SGD || !is_flag(s.decoupled) || !is_flag(s.nesterov)) return false;
+    if (s.state_format < OFFLOAD_STATE_FP32 || s.state_format > OFFLOAD_STATE_8BIT) return false;
+    if (s.values != nullptr && !is_dtype(s.values_dtype)) return false;
+    if (s.numel == 0) return true;
+    if (s.grad == nullptr || s.master == nullptr) return false;
+    if ((has_average(s) && s.exp_avg == nullptr) || (has_square(s) && s.exp_avg_sq == nullptr)) return false;
+    if (s.state_format == OFFLOAD_STATE_FP32) return true;
+    if (s.values == nullptr || s.values_dtype != OFFLOAD_BF16) return false;
+    if (s.state_format != OFFLOAD_STATE_8BIT) return true;
+    if ((has_average(s) && s.exp_avg_scale == nullptr) || (has_square(s) && s.exp_avg_sq_scale == nullptr)) return false;
+    return s.first_index % kScaleGroup == 0;
+}
+
+uint32_t rounding_key(uint64_t seed, int64_t step) {
+    uint64_t z = seed + static_cast<uint64_t>(step) * 0x9e3779b97f4a7c15u;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return static_cast<uint32_t>(z ^ (z >> 31));
+}
+
+UpdateScalars scalars_of(const offload_update_segment& s) {
+    const bool is_adam = s.rule == OFFLOAD_RULE_ADAM;
+    const double step = static_cast<double>(s.step);
+    const double bias_correction1 = is_adam ? 1.0 - std::pow(s.beta1, step) : 1.0;
+    const double bias_correction2 = is_adam ? 1.0 - std::pow(s.beta2, step) : 1.0;
+    const double root_correction2 = std::sqrt(bias_correction2);
+    const double step_size = s.lr / bias_correction1;
+    const float weight = static_cast<float>(1.0 - s.beta1);
+    const bool shrinks = s.rule == OFFLOAD_RULE_LION || (is_adam && s.decoupled != 0);
+    UpdateScalars scalars = {};
+    scalars.rule = s.rule;
+    scalars.grad_factor = s.grad_factor;
+    scalars.l2 = !shrinks && s.weight_decay != 0.0;
+    // Without decay Adam's weight is multiplied by exactly 1, which is no operation.
+    scalars.decay = static_cast<float>(scalars.l2 ? s.weight_decay : (shrinks ? 1.0 - s.lr * s.weight_decay : 1.0));
+    scalars.lerp_from_grad = !(std::fabs(weight) < 0.5f);
+    scalars.lerp_coefficient = scalars.lerp_from_grad ? weight - 1.0f : weight;
+    scalars.beta1 = static_cast<float>(s.beta1);
+    scalars.one_minus_beta1 = s.rule == OFFLOAD_RULE_SGD ? static_cast<float>(1.0 - s.beta2) : weight;
+    scalars.beta2 = static_cast<float>(s.beta2);
+    scalars.one_minus_beta2 = static_cast<float>(1.0 - s.beta2);
+    scalars.sqrt_bias_correction2 = static_cast<float>(root_correction2);
+    scalars.eps = static_cast<float>(s.eps);
+    scalars.negative_step_size = static_cast<float>(-step_size);
+    scalars.folded_eps = static_cast<float>(s.eps * root_correction2);
+    scalars.folded_negative_step_size = static_cast<float>(-(step_size * root_correction2));
+    scalars.rounding_key = rounding_key(s.rounding_seed, s.step);
+    scalars.has_momentum = has_average(s);
+    scalars.nesterov = s.nesterov != 0;
+    scalars.is_first = s.step == 1;
+    return scalars;
+}
+
+uint8_t* advanced(void* base, int64_t nbytes) { return base == nullptr ? nullptr : static_cast<uint8_t*>(base) + nbytes; }
+
+int64_t element_nbytes(int32_t dtype) { return dtype == OFFLOAD_F32 ? 4 : 2; }
+
+// `begin` is a multiple of kScaleGroup.
+UpdatePiece piece_of(const offload_update_segment& s, int64_t begin, int64_t numel) {
+    constexpr int64_t kMomentNbytes[] = {4, 4, 2, 1}; // by state format
+    const int64_t master_nbytes = s.state_format == OFFLOAD_STATE_FP32 ? 4 : 2;
+    const int64_t moment_nbytes = kMomentNbytes[s.state_format];
+    UpdatePiece piece = {};
+    piece.grad = static_cast<const uint8_t*>(s.grad) + begin * element_nbytes(s.grad_dtype);
+    piece.master = advanced(s.master, begin * master_nbytes);
+    piece.exp_avg = advanced(s.exp_avg, begin * moment_nbytes);
+    piece.exp_avg_sq = advanced(s.exp_avg_sq, begin * moment_nbytes);
+    piece.exp_avg_scale = advanced(s.exp_avg_scale, begin / kScaleGroup);
+    piece.exp_avg_sq_scale = advanced(s.exp_avg_sq_scale, begin / kScaleGroup);
+    piece.values = advanced(s.values, begin * element_nbytes(s.values_dtype));
+    piece.grad_dtype = s.grad_dtype;
+    piece.values_dtype = s.values_dtype;
+    piece.state_format = s.state_format;
+    piece.first_index = s.first_index + begin;
+    piece.numel = numel;
+    return piece;
+}
+
+int update(offload_threads& threads, const offload_update_segment* segments, int64_t segment_count) {
+    std::vector<UpdateScalars> scalars;
+    std::vector<int64_t> first_task; // of each segment, and the number of tasks
+    scalars.reserve(static_cast<size_t>(segment_count));
+    first_task.reserve(static_cast<size_t>(segment_count) + 1);
+    int64_t task_count = 0;
+    int64_t total_numel = 0;
+    for (int64_t i = 0; i < segment_count; ++i) {
+        if (!is_valid(segments[i])) return -EINVAL;
+        first_task.push_back(task_count);
+        task_count += (segments[i].numel + kTaskNumel - 1) / kTaskNumel;
+        total_numel += segments[i].numel;
+    }
+    first_task.push_back(task_count);
+    for (int64_t i = 0; i < segment_count; ++i) scalars.push_back(scalars_of(segments[i]));
+
+    const Kernels& table = kernels();
+    const auto update_task = [&](int64_t task) {
+        const auto after = std::upper_bound(first_task.begin(), first_task.end(), task);
+        const int64_t index = after - first_task.begin() - 1;
+        const offload_update_segment& segment = segments[index];
+        const int64_t begin = (task - first_task[static_cast<size_t>(index)]) * kTaskNumel;
+        table.update(scalars[static_cast<size_t>(index)], piece_of(segment, begin, std::min(kTaskNumel, segment.numel - begin)));
+    };
+    if (total_numel > kAloneNumel) {
+        threads.run(task_count, update_task);
+    } else {
+        threads.run(1, [&](int64_t) {
+            for (int64_t task = 0; task < task_count; ++task) update_task(task);
+        });
+    }
+    return 0;
+}
+
+void stream(offload_threads& threads, const StreamPiece& whole) {
+    const Kernels& table = kernels();
+    threads.run((whole.numel + kTaskNumel - 1) / kTaskNumel, [&](int64_t task) {
+        const int64_t begin = task * kTaskNumel;
+        StreamPiece piece = whole;
+        for (int32_t i = 0; i < whole.read_count; ++i) piece.reads[i] += begin * whole.read_nbytes[i];
+        for (int32_t i = 0; i < whole.write_count; ++i) piece.writes[i] += begin * whole.write_nbytes[i];
+        piece.numel = std::min(kTaskNumel, whole.numel - begin);
+        table.stream(piece);
+    });
+}
+
+} // namespace
+} // namespace offload
+
+extern "C" {
+
+int offload_update(offload_threads* threads, const offload_update_segment* segments, int64_t segment_count) {
+    if (threads == nullptr || segment_count < 0 || (segments == nullptr && segment_count > 0)) return -EINVAL;
+    try {
+        return offload::update(*threads, segments, segment_count);
+    } catch (const std::bad_alloc&) { return -ENOMEM; }
+}
+
+int offload_stream(offload_threads* threads, const void* const* reads, const int32_t* read_nbytes, int32_t read_count, void* const* writes,
+                   const int32_t* write_nbytes, int32_t write_count, int64_t numel) {
+    using namespace offload;
+    if (threads == nullptr || numel < 0 || numel % kStreamStep != 0) return -EINVAL;
+    if (read_count < 0 || read_count > kStreamArraysMax || write_count < 0 || write_count > kStreamArraysMax) return -EINVAL;
+    if (read_count + write_count == 0) return -EINVAL;
+    if ((read_count > 0 && (reads == nullptr || read_nbytes == nullptr)) ||
+        (write_count > 0 && (writes == nullptr || write_nbytes == nullptr)))
+        return -EINVAL;
+    StreamPiece piece = {};
+    piece.read_count = read_count;
+    piece.write_count = write_count;
+    piece.numel = numel;
+    const auto is_size = [](int32_t nbytes) { return nbytes >= 1 && nbytes <= 4; };
+    for (int32_t i = 0; i < read_count; ++i) {
+        if (reads[i] == nullptr || !is_size(read_nbytes[i])) return -EINVAL;
+        piece.reads[i] = static_cast<const uint8_t*>(reads[i]);
+        piece.read_nbytes[i] = read_nbytes[i];
+    }
+    for (int32_t i = 0; i < write_count; ++i) {
+        if (writes[i] == nullptr || !is_size(write_nbytes[i])) return -EINVAL;
+        piece.writes[i] = static_cast<uint8_t*>(writes[i]);
+        piece.write_nbytes[i] = write_nbytes[i];
+    }
+    stream(*threads, piece);
+    return 0;
+}
+
+} // extern "C"

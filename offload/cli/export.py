@@ -1,0 +1,37 @@
+"""Write a checkpoint's weights as safetensors shards with index and config, as `engine.export` does.
+
+Needs neither the model nor a GPU, and little memory: byte ranges are read, checked, rounded and written one after
+another. What is written is the same, byte for byte, as the run that saved the checkpoint would have exported.
+
+  python -m offload export ckpt/step-1000 out/ --dtype bf16
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from offload.cli.text import format_nbytes
+from offload.config import parse_nbytes
+from offload.runtime.assembly import DTYPES
+from offload.runtime.checkpointing.offline_export import export_checkpoint
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="a folder that save_checkpoint made")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to make; it must not exist, or be empty")
+    parser.add_argument(
+        "--dtype", choices=tuple(DTYPES), help="of the weights; fp32 is the master's precision (default: what the model ran in)"
+    )
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file (default 5GB)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """`export`. Returns 0."""
+    dtype = DTYPES[args.dtype] if args.dtype is not None else None
+    count = export_checkpoint(args.checkpoint, args.out, dtype, parse_nbytes(args.max_shard_size, "--max-shard-size"))
+    files = sorted(args.out.glob("*.safetensors"))
+    total = sum(file.stat().st_size for file in files)
+    print(f"{count} tensors in {len(files)} file{'s' if len(files) > 1 else ''}, {format_nbytes(total)}: {args.out}")
+    return 0

@@ -1,0 +1,178 @@
+"""The narrow encodings of optimizer state, in torch operations: split weights, bf16 and 8-bit moments.
+
+Each is defined to the bit in `native/include/offload.h`; the native kernel encodes and decodes while it updates, these
+functions serve everything else: initial values, `state_dict`, checkpoints, and the torch form of the update. Without
+random bits they round to nearest, and what was decoded encodes to what decodes to the same again:
+
+    split   any float32
+    bf16    a bf16 number is a float32
+    8-bit   a group's values are whole multiples c * 2^k with |c| <= 127 (roots: 255) of its scale. The least scale that
+            holds their maximum is 2^k or a smaller power of two, of which they are whole multiples too.
+
+All tensors are 1-D; those of one call lie on one device.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from offload.device.flat import f32
+
+SCALE_GROUP = 64
+"""Elements that share a scale of 8-bit moments, counted from a parameter's first."""
+_LOW = 0xFFFF
+_CANONICAL_NAN = 0x7FC00000
+_INFINITY = 0x7F800000
+
+
+def group_count(numel: int) -> int:
+    """Scales of `numel` elements."""
+    return -(-numel // SCALE_GROUP)
+
+
+# ---- split weights
+
+
+def bits_of(values: Tensor) -> Tensor:
+    """int64 [n] of the bits of float32 [n], a NaN as the canonical one."""
+    bits = values.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    return torch.where(values.isnan(), _CANONICAL_NAN, bits)
+
+
+def _as_int16(words: Tensor) -> Tensor:
+    """The low 16 bits of int64, as int16."""
+    low = words & _LOW
+    return torch.where(low >= 1 << 15, low - (1 << 16), low).to(torch.int16)
+
+
+def upper_half(values: Tensor) -> Tensor:
+    """The bf16 weight of float32 masters: the nearest, ties away from zero."""
+    return _as_int16((bits_of(values) + 0x8000) >> 16).view(torch.bfloat16)
+
+
+def remainder(values: Tensor) -> Tensor:
+    """int16: what `upper_half` leaves of float32 masters."""
+    return _as_int16(bits_of(values))
+
+
+def joined(upper: Tensor, rest: Tensor) -> Tensor:
+    """The float32 masters of bf16 weights and their int16 remainders."""
+    high = upper.view(torch.int16).to(torch.int64) & _LOW
+    bits = ((high << 16) + rest.to(torch.int64)) & 0xFFFFFFFF
+    return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
+
+
+# ---- bf16 moments
+
+
+def bf16_of(values: Tensor, random: Tensor) -> Tensor:
+    """float32 rounded stochastically to bf16; `random`: int64 of 16 bits."""
+    return _as_int16((bits_of(values) + random) >> 16).view(torch.bfloat16)
+
+
+# ---- 8-bit moments
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """One kind of 8-bit numbers: `dtype`, the largest code, and the biased exponent of a group's maximum at scale byte 0."""
+
+    dtype: torch.dtype
+    largest: int
+    first_exponent: int
+    limit: float
+    """Magnitudes above count as this."""
+
+    @property
+    def exponent_bits(self) -> int:
+        return self.largest.bit_length() - 1
+
+    @property
+    def raised(self) -> int:
+        """What takes a maximum above largest * 2^k into the next exponent."""
+        return (1 << 23) - 1 - ((self.largest << (23 - self.exponent_bits)) & 0x7FFFFF)
+
+    def scales_of(self, scale_bytes: Tensor) -> Tensor:
+        """2^k of scale bytes, float32."""
+        exponent = scale_bytes.to(torch.int32) + (self.first_exponent - self.exponent_bits)
+        return (exponent << 23).view(torch.float32)
+
+    def inverse_scales_of(self, scale_bytes: Tensor) -> Tensor:
+        """2^(8 - k) of scale bytes, float32."""
+        exponent = (254 + 8 + self.exponent_bits - self.first_exponent) - scale_bytes.to(torch.int32)
+        return (exponent << 23).view(torch.float32)
+
+
+AVERAGE = Code(torch.int8, 127, 23, 127 * 2.0**100)
+"""Of exp_avg: signed."""
+ROOT = Code(torch.uint8, 255, 71, 255 * 2.0**56)
+"""Of the square root of exp_avg_sq."""
+CODES = {"exp_avg": AVERAGE, "exp_avg_sq": ROOT}
+
+
+def _groups(values: Tensor) -> Tensor:
+    return pad(values, (0, -values.numel() % SCALE_GROUP)).view(-1, SCALE_GROUP)
+
+
+def codes_of(values: Tensor, code: Code, random: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Codes [n] and scale bytes [groups] of float32 [n] that begin at a group. `random`: int64 of 8 bits [n]; None: nearest.
+
+    For `ROOT` the values are the roots. With random bits a code of 0 becomes 1."""
+    limit = f32(code.limit)
+    finite = torch.where(values.isnan(), limit if code is ROOT else 0.0, values).clamp(-limit, limit)
+    groups = _groups(finite)
+    largest = (groups.view(torch.int32) & 0x7FFFFFFF).amax(1)
+    scale_bytes = (((largest + code.raised) >> 23) - code.first_exponent).clamp(min=0).to(torch.uint8)
+    fixed = (groups * code.inverse_scales_of(scale_bytes)[:, None]).round().to(torch.int64).view(-1)[: values.numel()]
+    codes = (fixed + (1 << 7 if random is None else random)) >> 8
+    if code is ROOT:
+        least = 1 if random is not None else (finite > 0).to(torch.int64)
+        codes = torch.maximum(codes, torch.as_tensor(least, device=codes.device))
+    return codes.to(code.dtype), scale_bytes
+
+
+def values_of(codes: Tensor, scale_bytes: Tensor, code: Code) -> Tensor:
+    """float32 [n] (for `ROOT`: the roots) of codes [n] and scale bytes [groups]."""
+    groups = _groups(codes.to(torch.float32))
+    return (groups * code.scales_of(scale_bytes)[:, None]).view(-1)[: codes.numel()]
+
+
+# ---- random bits
+
+
+def rounding_key(seed: int, step: int) -> int:
+    """32 bits: what the random bits of one parameter at one step start from."""
+    mask = (1 << 64) - 1
+    z = (seed + step * 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ z >> 27) * 0x94D049BB133111EB) & mask
+    return (z ^ z >> 31) & 0xFFFFFFFF
+
+
+def random_bits(key: int, first_index: int, numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Two times 16 random bits, int64 [numel], of the elements from `first_index` on: for exp_avg, for exp_avg_sq."""
+    start = first_index % (1 << 32)
+    index = torch.arange(start, start + numel, dtype=torch.int64, device=device)
+    word = (index * 0x9E3779B9 + key) & 0xFFFFFFFF
+    mixed = ((word ^ word >> 16) * 0x85EBCA6B) & 0xFFFFFFFF
+    return mixed & _LOW, mixed >> 16
+
+
+def random_bytes(key: int, first_index: int, numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Two times 8 random bits, int64 [numel], for 8-bit moments: an even element and the next share those of half its index."""
+    low, high = random_bits(key, first_index // 2, -(-numel // 2), device)
+    both = torch.stack([low, high], dim=1).view(-1)[:numel]
+    return both & 0xFF, both >> 8
+
+
+def root_of(squares: Tensor) -> Tensor:
+    """The square root of float32, rounded once."""
+    return squares.double().sqrt().float()
+
+
+assert AVERAGE.raised == 0x1FFFF and ROOT.raised == 0xFFFF and math.ldexp(127, 100) == AVERAGE.limit

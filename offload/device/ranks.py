@@ -1,0 +1,371 @@
+"""The ranks that train one model together, and the only place that talks to them: torch.distributed, point to point.
+
+    members   every rank of the mesh, in its order; a *member index* names one
+    shards    those that share one set of shards: all members, or a row of a 2-D mesh (hybrid sharding)
+    replicas  those that hold the same shard in other rows
+
+Transfers over the host go point to point through a gloo group of the engine's own: each shard is sent from where it lies
+straight into its place at the receiver, nothing is staged or copied out, and a peer that fails is known by its rank.
+(gloo's own all-gather and reduce-scatter copy, and move twice the bytes.) Between GPUs of their own, NCCL gathers straight into
+the units' memory and exchanges gradients straight out of the flat buffers, on the accelerator's stream for it. Every method
+belongs to the one thread that the engine lets communicate; those over the host block; tags keep the streams apart.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from offload.errors import ConfigError, RankError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_REPLICATE_NAMES = ("replicate", "dp_replicate")
+_EXCHANGE, _BYTES, _PREFIX, DATA = range(7000, 7004)
+"""Tags, in a range that user code on the same ranks does not meet: the group is the engine's own in any case."""
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What one verb moved: calls, and bytes of the whole (unsharded) buffers that they were about."""
+
+    count: int = 0
+    nbytes: int = 0
+
+    def add(self, nbytes: int) -> None:
+        self.count += 1
+        self.nbytes += nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """Global ranks of all members, and member indices of those that share this rank's shards and that replicate its shard."""
+
+    members: tuple[int, ...]
+    shards: tuple[int, ...]
+    replicas: tuple[int, ...]
+
+    @staticmethod
+    def of(mesh: DeviceMesh | None) -> Arrangement:
+        """All ranks in one row, a 1-D mesh, or a 2-D mesh (replicate, shard)."""
+        if mesh is None:
+            everybody = tuple(range(dist.get_world_size()))
+            return Arrangement(everybody, everybody, (dist.get_rank(),))
+        grid = mesh.mesh
+        if grid.ndim > 2:
+            raise ConfigError(f"mesh has {grid.ndim} dimensions: expected (shard,) or (replicate, shard).")
+        names = mesh.mesh_dim_names or ()
+        if grid.ndim == 2 and len(names) == 2 and names[1] in _REPLICATE_NAMES:
+            grid = grid.T
+        rows = [[int(rank) for rank in row] for row in grid.reshape(-1, grid.shape[-1])]
+        members = tuple(rank for row in rows for rank in row)
+        if dist.get_rank() not in members:
+            raise ConfigError(f"rank {dist.get_rank()} is not in the mesh {grid.tolist()}: call initialize on its ranks only.")
+        row_index, column = divmod(members.index(dist.get_rank()), grid.shape[-1])
+        width = grid.shape[-1]
+        shards = tuple(range(row_index * width, (row_index + 1) * width))
+        return Arrangement(members, shards, tuple(row * width + column for row in range(len(rows))))
+
+
+@dataclass(slots=True)
+class _Failure:
+    peer: int
+    cause: str
+
+
+@dataclass(slots=True)
+class Posted:
+    """Transfers under way, by the member at their other end."""
+
+    works: list[tuple[int, Any]] = field(default_factory=list)
+
+
+class Ranks:
+    """See the module. Made by `join_ranks`, where there are several ranks."""
+
+    def __init__(self, arrangement: Arrangement, timeout: timedelta, key: str) -> None:
+        self._arrangement, self._timeout = arrangement, timeout
+        self.world_size = len(arrangement.members)
+        self.index = arrangement.members.index(dist.get_rank())
+        self.shards, self.replicas = arrangement.shards, arrangement.replicas
+        self.shard_count = len(arrangement.shards)
+        self.shard_index = arrangement.shards.index(self.index)
+        self.phase = "initialize"
+        self.traffic: dict[str, Traffic] = {}
+        self.local_world_size = 1
+        self._group = dist.new_group(list(arrangement.members), backend="gloo", timeout=timeout, use_local_synchronization=True)
+        self._replica_group = None
+        if len(self.replicas) > 1:
+            replicas = [arrangement.members[index] for index in self.replicas]
+            self._replica_group = dist.new_group(replicas, backend="gloo", timeout=timeout, use_local_synchronization=True)
+        self._device_group: Any = None
+        self._device_replica_group: Any = None
+        self._store = dist.distributed_c10d.PrefixStore(f"offload/{key}", dist.distributed_c10d._get_default_store())
+        self._said_failed = False
+
+    # ---- point to point ------------------------------------------------------------------------------------------
+
+    def send(self, posted: Posted, tensor: Tensor, to: int, tag: int) -> None:
+        """Begin to send a contiguous host tensor to a member."""
+        self._post(posted, to, lambda rank: dist.isend(tensor, dst=rank, group=self._group, tag=tag))
+
+    def receive(self, posted: Posted, tensor: Tensor, source: int, tag: int) -> None:
+        """Begin to receive into a contiguous host tensor."""
+        self._post(posted, source, lambda rank: dist.irecv(tensor, src=rank, group=self._group, tag=tag))
+
+    def posted(self) -> Posted:
+        return Posted()
+
+    def settle(self, posted: Posted) -> None:
+        """Wait for all that was begun; the first peer that failed is named."""
+        works, posted.works = posted.works, []
+        failure: _Failure | None = None
+        for peer, work in works:
+            try:
+                if failure is None:
+                    work.wait(self._timeout)
+            except RuntimeError as error:
+                failure = _Failure(peer, str(error))
+        if failure is not None:
+            raise self._error(failure)
+
+    def _post(self, posted: Posted, peer: int, begin: Callable[[int], Any]) -> None:
+        try:
+            posted.works.append((peer, begin(self._arrangement.members[peer])))
+        except RuntimeError as error:
+            raise self._error(_Failure(peer, str(error))) from error
+
+    # ---- small messages ------------------------------------------------------------------------------------------
+
+    def exchange(self, payload: Tensor) -> list[Tensor]:
+        """Everybody's payload, by member: same shape and dtype on all, CPU."""
+        received = [payload if index == self.index else torch.empty_like(payload) for index in range(self.world_size)]
+        posted = Posted()
+        for index in self._others():
+            self.receive(posted, received[index], index, _EXCHANGE)
+        for index in self._others():
+            self.send(posted, payload, index, _EXCHANGE)
+        self.settle(posted)
+        return received
+
+    def exchange_bytes(self, data: bytes) -> list[bytes]:
+        """Everybody's bytes, by member; lengths may differ."""
+        lengths = self.exchange(torch.tensor([len(data)], dtype=torch.int64))
+        own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        received = [
+            own if index == self.index else torch.empty(int(lengths[index]), dtype=torch.uint8)
+            for index in range(self.world_size)
+        ]
+        posted = Posted()
+        for index in self._others():
+            if len(received[index]):
+                self.receive(posted, received[index], index, _BYTES)
+            if len(data):
+                self.send(posted, own, index, _BYTES)
+        self.settle(posted)
+        return [bytes(tensor.numpy()) for tensor in received]
+
+    def _others(self) -> list[int]:
+        # Each starts with the next after itself, so that not all of them talk to the first at once.
+        return [(self.index + step) % self.world_size for step in range(1, self.world_size)]
+
+    # ---- shards --------------------------------------------------------------------------------------------------
+
+    def gather(self, own: Tensor, into: Tensor | None, wanters: frozenset[int], whole_nbytes: int) -> None:
+        """All-gather of one flat over the ranks of `shards`, to those members that want it.
+
+        `own`: this rank's shard, uint8 [n], host. `into`: uint8 [n * shard_count], host, where every shard lands in its place
+        (this rank's own included); None where this rank does not want it.
+        """
+        posted = Posted()
+        nbytes = own.numel()
+        if into is not None:
+            target = into[self.shard_index * nbytes : (self.shard_index + 1) * nbytes]
+            for position, index in enumerate(self.shards):
+                if index != self.index:
+                    self.receive(posted, into[position * nbytes : (position + 1) * nbytes], index, DATA)
+            if target.data_ptr() != own.data_ptr():
+                target.copy_(own)
+        for index in self._others():
+            if index in self.shards and index in wanters:
+                self.send(posted, own, index, DATA)
+        self.settle(posted)
+        self.count("gather", whole_nbytes)
+
+    def prefixes(self, own: Tensor | None, contributors: Sequence[int], nbytes: int) -> dict[int, Tensor]:
+        """What each contributor says before its data, uint8 [nbytes], by member; `own` where this rank is one."""
+        received: dict[int, Tensor] = {}
+        posted = Posted()
+        for index in contributors:
+            if index == self.index:
+                assert own is not None
+                received[index] = own
+            else:
+                received[index] = torch.empty(nbytes, dtype=torch.uint8)
+                self.receive(posted, received[index], index, _PREFIX)
+        if own is not None:
+            for index in self._others():
+                self.send(posted, own, index, _PREFIX)
+        self.settle(posted)
+        return received
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """`tensor` (host, contiguous) of member `source` into that of all others."""
+        posted = Posted()
+        if self.index == source:
+            for index in self._others():
+                self.send(posted, tensor, index, DATA)
+        else:
+            self.receive(posted, tensor, source, DATA)
+        self.settle(posted)
+        self.count("broadcast", tensor.nbytes)
+
+    def add_replicas(self, values: Tensor) -> None:
+        """Sum `values` (fp32, host) over the ranks that replicate this one's shard, in place; the same bits on all of them."""
+        if self._replica_group is not None:
+            try:
+                dist.all_reduce(values, group=self._replica_group)
+            except RuntimeError as error:
+                raise self._error(_Failure(self.replicas[0], str(error))) from error
+            self.count("all_reduce", values.nbytes)
+
+    def count(self, verb: str, nbytes: int) -> None:
+        """Note a transfer, also one that was put together from the methods above."""
+        self.traffic.setdefault(verb, Traffic()).add(nbytes)
+
+    def statistics(self) -> dict[str, dict[str, int]]:
+        """By verb: how often, and the bytes of the whole buffers that it was about."""
+        return {verb: {"count": one.count, "nbytes": one.nbytes} for verb, one in self.traffic.items()}
+
+    # ---- between GPUs --------------------------------------------------------------------------------------------
+
+    def use_devices(self, device: torch.device) -> None:
+        """Use NCCL if every rank has a GPU of its own. Collective."""
+        identity = b""
+        if device.type == "cuda" and dist.is_nccl_available():
+            identity = f"{os.uname().nodename}/{torch.cuda.get_device_properties(device).uuid}".encode()
+        said = self.exchange_bytes(identity)
+        if not all(said) or len(set(said)) < len(said):
+            return
+        members = self._arrangement.members
+
+        def group(indices: Sequence[int]) -> Any:
+            ranks = [members[index] for index in indices]
+            return dist.new_group(ranks, backend="nccl", timeout=self._timeout, use_local_synchronization=True)
+
+        self._device_group = group(self.shards)
+        if len(self.replicas) > 1:
+            self._device_replica_group = group(self.replicas)
+
+    @property
+    def has_devices(self) -> bool:
+        """Whether the three methods below work."""
+        return self._device_group is not None
+
+    def gather_on_device(self, whole: Tensor, own: Tensor) -> None:
+        """All-gather, in the order of the current stream. `own` is this rank's part of `whole`, in its place. Bytes."""
+        dist.all_gather_into_tensor(whole, own, group=self._device_group)
+        self.count("gather", whole.nbytes)
+
+    def exchange_on_device(self, into: Tensor, whole: Tensor) -> None:
+        """Everybody's part for this rank, part after part into `into`. Same shape as `whole`."""
+        dist.all_to_all_single(into, whole, group=self._device_group)
+        self.count("reduce", whole.nbytes)
+
+    def add_replicas_on_device(self, values: Tensor) -> None:
+        """Sum over the ranks that replicate this one's shard, in place."""
+        if self._device_replica_group is not None:
+            dist.all_reduce(values, group=self._device_replica_group)
+            self.count("all_reduce", values.nbytes)
+
+    # ---- failures ------------------------------------------------------------------------------------------------
+
+    def say_failed(self, reason: str) -> None:
+        """Leave word for the others of why this rank stops, before its connections close. Never raises: it is the last word."""
+        if self._said_failed:
+            return
+        self._said_failed = True
+        try:
+            self._store.compare_set("failed", "", f"{self.index}\n{self.phase}\n{reason}")
+        except RuntimeError:
+            return  # the store went with the rank that hosted it; the others see the connection close
+
+    def _error(self, failure: _Failure) -> RankError:
+        """Who failed first, by what the ranks left word of; else the peer whose connection broke."""
+        peer, phase, cause = failure.peer, self.phase, failure.cause
+        reason = f"its connection failed or timed out after {self._timeout}: {cause}"
+        try:
+            word = self._store.compare_set("failed", "", f"{peer}\n{phase}\n{reason}")
+            first, said_phase, said = word.decode(errors="replace").split("\n", 2)
+            peer, phase, reason = int(first), said_phase, said
+        except (RuntimeError, ValueError):
+            reason += " (the rank that hosts the store is gone, too)"
+        self._said_failed = True
+        rank = self._arrangement.members[peer]
+        return RankError(
+            f"rank {rank} failed, hangs or is gone in the phase {phase!r} (seen by rank {dist.get_rank()} in {self.phase!r}): "
+            f"{reason}. No rank can go on: start all of them again from the last checkpoint."
+        )
+
+
+def join_ranks(mesh: DeviceMesh | None) -> Ranks | None:
+    """The ranks of `mesh`, or all of them; None where there is one. Starts the process group from torchrun's environment.
+
+    Collective. Raises `ConfigError` where the environment and the process group contradict each other.
+    """
+    if not dist.is_available():
+        return None
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if not dist.is_initialized():
+        if launched == 1:
+            return None
+        if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
+            raise ConfigError(
+                f"WORLD_SIZE={launched}, but RANK or MASTER_ADDR is not set: launch with torchrun, or call "
+                "torch.distributed.init_process_group first."
+            )
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    if dist.get_world_size() == 1:
+        return None
+    arrangement = Arrangement.of(mesh)
+    if len(arrangement.members) == 1:
+        return None
+    ranks = Ranks(arrangement, _timeout_of_default_group(), _next_key())
+    hosts = ranks.exchange_bytes(os.uname().nodename.encode())
+    ranks.local_world_size = hosts.count(hosts[ranks.index])
+    return ranks
+
+
+_joined_count = 0
+
+
+def _next_key() -> str:
+    global _joined_count
+    _joined_count += 1
+    return str(_joined_count)
+
+
+def _timeout_of_default_group() -> timedelta:
+    group = dist.distributed_c10d._get_default_group()
+    device = torch.device("cpu") if "gloo" in dist.get_backend_config() else torch.device("cuda")
+    timeout = group._get_backend(device).options._timeout
+    return timeout if isinstance(timeout, timedelta) else timedelta(minutes=30)
+
+
+def pack(*numbers: float) -> bytes:
+    """Doubles as bytes, for `exchange_bytes`."""
+    return struct.pack(f"<{len(numbers)}d", *numbers)
+
+
+def unpack(data: bytes) -> list[float]:
+    """The inverse of `pack`."""
+    return list(struct.unpack(f"<{len(data) // 8}d", data))

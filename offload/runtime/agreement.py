@@ -1,0 +1,138 @@
+"""What several ranks do next, decided alike on each of them from what all of them announced. Pure.
+
+Every rank announces which units it wants gathered, which units' gradients it has ready to be reduced, and what its
+training thread is blocked on. From the same announcements every rank draws the same conclusion:
+
+    1. what all ranks want is done: gathers, then reductions
+    2. if nothing is wanted by all, and some rank still computes, it may want it yet: nothing is done for now
+    3. if all are blocked, they have taken different ways (a mixture of experts, an evaluation of another length). Then the
+       gathers that somebody is blocked on are done for those, the others only lending their shards; if nobody waits for one,
+       reductions are done with what there is (the sum of a unit's gradients may be reduced in parts)
+    4. if all are at the same point of the program, it is passed; at different points, nobody can go on: an error
+
+So no order of uses on any rank can make them wait for each other for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class Blocked(IntEnum):
+    """What the training thread of a rank waits for."""
+
+    ON_NOTHING = 0
+    ON_GATHER = 1
+    ON_REDUCTION = 2
+    AT_POINT = 3
+
+
+class Point(IntEnum):
+    """Places of the program that all ranks pass together."""
+
+    NONE = 0
+    END_OF_BACKWARD = 1
+    STEP = 2
+    CLIPPING = 3
+    GATHERED = 4
+    WRITTEN = 5
+    STATE_DICT = 6
+    LOADING_STATE_DICT = 7
+    SAVING = 8
+    LOADING = 9
+    EXPORTING = 10
+    CLOSING = 11
+
+    @property
+    def call(self) -> str:
+        """What the user called."""
+        return _CALLS[self]
+
+
+_CALLS = {
+    Point.NONE: "nothing",
+    Point.END_OF_BACKWARD: "the end of backward",
+    Point.STEP: "optimizer.step()",
+    Point.CLIPPING: "clip_grad_norm_()",
+    Point.GATHERED: "engine.gathered()",
+    Point.WRITTEN: "the end of engine.gathered()",
+    Point.STATE_DICT: "engine.state_dict()",
+    Point.LOADING_STATE_DICT: "engine.load_state_dict()",
+    Point.SAVING: "engine.save_checkpoint()",
+    Point.LOADING: "engine.load_checkpoint()",
+    Point.EXPORTING: "engine.export()",
+    Point.CLOSING: "engine.close()",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """One rank's. `argument`: the unit it is blocked on, or a digest of the point's arguments, equal on all ranks."""
+
+    gathers: frozenset[int] = frozenset()
+    reductions: frozenset[int] = frozenset()
+    blocked: Blocked = Blocked.ON_NOTHING
+    point: Point = Point.NONE
+    argument: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to do now, in this order. Member indices: who wants a gather, who has gradients for a reduction."""
+
+    gathers: tuple[tuple[int, frozenset[int]], ...] = ()
+    reductions: tuple[tuple[int, frozenset[int]], ...] = ()
+    point: Point = Point.NONE
+    mismatch: str = ""
+
+    @property
+    def is_nothing(self) -> bool:
+        return not (self.gathers or self.reductions or self.point or self.mismatch)
+
+
+def decide(announcements: Sequence[Announcement]) -> Decision:
+    """See the module. `announcements` by member."""
+    everybody = frozenset(range(len(announcements)))
+    urgent = {said.argument for said in announcements if said.blocked is Blocked.ON_GATHER}
+    gathers = frozenset.intersection(*(said.gathers for said in announcements))
+    reductions = frozenset.intersection(*(said.reductions for said in announcements))
+    if gathers or reductions:
+        in_order = sorted(gathers, key=lambda unit: (unit not in urgent, unit))
+        return Decision(
+            tuple((unit, everybody) for unit in in_order),
+            tuple((unit, everybody) for unit in sorted(reductions)),
+        )
+    if any(said.blocked is Blocked.ON_NOTHING for said in announcements):
+        return Decision()
+    if urgent:
+        return Decision(
+            tuple(
+                (unit, frozenset(index for index, said in enumerate(announcements) if unit in said.gathers))
+                for unit in sorted(urgent)
+            )
+        )
+    ready = frozenset().union(*(said.reductions for said in announcements))
+    if ready:
+        return Decision(
+            (),
+            tuple(
+                (unit, frozenset(index for index, said in enumerate(announcements) if unit in said.reductions))
+                for unit in sorted(ready)
+            ),
+        )
+    return _pass_point(announcements)
+
+
+def _pass_point(announcements: Sequence[Announcement]) -> Decision:
+    points = [said.point for said in announcements]
+    if any(point is not points[0] for point in points):
+        listed = ", ".join(f"{index} in {point.call}" for index, point in enumerate(points))
+        return Decision(mismatch=f"the ranks are at different places: {listed}. All ranks must make the same calls.")
+    if any(said.argument != announcements[0].argument for said in announcements):
+        return Decision(
+            mismatch=f"the ranks called {points[0].call} with different arguments, or in different states. "
+            "All ranks must make the same calls."
+        )
+    return Decision(point=points[0])

@@ -1,0 +1,83 @@
+"""What an importer finds in another project's checkpoint: tensors that are read in parts, and what they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from offload.errors import CheckpointError
+
+
+@dataclass(slots=True)
+class SourceTensor:
+    """`parts()`: its elements, row by row, as 1-D CPU tensors of `dtype`, each valid until the next is asked for."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: Callable[[], Iterator[torch.Tensor]]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(slots=True)
+class SourceParameter:
+    """One parameter under all its known names. Moments are None where the source has none; `step` is 0 then."""
+
+    fqns: list[str]
+    value: SourceTensor
+    exp_avg: SourceTensor | None = None
+    exp_avg_sq: SourceTensor | None = None
+    step: int = 0
+
+    @property
+    def trained(self) -> bool:
+        return self.exp_avg is not None
+
+
+@dataclass(slots=True)
+class Source:
+    """A whole checkpoint. A tensor that may be a parameter or a buffer is among the parameters, without moments.
+
+    `missing`: what the source does not say, as clauses for the user.
+    """
+
+    kind: str
+    parameters: list[SourceParameter]
+    buffers: list[tuple[str, SourceTensor]] = field(default_factory=list)
+    step_count: int = 0
+    missing: list[str] = field(default_factory=list)
+
+
+def check_moments(parameter: SourceParameter, path: Path) -> None:
+    """Both or none, of the parameter's shape. Raises `CheckpointError`."""
+    moments = (parameter.exp_avg, parameter.exp_avg_sq)
+    if (moments[0] is None) != (moments[1] is None):
+        raise refused(path, f"{parameter.fqns[0]!r} has one of exp_avg and exp_avg_sq without the other")
+    for moment in moments:
+        if moment is not None and moment.shape != parameter.value.shape:
+            shapes = f"{list(moment.shape)} and {list(parameter.value.shape)}"
+            raise refused(path, f"a moment of {parameter.fqns[0]!r} and its value have the shapes {shapes}")
+
+
+def refused(path: Path, what: str) -> CheckpointError:
+    """The error for a source that cannot be imported."""
+    return CheckpointError(f"{str(path)!r} cannot be imported: {what}.")
+
+
+def as_step(value: object, what: str, path: Path) -> int:
+    """A step count from a number or a tensor of one."""
+    number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < 2**53 or number != int(number):
+        raise refused(path, f"{what} is {value!r}, which is no number of steps")
+    return int(number)
+
+
+def in_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A tensor in memory (or mapped) as one part, row by row."""
+    yield tensor.detach().contiguous().reshape(-1)

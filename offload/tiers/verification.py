@@ -1,0 +1,84 @@
+"""Checksums of what lies in scratch files, kept in memory and compared at every read.
+
+Computed when a write is submitted, from the memory that is written, and when a read is waited for, from the memory that was
+read: so whatever happened in between, on the bus, in the drive's cache or on the medium, shows, and so does a write
+that went elsewhere or nowhere. Eight bytes a piece; nothing of it is written to disk.
+
+OFFLOAD_VERIFY=0 turns it off.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from offload import _native
+from offload.device.pending import Pending
+from offload.errors import CorruptDataError
+
+ENVIRONMENT_VARIABLE = "OFFLOAD_VERIFY"
+
+
+def verification_is_on() -> bool:
+    """Whether stores keep checksums: the default."""
+    return os.environ.get(ENVIRONMENT_VARIABLE, "") != "0"
+
+
+def checksum(tensor: Tensor) -> int:
+    """Of a contiguous uint8 tensor in host memory."""
+    if _native.available():
+        return _native.checksum(tensor.data_ptr(), tensor.numel())
+    content: Any = tensor.numpy()
+    return zlib.crc32(content)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A part of an extent in one file: `part` is its memory in a transfer, `expected` the checksum of its last write."""
+
+    path: object
+    offset_nbytes: int
+    part: Tensor
+    expected: int
+
+
+class VerifiedRead(Pending):
+    """A read that fails with `CorruptDataError` where what arrived is not what was written. Looked at once, by whoever
+    waits first: afterwards the memory is its holder's."""
+
+    def __init__(self, transfers: Pending, stored: Sequence[Stored]) -> None:
+        self._transfers = transfers
+        self._stored: Sequence[Stored] = stored
+        self._failure: CorruptDataError | None = None
+        self._lock = threading.Lock()
+
+    def wait(self) -> None:
+        self._transfers.wait()
+        with self._lock:
+            stored, self._stored = self._stored, ()
+            for one in stored:
+                found = checksum(one.part)
+                if found != one.expected and self._failure is None:
+                    self._failure = _corrupt(one, found)
+        if self._failure is not None:
+            raise self._failure
+
+    def done(self) -> bool:
+        return self._transfers.done()
+
+
+def _corrupt(stored: Stored, found: int) -> CorruptDataError:
+    return CorruptDataError(
+        errno.EBADMSG,
+        f"bytes [{stored.offset_nbytes}, {stored.offset_nbytes + stored.part.numel()}) of {str(stored.path)!r} are not those "
+        f"that were written there (checksum {found:016x}, expected {stored.expected:016x}): do not trust the drive, its cable "
+        "or this machine's memory, look at dmesg and the drive's SMART data, and resume from the last checkpoint on another "
+        "path",
+    )

@@ -1,0 +1,371 @@
+"""Saves that run beside training: what is written is the state of the moment at which they began, and training is as it was.
+
+On the deferred accelerator the lane of the save runs only when somebody waits for it, so there every chunk that a step
+overwrites is copied by its update. On the CPU the lane is a thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.device.pending import Pending
+from offload.runtime import assembly, storage
+from offload.runtime.checkpointing import state_reading, writing
+from offload.runtime.fetching import chunks_of
+from tests.tiers.faulty_io import Fault, FaultyBackend, seeded_faults
+
+from ..acceptance.models import (
+    IN_MEMORY,
+    ON_CPU,
+    ON_CPU_IN_PLACE,
+    ON_NVME,
+    ON_NVME_IN_BACKWARD,
+    Normalized,
+    Setup,
+    Sometimes,
+    adamw,
+    stack,
+)
+from ..acceptance.runs import Run, assert_same_bits, one_step, refused
+from .loops import Resumable
+from .test_memory import CHUNK_NUMEL, OVERHEAD_NBYTES, RECORD_NBYTES, VALUES_NBYTES, grown
+
+SETUPS = (
+    IN_MEMORY,
+    ON_CPU,
+    ON_CPU_IN_PLACE,
+    ON_NVME,
+    ON_NVME_IN_BACKWARD,
+    Setup("nvme", "nvme", "cpu"),
+    Setup("cpu", "nvme", "cpu", "backward"),
+    Setup("device", "nvme", "deferred"),
+    Setup("nvme", "device", "deferred"),
+    Setup("device", "cpu", "deferred"),
+)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.name)
+def test_the_bytes_of_a_save_that_was_waited_for(
+    opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setup: Setup, dtype: str
+) -> None:
+    monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
+    run = Resumable(opened, setup, dtype=dtype)
+    losses = run.train(range(2))
+    run.save(tmp_path / "waited")
+    run.save(tmp_path / "beside", wait=False)
+    losses += run.train(range(2, 5))
+    run.save(tmp_path / "last")
+    assert files_of(tmp_path / "beside") == files_of(tmp_path / "waited")
+    alone = Resumable(opened, setup, dtype=dtype)
+    assert_same_bits(alone.train(range(5)), losses)
+    assert_same_bits(alone.weights(), run.weights())
+    alone.load(tmp_path / "beside")
+    assert_same_bits(alone.train(range(2, 5)), losses[4:])
+    assert_same_bits(alone.weights(), run.weights())
+
+
+class Held:
+    """The lane's reading of chunks, held up at some of them until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+        self.reached, self.go = threading.Event(), threading.Event()
+        self.read: list[Any] = []
+        original = state_reading.StateReader.chunk
+
+        def chunk(reader: Any, chunk_of: Any) -> Any:
+            self.read.append(chunk_of.key)
+            if len(self.read) == at:
+                self.reached.set()
+                assert self.go.wait(60)
+            return original(reader, chunk_of)
+
+        monkeypatch.setattr(state_reading.StateReader, "chunk", chunk)
+
+
+@pytest.mark.parametrize("at", [1, 3])
+@pytest.mark.parametrize("setup", [ON_CPU_IN_PLACE, Setup("nvme", "nvme", "cpu")], ids=lambda setup: setup.name)
+def test_updates_overtake_a_slow_save(
+    opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setup: Setup, at: int
+) -> None:
+    """The lane begins at the end and stands before a chunk: updates copy what it has not, and wait for that chunk alone."""
+    run = Resumable(opened, setup)
+    run.train(range(2))
+    run.save(tmp_path / "waited")
+    held, order = Held(monkeypatch, at), run.engine._parts.residency.next_order()
+    with monkeypatch.context() as patch:
+        patch.setattr(run.engine._parts.residency, "next_order", lambda: order[::-1])
+        save = run.engine.save_checkpoint(
+            tmp_path / "beside", client_state={"scheduler": run.scheduler.state_dict()}, wait=False
+        )
+    assert held.reached.wait(60) and not save.done()
+    timer = threading.Timer(0.5, held.go.set)
+    timer.start()
+    run.train(range(2, 4))
+    save.wait()
+    assert save.done() and save.path == tmp_path / "beside"
+    assert files_of(tmp_path / "beside") == files_of(tmp_path / "waited")
+    assert len(set(held.read)) == len(held.read) < sum(len(unit.flats) for unit in run.engine._parts.units)
+
+
+def test_what_changes_at_once_is_that_of_the_beginning(opened: Any, tmp_path: Path) -> None:
+    """Buffers, random states, numbers of groups, frozen parameters written in `gathered`."""
+    torch.manual_seed(1)
+    model = Normalized()
+    model.frozen = nn.Parameter(torch.arange(5.0), requires_grad=False)
+    engine = opened(model, adamw(model), ON_NVME)
+    one_step(Run(model, engine.optimizer, engine))
+    engine.save_checkpoint(tmp_path / "waited")
+    engine.save_checkpoint(tmp_path / "beside", wait=False)
+    torch.rand(3)
+    engine.optimizer.param_groups[0]["lr"] = 0.5
+    one_step(Run(model, engine.optimizer, engine), seed=1)
+    with engine.gathered(list(model.parameters())), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7.0)
+    engine.close()
+    assert files_of(tmp_path / "beside") == files_of(tmp_path / "waited")
+
+
+def test_parameters_without_gradients(opened: Any, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = Sometimes()
+    engine = opened(model, adamw(model), ON_NVME)
+
+    def step(use: bool) -> None:
+        model(torch.ones(3, 16), use).square().mean().backward()
+        engine.step()
+        engine.zero_grad()
+
+    for use in (True, False):
+        step(use)
+        engine.save_checkpoint(tmp_path / "waited")
+        engine.save_checkpoint(tmp_path / "beside", wait=False)
+        step(not use)
+        step(use)
+        engine.load_checkpoint(tmp_path / "beside")
+        assert files_of(tmp_path / "beside") == files_of(tmp_path / "waited")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_order_of_transfers(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    faults = seeded_faults(seed, 5000, 0.5, (Fault("short"), Fault("delay")))
+    monkeypatch.setattr(storage, "open_backend", lambda **_: FaultyBackend(seed, faults))
+    monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
+    run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
+    for n in range(3):
+        run.train([n])
+        run.save(tmp_path / "waited")
+        run.save(tmp_path / "beside", wait=False)
+        run.train([n + 1])
+        run.load(tmp_path / "beside")
+        assert files_of(tmp_path / "beside") == files_of(tmp_path / "waited")
+
+
+# ---- one after another -----------------------------------------------------------------------------------------------
+
+
+def test_numbered_saves_of_every_step(opened: Any, tmp_path: Path) -> None:
+    run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
+    weights = {}
+    for n in range(5):
+        run.train([n])
+        run.save(tmp_path / f"step-{n + 1}", keep_last=2, wait=False)
+        weights[n + 1] = run.weights()
+    run.engine.close()
+    assert sorted(name for name in os.listdir(tmp_path) if name != "nvme") == ["step-4", "step-5"]
+    again = Resumable(opened, ON_CPU)
+    for n in (4, 5):
+        again.load(tmp_path / f"step-{n}")
+        assert_same_bits(again.weights(), weights[n])
+
+
+def test_resume_waits_for_a_save_that_runs(opened: Any, tmp_path: Path) -> None:
+    run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
+    run.train(range(1))
+    run.save(tmp_path / "saves" / "step-1", wait=False)
+    assert run.engine.resume_or_start(tmp_path / "saves") is not None
+
+
+def test_what_is_in_the_way_is_known_at_once(opened: Any, tmp_path: Path) -> None:
+    run = Resumable(opened, ON_NVME)
+    (tmp_path / "file").write_text("mine")
+    with refused(offload.CheckpointError, "file"):
+        run.save(tmp_path / "file", wait=False)
+    with refused(offload.UsageError, "client_state"):
+        run.engine.save_checkpoint(tmp_path / "saved", client_state={"x": object()}, wait=False)
+    run.train(range(1))
+
+
+# ---- failures --------------------------------------------------------------------------------------------------------
+
+
+def full_disk(monkeypatch: pytest.MonkeyPatch, in_updates: bool, met: threading.Event) -> None:
+    """No room for anything that the save's own thread writes, or that updates write for it."""
+    original = writing._UnitFile.write
+
+    def write(file: Any, state: Any) -> None:
+        if in_updates == (threading.current_thread().name != "offload-checkpoint"):
+            met.set()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(file, state)
+
+    def watched(file: Any, state: Any) -> None:
+        try:
+            write(file, state)
+        except OSError as error:
+            from offload.runtime.checkpointing.staged_folder import write_failure
+
+            raise write_failure("writing", Path("there"), error) from error
+
+    monkeypatch.setattr(writing._UnitFile, "write", watched)
+
+
+HOW_IT_IS_SEEN: dict[str, Callable[[Any, Any, Path], Any]] = {
+    "wait": lambda run, save, folder: save.wait(),
+    "step": lambda run, save, folder: (save.settle(), run.train(range(3, 4))),
+    "save": lambda run, save, folder: (save.settle(), run.save(folder / "next")),
+    "load": lambda run, save, folder: run.engine.load_checkpoint(folder / "earlier"),
+    "close": lambda run, save, folder: run.engine.close(),
+}
+
+
+@pytest.mark.parametrize("in_updates", [False, True])
+@pytest.mark.parametrize("seen_by", HOW_IT_IS_SEEN)
+def test_a_full_disk(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen_by: str, in_updates: bool) -> None:
+    alone = Resumable(opened, ON_CPU)
+    losses = alone.train(range(5))
+    run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
+    run.train(range(2))
+    run.save(tmp_path / "earlier")
+    done = 2
+    with monkeypatch.context() as patch:
+        held, order = Held(patch, 1), run.engine._parts.residency.next_order()
+        full_disk(patch, in_updates, held.go)
+        with monkeypatch.context() as reversing:
+            reversing.setattr(run.engine._parts.residency, "next_order", lambda: order[::-1])
+            save = run.engine.save_checkpoint(tmp_path / "beside", wait=False)
+        assert held.reached.wait(60)
+        if in_updates:
+            run.train(range(2, 3))
+            run.engine._parts.residency.finish_updates()
+            done = 3
+        held.go.set()
+        with refused(offload.StorageError, "ENOSPC", "free space") as caught:
+            HOW_IT_IS_SEEN[seen_by](run, save, tmp_path)
+        assert caught.value.errno == errno.ENOSPC
+    assert sorted(name for name in os.listdir(tmp_path) if name != "nvme") == ["earlier"]
+    if seen_by == "close":
+        return
+    if seen_by == "step":  # it broke off before anything of the step was done
+        run.load(tmp_path / "earlier")
+        done = 2
+    assert_same_bits(run.train(range(done, 5)), losses[2 * done :])
+    assert_same_bits(run.weights(), alone.weights())
+    run.save(tmp_path / "beside", wait=False)
+    run.engine.close()
+    assert (tmp_path / "beside" / "MANIFEST.json").exists()
+
+
+def test_a_failing_scratch_file_ends_the_save_and_then_the_engine(
+    opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = FaultyBackend(1)
+    monkeypatch.setattr(storage, "open_backend", lambda **_: backend)
+    run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
+    run.train(range(2))
+    run.save(tmp_path / "earlier")
+    expected = run.weights()
+    backend.faults.update({backend.submitted_count + n: Fault("errno", errno.EIO) for n in range(200)})
+    save = run.engine.save_checkpoint(tmp_path / "beside", wait=False)
+    with refused(offload.StorageError, "optimizer-states", "EIO"):
+        save.wait()
+    with pytest.raises(offload.OffloadError):
+        run.train(range(2, 4))
+    with refused(offload.EngineFailedError, "EIO"):
+        run.save(tmp_path / "beside")
+    run.engine.close()
+    assert sorted(name for name in os.listdir(tmp_path) if name != "nvme") == ["earlier"]
+    again = Resumable(opened, ON_CPU)
+    again.load(tmp_path / "earlier")
+    assert_same_bits(again.weights(), expected)
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setup", [Setup("nvme", "nvme", "cpu"), ON_CPU_IN_PLACE], ids=lambda setup: setup.name)
+def test_extra_host_memory(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setup: Setup) -> None:
+    """84 MB of states saved under a step: beyond what a step takes, one chunk's buffers."""
+    monkeypatch.setattr(assembly, "CHUNK_NUMELS", (CHUNK_NUMEL,))
+    model = stack(width=512, blocks=4)
+    engine = opened(model, adamw(model), setup, dtype="bf16")
+
+    def step() -> None:
+        model(torch.ones(2, 512, dtype=torch.bfloat16)).float().square().mean().backward()
+        engine.step()
+        engine.zero_grad()
+        engine._parts.residency.finish_updates()
+
+    step()
+    plain = grown(step)
+    ledger = engine._parts.ledger
+    counted = ledger.total_nbytes
+
+    def both() -> None:
+        engine.save_checkpoint(tmp_path / "saved", wait=False)
+        step()
+        engine._checkpointing.saver.finish()
+
+    in_place = "nvme" not in (setup.parameters, setup.optimizer_states)
+    buffers = 0 if in_place else RECORD_NBYTES + VALUES_NBYTES
+    assert grown(both) <= plain + buffers + OVERHEAD_NBYTES
+    assert ledger.total_nbytes == counted
+    assert sum(path.stat().st_size for path in (tmp_path / "saved").iterdir()) > 80e6
+
+
+class _SlowWrite(Pending):
+    """A write that is over when it is told so."""
+
+    def __init__(self) -> None:
+        self.over, self.waiters = threading.Event(), threading.Semaphore(0)
+
+    def wait(self) -> None:
+        self.waiters.release()
+        assert self.over.wait(60)
+
+    def done(self) -> bool:
+        return self.over.is_set()
+
+
+def test_every_thread_waits_for_a_write_that_one_of_them_waits_for(opened: Any) -> None:
+    """The lane of the save and that of the updates may come to one chunk at once."""
+    model = stack(blocks=1)
+    engine = opened(model, adamw(model), Setup("nvme", "nvme", "cpu"))
+    records, unit = engine._parts.records, engine._parts.units[0]
+    chunk_of = next(chunk for chunk in chunks_of(unit) if chunk.flat.layout.trainable)
+    write = _SlowWrite()
+    records._writes[chunk_of.key] = write
+    threads = [threading.Thread(target=records.settle_write, args=(chunk_of,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in threads:
+        assert write.waiters.acquire(timeout=60)
+    write.over.set()
+    for thread in threads:
+        thread.join(60)
+    assert chunk_of.key not in records._writes

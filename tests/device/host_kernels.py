@@ -1,0 +1,53 @@
+"""The CUDA kernels' source, compiled as C++ and run on the CPU, behind the interface of `device_kernels.Launcher`."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from offload.device.device_kernels import SOURCE, DeviceKernels
+
+THREADS = 64
+"""Of a block: two warps, and few enough for one host thread each."""
+_C_TYPES = {np.uint64: ctypes.c_void_p, np.int64: ctypes.c_longlong, np.int32: ctypes.c_int, np.float32: ctypes.c_float}
+
+
+@functools.lru_cache
+def library() -> ctypes.CDLL:
+    """Compiled once in a run; skips the test where there is no C++ compiler."""
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no C++ compiler to run the CUDA source with")
+    with tempfile.TemporaryDirectory() as folder:
+        built = Path(folder) / "host_kernels.so"
+        # -O1: no loop of this is worth more; -ffp-contract=off: what is written as two operations stays two.
+        flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", f"-I{SOURCE.parent}"]
+        source = Path(__file__).parent / "host_cuda.cpp"
+        subprocess.run([compiler, *flags, str(source), "-o", str(built)], check=True)
+        return ctypes.CDLL(str(built))
+
+
+class HostLauncher:
+    """Runs an entry point to its end. `block_limit`: of a launch, to have each thread take several turns."""
+
+    def __init__(self, block_limit: int = 3) -> None:
+        self._library, self._block_limit = library(), block_limit
+
+    def __call__(self, name: str, block_count: int, arguments: tuple[Any, ...]) -> None:
+        what, source, target = name.removeprefix("offload_").split("_")
+        function = getattr(self._library, f"run_{what}")
+        function.restype = None
+        leading = (int(source), int(target), min(block_count, self._block_limit), THREADS)
+        function(*map(ctypes.c_int, leading), *(_C_TYPES[type(one)](one.item()) for one in arguments))
+
+
+def host_kernels(block_limit: int = 3) -> DeviceKernels:
+    return DeviceKernels(HostLauncher(block_limit))

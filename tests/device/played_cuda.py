@@ -1,0 +1,363 @@
+"""`torch.cuda` played on the CPU, with a detector of races between streams and host threads.
+
+Work runs at once, where it is issued, so numbers are right whatever the order. What is checked is the order that the
+program *asked* for: every stream and every host thread has a vector clock, carried on by events, stream waits, locks, lane
+jobs and launches. Two accesses to the same bytes, one of them a write, of which neither is ordered before the other, are
+a race on a real device, and raise here. Accesses of two host threads to each other are not looked at.
+
+Device memory is any tensor outside the engine's host memory. Its addresses are reused by the C library like blocks by
+the caching allocator: at once, in the order of the compute stream and of no other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from offload.device import device_kernels, kernels, updating
+from offload.device.cuda import CudaAccelerator
+from offload.device.lane import HostLane, ThreadLane
+from offload.device.pending import Pending
+from offload.runtime.guard import TakenGradient
+from offload.tiers import memory
+
+Clock = dict[Any, int]
+_GRANULE_NBYTES = 64
+_REGION_GRANULES = 4096
+_ACTORS_MOST = 24
+_map = memory._map
+_lock_type, _rlock_type = threading.Lock, threading.RLock
+
+
+class Race(AssertionError):
+    """Two accesses that nothing orders."""
+
+
+class _Region:
+    """The last accesses to 256 KiB of addresses: by actor and 64 bytes, when (on the actor's clock) and which operation."""
+
+    def __init__(self) -> None:
+        self.times = {kind: np.zeros((_ACTORS_MOST, _REGION_GRANULES), np.int32) for kind in ("read", "write")}
+        self.operations = {kind: np.zeros((_ACTORS_MOST, _REGION_GRANULES), np.int32) for kind in ("read", "write")}
+
+
+class Detector:
+    """The clocks and the accesses. Its own lock is not a part of the order."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.random = random.Random(seed)
+        self.registered: dict[int, int] = {}
+        self.host: dict[int, int] = {}
+        self.kept: list[Any] = []
+        self._guard = _lock_type()
+        self._clocks: dict[Any, Clock] = {}
+        self._actors: dict[Any, int] = {}
+        self._regions: dict[int, _Region] = {}
+        self.operations: list[str] = [""]
+
+    def clock(self, actor: Any) -> Clock:
+        return self._clocks.setdefault(actor, {})
+
+    def thread(self) -> Clock:
+        return self.clock(("thread", threading.get_ident()))
+
+    def tick(self, actor: Any) -> Clock:
+        clock = self.clock(actor)
+        clock[actor] = clock.get(actor, 0) + 1
+        return clock
+
+    def snapshot(self) -> Clock:
+        """What has happened before now in the calling thread."""
+        return dict(self.tick(("thread", threading.get_ident())))
+
+    def is_host(self, address: int) -> bool:
+        return any(start <= address < start + nbytes for start, nbytes in list(self.host.items()))
+
+    def operation(self, what: str, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
+        """An operation of the calling thread: on its current stream, unless all it touches is host memory."""
+        touched = [*reads, *writes]
+        if not touched:
+            return
+        if all(self.is_host(tensor.data_ptr()) for tensor in touched):
+            actor: Any = ("thread", threading.get_ident())
+        else:
+            actor = current_stream()
+            join(self.clock(actor), self.snapshot())
+        with self._guard:
+            self.tick(actor)
+            self.operations.append(what)
+            for tensor in reads:
+                self._access(actor, "read", tensor)
+            for tensor in writes:
+                self._access(actor, "write", tensor)
+
+    def _access(self, actor: Any, kind: str, tensor: torch.Tensor) -> None:
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        first = tensor.data_ptr() // _GRANULE_NBYTES
+        stop = (tensor.data_ptr() + extent * tensor.element_size() - 1) // _GRANULE_NBYTES + 1
+        own = self._actors.setdefault(actor, len(self._actors))
+        while first < stop:
+            number, low = divmod(first, _REGION_GRANULES)
+            high = min(low + stop - first, _REGION_GRANULES)
+            if number not in self._regions:
+                self._regions[number] = _Region()
+            region = self._regions[number]
+            self._check(actor, region, "write", slice(low, high))
+            if kind == "write":
+                self._check(actor, region, "read", slice(low, high))
+            region.times[kind][own, low:high] = self.clock(actor)[actor]
+            region.operations[kind][own, low:high] = len(self.operations) - 1
+            first += high - low
+
+    def _check(self, actor: Any, region: _Region, kind: str, part: slice) -> None:
+        for other, index in self._actors.items():
+            if other is actor or other == actor or (isinstance(actor, tuple) and isinstance(other, tuple)):
+                continue
+            late = np.flatnonzero(region.times[kind][index, part] > self.clock(actor).get(other, 0))
+            if late.size:
+                before = self.operations[region.operations[kind][index, part.start + late[0]]]
+                raise Race(f"{self.operations[-1]} on {actor} is not ordered after {before} on {other}")
+
+
+def join(clock: Clock, other: Clock) -> None:
+    for actor, time in other.items():
+        clock[actor] = max(clock.get(actor, 0), time)
+
+
+_detector = Detector()
+_local = threading.local()
+
+
+class Stream:
+    def __init__(self, name: str = "") -> None:
+        self.name = name or f"stream-{id(self):x}"
+        self.device = torch.device("cpu")
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def record_event(self) -> Event:
+        event = Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        join(_detector.clock(self), _detector.snapshot())
+        join(_detector.clock(self), event.clock)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+    def synchronize(self) -> None:
+        join(_detector.thread(), _detector.clock(self))
+
+
+DEFAULT = Stream("default")
+
+
+def current_stream(device: Any = None) -> Stream:
+    return getattr(_local, "stream", DEFAULT)
+
+
+class Event:
+    def __init__(self, blocking: bool = False) -> None:
+        self.clock: Clock = {}
+
+    def record(self, stream: Stream) -> None:
+        join(_detector.clock(stream), _detector.snapshot())
+        self.clock = dict(_detector.clock(stream))
+
+    def synchronize(self) -> None:
+        join(_detector.thread(), self.clock)
+
+    def query(self) -> bool:
+        if _detector.random.random() < 0.5:
+            return False  # not yet
+        self.synchronize()
+        return True
+
+
+@contextlib.contextmanager
+def stream(chosen: Stream) -> Iterator[None]:
+    before = current_stream()
+    _local.stream = chosen
+    try:
+        yield
+    finally:
+        _local.stream = before
+
+
+class Watch(TorchDispatchMode):
+    """Reports every operation of the thread it is entered in."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        schema = func._schema
+        is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns)
+        if not is_view:
+            reads, writes = [], list(_memories(result))
+            for declared, given in zip(schema.arguments, args, strict=False):
+                written = declared.alias_info is not None and declared.alias_info.is_write
+                (writes if written else reads).extend(_memories(given))
+            reads.extend(_memories(kwargs))
+            _detector.operation(str(func), reads, writes)
+            if func is torch.ops.aten._local_scalar_dense.default:
+                current_stream().synchronize()
+            if func is torch.ops.aten.copy_.default and not (len(args) > 2 and args[2]):
+                mixed = len({_detector.is_host(memory.data_ptr()) for memory in (*reads, *writes)}) > 1
+                if mixed:
+                    current_stream().synchronize()
+        return result
+
+
+def _memories(value: Any) -> Iterator[torch.Tensor]:
+    for leaf in tree_leaves(value):
+        has_memory = isinstance(leaf, torch.Tensor) and not leaf.is_meta and not isinstance(leaf, TakenGradient)
+        if has_memory and leaf.layout is torch.strided and leaf.numel() and leaf.untyped_storage().nbytes():
+            yield leaf
+
+
+class _WatchedLane(ThreadLane):
+    """A lane's thread is watched too, and what happened before a job was handed over happened before it."""
+
+    def submit(self, job: Callable[[], None]) -> Pending:
+        before = _detector.snapshot()
+
+        def watched() -> None:
+            join(_detector.thread(), before)
+            with Watch():
+                job()
+
+        return super().submit(watched)
+
+
+class PlayedAccelerator(CudaAccelerator):
+    """`CudaAccelerator`, line by line, over the streams above; its device memory is the CPU's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device = torch.device("cpu")
+
+    def host_lane(self, name: str, *, waits_for_io: bool) -> HostLane:
+        made = super().host_lane(name, waits_for_io=waits_for_io)
+        assert isinstance(made, ThreadLane)
+        return _WatchedLane(name, begin=made._begin)
+
+
+class _TrackedLock:
+    """A lock that carries the order of the threads that hold it."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock, self._clock = lock, {}
+
+    def acquire(self, *args: Any, **kwargs: Any) -> bool:
+        taken = bool(self._lock.acquire(*args, **kwargs))
+        if taken:
+            join(_detector.thread(), self._clock)
+        return taken
+
+    def release(self) -> None:
+        join(self._clock, _detector.snapshot())
+        self._lock.release()
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lock, name)
+
+
+def play(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> Detector:
+    """Put everything in place until the test ends. Returns the detector; enter `Watch()` around the training."""
+    global _detector
+    _detector = Detector(seed)
+    cudart = SimpleNamespace(cudaHostRegister=_register, cudaHostUnregister=_unregister)
+    plays = {
+        "is_available": lambda: True,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "device": lambda device: contextlib.nullcontext(),
+        "Stream": lambda device: Stream(),
+        "Event": Event,
+        "current_stream": current_stream,
+        "stream": stream,
+        "cudart": lambda: cudart,
+        "max_memory_allocated": lambda device: 0,
+        "mem_get_info": lambda device: (1 << 40, 1 << 40),
+    }
+    for name, value in plays.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: _detector.kept.append(self.untyped_storage()))
+    monkeypatch.setattr(threading, "Lock", lambda: _TrackedLock(_lock_type()))
+    monkeypatch.setattr(threading, "RLock", lambda: _TrackedLock(_rlock_type()))
+    monkeypatch.setattr(device_kernels, "prepare", lambda device: None)
+    for module in [module for name, module in sys.modules.items() if name.startswith("offload.")]:
+        if getattr(module, "CudaAccelerator", None) is CudaAccelerator and module.__name__ != "offload.device.cuda":
+            monkeypatch.setattr(module, "CudaAccelerator", PlayedAccelerator)
+    monkeypatch.setattr(memory, "_map", _noted_map)
+    _watch_kernels(monkeypatch)
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", "cuda")
+    return _detector
+
+
+def _noted_map(nbytes: int, purpose: str, **options: bool) -> Any:
+    mapping, start = _map(nbytes, purpose, **options)
+    address = torch.frombuffer(mapping, dtype=torch.uint8, count=1, offset=start).data_ptr()
+    _detector.host[address] = nbytes
+    weakref.finalize(mapping, _detector.host.pop, address, None)
+    return mapping, start
+
+
+def _register(address: int, nbytes: int, flags: int) -> int:
+    _detector.registered[address] = nbytes
+    return 0
+
+
+def _unregister(address: int) -> int:
+    return 0 if _detector.registered.pop(address, None) is not None else 713
+
+
+def _watch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The native kernels are no torch operations: say what they touch."""
+    update, ingest, convert = updating.update, kernels.ingest_async, kernels.convert
+
+    def watched_update(segments: Any) -> None:
+        for segment in segments:
+            states = list(segment.arrays.values())
+            weights = [] if segment.values is None else [segment.values]
+            read = weights if segment.state_format.is_split else []
+            _detector.operation("update", [segment.grad, *states, *read], [*states, *weights])
+        with torch.utils._python_dispatch._disable_current_modes():
+            update(segments)
+
+    def watched_ingest(dst: Any, src: Any, start: int, accumulate: bool, sums: Any = None) -> Any:
+        with torch.utils._python_dispatch._disable_current_modes():
+            result = ingest(dst, src, start, accumulate, sums)
+        written = [*([] if dst is None else [dst]), *([] if sums is None else [sums])]
+        _detector.operation("ingest", [src], written)
+        return result
+
+    def watched_convert(dst: Any, src: Any) -> None:
+        _detector.operation("convert", [src], [dst])
+        with torch.utils._python_dispatch._disable_current_modes():
+            convert(dst, src)
+
+    monkeypatch.setattr(updating, "update", watched_update)
+    monkeypatch.setattr(kernels, "ingest_async", watched_ingest)
+    monkeypatch.setattr(kernels, "convert", watched_convert)

@@ -1,0 +1,81 @@
+"""Where within a step the host waits for the device: exactly where docs/gpu.md says. `torch.cuda` is played on the CPU."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+import offload
+from tests.acceptance.models import stack, vector_batches
+from tests.device import played_cuda
+from tests.device.played_cuda import Watch, play
+
+
+@pytest.mark.parametrize(
+    ("parameters", "states"),
+    [("cpu", "cpu"), ("device", "cpu"), ("device", "device"), pytest.param("cpu", "device", marks=pytest.mark.slow)],
+)
+def test_the_thread_of_the_loop_waits_at_step_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parameters: str, states: str
+) -> None:
+    play(monkeypatch)
+    phase = ["start"]
+    waits: Counter[str] = Counter()
+    here = threading.get_ident()
+
+    def counted(kind: type, name: str) -> None:
+        original = getattr(kind, name)
+
+        def count(self: object) -> None:
+            if threading.get_ident() == here:
+                waits[phase[0]] += 1
+            original(self)
+
+        monkeypatch.setattr(kind, name, count)
+
+    counted(played_cuda.Event, "synchronize")
+    counted(played_cuda.Stream, "synchronize")  # what .item() and copies that block do
+    model = stack(width=16, blocks=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = {"parameters": parameters, "optimizer_states": states, "dtype": "bf16", "max_grad_norm": 0.5}
+    with offload.initialize(model, optimizer, config) as engine, Watch():
+        for x, y in vector_batches(3):
+            phase[0] = "forward"
+            loss = torch.nn.functional.mse_loss(model(x).float(), y)
+            phase[0] = "backward"
+            engine.backward(loss)
+            phase[0] = "step"
+            engine.step()
+            phase[0] = "zero_grad"
+            engine.zero_grad()
+        phase[0] = "end"
+    del waits["start"], waits["end"]
+    # Parameters that the device updates for a home on the host: the forward waits until they are there.
+    expected = {"step", "forward"} if (parameters, states) == ("cpu", "device") else {"step"}
+    assert set(waits) == expected, dict(waits)
+
+
+def test_a_second_micro_batch_waits_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Additions to what the host has are made by a lane."""
+    play(monkeypatch)
+    phase, here, waits = ["start"], threading.get_ident(), Counter[str]()
+    original = played_cuda.Event.synchronize
+
+    def count(self: played_cuda.Event) -> None:
+        waits[phase[0]] += threading.get_ident() == here
+        original(self)
+
+    monkeypatch.setattr(played_cuda.Event, "synchronize", count)
+    model = stack(width=16, blocks=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with offload.initialize(model, optimizer, {"parameters": "cpu", "optimizer_states": "cpu", "dtype": "bf16"}) as engine:
+        for index, (x, y) in enumerate(vector_batches(3)):
+            phase[0] = f"backward {index}"
+            engine.backward(torch.nn.functional.mse_loss(model(x).float(), y))
+        phase[0] = "step"
+        engine.step()
+    assert waits["step"] and not any(count for where, count in waits.items() if where.startswith("backward"))

@@ -1,0 +1,231 @@
+"""The order that the CUDA accelerator and the engine ask of streams and threads leaves no race; see `played_cuda`.
+
+And the detector is one: with any of the orders taken out, the same training races.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+from offload.device import cuda
+from offload.device.cuda import CudaAccelerator
+from offload.runtime import placement
+from offload.runtime.gradient_transit import GradientTransit
+from offload.runtime.gradients import Gradients
+from offload.runtime.places import ParameterPlaces
+from offload.tiers.memory import HostMemory
+from tests.acceptance.models import Stack, stack, vector_batches
+from tests.device import played_cuda
+from tests.device.played_cuda import Race, Stream, Watch, play
+
+PLACES = ("device", "cpu", "nvme")
+OFTEN = {("cpu", "cpu"), ("cpu", "device"), ("device", "cpu"), ("nvme", "nvme")}
+EVERY = [
+    pytest.param(*pair, id="+".join(pair), marks=[] if pair in OFTEN else [pytest.mark.slow])
+    for pair in itertools.product(PLACES, PLACES)
+]
+
+
+def train(
+    nvme: Path, parameters: str, states: str, update: str = "step", side_stream: bool = False, width: int = 16, **fields: Any
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Two steps of two micro-batches each, with a forward between backward and step, and one after it.
+
+    Nothing of it makes the host wait for the device, but what the engine does.
+    """
+    model: Stack = stack(width=width, blocks=4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = {"parameters": parameters, "optimizer_states": states, "nvme": str(nvme), "update": update, "dtype": "bf16"}
+    results: list[torch.Tensor] = []
+    engine = offload.initialize(model, optimizer, config | {"max_grad_norm": 0.5} | fields)
+    chosen = played_cuda.stream(Stream("the user's own")) if side_stream else contextlib.nullcontext()
+    with engine, chosen, Watch():
+        assert engine.optimizer is not None
+        batches = iter(vector_batches(4, width))
+        for _ in range(2):
+            for last in (False, True):
+                x, y = next(batches)
+                with contextlib.nullcontext() if last else engine.no_sync():
+                    loss = torch.nn.functional.mse_loss(model(x).float(), y)
+                    engine.backward(loss)
+                results.append(loss.detach())
+            if update == "step":
+                engine.clip_grad_norm_(0.5)  # waits for the gradients, so that the step need not
+                with torch.no_grad():
+                    results.append(model(x).float().sum())
+            engine.step()
+            engine.optimizer.zero_grad()
+            with torch.no_grad():
+                results.append(model(x).float().sum())
+        return [result.item() for result in results], engine.state_dict()
+
+
+@pytest.mark.parametrize("update", ["step", pytest.param("backward", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("parameters", "states"), EVERY)
+def test_no_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parameters: str, states: str, update: str) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("OFFLOAD_ACCELERATOR", "cpu")
+        expected = train(tmp_path, "device", "device", update)
+    detector = play(monkeypatch)
+    losses, weights = train(tmp_path, parameters, states, update)
+    assert losses == expected[0] and all(torch.equal(weights[name], expected[1][name]) for name in weights)
+    assert len(detector.operations) > 500, "the detector saw nothing"
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("parameters", "states"), EVERY)
+def test_no_race_on_a_stream_of_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parameters: str, states: str, seed: int
+) -> None:
+    play(monkeypatch, seed)
+    train(tmp_path, parameters, states, side_stream=True)
+
+
+def test_no_race_with_few_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient waits for its device buffer, on the device."""
+    play(monkeypatch)
+    monkeypatch.setattr("offload.runtime.placement._transit_buffer_count", lambda *_: 1)
+    train(tmp_path, "cpu", "cpu")
+
+
+Taken = tuple[str, type, str, Any, tuple[str, str]]
+_TAKEN: list[Taken] = [
+    ("fill", cuda._StreamOrderedMemory, "_after_compute", lambda self: None, ("cpu", "cpu")),
+    ("join", CudaAccelerator, "join", lambda self, pending: None, ("cpu", "cpu")),
+    ("copies into parameters", CudaAccelerator, "copy_in_after_compute", lambda self: None, ("device", "cpu")),
+    ("copies out of a store", ParameterPlaces, "settle_copies", lambda self, chunk_of: None, ("cpu", "cpu")),
+    ("the host's wait", cuda._EventPending, "wait", lambda self: None, ("cpu", "cpu")),
+]
+
+
+def race(nvme: Path, parameters: str, states: str) -> str:
+    """What races in a training; "" if nothing does. Nothing of the engine outlives the call."""
+    found = ""
+    try:
+        train(nvme, parameters, states)
+    except (Race, offload.EngineFailedError) as error:
+        found = str(error)
+    gc.collect()
+    return found
+
+
+@pytest.mark.parametrize("taken", _TAKEN, ids=lambda taken: taken[0])
+def test_an_order_taken_out_is_a_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: Taken) -> None:
+    _, owner, name, instead, (parameters, states) = taken
+    play(monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, instead)
+        assert "is not ordered after" in race(tmp_path, parameters, states)
+
+
+def test_a_copy_out_that_does_not_wait_for_compute_is_a_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    play(monkeypatch)
+    wait = Stream.wait_stream
+    monkeypatch.setattr(Stream, "wait_stream", lambda self, other: None if other is played_cuda.DEFAULT else wait(self, other))
+    monkeypatch.setattr(cuda._StreamOrderedMemory, "_after_compute", lambda self: self._fetch.wait_event(_now()))
+    assert "aten.copy_" in race(tmp_path, "device", "cpu")
+
+
+def _now() -> played_cuda.Event:
+    return played_cuda.current_stream().record_event()
+
+
+def test_a_buffer_that_is_packed_while_it_leaves_is_a_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    play(monkeypatch)
+    monkeypatch.setattr("offload.runtime.placement._transit_buffer_count", lambda *_: 1)
+
+    def buffer(self: GradientTransit) -> torch.Tensor:
+        if not self._free:
+            self.leave(next(iter(self._open.values())).chunk_of)
+        return self._free.popleft()[0]
+
+    monkeypatch.setattr(GradientTransit, "_buffer", buffer)
+    assert "ingest" in race(tmp_path, "cpu", "cpu")
+
+
+def test_registered_memory_is_unregistered_when_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    detector = play(monkeypatch)
+    accelerator = played_cuda.PlayedAccelerator()
+    memory = HostMemory(10_000, "a test", register=accelerator.pin)
+    address, kept = memory.tensor.data_ptr(), memory.tensor[:10]
+    assert detector.registered == {address: 12_288}
+    assert " dc " in _mapping_flags(address), "a fork would take pages along that the device has"
+    memory.close()
+    assert detector.registered, "a tensor still uses it"
+    del kept
+    assert not detector.registered
+
+
+def _mapping_flags(address: int) -> str:
+    """The VmFlags of the mapping that holds `address`, from /proc/self/smaps."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        start, dash, rest = line.split(" ")[0].partition("-")
+        if dash and not line.endswith("kB") and ":" not in start:
+            inside = int(start, 16) <= address < int(rest, 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.removeprefix("VmFlags:") + " "
+    raise AssertionError("no such mapping")
+
+
+def test_memory_that_cannot_be_registered_is_said_once_and_used_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play(monkeypatch)
+    register = torch.cuda.cudart().cudaHostRegister
+    monkeypatch.setattr(torch.cuda.cudart(), "cudaHostRegister", lambda *given: register(*given) + 2)
+    with pytest.warns(RuntimeWarning, match="cudaHostRegister: error 2") as said:
+        train(tmp_path, "cpu", "cpu")
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("share", [1.0, 0.6], ids=["room for two units", "little room"])
+def test_chunks_that_leave_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    """Parameters of many chunks: packed in one launch, copied in one, added chunk by chunk; the bits are the same."""
+    monkeypatch.setattr("offload.runtime.assembly.CHUNK_NUMELS", (4096,))
+    with monkeypatch.context() as patch:
+        patch.setenv("OFFLOAD_ACCELERATOR", "cpu")
+        expected = train(tmp_path, "device", "device", width=96)
+    play(monkeypatch)
+    count = placement._transit_buffer_count
+    monkeypatch.setattr(placement, "_transit_buffer_count", lambda *given: int(count(*given) * share))
+    received: list[int] = []
+    receive = Gradients.receive_chunks
+
+    def counted(self: Gradients, chunks: list[Any], slot: Any, values: torch.Tensor, *, accumulate: bool) -> Any:
+        received.append(len(chunks))
+        return receive(self, chunks, slot, values, accumulate=accumulate)
+
+    monkeypatch.setattr(Gradients, "receive_chunks", counted)
+    losses, weights = train(tmp_path, "cpu", "cpu", width=96)
+    assert losses == expected[0] and all(torch.equal(weights[name], expected[1][name]) for name in weights)
+    assert max(received) > (3 if share == 1.0 else 1)
+
+
+def test_a_unit_comes_in_one_copy_for_each_flat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many chunks it is cut into: on a fast link the call of a copy takes as long as a chunk's bytes."""
+    play(monkeypatch)
+    monkeypatch.setattr("offload.runtime.assembly.CHUNK_NUMELS", (4096,))
+    copied: list[int] = []
+    copy_in = CudaAccelerator.copy_in
+
+    def counted(self: CudaAccelerator, destination: torch.Tensor, source: torch.Tensor) -> Any:
+        copied.append(destination.nbytes)
+        return copy_in(self, destination, source)
+
+    monkeypatch.setattr(CudaAccelerator, "copy_in", counted)
+    model = stack(width=64, blocks=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with offload.initialize(model, optimizer, {"parameters": "cpu", "optimizer_states": "cpu"}) as engine:
+        model(torch.zeros(2, 64))
+        sizes = {flat.nbytes for unit in engine._parts.layout.units for flat in unit.flats}
+        assert max(sizes) > 4 * 4096 * 2, "not cut at all"
+    assert copied and set(copied) <= sizes

@@ -1,0 +1,66 @@
+"""On a GPU: copies from our registered memory are as fast as bare ones, in both directions at once, and run beside compute."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload.device.cuda import CudaAccelerator
+from offload.tiers.memory import HostMemory
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")]
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+NBYTES = 256 * 2**20
+
+
+@pytest.fixture
+def report(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Imports a part of the GPU report."""
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", "cuda")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return lambda name: importlib.import_module(f"gpu_report.{name}")
+
+
+def test_registered_memory_counts_as_pinned() -> None:
+    accelerator = CudaAccelerator()
+    memory = HostMemory(1 << 22, "a test", register=accelerator.pin)
+    assert memory.tensor.is_pinned() and not torch.empty(1 << 22, dtype=torch.uint8).is_pinned()
+    memory.close()
+    accelerator.close()
+
+
+def test_chunks_reach_95_percent_of_a_bare_copy(report: Any) -> None:
+    """Each direction alone, and both at once; the best of several, so that a busy machine does not decide."""
+    accelerator = CudaAccelerator()
+    found = [report("rates").links(accelerator, NBYTES) for _ in range(3)]
+    for name in ("h2d", "d2h", "both"):
+        assert max(one["share_of_bare"][name] for one in found) >= 0.95, (name, found)
+    accelerator.close()
+
+
+def test_copies_run_beside_compute_and_beside_each_other(report: Any, tmp_path: Path) -> None:
+    accelerator = CudaAccelerator()
+    host = [HostMemory(NBYTES, "a test", register=accelerator.pin, prefault=True) for _ in range(2)]
+    device = [torch.empty(NBYTES, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    accelerator.copy_in_after_compute()
+    torch.mm(a, a)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        pending = [accelerator.copy_out(host[1].tensor, device[1]), accelerator.copy_in(device[0], host[0].tensor)]
+        for _ in range(400):
+            a = torch.mm(a, a).clamp_(-1, 1)
+        for one in pending:
+            one.wait()
+        torch.cuda.synchronize()
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    found = report("overlap").summarize(json.loads((tmp_path / "trace.json").read_text()))
+    for link in found["links"].values():
+        assert link["nbytes"] == NBYTES and link["pageable_nbytes"] == 0, found
+        assert link["overlap_percent"] > 80 and link["duplex_percent"] > 60, found
+    accelerator.close()

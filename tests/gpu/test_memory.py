@@ -1,0 +1,69 @@
+"""On a GPU: peak device memory is what the plan said, plus what the model itself takes."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import offload
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")]
+WIDTH, BLOCKS, ROWS = 2048, 8, 64
+
+
+class Stack(nn.Module):
+    """Equal blocks of 64 MB (bf16) and activations that are small beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH, bias=False))
+            for _ in range(BLOCKS)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def plain_nbytes() -> int:
+    """Peak of forward and backward beside the parameters, each gradient dropped as soon as it is there."""
+    model = Stack().to("cuda", torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    F.mse_loss(
+        model(torch.randn(ROWS, WIDTH, device="cuda", dtype=torch.bfloat16)).float(), torch.zeros(1, device="cuda")
+    ).backward()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize(("parameters", "states"), [("cpu", "cpu"), ("device", "cpu"), ("cpu", "device"), ("device", "device")])
+def test_peak_is_within_three_percent_of_the_formula(monkeypatch: pytest.MonkeyPatch, parameters: str, states: str) -> None:
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", "cuda")
+    plain_nbytes()  # workspaces of the libraries, once
+    own = plain_nbytes()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    model = Stack()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    config = {"parameters": parameters, "optimizer_states": states, "dtype": "bf16", "max_grad_norm": 1.0}
+    with offload.initialize(model, optimizer, config) as engine:
+        target = torch.zeros(1, device="cuda")
+        for step in range(4):
+            if step == 2:
+                torch.cuda.reset_peak_memory_stats()
+            x = torch.randn(ROWS, WIDTH, device="cuda", dtype=torch.bfloat16)
+            engine.backward(F.mse_loss(model(x).float(), target))
+            engine.step()
+            engine.zero_grad()
+        planned = sum(line["nbytes"] for line in engine.stats()["planned"] if line["tier"] == "device")
+        peak = torch.cuda.max_memory_allocated() - before
+    formula = planned + own
+    assert abs(peak - formula) <= 0.03 * formula, f"peak {peak}, planned {planned}, the model's own {own}"

@@ -1,0 +1,114 @@
+"""A crew: N processes in one gloo group, started once, each doing one job after the other.
+
+`python -m tests.ranks.crew` is one member. It reads lines of JSON, {"job": a function of tests.ranks.jobs, "arguments": {...}},
+and answers each with a line of JSON: {"result": ...} or {"error": [class, message]}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_SECONDS = 120
+
+
+class Crew:
+    """Close it; `do` runs one job on all members and returns their answers by rank."""
+
+    def __init__(self, size: int, folder: Path, *, seconds: int = TIMEOUT_SECONDS, **variables: str) -> None:
+        self.size, self._seconds = size, seconds
+        store = folder / "store"
+        plain = {name: value for name, value in os.environ.items() if not name.startswith("OFFLOAD_")}
+        repository = str(Path(__file__).resolve().parents[2])
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.ranks.crew", str(rank), str(size), str(store), str(seconds)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=(folder / f"stderr-{rank}").open("w"),
+                text=True,
+                env=plain | {"PYTHONPATH": repository, "OFFLOAD_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"} | variables,
+            )
+            for rank in range(size)
+        ]
+        self._folder = folder
+
+    def begin(self, job: str, **arguments: Any) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                assert process.stdin is not None
+                process.stdin.write(json.dumps({"job": job, "arguments": arguments}) + "\n")
+                process.stdin.flush()
+
+    def answers(self) -> list[dict[str, Any]]:
+        """By rank. A member that ended without one: {"ended": return code}. One that hangs fails the test."""
+        found: list[dict[str, Any]] = [{} for _ in self.processes]
+        threads = [threading.Thread(target=self._read, args=(rank, found), daemon=True) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for rank, thread in enumerate(threads):
+            thread.join(self._seconds + 30)
+            assert not thread.is_alive(), f"rank {rank} gave no answer:\n{self._stderr(rank)}"
+        return found
+
+    def _read(self, rank: int, found: list[dict[str, Any]]) -> None:
+        process = self.processes[rank]
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found[rank] = json.loads(line) if line else {"ended": process.wait(10)}
+
+    def do(self, job: str, **arguments: Any) -> list[Any]:
+        """The results of all members; an error on any of them fails the test."""
+        self.begin(job, **arguments)
+        answers = self.answers()
+        for rank, answer in enumerate(answers):
+            assert "result" in answer, f"rank {rank}: {answer}\n{self._stderr(rank)}"
+        return [answer["result"] for answer in answers]
+
+    def errors(self, job: str, **arguments: Any) -> list[tuple[str, str]]:
+        """(class, message) of every member's error; a member without one fails the test."""
+        self.begin(job, **arguments)
+        answers = self.answers()
+        for rank, answer in enumerate(answers):
+            assert "error" in answer, f"rank {rank}: {answer}\n{self._stderr(rank)}"
+        return [tuple(answer["error"]) for answer in answers]
+
+    def _stderr(self, rank: int) -> str:
+        return (self._folder / f"stderr-{rank}").read_text()[-6000:]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.communicate()
+
+
+def _member(rank: int, size: int, store: str, seconds: int) -> None:
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    from . import jobs
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=seconds))
+    for line in sys.stdin:
+        asked = json.loads(line)
+        try:
+            answer = {"result": getattr(jobs, asked["job"])(**asked["arguments"])}
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"error": [type(error).__name__, str(error)]}
+        print(json.dumps(answer), flush=True)
+    os._exit(0)  # the others may be gone: nothing waits for them
+
+
+if __name__ == "__main__":
+    _member(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))

@@ -1,0 +1,508 @@
+"""What the members of a crew do. Every function runs on all of them; arguments and results are JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import offload
+from offload.runtime import assembly
+from offload.schedule.plan import Verb
+
+from ..acceptance.models import adamw, byte_batches, gpt2, llama, vector_batches
+
+assembly.LEAST_UNIT_NUMEL = 0  # the models here are tiny, and are to have units all the same
+
+
+class Experts(nn.Module):
+    """A mixture of experts, each a unit of its own; `route` says which of them a forward uses, and in which order."""
+
+    def __init__(self, count: int = 4, width: int = 16) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+        self.last = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor, route: list[int]) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        for index in route:
+            x = x + torch.tanh(self.experts[index](x))
+        return self.last(x)
+
+
+class Branches(nn.Module):
+    """Blocks that hold two branches each, of which a forward uses those it is told to."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Branch(width) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, route: list[int]) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, route)
+        return x
+
+
+class Branch(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.choices = nn.ModuleList([nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, width)])
+
+    def forward(self, x: torch.Tensor, route: list[int]) -> torch.Tensor:
+        for index in route:
+            x = x + torch.tanh(self.choices[index](x))
+        return x
+
+
+def _partly_frozen() -> nn.Module:
+    model = llama()
+    for name, parameter in model.named_parameters():
+        if "mlp" in name or "embed" in name:
+            parameter.requires_grad_(False)
+    return model
+
+
+def _narrow() -> nn.Module:
+    """Units of a handful of elements: fewer than ranks have blocks of."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+MODELS = {"llama": llama, "gpt2": gpt2, "frozen": _partly_frozen}
+
+
+def digest(state: dict[str, torch.Tensor]) -> str:
+    seen = hashlib.sha256()
+    for name in sorted(state):
+        seen.update(name.encode())
+        seen.update(state[name].contiguous().view(torch.uint8).numpy().tobytes())
+    return seen.hexdigest()
+
+
+@contextlib.contextmanager
+def accelerator_of(name: str, seed: int = 0) -> Iterator[None]:
+    os.environ["OFFLOAD_ACCELERATOR"], os.environ["OFFLOAD_SEED"] = name, str(seed)
+    try:
+        yield
+    finally:
+        os.environ["OFFLOAD_ACCELERATOR"] = "cpu"
+
+
+def place() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _step(model: nn.Module, batches: list[torch.Tensor], engine: Any, *, syncs: bool) -> list[float]:
+    losses = []
+    for position, batch in enumerate(batches):
+        loss = model(input_ids=batch, labels=batch).loss
+        last = position + 1 == len(batches)
+        with contextlib.nullcontext() if last or syncs else engine.no_sync():
+            engine.backward(loss / len(batches))
+        losses.append(loss.item())
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+    return losses
+
+
+def train(
+    fields: dict[str, Any],
+    model: str = "llama",
+    steps: int = 4,
+    micro: int = 1,
+    syncs: bool = False,
+    accelerator: str = "cpu",
+    seed: int = 0,
+    mesh: list[int] | None = None,
+    average: str = "fp32",
+) -> dict[str, Any]:
+    """Each rank trains on batches of its own; returns losses, a digest of all weights, and the last norm."""
+    rank, world = place()
+    os.environ["OFFLOAD_AVERAGE"] = average
+    with accelerator_of(accelerator, seed):
+        built = MODELS[model]()
+        arranged = None
+        if mesh is not None:
+            arranged = dist.init_device_mesh("cpu", tuple(mesh), mesh_dim_names=("replicate", "shard")[-len(mesh) :])
+        with offload.initialize(built, adamw(built), offload.Config(**fields), mesh=arranged) as engine:
+            batches = byte_batches(steps * micro * world)
+            losses = []
+            for step in range(steps):
+                start = (step * world + rank) * micro
+                losses.append(_step(built, batches[start : start + micro], engine, syncs=syncs))
+            return {"losses": losses, "weights": digest(engine.state_dict()), "norm": engine.grad_norm}
+
+
+def train_alone(fields: dict[str, Any], world: int, steps: int = 4) -> dict[str, Any]:
+    """One rank with the batches of all: the mean over ranks is the mean over the whole batch. Runs without a group."""
+    built = llama()
+    with offload.initialize(built, adamw(built), offload.Config(**fields)) as engine:
+        batches = byte_batches(steps * world)
+        losses = []
+        for step in range(steps):
+            batch = torch.cat(batches[step * world : (step + 1) * world])
+            losses.append(_step(built, [batch], engine, syncs=True))
+        weights = {name: value.tolist() for name, value in engine.state_dict().items()}
+        return {"losses": losses, "weights": weights}
+
+
+def weights_after(fields: dict[str, Any], steps: int = 4) -> dict[str, Any]:
+    """As `train`, with the weights themselves."""
+    rank, world = place()
+    built = llama()
+    with offload.initialize(built, adamw(built), offload.Config(**fields)) as engine:
+        batches = byte_batches(steps * world)
+        losses = [_step(built, [batches[step * world + rank]], engine, syncs=True) for step in range(steps)]
+        return {"losses": losses, "weights": {name: value.tolist() for name, value in engine.state_dict().items()}}
+
+
+def routes(fields: dict[str, Any], kind: str, plan: list[list[list[int]]], accelerator: str = "cpu") -> dict[str, Any]:
+    """`plan[step][rank]`: the experts that this rank uses in that step. Returns a digest, and each expert's step count."""
+    rank, _ = place()
+    with accelerator_of(accelerator):
+        torch.manual_seed(3)
+        model = {"experts": Experts, "branches": Branches}[kind]()
+        with offload.initialize(model, adamw(model), offload.Config(**fields)) as engine:
+            for step, (x, y) in enumerate(vector_batches(len(plan), seed=rank)):
+                loss = F.mse_loss(model(x, plan[step][rank]), y)
+                loss.backward()
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+            counts = {info.fqn: info.step for info in engine._parts.parameters}
+            state = engine.state_dict()
+            return {"weights": digest(state), "counts": counts, "each": {n: digest({n: v}) for n, v in state.items()}}
+
+
+def different_evaluations(fields: dict[str, Any]) -> str:
+    """Between two steps the ranks evaluate different numbers of batches."""
+    rank, _ = place()
+    model = llama()
+    with offload.initialize(model, adamw(model), offload.Config(**fields)) as engine:
+        batches = byte_batches(8)
+        for step in range(2):
+            _step(model, [batches[step * 2 + rank % 2]], engine, syncs=True)
+            with torch.no_grad():
+                for batch in batches[: 1 + 2 * rank]:
+                    model(input_ids=batch)
+        return digest(engine.state_dict())
+
+
+def narrow(fields: dict[str, Any], rows: list[int]) -> str:
+    """Tiny units, and a batch size of its own on each rank."""
+    rank, _ = place()
+    model = _narrow()
+    with offload.initialize(model, adamw(model), offload.Config(**fields)) as engine:
+        for step in range(3):
+            torch.manual_seed(10 * step + rank)
+            x = torch.randn(rows[rank], 3)
+            F.mse_loss(model(x), x).backward()
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        return digest(engine.state_dict())
+
+
+def overflow(fields: dict[str, Any], bad_rank: int) -> dict[str, Any]:
+    """fp16: in the second of three steps the gradients of one rank overflow."""
+    rank, _ = place()
+    model = _narrow()
+    with offload.initialize(model, adamw(model), offload.Config(dtype="fp16", **fields)) as engine:
+        scales, digests = [], []
+        for step in range(3):
+            torch.manual_seed(10 * step + rank)
+            x = torch.randn(4, 3)
+            loss = F.mse_loss(model(x).float(), x)
+            if step == 1 and rank == bad_rank:
+                loss = loss * float("inf")
+            engine.backward(loss)
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+            scales.append(engine.loss_scale)
+            digests.append(digest(engine.state_dict()))
+        return {"scales": scales, "weights": digests, "skipped": engine.stats()["skipped_steps"]}
+
+
+def counted(fields: dict[str, Any], steps: int) -> dict[str, Any]:
+    """What went over the wire in steps after the first."""
+    rank, world = place()
+    model = llama(layers=4)
+    with offload.initialize(model, adamw(model), offload.Config(**fields)) as engine:
+        batches = byte_batches((steps + 2) * world)
+        for step in range(2):
+            _step(model, [batches[step * world + rank]], engine, syncs=True)
+        before = engine.stats()["ranks"]
+        for step in range(2, steps + 2):
+            _step(model, [batches[step * world + rank]], engine, syncs=True)
+        engine._parts.residency.finish_updates()
+        after = engine.stats()["ranks"]
+        flats = [flat for unit in engine._parts.layout.units for flat in unit.flats]
+        units, schedule = engine._parts.layout.units, engine._parts.residency._schedule
+        return {
+            "scheduled_nbytes": sum(units[op.unit_index].nbytes for op in schedule.ops if op.verb is Verb.FETCH),
+            "capacity_nbytes": engine._parts.residency.capacity_nbytes,
+            "moved": {
+                verb: [after[verb][key] - before.get(verb, {key: 0})[key] for key in ("count", "nbytes")] for verb in after
+            },
+            "flat_nbytes": [flat.nbytes for flat in flats],
+        }
+
+
+def memory(fields: dict[str, Any], accelerator: str = "cpu") -> dict[str, Any]:
+    """Planned and measured bytes of one rank."""
+    rank, world = place()
+    with accelerator_of(accelerator):
+        model = llama(layers=4, width=384)
+        numel = sum(parameter.numel() for parameter in model.parameters())
+        with offload.initialize(model, adamw(model), offload.Config(**fields)) as engine:
+            batches = byte_batches(2 * world)
+            for step in range(2):
+                _step(model, [batches[step * world + rank]], engine, syncs=True)
+            stats = engine.stats()
+            reduction = engine._parts.reduction
+            return {
+                "numel": numel,
+                "planned": {line["purpose"]: line["nbytes"] for line in stats["planned"]},
+                "host": stats["host_nbytes"],
+                "unreduced_peak": reduction.peak_nbytes if reduction is not None else 0,
+                "resident_peak": stats["resident_peak_nbytes"],
+            }
+
+
+def gathered(fields: dict[str, Any]) -> dict[str, Any]:
+    """Reads and writes parameters between steps."""
+    rank, world = place()
+    model = llama()
+    with offload.initialize(model, adamw(model), offload.Config(**fields)) as engine:
+        batches = byte_batches(2 * world)
+        _step(model, [batches[rank]], engine, syncs=True)
+        head = model.lm_head.weight
+        with engine.gathered([head, model.model.norm.weight]):
+            seen = digest({"head": head.detach().clone()})
+            with torch.no_grad():
+                head.mul_(0.5)
+        with engine.gathered(head):
+            halved = float(head.detach().abs().sum())
+        full = engine.state_dict()
+        share = engine.state_dict(full=False)
+        first = engine.state_dict(rank0_only=True)
+        _step(model, [batches[world + rank]], engine, syncs=True)
+        engine.load_state_dict(share)
+        back = engine.state_dict()
+        return {
+            "seen": seen,
+            "halved": halved,
+            "full": digest(full),
+            "head": float(full["lm_head.weight"].abs().sum()),
+            "share": sorted(share),
+            "names": sorted(full),
+            "first": len(first),
+            "back": digest(back),
+            "after": digest(engine.state_dict()),
+        }
+
+
+def distributed_checkpoint(fields: dict[str, Any], other: dict[str, Any], folder: str) -> dict[str, Any]:
+    """torch.distributed.checkpoint writes what one engine holds and fills another from it."""
+    import torch.distributed.checkpoint as dcp
+
+    rank, world = place()
+    model = llama()
+    with offload.initialize(model, adamw(model), offload.Config(**fields)) as engine:
+        _step(model, [byte_batches(world)[rank]], engine, syncs=True)
+        dcp.save(engine.state_dict(full=False), checkpoint_id=folder)
+        saved = digest(engine.state_dict())
+    torch.manual_seed(77)
+    model = llama()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    with offload.initialize(model, adamw(model), offload.Config(**other)) as engine:
+        state = engine.state_dict(full=False)
+        dcp.load(state, checkpoint_id=folder)
+        engine.load_state_dict(state)
+        return {"saved": saved, "loaded": digest(engine.state_dict())}
+
+
+# ---- things that go wrong
+
+
+def differing(what: str) -> None:
+    """The ranks call initialize with something that differs."""
+    rank, _ = place()
+    torch.manual_seed(5 + (rank if what == "seed" else 0))
+    width = 16 + (rank if what == "shape" else 0)
+    model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4))
+    lr = 1e-3
+    config = offload.Config(stage=3, max_grad_norm=1.0 + (rank if what == "config" else 0))
+    if what == "optimizer":
+        config = offload.Config(stage=3)
+    if what == "failure" and rank == 1:
+        os.environ["OFFLOAD_ACCELERATOR"] = "abacus"
+    optimizer = torch.optim.AdamW(model[:1].parameters() if what == "optimizer" and rank else model.parameters(), lr=lr)
+    try:
+        with offload.initialize(model, optimizer, config):
+            raise AssertionError("the difference was not seen")
+    finally:
+        os.environ["OFFLOAD_ACCELERATOR"] = "cpu"
+
+
+def failing(fields: dict[str, Any], how: str, when: str) -> None:
+    """Rank 1 dies, hangs, raises or leaves in the second step."""
+    rank, world = place()
+    model = llama()
+    batches = byte_batches(4 * world)
+    with offload.initialize(model, adamw(model), offload.Config(**fields)) as engine:
+        for step in range(4):
+            loss = model(input_ids=batches[step * world + rank], labels=batches[step * world + rank]).loss
+            if step == 1 and rank == 1 and when == "forward":
+                _fail(how)
+            if step == 1 and rank == 1 and when == "backward":
+                model.model.layers[1].register_full_backward_hook(lambda *_: _fail(how))
+            loss.backward()
+            if step == 1 and rank == 1 and when == "step":
+                _fail(how)
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+
+
+def _fail(how: str) -> None:
+    if how == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "hangs":
+        time.sleep(14)
+        raise AssertionError("over")
+    raise ValueError("rank 1 has had enough")
+
+
+def different_calls(fields: dict[str, Any]) -> None:
+    """Rank 0 makes a step, rank 1 asks for the weights."""
+    rank, world = place()
+    model = llama()
+    with offload.initialize(model, adamw(model), offload.Config(**fields)) as engine:
+        batch = byte_batches(world)[rank]
+        model(input_ids=batch, labels=batch).loss.backward()
+        if rank == 0:
+            engine.optimizer.step()
+        else:
+            engine.state_dict()
+
+
+def writes_differ(fields: dict[str, Any]) -> None:
+    rank, _ = place()
+    model = llama()
+    with (
+        offload.initialize(model, adamw(model), offload.Config(**fields)) as engine,
+        engine.gathered(model.lm_head.weight),
+        torch.no_grad(),
+    ):
+        model.lm_head.weight.add_(rank)
+
+
+# ---- checkpoints
+
+
+def _train_on(engine: Any, model: nn.Module, first: int, last: int) -> list[float]:
+    """Steps [first, last) of one training run, on as many ranks as there are: the batches of a step are theirs in turn."""
+    rank, world = place()
+    batches = byte_batches(4 * last)
+    losses = []
+    for step in range(first, last):
+        mine = batches[4 * step + rank : 4 * step + 4 : world]
+        losses += _step(model, mine, engine, syncs=False)
+    return losses
+
+
+def save_and_go_on(fields: dict[str, Any], folder: str, wait: bool = True, steps: int = 4) -> dict[str, Any]:
+    model = llama()
+    with offload.initialize(model, adamw(model), offload.Config(**fields)) as engine:
+        _train_on(engine, model, 0, steps // 2)
+        torch.manual_seed(100 + place()[0])
+        engine.save_checkpoint(folder, client_state={"step": steps // 2}, wait=wait)
+        before = digest(engine.state_dict())
+        losses = _train_on(engine, model, steps // 2, steps)
+        return {"before": before, "losses": losses, "weights": digest(engine.state_dict()), "drawn": torch.rand(1).item()}
+
+
+def resume(fields: dict[str, Any], folder: str, steps: int = 4, numbered: bool = False) -> dict[str, Any]:
+    torch.manual_seed(1000)
+    model = llama()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    with offload.initialize(model, adamw(model), offload.Config(**fields)) as engine:
+        state = engine.resume_or_start(folder) if numbered else engine.load_checkpoint(folder)
+        before = digest(engine.state_dict())
+        losses = _train_on(engine, model, state["step"] if state else 0, steps)
+        return {"before": before, "losses": losses, "weights": digest(engine.state_dict()), "drawn": torch.rand(1).item()}
+
+
+def refused_load(fields: dict[str, Any], folder: str) -> str:
+    """A load that is refused on every rank leaves the engine as it was."""
+    model = llama()
+    with offload.initialize(model, adamw(model), offload.Config(**fields)) as engine:
+        before = digest(engine.state_dict())
+        try:
+            engine.load_checkpoint(folder)
+        except offload.CheckpointError as error:
+            assert digest(engine.state_dict()) == before
+            _train_on(engine, model, 0, 1)
+            return str(error)
+        raise AssertionError("a damaged checkpoint was loaded")
+
+
+def export(fields: dict[str, Any], folder: str) -> str:
+    model = llama()
+    with offload.initialize(model, adamw(model), offload.Config(**fields)) as engine:
+        _train_on(engine, model, 0, 1)
+        engine.export(folder, "fp32")
+        return digest(engine.state_dict())
+
+
+def train_and_save(fields: dict[str, Any], folder: str, steps: int) -> None:
+    """Resume, then a checkpoint after every step, some beside training; meant to be killed."""
+    model = llama(layers=2)
+    with offload.initialize(model, adamw(model), offload.Config(**fields)) as engine:
+        state = engine.resume_or_start(folder)
+        for step in range(state["step"] if state else 0, steps):
+            _train_on(engine, model, step, step + 1)
+            engine.save_checkpoint(
+                os.path.join(folder, f"step-{step + 1}"), client_state={"step": step + 1}, keep_last=2, wait=step % 2 == 0
+            )
+            if place()[0] == 0:
+                print("", end="", flush=True)
+
+
+def train_to_the_end(fields: dict[str, Any], folder: str, steps: int) -> dict[str, Any]:
+    """The rest of `train_and_save`'s run; says where it went on."""
+    model = llama(layers=2)
+    with offload.initialize(model, adamw(model), offload.Config(**fields)) as engine:
+        state = engine.resume_or_start(folder)
+        start = state["step"] if state else 0
+        _train_on(engine, model, start, steps)
+        return {"start": start, "weights": digest(engine.state_dict())}
+
+
+def folded(fields: dict[str, Any], least_numel: int) -> dict[str, Any]:
+    """How many messages a step takes when small units join the root."""
+    assembly.LEAST_UNIT_NUMEL = least_numel
+    try:
+        rank, world = place()
+        torch.manual_seed(4)
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(12)), nn.Linear(16, 1024))
+        with offload.initialize(model, adamw(model), offload.Config(**fields)) as engine:
+            for x, y in vector_batches(2 * world)[rank::world]:
+                (model(x) - y[:, :1]).square().mean().backward()
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+            return {"units": len(engine._parts.units), "reduced": engine.stats()["ranks"]["reduce"]["count"]}
+    finally:
+        assembly.LEAST_UNIT_NUMEL = 0

@@ -1,0 +1,133 @@
+"""Checkpoints of several ranks: written by all, loaded by any number; damage and kills."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from . import jobs
+from .crew import Crew
+
+CASES: dict[str, dict[str, Any]] = {
+    "stage 0": {"stage": 0},
+    "stage 1": {"stage": 1, "dtype": "bf16"},
+    "stage 2, states on nvme": {"stage": 2, "optimizer_states": "nvme"},
+    "stage 3 on cpu": {"stage": 3, "parameters": "cpu", "optimizer_states": "cpu"},
+    "stage 3 on nvme": {"stage": 3, "parameters": "nvme", "optimizer_states": "nvme", "dtype": "bf16"},
+}
+
+
+def placed(name: str, folder: Path, **more: Any) -> dict[str, Any]:
+    case = CASES[name]
+    return case | ({"nvme": str(folder / "nvme")} if "nvme" in case.values() else {}) | more
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("wait", [True, False], ids=["waited for", "beside training"])
+def test_resumed_on_as_many_ranks_to_the_bit(pair: Crew, tmp_path: Path, name: str, wait: bool) -> None:
+    folder = str(tmp_path / "saved")
+    ran = pair.do("save_and_go_on", fields=placed(name, tmp_path), folder=folder, wait=wait)
+    resumed = pair.do("resume", fields=placed(name, tmp_path), folder=folder)
+    assert resumed == ran  # weights, the losses after it, and what each rank's generator draws
+    assert {path.suffix for path in Path(folder).iterdir()} == {".json", ".safetensors"}
+    assert sorted(path.name for path in Path(folder).glob("*.json")) == ["MANIFEST.json"]
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("saving", "loading"),
+    [
+        (1, 2),
+        pytest.param(4, 2, marks=SLOW),
+        pytest.param(2, 4, marks=SLOW),
+        pytest.param(4, 1, marks=SLOW),
+    ],
+)
+def test_any_number_of_ranks_any_stage(
+    pair: Crew, four: Crew, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, saving: int, loading: int
+) -> None:
+    def run(size: int, job: str, **arguments: Any) -> list[dict[str, Any]]:
+        if size == 1:
+            return [getattr(jobs, job)(**arguments)]
+        return (pair if size == 2 else four).do(job, **arguments)
+
+    names = list(CASES)
+    for index, name in enumerate(names):
+        folder = str(tmp_path / f"saved-{index}")
+        ran = run(saving, "save_and_go_on", fields=placed(name, tmp_path, dtype="fp32"), folder=folder)
+        for other in (names[(index + 2) % len(names)], names[(index + 3) % len(names)]):
+            resumed = run(loading, "resume", fields=placed(other, tmp_path, dtype="fp32"), folder=folder)
+            assert {one["before"] for one in resumed} == {ran[0]["before"]}
+            assert len({one["weights"] for one in resumed}) == 1
+
+
+def test_damage_is_refused_on_every_rank(pair: Crew, tmp_path: Path) -> None:
+    """Each rank reads a share of the checksums: what one finds, all are told, and nothing has changed."""
+    fields = placed("stage 3 on cpu", tmp_path)
+    folder = tmp_path / "saved"
+    pair.do("save_and_go_on", fields=fields, folder=str(folder))
+    for victim in sorted(folder.glob("unit-*"))[1:4]:
+        content = victim.read_bytes()
+        victim.write_bytes(content[:-5] + bytes([content[-5] ^ 1]) + content[-4:])
+        found = pair.do("refused_load", fields=fields, folder=str(folder))
+        assert all(victim.name in message for message in found), found
+        victim.write_bytes(content)
+    pair.do("resume", fields=fields, folder=str(folder))
+
+
+def test_export(pair: Crew, tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    found = pair.do("export", fields=placed("stage 3 on nvme", tmp_path), folder=str(tmp_path / "out"))
+    assert jobs.digest(load_file(tmp_path / "out" / "model.safetensors")) == found[0] == found[1]
+    LlamaForCausalLM.from_pretrained(tmp_path / "out")
+
+
+# ---- kills
+
+
+def kill_and_resume(
+    fresh: Callable[..., Crew], fields: dict[str, Any], folder: Path, kills: int, seed: int, steps: int = 6
+) -> None:
+    """Kill one rank at a random moment, `kills` times in one run; what is resumed at last equals the run without kills."""
+    draw = random.Random(seed)
+    whole = fresh(2, seconds=60)
+    expected = whole.do("train_to_the_end", fields=fields, folder=str(folder / "none"), steps=steps)
+    whole.close()
+    saves = folder / "saves"
+    for _ in range(kills):
+        crew = fresh(2, seconds=20)
+        crew.begin("train_and_save", fields=fields, folder=str(saves), steps=steps)
+        time.sleep(draw.uniform(3.0, 6.0))  # the start of the processes takes about three seconds
+        victim = crew.processes[draw.randrange(2)]
+        if victim.poll() is None:
+            os.kill(victim.pid, signal.SIGKILL)
+        crew.answers()
+        crew.close()
+    last = fresh(2, seconds=60)
+    resumed = last.do("train_to_the_end", fields=fields, folder=str(saves), steps=steps)
+    last.close()
+    assert [one["weights"] for one in resumed] == [one["weights"] for one in expected]
+    assert len({one["start"] for one in resumed}) == 1
+
+
+@pytest.mark.slow
+def test_a_kill_loses_nothing(fresh: Callable[..., Crew], tmp_path: Path) -> None:
+    kill_and_resume(fresh, placed("stage 3 on nvme", tmp_path), tmp_path, kills=1, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_many_kills_lose_nothing(fresh: Callable[..., Crew], tmp_path: Path, seed: int) -> None:
+    name = list(CASES)[seed % len(CASES)]
+    kill_and_resume(fresh, placed(name, tmp_path), tmp_path, kills=5, seed=seed, steps=12)

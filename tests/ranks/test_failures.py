@@ -1,0 +1,131 @@
+"""A rank that differs, fails, hangs or goes away: the others say which and where, within the timeout, and none hangs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .crew import Crew
+
+STAGE_3 = {"stage": 3, "parameters": "cpu", "optimizer_states": "cpu"}
+TIMEOUT_SECONDS = 8
+
+
+@pytest.mark.parametrize(
+    ("what", "kinds", "words"),
+    [
+        ("config", {"ConfigError"}, ["max_grad_norm", "rank 1"]),
+        ("shape", {"ConfigError"}, ["parameter '0.weight'", "rank 1"]),
+        ("optimizer", {"ConfigError"}, ["rank 1"]),
+        ("seed", {"ConfigError"}, ["the initial value of", "torch.manual_seed"]),
+        ("failure", {"RankError", "ConfigError"}, ["failed on rank 1", "OFFLOAD_ACCELERATOR='abacus'"]),
+    ],
+)
+def test_ranks_that_differ_are_told_so(pair: Crew, what: str, kinds: set[str], words: list[str]) -> None:
+    """Before anything was trained; the group goes on to be of use."""
+    errors = pair.errors("differing", what=what)
+    assert {kind for kind, _ in errors} == kinds
+    for word in words:
+        assert any(word in message for _, message in errors), errors
+    pair.do("narrow", fields={"stage": 2}, rows=[2, 2])
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"stage": 4}, ["stage=4", "expected one of 0, 1, 2, 3"]),
+        ({"stage": 2, "parameters": "nvme", "nvme": "nowhere"}, ["stage=2", "stage=3", "parameters='device'"]),
+    ],
+)
+def test_bad_stages(pair: Crew, fields: dict[str, Any], words: list[str]) -> None:
+    for kind, message in pair.errors("narrow", fields=fields, rows=[1, 1]):
+        assert kind == "ConfigError"
+        assert all(word in message for word in words), message
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("how", "when"),
+    [
+        ("dies", "backward"),
+        pytest.param("raises", "forward", marks=SLOW),
+        pytest.param("hangs", "backward", marks=SLOW),
+        pytest.param("dies", "forward", marks=SLOW),
+        pytest.param("dies", "step", marks=SLOW),
+        pytest.param("raises", "backward", marks=SLOW),
+        pytest.param("raises", "step", marks=SLOW),
+    ],
+)
+def test_a_rank_that_fails(fresh: Callable[..., Crew], how: str, when: str) -> None:
+    crew = fresh(3, seconds=TIMEOUT_SECONDS)
+    began = time.monotonic()
+    crew.begin("failing", fields=STAGE_3, how=how, when=when)
+    answers = crew.answers()
+    assert time.monotonic() - began < TIMEOUT_SECONDS + 60  # with the start of three processes
+    for rank in (0, 2):
+        kind, message = answers[rank]["error"]
+        assert kind in ("RankError", "EngineFailedError"), message
+        assert "rank 1" in message and "phase" in message, message
+        if how == "raises":
+            assert "rank 1 has had enough" in message
+    if how == "raises":
+        assert answers[1]["error"] == ["ValueError", "rank 1 has had enough"]
+
+
+def test_ranks_that_call_different_things(fresh: Callable[..., Crew]) -> None:
+    for kind, message in fresh(2).errors("different_calls", fields=STAGE_3):
+        assert kind == "RankError"
+        assert "optimizer.step()" in message and "engine.state_dict()" in message
+
+
+@pytest.mark.parametrize("fields", [STAGE_3, {"stage": 1}], ids=["stage 3", "stage 1"])
+def test_ranks_that_write_different_values(fresh: Callable[..., Crew], fields: dict[str, Any]) -> None:
+    for kind, message in fresh(2).errors("writes_differ", fields=fields):
+        assert kind == "RankError"
+        assert "lm_head.weight" in message and "gathered" in message
+
+
+SCRIPT = """
+import torch, offload
+from tests.ranks import jobs
+from tests.acceptance.models import adamw, llama, byte_batches
+import os
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+model = llama(layers=2)
+with offload.initialize(model, adamw(model), {"stage": 3}) as engine:  # no init_process_group: torchrun's environment is used
+    for step in range(2):
+        batch = byte_batches(2 * world)[step * world + rank]
+        model(input_ids=batch, labels=batch).loss.backward()
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    digest = jobs.digest(engine.state_dict())
+    print(f"rank {rank} of {world}: {digest}", flush=True)
+"""
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    """The README's way to start several ranks; the process group is started for the user."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    repository = str(Path(__file__).resolve().parents[2])
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("OFFLOAD_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script)],
+        env=environment | {"PYTHONPATH": repository, "OMP_NUM_THREADS": "1", "OFFLOAD_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
+    assert [line.split(":")[0] for line in lines] == ["rank 0 of 2", "rank 1 of 2"]
+    assert lines[0].split(": ")[1] == lines[1].split(": ")[1]

@@ -1,0 +1,47 @@
+"""Reading and writing parameters across ranks: gathered, state_dict in whole and in shares, torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .crew import Crew
+
+CASES: list[dict[str, Any]] = [
+    {"stage": 0},
+    {"stage": 1, "dtype": "bf16"},
+    {"stage": 2},
+    {"stage": 3, "parameters": "cpu", "optimizer_states": "nvme", "dtype": "bf16"},
+    {"stage": 3, "parameters": "nvme", "optimizer_states": "nvme"},
+]
+
+
+def placed(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    return case | ({"nvme": str(folder / "nvme")} if "nvme" in case.values() else {})
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_gathered_and_state_dicts(request: pytest.FixtureRequest, tmp_path: Path, size: int) -> None:
+    crew: Crew = request.getfixturevalue("pair" if size == 2 else "four")
+    seen: dict[str, Any] = {}
+    for case in CASES:
+        found = crew.do("gathered", fields=placed(case, tmp_path))
+        for key in ("seen", "halved", "full", "names", "back"):
+            assert len({str(one[key]) for one in found}) == 1, (case, key)
+            assert seen.setdefault(f"{key} {case.get('dtype')}", found[0][key]) == found[0][key], (case, key)
+        shares = [name for one in found for name in one["share"]]
+        assert sorted(shares) == found[0]["names"]
+        assert all(one["share"] for one in found)
+        assert [one["first"] for one in found] == [len(found[0]["names"])] + [0] * (size - 1)
+        assert found[0]["back"] == found[0]["after"] == found[0]["full"]  # load_state_dict undid the step in between
+
+
+def test_distributed_checkpoint(pair: Crew, tmp_path: Path) -> None:
+    """Written from one stage and placement, read into another."""
+    cases = [placed(case, tmp_path) for case in CASES]
+    for index, case in enumerate(cases):
+        other = cases[(index + 2) % len(cases)]
+        found = pair.do("distributed_checkpoint", fields=case, other=other, folder=str(tmp_path / f"dcp-{index}"))
+        assert all(one["saved"] == one["loaded"] == found[0]["saved"] for one in found), case

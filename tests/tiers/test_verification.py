@@ -1,0 +1,176 @@
+"""What is read from a scratch file is what was written there, or an error that says which bytes are not."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import Tensor
+
+from offload import _native
+from offload.errors import CorruptDataError
+from offload.layout import Extent
+from offload.tiers import verification
+from offload.tiers.io import Priority
+from offload.tiers.memory import HostMemory
+from offload.tiers.nvme import NvmeStore
+from offload.tiers.scratch import ScratchFolder
+from offload.tiers.verification import checksum
+
+from .faulty_io import Fault, FaultyBackend
+
+EXTENTS = [Extent(0, 8192), Extent(8192, 4096), Extent(16384, 65536)]
+
+
+def memory(nbytes: int, seed: int) -> Tensor:
+    tensor = HostMemory(nbytes, "test").tensor
+    tensor.copy_(torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)))
+    return tensor
+
+
+_open_folders: list[ScratchFolder] = []  # a folder that is dropped is removed
+
+
+def store_of(path: Path, backend: FaultyBackend, path_count: int = 1) -> NvmeStore:
+    folder = ScratchFolder([path / f"drive{index}" for index in range(path_count)])
+    _open_folders.append(folder)
+    return NvmeStore("records", EXTENTS, folder, backend, stripe_nbytes=8192)
+
+
+@pytest.fixture(autouse=True)
+def folders_closed() -> Iterator[None]:
+    yield
+    while _open_folders:
+        _open_folders.pop().close()
+
+
+@pytest.mark.parametrize("path_count", [1, 3])
+@pytest.mark.parametrize("on_write", [True, False])
+def test_every_flipped_bit_is_found_and_named(tmp_path: Path, on_write: bool, path_count: int) -> None:
+    for seed in range(40):
+        counting = store_of(tmp_path, backend := FaultyBackend(seed), path_count)
+        for extent in EXTENTS:
+            counting.write(extent, memory(extent.nbytes, seed)).wait()
+        counting.close()
+        transfer_count = backend.submitted_count
+        draw = random.Random(seed)
+        index = draw.randrange(transfer_count) + (0 if on_write else transfer_count)
+        backend = FaultyBackend(seed, {index: Fault("bit_flip")})
+        store = store_of(tmp_path, backend, path_count)
+        for extent in EXTENTS:
+            store.write(extent, memory(extent.nbytes, seed)).wait()
+        failures = []
+        for extent in EXTENTS:
+            into = memory(extent.nbytes, 99)
+            read = store.read(extent, into)
+            try:
+                read.wait()
+                assert torch.equal(into, memory(extent.nbytes, seed))
+            except CorruptDataError as error:
+                failures.append(error)
+                with pytest.raises(CorruptDataError):
+                    read.wait()
+        assert len(failures) == 1 and failures[0].errno == errno.EBADMSG
+        moved = next(entry for entry in backend.log if entry[0] == index)
+        named = f"bytes [{moved[2]}, {moved[2] + moved[3]}) of"
+        assert named in str(failures[0]) and "records.swap" in str(failures[0]) and "last checkpoint" in str(failures[0])
+        store.close()
+
+
+def test_what_another_program_wrote_is_found(tmp_path: Path) -> None:
+    store = store_of(tmp_path, FaultyBackend(1))
+    store.write(EXTENTS[0], memory(8192, 1)).wait()
+    (path,) = tmp_path.rglob("records.swap")
+    with open(path, "r+b") as file:
+        file.seek(5000)
+        file.write(b"\xff\x00")
+    os.sync()
+    with pytest.raises(CorruptDataError, match=r"bytes \[0, 8192\)"):
+        store.read(EXTENTS[0], memory(8192, 2)).wait()
+    store.write(EXTENTS[0], memory(8192, 3)).wait()
+    into = memory(8192, 2)
+    store.read(EXTENTS[0], into).wait()
+    assert torch.equal(into, memory(8192, 3))
+    store.close()
+
+
+def test_a_read_is_compared_once_and_the_memory_is_its_holders_then(tmp_path: Path) -> None:
+    store = store_of(tmp_path, FaultyBackend(1))
+    store.write(EXTENTS[0], memory(8192, 1)).wait()
+    into = memory(8192, 2)
+    read = store.read(EXTENTS[0], into)
+    read.wait()
+    into.zero_()
+    read.wait()
+    store.read(EXTENTS[1], memory(4096, 2)).wait()  # never written: zeros, and nothing to compare with
+    store.close()
+
+
+def test_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OFFLOAD_VERIFY", "0")
+    store = store_of(tmp_path, FaultyBackend(1, {0: Fault("bit_flip")}))
+    store.write(EXTENTS[0], memory(8192, 1)).wait()
+    store.read(EXTENTS[0], memory(8192, 2), priority=Priority.STATE).wait()
+    store.close()
+
+
+@pytest.fixture(params=["native", "zlib"])
+def sums(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Tensor], int]:
+    if request.param == "zlib":
+        monkeypatch.setattr(verification._native, "available", lambda: False)
+    elif not _native.available():
+        pytest.skip("no native library")
+    return checksum
+
+
+def test_known_checksums() -> None:
+    """Of the page in native/src/checksum.cpp, computed once more in Python."""
+    if not _native.available():
+        pytest.skip("no native library")
+    mask, multiplier = (1 << 64) - 1, 0x9E3779B97F4A7C15
+
+    def step(chain: int, word: int) -> int:
+        product = (chain ^ word) * multiplier & mask
+        return (product << 29 | product >> 35) & mask
+
+    for nbytes in (0, 1, 7, 64, 65, 4096, 4096 + 63):
+        content = bytes(memory(max(nbytes, 1), nbytes)[:nbytes].tolist())
+        chains = [(chain + 1) * multiplier & mask for chain in range(8)]
+        whole = nbytes // 64 * 64
+        for at in range(0, whole, 8):
+            chains[at // 8 % 8] = step(chains[at // 8 % 8], int.from_bytes(content[at : at + 8], "little"))
+        total = nbytes
+        for word in (*chains, *content[whole:]):
+            total = step(total, word)
+        tensor = torch.tensor(list(content), dtype=torch.uint8)
+        assert checksum(tensor) == total
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_any_change_is_found(data: st.DataObject) -> None:
+    nbytes = data.draw(st.integers(1, 700))
+    tensor = memory(nbytes, data.draw(st.integers(0, 3)))
+    before, total = tensor.clone(), checksum(tensor)
+    for _ in range(data.draw(st.integers(1, 4))):
+        position = data.draw(st.integers(0, nbytes - 1))
+        tensor[position] ^= 1 << data.draw(st.integers(0, 7))
+    assert (checksum(tensor) == total) == torch.equal(tensor, before)
+
+
+def test_the_highest_bits_do_not_cancel(sums: Callable[[Tensor], int]) -> None:
+    """Two signs flipped in one chain: a product alone would carry both to the same bit."""
+    tensor = torch.zeros(4096, dtype=torch.uint8)
+    total, found = sums(tensor), set()
+    for first in range(7, 4096, 64):
+        for second in range(first + 64, 4096, 64):
+            tensor[first], tensor[second] = 0x80, 0x80
+            found.add(sums(tensor))
+            tensor[first], tensor[second] = 0, 0
+    assert total not in found and len(found) == 63 * 64 // 2
