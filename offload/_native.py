@@ -40,6 +40,7 @@ IO_OPERATIONS = {"read": 0, "write": 1, "fdatasync": 2}
 PRIORITY_HIGH, PRIORITY_LOW = 0, 1
 
 HUGE_PAGE_NBYTES = 2 << 20
+STREAM_STEP_NUMEL = 64  # `stream` takes whole steps
 
 # A wait on the main thread returns this often to let Python see Ctrl-C.
 _INTERRUPTIBLE_NS = 100_000_000
@@ -224,7 +225,7 @@ def stream(
     reads: Sequence[tuple[int, int]], writes: Sequence[tuple[int, int]], numel: int, threads: Threads | None = None
 ) -> None:
     """Read and write arrays, each given as (address, bytes per element), and nothing else: the floor of a benchmark
-    (`offload_stream`)."""
+    (`offload_stream`). `numel`: a multiple of STREAM_STEP_NUMEL."""
     library, pool = _loaded(), threads or default_threads()
 
     def columns(arrays: Sequence[tuple[int, int]]) -> tuple[object, object, int]:

@@ -7,6 +7,7 @@ python -m offload bench io --nvme /mnt/nvme0      find the block size and depth 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 
 import torch
@@ -48,21 +49,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_adam(args: argparse.Namespace) -> int:
     """`bench adam`. Returns 0."""
-    calls = _adam_calls(args.numel)
+    numel = math.ceil(args.numel / _native.STREAM_STEP_NUMEL) * _native.STREAM_STEP_NUMEL
+    calls = _adam_calls(numel)
     timed = [(name, nbytes, seconds_per_call(call, args.seconds)) for name, nbytes, call in calls]
     floor = next((nbytes / seconds for name, nbytes, seconds in timed if name == _STREAM), None)
     rows = [
         (
             name,
             format_seconds(seconds),
-            f"{nbytes / args.numel:.0f}",
+            f"{nbytes / numel:.0f}",
             format_rate(nbytes, seconds),
             "-" if floor is None else f"{100 * nbytes / seconds / floor:.0f} %",
         )
         for name, nbytes, seconds in timed
     ]
     threads = f"{_native.default_threads().count} native threads" if _native.available() else "no native library"
-    print(f"AdamW over {format_count(args.numel)} parameters, {threads}, {torch.get_num_threads()} torch threads")
+    print(f"AdamW over {format_count(numel)} parameters, {threads}, {torch.get_num_threads()} torch threads")
     print(table(("", "time", "B/parameter", "rate", "of the stream"), rows))
     return 0
 

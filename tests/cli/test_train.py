@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import subprocess
@@ -14,14 +15,16 @@ import torch
 import offload
 from offload.cli.outline import Outline
 
-from .conftest import ENVIRONMENT, TEXT, TIMEOUT_SECONDS, Trainer, command, is_empty, run
+from .conftest import ENVIRONMENT, LLAMA, TEXT, TIMEOUT_SECONDS, Trainer, command, is_empty, run
 from .plain import adamw, held_out_loss, losses, new_model, windows
 
 ON_NVME = ("--parameters", "nvme", "--optimizer-states", "nvme")
-BUDGET = 4 << 20
+BUDGET = 3 << 19  # so little that not one whole record of DEEP is kept in memory
+DEEP = LLAMA | {"num_hidden_layers": 12}
 
 
 def test_a_new_model_trains_as_in_plain_torch(train: Trainer, model: Path, text: Path, nvme: Path) -> None:
+    model.write_text(json.dumps(DEEP), encoding="utf-8")
     options = {"steps": 6, "accumulate": 2, "lr": 3e-3, "warmup": 2, "clip": 0.5}
     flags = [value for name, number in options.items() for value in (f"--{name}", number)]
     shape = ("--sequence", 32, "--batch", 2, "--eval-batches", 3)
@@ -56,7 +59,7 @@ def _check_memory(report: dict[str, Any], model: Path, nvme: Path) -> None:
     assert host["budget_nbytes"] >= host["planned_nbytes"] >= host["peak_nbytes"] > 0
     process = report["memory"]["process"]
     assert process["peak_nbytes"] >= process["before_nbytes"] > 0
-    assert report["placement"] == {"parameters": "nvme", "optimizer_states": "nvme", "gradients": "nvme"}
+    assert report["placement"] == {"parameters": "nvme", "optimizer_states": "nvme", "gradients": "cpu"}
 
 
 def _check_io(report: dict[str, Any], model: Path, nvme: Path) -> None:
@@ -65,8 +68,10 @@ def _check_io(report: dict[str, Any], model: Path, nvme: Path) -> None:
         parameters_nbytes = 4 * outline.parameter_numel
     io, steps = report["io"], report["step_count"]
     # The last step's updates are finished after the steps.
-    assert (steps - 1) * 3 * parameters_nbytes <= io["written_nbytes"] <= steps * traffic.written_nbytes
-    assert (steps - 1) * 2 * parameters_nbytes <= io["read_nbytes"] <= steps * traffic.read_nbytes
+    assert traffic.written_nbytes >= 2 * parameters_nbytes and traffic.read_nbytes >= 4 * parameters_nbytes
+    assert (steps - 1) * traffic.written_nbytes <= io["written_nbytes"] <= steps * traffic.written_nbytes
+    at_hand = steps * parameters_nbytes // 12  # a unit that is still there is not read again
+    assert (steps - 1) * traffic.read_nbytes - at_hand <= io["read_nbytes"] <= steps * traffic.read_nbytes
     assert io["initial_written_nbytes"] >= parameters_nbytes
     assert io["read_seconds"] > 0 and io["write_seconds"] > 0
 
@@ -88,7 +93,7 @@ def _check_table(out: str, report: dict[str, Any]) -> None:
         f"NVMe, by {report['io']['backend']}",
     ):
         assert word in out
-    assert "4.00 MiB" in out  # the budget
+    assert "1.50 MiB" in out  # the budget
     assert any(line.startswith("step 1/6 | loss ") and "tokens/s" in line and "NVMe read" in line for line in out.splitlines())
 
 
