@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import weakref
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,22 +12,21 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from offload.config import Config, parse_nbytes
 from offload.device.ranks import join_ranks
-from offload.errors import ConfigError, ParameterAccessError, UsageError
+from offload.errors import EngineFailedError, ParameterAccessError, UsageError
 from offload.runtime.agreement import Point
-from offload.runtime.assembly import DTYPES, Assembly
+from offload.runtime.assembly import DTYPES, Assembly, rebuild
 from offload.runtime.checkpoint import Checkpointing
 from offload.runtime.checkpointing.saving import Save
 from offload.runtime.flats import ParameterInfo
 from offload.runtime.gathering import Gathering
-from offload.runtime.guard import ParameterGuard
 from offload.runtime.handshake import together
 from offload.runtime.hooks import Hooks
 from offload.runtime.loss_scale import LossScale
 from offload.runtime.optimizer import OffloadOptimizer
+from offload.runtime.ownership import check_free, guard_parameters, let_go, move_buffers, take
 from offload.runtime.parts import Parts
 from offload.runtime.preemption import Preemption
 from offload.runtime.timeline import LinkMeter
@@ -38,9 +37,6 @@ from offload.runtime.weights import open_weights
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-_engaged = WeakIdKeyDictionary()
-"""Parameters that an open engine owns."""
 
 
 def initialize(
@@ -74,31 +70,13 @@ def initialize(
     ranks = join_ranks(mesh)
 
     def prepare() -> tuple[Config, Assembly]:
-        _check_arguments(model, optimizer)
+        check_free(model, optimizer)
         resolved = Config.of(config)
         source = open_weights(weights) if weights is not None else None
         return resolved, Assembly(model, optimizer, resolved, source, ranks)
 
     resolved, assembly = together(ranks, prepare, lambda _: {})
     return Engine(model, optimizer, resolved, assembly.build())
-
-
-def _check_arguments(model: object, optimizer: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model is of type {type(model).__name__}: expected a torch.nn.Module.")
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"optimizer is of type {type(optimizer).__name__}: expected a torch.optim.Optimizer, or None.")
-    for fqn, parameter in model.named_parameters():
-        if parameter in _engaged:
-            raise UsageError(
-                f"parameter {fqn!r} is in an engine already: initialize was called before on this model or a part of "
-                "it. Close that "
-                "engine first, or keep using it."
-            )
-    if isinstance(optimizer, OffloadOptimizer):
-        raise ConfigError(
-            "optimizer is an engine's own: pass the torch.optim optimizer that was made from the model to initialize."
-        )
 
 
 class Engine:
@@ -112,6 +90,14 @@ class Engine:
         self.module = model
         self.config = config
         self.closed = False
+        self.optimizer = OffloadOptimizer(optimizer) if optimizer is not None else None
+        self._preemption: Preemption | None = None
+        self._saves: Path | None = None
+        self._engage(parts)
+
+    def _engage(self, parts: Parts) -> None:
+        """Take the model and the optimizer into the hands of these parts."""
+        model, config = self.module, self.config
         self._parts = parts
         self._links = LinkMeter(parts.timeline, parts.backend)
         self._training = Training(parts, LossScale.of(config.loss_scale, config.dtype))
@@ -120,23 +106,19 @@ class Engine:
         self._training.input_dtype = DTYPES[config.dtype] if config.dtype is not None else None
         needs_norm_first = config.max_grad_norm is not None or self._training.loss_scale.skips
         self._training.update_in_backward = config.update == "backward" and not needs_norm_first
-        self.optimizer: OffloadOptimizer | None = None
-        if optimizer is not None:
-            self.optimizer = OffloadOptimizer(optimizer, self._training)
-            self._training.hyper_of = self.optimizer.hyper_of
-            groups = self.optimizer
-            self._training.check_unchanged = Unchanged(model, parts.parameters, lambda: groups.param_groups).check
+        if self.optimizer is not None:
+            optimizer = self.optimizer
+            optimizer.stepper = self._training
+            self._training.hyper_of = optimizer.hyper_of
+            self._training.check_unchanged = Unchanged(model, parts.parameters, lambda: optimizer.param_groups).check
         self._gathering = Gathering(parts, self._training)
-        self._preemption: Preemption | None = None
-        self._saves: Path | None = None
         self._checkpointing = Checkpointing(parts, self._training, self._gathering, model, self.optimizer)
         self._training.before_step = self._checkpointing.saver.raise_unseen
-        self._guard_parameters()
-        self._move_buffers()
+        guard_parameters(parts, self._training)
+        move_buffers(model, parts.accelerator.device)
         self._hooks = Hooks(parts.units, parts.residency, self._training)
         self._hooks.install()
-        for info in parts.parameters:
-            _engaged[info.parameter] = True
+        take(parts)
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
@@ -299,8 +281,11 @@ class Engine:
         The model, its optimizer and groups must be those of the run that saved; placement, budgets, dtype and I/O may be
         others. Without an optimizer only the weights and buffers are taken. Everything is checked before anything changes:
         a `CheckpointError` then leaves the engine as it was.
+
+        On one rank an engine that failed can be used again after it: everything but its configuration is made anew.
         """
-        return self._checkpointing.load(Path(dir))
+        with self._revived():
+            return self._checkpointing.load(Path(dir))
 
     def resume_or_start(self, dir: str | os.PathLike[str], *, catch_sigterm: bool = False) -> dict[str, Any] | None:
         """Load the newest sound checkpoint "step-<n>" in `dir` and return its client_state; None if there is none at all.
@@ -310,7 +295,12 @@ class Engine:
         catch_sigterm  for preemptible machines: from now until `close()` the first SIGTERM only asks for an end, which
                        `exit_if_terminated` at the end of each step brings about. The second ends the process at once.
         """
-        state = self._checkpointing.resume_or_start(Path(dir))
+        with self._revived() as failure:
+            state = self._checkpointing.resume_or_start(Path(dir))
+            if state is None and failure is not None:
+                raise EngineFailedError(
+                    f"there is no checkpoint in {str(dir)!r}, and the engine failed: {failure}"
+                ) from failure
         if catch_sigterm and self._preemption is None:
             self._preemption = Preemption()
         self._saves = Path(dir)
@@ -366,8 +356,11 @@ class Engine:
             self._preemption.close()
         self.closed = True
         self._training.closed = True
-        for info in self._parts.parameters:
-            _engaged.pop(info.parameter, None)
+        let_go(self._parts)
+        self._disengage()
+
+    def _disengage(self) -> None:
+        """Give back everything that `_engage` took; the first failure of it is raised after all of it."""
         self._hooks.remove()
         self._parts.residency.abandon_uses()
         try:
@@ -409,30 +402,21 @@ class Engine:
     def _require_open(self) -> None:
         self._training.check()
 
-    def _guard_parameters(self) -> None:
-        residency = self._parts.residency
-        for info in self._parts.parameters:
-            info.guard = ParameterGuard(info.fqn, info.parameter, self._bringer(info.index))
-        for unit in self._parts.units:
-            residency.close_off(unit.index)
-
-    def _bringer(self, parameter_index: int) -> Callable[[], None]:
-        # Guards are found through a table of the process: it must not keep the engine, or its memory, alive.
-        training_reference = weakref.ref(self._training)
-
-        def bring_in() -> None:
-            training = training_reference()
-            if training is None:
-                raise UsageError("the engine of this parameter is gone without close(): its value cannot be read any more.")
-            training.bring_in(parameter_index)
-
-        return bring_in
-
-    def _move_buffers(self) -> None:
-        device = self._parts.accelerator.device
-        for module in self.module.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.device != device:
-                    if buffer.is_meta:
-                        raise ConfigError(f"buffer {name!r} of {type(module).__name__} is on the meta device and has no value.")
-                    module._buffers[name] = buffer.to(device)
+    @contextmanager
+    def _revived(self) -> Iterator[BaseException | None]:
+        """A failed engine is made anew for the load inside, and stays unusable if that fails. Gives its failure."""
+        failure = self._training.failure
+        if failure is None or self.closed or self._parts.ranks is not None:  # other ranks have left, or wait for no load
+            yield failure
+            return
+        try:
+            self._disengage()
+        except Exception as error:  # of the state that is let go; what failed first is known
+            warnings.warn(f"while what the failed engine held was given back: {error}", RuntimeWarning, stacklevel=4)
+        moments = self.optimizer.moments if self.optimizer is not None else ()
+        self._engage(rebuild(self._parts, self.config, moments))
+        try:
+            yield failure
+        except BaseException:
+            self._training.failure = failure
+            raise

@@ -67,4 +67,4 @@ class InitializerError(OffloadError, RuntimeError):
 
 
 class EngineFailedError(OffloadError, RuntimeError):
-    """An earlier failure left the engine's state undefined."""
+    """An earlier failure left the engine's state undefined. On one rank `Engine.load_checkpoint` makes it usable again."""

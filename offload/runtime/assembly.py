@@ -23,7 +23,7 @@ from offload.runtime.deferred_init import name_parameters
 from offload.runtime.description import check_state_format, check_values, describe_parameters, parameter_specs
 from offload.runtime.flats import ParameterInfo
 from offload.runtime.handshake import Facts, agree_on_least, config_facts, parameter_facts, together
-from offload.runtime.materialize import InitialValues
+from offload.runtime.materialize import InitialValues, NoValues
 from offload.runtime.optimizer_kinds import InitialState, check_optimizer, initial_state, moments_of
 from offload.runtime.parts import Parts
 from offload.runtime.placement import ALONE, Placement, Sharing, decide, record_format
@@ -149,6 +149,24 @@ class Assembly:
     def _state_of(self, info: ParameterInfo) -> InitialState:
         assert self._optimizer is not None
         return initial_state(self._optimizer, info.parameter, info.fqn)
+
+
+def rebuild(parts: Parts, config: Config, moments: tuple[str, ...]) -> Parts:
+    """Parts like these, which are closed, for the same model on one rank: parameters and states are zeros, to be loaded."""
+    building = Building(choose_accelerator(), parts.layout, parts.placement, config, None, moments)
+    modules = [ModuleUnit(unit.name, unit.module) for unit in parts.units]
+    by_unit = [list(unit.parameters) for unit in parts.units]
+    for info in parts.parameters:
+        if info.guard is not None:
+            info.guard.open_up()
+    try:
+        return building.finish(modules, by_unit, guess(0, range(1, len(modules))), NoValues(), lambda _: InitialState({}, 0))
+    except BaseException:
+        building.close()
+        for info in parts.parameters:
+            if info.guard is not None:
+                info.guard.close_off(readable=False)
+        raise
 
 
 def lay_out(

@@ -53,6 +53,16 @@ class InitialValues:
         return values
 
 
+class NoValues(InitialValues):
+    """Zeros: a load is about to bring the values."""
+
+    def __init__(self) -> None:
+        super().__init__(None, {})
+
+    def of(self, infos: Sequence[ParameterInfo]) -> dict[int, torch.Tensor]:
+        return {info.index: torch.zeros(1, dtype=info.dtype).expand(info.shape) for info in infos}
+
+
 class Materializer:
     """Fills the tiers unit by unit. Used once, by `initialize`."""
 

@@ -42,19 +42,22 @@ class OffloadOptimizer(torch.optim.Optimizer):
     # do.
     _step_supports_amp_scaling = True
 
-    def __init__(self, source: torch.optim.Optimizer, stepper: Stepper) -> None:
+    stepper: Stepper
+    """The engine's; set before the optimizer is used."""
+
+    def __init__(self, source: torch.optim.Optimizer) -> None:
         super().__init__([torch.nn.Parameter(torch.empty(0))], dict(source.defaults))
         self.state = _StateInTiers()
         self.param_groups = source.param_groups
         self.defaults = source.defaults
         self.source_class = type(source)
-        self._moments = moments_of(source)
-        self._stepper = stepper
+        self.moments = moments_of(source)
+        self._is_complete = True
 
     def hyper_of(self, group_index: int) -> Hyper:
         """The numbers of one parameter group, as they stand now. Raises `UsageError` where its records cannot follow them."""
         hyper = hyper_of_group(self.source_class, self.param_groups[group_index])
-        if not set(hyper.moments) <= set(self._moments):
+        if not set(hyper.moments) <= set(self.moments):
             raise UsageError(
                 f"momentum={hyper.beta1:g} of parameter group {group_index} was set after initialize, and without "
                 "momentum no buffer was made for it: give the optimizer a momentum above 0 from the start."
@@ -73,16 +76,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        self._stepper.step()
+        self.stepper.step()
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients; with `set_to_none=False` those that were there become zeros, which a step then applies."""
-        self._stepper.zero_grad(set_to_none)
+        self.stepper.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only during construction: the engine's layout is fixed by `initialize`."""
-        if hasattr(self, "_stepper"):
+        if hasattr(self, "_is_complete"):
             raise UsageError("a param_group was added after initialize: make all groups first, then call offload.initialize.")
         super().add_param_group(param_group)
 

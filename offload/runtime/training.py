@@ -90,7 +90,8 @@ class Training(Listener):
             raise UsageError("the engine was closed: call offload.initialize again.")
         if self.failure is not None:
             raise EngineFailedError(
-                f"the engine failed earlier and its state is undefined: {self.failure}. Start again from the last checkpoint."
+                f"the engine failed earlier and its state is undefined: {self.failure}. Go on from the last checkpoint: "
+                "engine.load_checkpoint(dir) on one rank, else start again."
             ) from self.failure
 
     def bring_in(self, parameter_index: int) -> None:
