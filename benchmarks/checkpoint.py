@@ -24,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 from train_step import SEQUENCE, SHAPES, VOCABULARY, build, describe_machine, memory_rate, nvme_rates, status_nbytes
 
 CASES = ("offload", "offload, waiting", "offload, not verified", "torch.save", "deepspeed")
@@ -158,8 +159,19 @@ def measure(case: str, shape: str, steps: int, nvme: str) -> dict[str, Any]:
     }
 
 
+IN_MEMORY_NBYTES = {"torch.save": 16, "deepspeed": 24}
+"""What a peer holds of one parameter: weight, gradient, moments; DeepSpeed also a flat gradient and a partition's copy."""
+
+
 def child(arguments: dict[str, Any]) -> dict[str, Any] | None:
     """Run `measure` in a process of its own; None where it cannot be had here (not installed, not enough memory)."""
+    shape, case = arguments["shape"], arguments["case"]
+    width = SHAPES[shape]["n_embd"]
+    numel = 12 * SHAPES[shape]["n_layer"] * width**2 + VOCABULARY * width
+    needed_nbytes = IN_MEMORY_NBYTES.get(case, 0) * numel
+    if needed_nbytes > psutil.virtual_memory().available:
+        print(f"{shape} {case}: no figure, it holds {needed_nbytes / 2**30:.1f} GiB", file=sys.stderr, flush=True)
+        return None
     environment = os.environ | ({"OFFLOAD_VERIFY": "0"} if "not verified" in arguments["case"] else {})
     command = [sys.executable, __file__, "--child", json.dumps(arguments)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
