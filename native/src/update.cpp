@@ -12,8 +12,11 @@
 namespace offload {
 namespace {
 
-// Elements of one task. Large enough that the streams of a task are long, small enough that threads end together.
-constexpr int64_t kTaskNumel = 32768;
+// Elements of one task: so many that its streams are long (on two cores 32 Ki left a seventh of the memory's speed), and so
+// few that threads end together. Multiples of kScaleGroup and kStreamStep.
+constexpr int64_t kTaskNumelMin = 32768;
+constexpr int64_t kTaskNumelMax = 262144;
+constexpr int64_t kTasksPerThread = 4;
 // Under this much work in all, waking another thread costs more than it saves.
 constexpr int64_t kAloneNumel = 8192;
 
@@ -83,6 +86,11 @@ UpdateScalars scalars_of(const offload_update_segment& s) {
     return scalars;
 }
 
+int64_t task_numel_of(int64_t numel, const offload_threads& threads) {
+    const int64_t wanted = numel / (threads.count() * kTasksPerThread);
+    return std::clamp(wanted / kTaskNumelMin * kTaskNumelMin, kTaskNumelMin, kTaskNumelMax);
+}
+
 uint8_t* advanced(void* base, int64_t nbytes) { return base == nullptr ? nullptr : static_cast<uint8_t*>(base) + nbytes; }
 
 int64_t element_nbytes(int32_t dtype) { return dtype == OFFLOAD_F32 ? 4 : 2; }
@@ -117,9 +125,12 @@ int update(offload_threads& threads, const offload_update_segment* segments, int
     int64_t total_numel = 0;
     for (int64_t i = 0; i < segment_count; ++i) {
         if (!is_valid(segments[i])) return -EINVAL;
-        first_task.push_back(task_count);
-        task_count += (segments[i].numel + kTaskNumel - 1) / kTaskNumel;
         total_numel += segments[i].numel;
+    }
+    const int64_t task_numel = task_numel_of(total_numel, threads);
+    for (int64_t i = 0; i < segment_count; ++i) {
+        first_task.push_back(task_count);
+        task_count += (segments[i].numel + task_numel - 1) / task_numel;
     }
     first_task.push_back(task_count);
     for (int64_t i = 0; i < segment_count; ++i) scalars.push_back(scalars_of(segments[i]));
@@ -129,8 +140,8 @@ int update(offload_threads& threads, const offload_update_segment* segments, int
         const auto after = std::upper_bound(first_task.begin(), first_task.end(), task);
         const int64_t index = after - first_task.begin() - 1;
         const offload_update_segment& segment = segments[index];
-        const int64_t begin = (task - first_task[static_cast<size_t>(index)]) * kTaskNumel;
-        table.update(scalars[static_cast<size_t>(index)], piece_of(segment, begin, std::min(kTaskNumel, segment.numel - begin)));
+        const int64_t begin = (task - first_task[static_cast<size_t>(index)]) * task_numel;
+        table.update(scalars[static_cast<size_t>(index)], piece_of(segment, begin, std::min(task_numel, segment.numel - begin)));
     };
     if (total_numel > kAloneNumel) {
         threads.run(task_count, update_task);
@@ -144,12 +155,13 @@ int update(offload_threads& threads, const offload_update_segment* segments, int
 
 void stream(offload_threads& threads, const StreamPiece& whole) {
     const Kernels& table = kernels();
-    threads.run((whole.numel + kTaskNumel - 1) / kTaskNumel, [&](int64_t task) {
-        const int64_t begin = task * kTaskNumel;
+    const int64_t task_numel = task_numel_of(whole.numel, threads);
+    threads.run((whole.numel + task_numel - 1) / task_numel, [&](int64_t task) {
+        const int64_t begin = task * task_numel;
         StreamPiece piece = whole;
         for (int32_t i = 0; i < whole.read_count; ++i) piece.reads[i] += begin * whole.read_nbytes[i];
         for (int32_t i = 0; i < whole.write_count; ++i) piece.writes[i] += begin * whole.write_nbytes[i];
-        piece.numel = std::min(kTaskNumel, whole.numel - begin);
+        piece.numel = std::min(task_numel, whole.numel - begin);
         table.stream(piece);
     });
 }
