@@ -170,7 +170,7 @@ def test_a_reservation_that_the_system_refuses(tmp_path: Path) -> None:
 
 
 def test_full_disk_at_reservation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scratch_file, "_fallocate", lambda fileno, nbytes: errno.ENOSPC)
+    monkeypatch.setattr(scratch_file, "_fallocate", lambda *_: errno.ENOSPC)
     scratch = ScratchFolder([tmp_path])
     with pytest.raises(StorageError, match=r"reserve 4096 bytes .*ENOSPC.*free space there"):
         scratch.create("states", [4096])
@@ -180,7 +180,7 @@ def test_full_disk_at_reservation(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_without_fallocate_the_file_has_its_size_and_a_warning_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(scratch_file, "_fallocate", lambda fileno, nbytes: errno.EOPNOTSUPP)
+    monkeypatch.setattr(scratch_file, "_fallocate", lambda *_: errno.EOPNOTSUPP)
     scratch = ScratchFolder([tmp_path])
     (file,) = scratch.create("states", [1 << 20])
     assert file.path.stat().st_size == 1 << 20 and file.path.stat().st_blocks == 0

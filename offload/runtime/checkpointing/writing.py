@@ -33,6 +33,7 @@ from offload.runtime.checkpointing.manifest import (
 )
 from offload.runtime.checkpointing.model_names import persistent_buffers
 from offload.runtime.checkpointing.random_state import CPU, DEVICE, take_random_state
+from offload.runtime.checkpointing.sharing import Sharing
 from offload.runtime.checkpointing.state_reading import ChunkState, PieceState, StateReader
 from offload.runtime.checkpointing.tensor_file import DTYPE_CODES, METADATA, TensorFile, TensorSpec, known_dtype
 from offload.runtime.checkpointing.unit_tensors import GapPart, UnitTensors, owned_elements, tensor_name
@@ -118,7 +119,13 @@ class Snapshot:
         self._changed = threading.Condition()
         self._copies = {chunk.key: _Copy.WAITING for file in self._files.values() for chunk in chunks_of(file.unit)}
         self._failure: Exception | None = None
-        self._whole = self._write_whole(model)
+        self._whole: list[TensorFile] = []
+        try:
+            self._write_whole(model)
+            self._share(Sharing(parts, failures))
+        except BaseException:
+            self.close()
+            raise
 
     def _writes(self, unit: Unit) -> bool:
         """Whether this rank writes what it holds of the unit: of what several ranks hold alike, one in turn does."""
@@ -129,6 +136,13 @@ class Snapshot:
             return True
         alike = tuple(range(ranks.world_size)) if self._parts.layout.stage == 0 else ranks.replicas
         return alike[unit.index % len(alike)] == ranks.index
+
+    def _share(self, sharing: Sharing) -> None:
+        """Now, in the moments in which nothing overwrites anything: what is shared stays what it is."""
+        for unit_index in self._order:
+            file = self._files[unit_index]
+            for chunk_of in chunks_of(file.unit):
+                sharing.chunk(chunk_of, file)
 
     # ---- by the updates ------------------------------------------------------------------------------------------
 
@@ -209,27 +223,19 @@ class Snapshot:
 
     # ---- what is small -----------------------------------------------------------------------------------------------
 
-    def _write_whole(self, model: nn.Module) -> list[TensorFile]:
+    def _write_whole(self, model: nn.Module) -> None:
         """Buffers and random states, one file of each kind; none of buffers if there are none."""
         self._buffer_shapes = {fqn: list(buffer.shape) for fqn, buffer in persistent_buffers(model)}
-        files = [
-            self._tensor_file("buffers", dict(persistent_buffers(model)) if self._rank == 0 else {}),
-            self._tensor_file("random", take_random_state(self._parts.accelerator.device)),
-        ]
-        return [file for file in files if file is not None]
+        self._write_file("buffers", dict(persistent_buffers(model)) if self._rank == 0 else {})
+        self._write_file("random", take_random_state(self._parts.accelerator.device))
 
-    def _tensor_file(self, stem: str, tensors: Mapping[str, torch.Tensor]) -> TensorFile | None:
+    def _write_file(self, stem: str, tensors: Mapping[str, torch.Tensor]) -> None:
         specs = [TensorSpec(name, known_dtype(name, one.dtype), tuple(one.shape)) for name, one in tensors.items()]
-        if not specs:
-            return None
-        file = TensorFile(self._folder, f"{stem}-rank-{self._rank:05d}.safetensors", specs, METADATA)
-        try:
+        if specs:
+            file = TensorFile(self._folder, f"{stem}-rank-{self._rank:05d}.safetensors", specs, METADATA)
+            self._whole.append(file)
             for name, tensor in tensors.items():
                 file.append(name, tensor.detach().cpu().contiguous())
-        except BaseException:
-            file.close()
-            raise
-        return file
 
     def _finish_whole(self) -> None:
         manifest = self._manifest
