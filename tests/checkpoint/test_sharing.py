@@ -147,8 +147,8 @@ def test_frozen_parameters_and_other_formats(opened: Any, tmp_path: Path, shared
 
 
 def test_two_drives_of_which_one_can(opened: Any, tmp_path: Path, shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stripes of 8 KiB cut every array: those of one drive are shared, the others written between them."""
-    monkeypatch.setitem(NvmeStore.__init__.__kwdefaults__, "stripe_nbytes", 8192)
+    """Stripes of 12 KiB cut arrays of 16 anywhere: those of one drive are shared, the others written between them."""
+    monkeypatch.setitem(NvmeStore.__init__.__kwdefaults__, "stripe_nbytes", 12288)
     drives = [tmp_path / "nvme" / name for name in ("a", "b")]
     run = Resumable(opened, ON_NVME_IN_PLACE, nvme=[str(one) for one in drives])
     run.train(range(2))
@@ -157,9 +157,9 @@ def test_two_drives_of_which_one_can(opened: Any, tmp_path: Path, shared: Shared
     assert shared.counts()[2] == 4  # of each of two stores' two files one
     shared.refuse = lambda path, call: path.startswith(str(drives[1]))
     run.save(tmp_path / "shared")
-    nbytes, written, calls = shared.counts()
+    nbytes, written, _ = shared.counts()
     data = data_nbytes(tmp_path / "copied")
-    assert 0.4 * data < nbytes < 0.6 * data and written <= data - nbytes and calls == nbytes // 8192 + 2
+    assert 0.4 * data < nbytes < 0.6 * data and written <= data - nbytes
     run.save(tmp_path / "beside", wait=False)
     run.train(range(2, 4))
     run.engine.close()
