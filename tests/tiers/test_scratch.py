@@ -371,3 +371,18 @@ def test_many_at_once_in_one_path(tmp_path: Path) -> None:
     with ThreadPoolExecutor(3) as threads:
         assert list(threads.map(lambda _: in_child(work), range(3))) == ["done"] * 3
     assert run_folders(tmp_path) == []
+
+
+def test_removal_where_a_descriptor_lists_what_was_there_when_it_was_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on btrfs since Linux 6.5; rewinding the descriptor is what makes it look again."""
+    rewound: set[int] = set()
+    lseek, listdir = os.lseek, os.listdir
+    monkeypatch.setattr(os, "lseek", lambda fileno, *where: (rewound.add(fileno), lseek(fileno, *where))[1])
+    monkeypatch.setattr(os, "listdir", lambda at: listdir(at) if at in rewound or not isinstance(at, int) else [])
+    scratch = ScratchFolder([tmp_path])
+    for file in scratch.create("states", [4096]):
+        file.close()
+    scratch.close()
+    assert listdir(tmp_path) == []

@@ -2,7 +2,8 @@
 
 Where training goes on meanwhile, the state is that of the moment at which the `Snapshot` was made: what an update is about
 to overwrite, and is not in its file yet, is written there first, from the memory in which the update has it anyway. So
-nobody waits for the disk to be read, and no second copy of anything is kept.
+nobody waits for the disk to be read, and no second copy of anything is kept. What the file system let the files share with
+scratch files (`offload.runtime.checkpointing.sharing`) goes the same way, but only its checksums are taken.
 
 A chunk is WAITING until somebody claims it, COPYING while it is written, COPIED then.
 """
