@@ -176,6 +176,16 @@ class FlatLayout:
             if start < stop:
                 yield Piece(slot, start, stop)
 
+    def gaps(self, start: int, stop: int) -> Iterator[range]:
+        """The padding in elements [start, stop): what belongs to no slot, in order."""
+        position = start
+        for piece in self.pieces(Chunk(0, start, stop - start)):
+            if piece.start > position:
+                yield range(position, piece.start)
+            position = piece.stop
+        if position < stop:
+            yield range(position, stop)
+
     def chunks_of(self, slot: Slot) -> tuple[Chunk, ...]:
         """This rank's chunks that hold a part of `slot`, in order."""
         return tuple(chunk for chunk in self.chunks if chunk.start < slot.stop and slot.start < chunk.stop)

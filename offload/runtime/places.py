@@ -13,7 +13,7 @@ from offload.errors import StorageError
 from offload.layout import Extent, ExtentAllocator, FlatLayout
 from offload.runtime.flats import ChunkOf, Flat
 from offload.tiers.io import Priority
-from offload.tiers.store import Store
+from offload.tiers.store import ShareBlocks, Store
 
 _NAMED = 3
 """How many parameters an error lists."""
@@ -90,6 +90,16 @@ class Places:
         except StorageError as error:  # what the chunk's last write left behind cannot be read
             raise _named(error, self._purpose, chunk_of) from error
         return _OfChunk(transfer, self._purpose, chunk_of)
+
+    def share(self, chunk_of: ChunkOf, share: ShareBlocks) -> None:
+        """See `Store.share`. The chunk's last write must be over."""
+        extent = self._extents.get(chunk_of.key)
+        if extent is None or self._store is None:
+            return
+        try:
+            self._store.share(extent, share)
+        except StorageError as error:
+            raise _named(error, self._purpose, chunk_of) from error
 
     def write(self, chunk_of: ChunkOf, source: torch.Tensor) -> Pending:
         self.settle_write(chunk_of)

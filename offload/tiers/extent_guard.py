@@ -98,7 +98,7 @@ class ExtentGuard:
                 if is_write or other.is_write:
                     raise AssertionError(f"{self._name}: {operation} began while a {other} is in flight")
             if state.broken is not None and not is_write:
-                raise _unreadable(self._name, operation, state.broken)
+                raise _unreadable(self._name, str(operation), state.broken)
             state.active.append(operation)
         return operation
 
@@ -127,6 +127,19 @@ class ExtentGuard:
             if self._closed or extent not in self._states:
                 what = "the store is closed" if self._closed else "it is not one of the store's extents"
                 raise AssertionError(f"{self._name}: {purpose} of extent {describe(extent)}: {what}")
+
+    def check_readable(self, extent: Extent, purpose: str) -> None:
+        """Raise where the extent's content is undefined: `AssertionError` while it is being written (or `check_extent`
+        raises), `StorageError` where its last write failed."""
+        with self._lock:
+            self.check_extent(extent, purpose)
+            state = self._states[extent]
+            self._reap(state)
+            for other in state.active:
+                if other.is_write:
+                    raise AssertionError(f"{self._name}: {purpose} of extent {describe(extent)} while a {other} is in flight")
+            if state.broken is not None:
+                raise _unreadable(self._name, f"{purpose} of extent {describe(extent)}", state.broken)
 
     def drain(self) -> None:
         """Wait for everything that was submitted. Failures that nobody saw are kept for `raise_unseen`."""
@@ -180,7 +193,7 @@ def _check_tensor(what: str, extent: Extent, tensor: Tensor) -> None:
         raise AssertionError(f"{what}: the tensor is not {EXTENT_ALIGN}-byte aligned; use a lease or a view of HostMemory")
 
 
-def _unreadable(name: str, operation: Operation, cause: StorageError) -> StorageError:
+def _unreadable(name: str, operation: str, cause: StorageError) -> StorageError:
     error = StorageError(
         cause.errno,
         f"{name}: {operation} is not possible: the last write of it failed, so its content is undefined; resume "

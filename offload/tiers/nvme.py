@@ -15,9 +15,11 @@ from torch import Tensor
 from offload.device.pending import AllOf, Pending
 from offload.layout import EXTENT_ALIGN, Extent
 from offload.tiers.extent_guard import ExtentGuard
+from offload.tiers.held_room import HeldRoom
 from offload.tiers.io.backend import IoBackend, Priority
 from offload.tiers.io.failure import storage_error
 from offload.tiers.scratch import ScratchFile, ScratchFolder
+from offload.tiers.store import ShareBlocks
 from offload.tiers.verification import Stored, VerifiedRead, checksum, verification_is_on
 
 STRIPE_NBYTES = 4 * 1024 * 1024
@@ -60,6 +62,9 @@ class NvmeStore:
         self._files: tuple[ScratchFile, ...] = scratch.create(
             name, striped_nbytes(self.nbytes, scratch.path_count, stripe_nbytes)
         )
+        self._room = HeldRoom(name, scratch)
+        self._shared: set[Extent] = set()
+        """Those that room is held for: they share blocks, or did, and were not written since."""
 
     def read(self, extent: Extent, into: Tensor, *, priority: Priority = Priority.PARAMETER) -> Pending:
         return self._submit(extent, into, priority, is_write=False)
@@ -70,6 +75,14 @@ class NvmeStore:
     def view(self, extent: Extent) -> Tensor | None:
         self._guard.check_extent(extent, "a view")
         return None
+
+    def share(self, extent: Extent, share: ShareBlocks) -> None:
+        self._guard.check_readable(extent, "sharing")
+        for piece in self._pieces(extent):
+            part = range(piece.start_nbytes, piece.start_nbytes + piece.nbytes)
+            if share(self._files[piece.file_index], piece.file_offset_nbytes, part):
+                self._shared.add(extent)  # first: what is held in part is given back by the next write too
+                self._room.hold(piece.file_index, piece.file_offset_nbytes, piece.nbytes)
 
     def flush(self) -> None:
         self._guard.drain()
@@ -83,12 +96,15 @@ class NvmeStore:
         if self._guard.close():
             for file in self._files:
                 file.close()
+            self._room.close()
 
     def _submit(self, extent: Extent, tensor: Tensor, priority: Priority, *, is_write: bool) -> Pending:
         operation = self._guard.begin(extent, tensor, is_write=is_write)
         transfer = self._backend.write if is_write else self._backend.read
         parts: list[Pending] = []
         try:
+            if is_write and extent in self._shared:
+                self._give_room_back(extent)
             if is_write and self._checksums is not None:
                 self._checksums[extent] = [checksum(_part(tensor, piece)) for piece in self._pieces(extent)]
             for piece in self._pieces(extent):
@@ -103,6 +119,11 @@ class NvmeStore:
         transfers = parts[0] if len(parts) == 1 else AllOf(parts)
         operation.start(transfers if is_write else self._verified(extent, tensor, transfers))
         return operation
+
+    def _give_room_back(self, extent: Extent) -> None:
+        self._shared.discard(extent)
+        for piece in self._pieces(extent):
+            self._room.give_back(piece.file_index, piece.file_offset_nbytes, piece.nbytes)
 
     def _verified(self, extent: Extent, tensor: Tensor, transfers: Pending) -> Pending:
         """The read, and the comparison with what the last write left; what was never written is not compared."""

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import logging
 import mmap
 import os
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from offload.tiers.io.failure import errno_text, storage_error
 from offload.tiers.scratch_lock import SWAP_SUFFIX, RunFolder
+
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of Linux fallocate
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -77,7 +82,7 @@ def reserve(file: ScratchFile) -> None:
     Raises `StorageError`."""
     if file.nbytes == 0:
         return
-    code = _fallocate(file.fileno(), file.nbytes)
+    code = allocate(file, 0, file.nbytes)
     if code == 0:
         return
     if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
@@ -93,18 +98,34 @@ def reserve(file: ScratchFile) -> None:
     )
 
 
-def _fallocate(fileno: int, nbytes: int) -> int:
+def allocate(file: ScratchFile, offset_nbytes: int, nbytes: int) -> int:
+    """Give the range blocks where it has none; the errno that it failed with, or 0."""
+    return _fallocate(file.fileno(), 0, offset_nbytes, nbytes)
+
+
+def deallocate(file: ScratchFile, offset_nbytes: int, nbytes: int) -> int:
+    """Take the range's blocks away; the errno that it failed with, or 0."""
+    return _fallocate(file.fileno(), _KEEP_SIZE | _PUNCH_HOLE, offset_nbytes, nbytes)
+
+
+def _fallocate(fileno: int, mode: int, offset_nbytes: int, nbytes: int) -> int:
     """Linux fallocate; the errno it failed with, or 0.
 
     Not os.posix_fallocate: where the file system has no such operation, the C library imitates it by writing to every
     block of the file."""
-    function = ctypes.CDLL(None, use_errno=True).fallocate64
-    function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    while function(fileno, 0, 0, nbytes) != 0:
+    while _libc_fallocate()(fileno, mode, offset_nbytes, nbytes) != 0:
         code = ctypes.get_errno()
         if code != errno.EINTR:
             return code
     return 0
+
+
+@functools.cache
+def _libc_fallocate() -> Callable[[int, int, int, int], int]:
+    function: Any = ctypes.CDLL(None, use_errno=True).fallocate64
+    function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    call: Callable[[int, int, int, int], int] = function
+    return call
 
 
 def refuses_direct_io(folder: RunFolder) -> str:

@@ -132,6 +132,7 @@ def _remove_if_abandoned(path: Path) -> None:
 
 def _remove_folder(path: Path, fileno: int) -> None:
     """Remove our files below the folder that `fileno` is open on, the lock last, then the folder at `path`."""
+    os.lseek(fileno, 0, os.SEEK_SET)  # btrfs lists what was there when the descriptor was opened, or last rewound
     for name in sorted(os.listdir(fileno), key=lambda name: name in (LOCK_NAME, _NEW_LOCK_NAME)):
         is_ours = name in (LOCK_NAME, _NEW_LOCK_NAME) or name.endswith(SWAP_SUFFIX)
         try:

@@ -19,7 +19,7 @@ from offload.device.pending import Pending
 from offload.layout import Extent, ExtentAllocator
 from offload.tiers.extent_guard import ExtentGuard, describe
 from offload.tiers.io.backend import Priority
-from offload.tiers.store import Store
+from offload.tiers.store import ShareBlocks, Store
 
 MakeStore = Callable[[Iterable[Extent]], Store]
 
@@ -61,6 +61,10 @@ class SplitStore:
     def view(self, extent: Extent) -> Tensor | None:
         store, there = self._find(extent, "a view")
         return store.view(there)
+
+    def share(self, extent: Extent, share: ShareBlocks) -> None:
+        store, there = self._find(extent, "sharing")
+        store.share(there, share)
 
     def flush(self) -> None:
         self._of_each(lambda store: store.flush())

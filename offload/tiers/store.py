@@ -11,7 +11,7 @@ Promises of every store
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from torch import Tensor
@@ -19,8 +19,11 @@ from torch import Tensor
 from offload.device.pending import Pending, Settled
 from offload.layout import Extent
 from offload.tiers.extent_guard import ExtentGuard
-from offload.tiers.io.backend import Priority
+from offload.tiers.io.backend import OpenFile, Priority
 from offload.tiers.memory import HostMemory, MemoryLedger, RegisterMemory
+
+ShareBlocks = Callable[[OpenFile, int, range], bool]
+"""Called with (file, offset there, bytes of the extent); shares the blocks with another file, and says whether it did."""
 
 
 class Store(Protocol):
@@ -49,6 +52,12 @@ class Store(Protocol):
         """The extent's own memory, uint8 [extent.nbytes], where it lies in host memory; else None.
 
         Whoever uses it in place keeps the rule of one writer himself."""
+        ...
+
+    def share(self, extent: Extent, share: ShareBlocks) -> None:
+        """Call `share` for each part of the extent that lies in a file, with nothing being written to the extent.
+
+        What `share` raises is passed on; `StorageError` where no room is left for what the extent's next write needs."""
         ...
 
     def flush(self) -> None:
@@ -91,6 +100,9 @@ class CpuStore:
     def view(self, extent: Extent) -> Tensor | None:
         self._guard.check_extent(extent, "a view")
         return self._range(extent)
+
+    def share(self, extent: Extent, share: ShareBlocks) -> None:
+        self._guard.check_extent(extent, "sharing")
 
     def flush(self) -> None:
         self._guard.drain()

@@ -89,6 +89,42 @@ BODY = (
 )
 HEAD = '{"format":"offload-checkpoint","version":1,"crc32":415851186,\n'
 
+# Version 3: the same state, every array filled up to a chunk of 4096 elements.
+PADDED_HEADER = (
+    b'{"__metadata__":{"format":"pt"},'
+    b'"weight":{"dtype":"F32","shape":[2,2],"data_offsets":[0,16]},'
+    b'"padding/0":{"dtype":"F32","shape":[4092],"data_offsets":[16,16384]},'
+    b'"exp_avg/weight":{"dtype":"F32","shape":[2,2],"data_offsets":[16384,16400]},'
+    b'"padding/1":{"dtype":"F32","shape":[4092],"data_offsets":[16400,32768]},'
+    b'"exp_avg_sq/weight":{"dtype":"F32","shape":[2,2],"data_offsets":[32768,32784]},'
+    b'"padding/2":{"dtype":"F32","shape":[4092],"data_offsets":[32784,49152]},'
+    b'"scale":{"dtype":"BF16","shape":[3],"data_offsets":[49152,49158]},'
+    b'"padding/3":{"dtype":"BF16","shape":[4093],"data_offsets":[49158,57344]}}'
+)
+PADDED_FILES = FILES | {
+    "unit-00000-rank-00000.safetensors": file_bytes(
+        PADDED_HEADER, WEIGHT.ljust(16384, b"\0") + bytes(2 * 16384) + SCALE.ljust(8192, b"\0")
+    )
+}
+UNIT = '{"file":"unit-00000-rank-00000.safetensors",'
+PADDED_BODY = (
+    BODY.replace('"offset":4112,', '"offset":20480,')
+    .replace('"offset":4128,', '"offset":36864,')
+    .replace('"offset":4144,', '"offset":53248,')
+    .replace('"nbytes":4150,', '"nbytes":61440,')
+    .replace("2489964856", "2763043978")
+    .replace(
+        '"client_state":{"epoch":2}}',
+        '"client_state":{"epoch":2},"padding":['
+        f'{UNIT}"dtype":"F32","offset":4112,"nbytes":16368,"crc32":1186386249}},'
+        f'{UNIT}"dtype":"F32","offset":20496,"nbytes":16368,"crc32":1186386249}},'
+        f'{UNIT}"dtype":"F32","offset":36880,"nbytes":16368,"crc32":1186386249}},'
+        f'{UNIT}"dtype":"BF16","offset":53254,"nbytes":8186,"crc32":3438706911}}]}}',
+    )
+)
+PADDED_HEAD = '{"format":"offload-checkpoint","version":3,"crc32":2260086538,\n'
+WRITTEN = {1: (HEAD, BODY, FILES), 3: (PADDED_HEAD, PADDED_BODY, PADDED_FILES)}
+
 
 def engine_of(opened: Any, setup: Setup) -> Any:
     torch.manual_seed(1)
@@ -111,40 +147,49 @@ def test_what_is_written(opened: Any, tmp_path: Path, monkeypatch: pytest.Monkey
     engine.save_checkpoint(tmp_path / "saved", client_state={"epoch": 2})
     found = {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()}
     manifest = found.pop("MANIFEST.json").decode()
-    assert found == FILES
-    assert manifest == HEAD + BODY
+    assert found == PADDED_FILES
+    assert manifest == PADDED_HEAD + PADDED_BODY
 
 
-def test_the_checksums_are_those_of_the_page() -> None:
-    head, body = HEAD.encode(), BODY.encode()
+@pytest.mark.parametrize("version", WRITTEN)
+def test_the_lowest_version_that_can_say_it(version: int) -> None:
+    content = "".join(WRITTEN[version][:2]).encode()
+    assert encode(decode(content, "x")) == content
+
+
+@pytest.mark.parametrize("version", WRITTEN)
+def test_the_checksums_are_those_of_the_page(version: int) -> None:
+    head, body, files = WRITTEN[version][0].encode(), WRITTEN[version][1].encode(), WRITTEN[version][2]
     assert json.loads(head + body)["crc32"] == zlib.crc32(body)
     content = json.loads(head + body)["manifest"]
     for file in content["files"]:
-        data = FILES[file["name"]]
+        data = files[file["name"]]
         assert file["nbytes"] == len(data)
         assert file["header_crc32"] == zlib.crc32(data[: file["header_nbytes"]])
     ranges = [
         *(piece[kind] for entry in content["parameters"] for piece in entry["pieces"] for kind in KINDS if piece[kind]),
         *(entry["data"] for entry in content["buffers"]),
         *(entry["cpu"] for entry in content["random"]),
+        *content.get("padding", ()),
     ]
-    assert len(ranges) == 6
+    assert len(ranges) == {1: 6, 3: 10}[version]
     for one in ranges:
-        data = FILES[one["file"]][one["offset"] : one["offset"] + one["nbytes"]]
+        data = files[one["file"]][one["offset"] : one["offset"] + one["nbytes"]]
         assert len(data) == one["nbytes"] and one["crc32"] == zlib.crc32(data)
 
 
 KINDS = ("value", "exp_avg", "exp_avg_sq")
 
 
+@pytest.mark.parametrize("version", WRITTEN)
 @pytest.mark.parametrize("setup", [IN_MEMORY, ON_CPU, ON_NVME], ids=lambda setup: setup.name)
-def test_version_1_is_read(opened: Any, tmp_path: Path, setup: Setup) -> None:
+def test_versions_of_runs_are_read(opened: Any, tmp_path: Path, setup: Setup, version: int) -> None:
     """From the literal bytes, with this torch's random state in the place of the literal one."""
     folder = tmp_path / "saved"
     folder.mkdir()
     state = bytes(torch.get_rng_state().numpy())
-    body = BODY
-    for name, content in FILES.items():
+    _, body, files = WRITTEN[version]
+    for name, content in files.items():
         if name.startswith("random"):
             header = RANDOM_HEADER.replace(b"512", str(len(state)).encode())
             content = file_bytes(header, state)
@@ -157,7 +202,7 @@ def test_version_1_is_read(opened: Any, tmp_path: Path, setup: Setup) -> None:
                 f'"nbytes":{len(content)},"header_nbytes":4096,"header_crc32":{zlib.crc32(content[:4096])}',
             )
         (folder / name).write_bytes(content)
-    head = f'{{"format":"offload-checkpoint","version":1,"crc32":{zlib.crc32(body.encode())},\n'
+    head = f'{{"format":"offload-checkpoint","version":{version},"crc32":{zlib.crc32(body.encode())},\n'
     (folder / "MANIFEST.json").write_text(head + body)
     engine = engine_of(opened, setup)
     with engine.gathered(list(engine.module.parameters())), torch.no_grad():
@@ -192,7 +237,7 @@ def test_the_page_names_every_key() -> None:
             return set(value) | {key for item in value.values() for key in keys(item)}
         return {key for item in value for key in keys(item)} if isinstance(value, list) else set()
 
-    content = json.loads(HEAD + BODY)
+    content = json.loads(PADDED_HEAD + PADDED_BODY)
     del content["manifest"]["optimizer"]["param_groups"], content["manifest"]["client_state"]
     assert [key for key in keys(content) - {"manifest"} if f"`{key}`" not in page] == []
 

@@ -170,7 +170,7 @@ def test_a_reservation_that_the_system_refuses(tmp_path: Path) -> None:
 
 
 def test_full_disk_at_reservation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scratch_file, "_fallocate", lambda fileno, nbytes: errno.ENOSPC)
+    monkeypatch.setattr(scratch_file, "_fallocate", lambda *_: errno.ENOSPC)
     scratch = ScratchFolder([tmp_path])
     with pytest.raises(StorageError, match=r"reserve 4096 bytes .*ENOSPC.*free space there"):
         scratch.create("states", [4096])
@@ -180,7 +180,7 @@ def test_full_disk_at_reservation(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_without_fallocate_the_file_has_its_size_and_a_warning_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(scratch_file, "_fallocate", lambda fileno, nbytes: errno.EOPNOTSUPP)
+    monkeypatch.setattr(scratch_file, "_fallocate", lambda *_: errno.EOPNOTSUPP)
     scratch = ScratchFolder([tmp_path])
     (file,) = scratch.create("states", [1 << 20])
     assert file.path.stat().st_size == 1 << 20 and file.path.stat().st_blocks == 0
@@ -371,3 +371,18 @@ def test_many_at_once_in_one_path(tmp_path: Path) -> None:
     with ThreadPoolExecutor(3) as threads:
         assert list(threads.map(lambda _: in_child(work), range(3))) == ["done"] * 3
     assert run_folders(tmp_path) == []
+
+
+def test_removal_where_a_descriptor_lists_what_was_there_when_it_was_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on btrfs since Linux 6.5; rewinding the descriptor is what makes it look again."""
+    rewound: set[int] = set()
+    lseek, listdir = os.lseek, os.listdir
+    monkeypatch.setattr(os, "lseek", lambda fileno, *where: (rewound.add(fileno), lseek(fileno, *where))[1])
+    monkeypatch.setattr(os, "listdir", lambda at: listdir(at) if at in rewound or not isinstance(at, int) else [])
+    scratch = ScratchFolder([tmp_path])
+    for file in scratch.create("states", [4096]):
+        file.close()
+    scratch.close()
+    assert listdir(tmp_path) == []

@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 FORMAT = "offload-checkpoint"
-VERSION, VERSION_IMPORTED = 1, 2
+VERSION, VERSION_IMPORTED, VERSION_PADDED = 1, 2, 3
 """A checkpoint is written in the lowest version that can say what it is."""
+VALUE = "value"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -126,13 +127,15 @@ class Manifest:
     client_state: dict[str, Any] = field(default_factory=dict)
     imported: str | None = None
     """What kind of checkpoint it was converted from; None: a run saved it."""
+    padding: list[TensorEntry] = field(default_factory=list)
+    """Zeros between other ranges, so that those begin where blocks can be shared."""
 
     def tensors(self) -> list[tuple[str, TensorEntry]]:
         """Every range of bytes, with a name for messages."""
         found: list[tuple[str, TensorEntry]] = []
         for parameter in self.parameters:
             for piece in parameter.pieces:
-                for kind in ("value", *MOMENTS):
+                for kind in (VALUE, *MOMENTS):
                     entry = getattr(piece, kind)
                     if entry is not None:
                         found.append((f"{kind} of {parameter.fqns[0]!r}", entry))
@@ -141,15 +144,20 @@ class Manifest:
             found.append((f"the random state of rank {one.rank}", one.cpu))
             if one.device is not None:
                 found.append((f"the device's random state of rank {one.rank}", one.device))
+        found += [("padding", entry) for entry in self.padding]
         return found
 
 
 def encode(manifest: Manifest) -> bytes:
     """The file's bytes: one line with format, version and the checksum of everything after it, then the content."""
-    content, version = asdict(manifest), VERSION_IMPORTED
-    if manifest.imported is None:
-        version = VERSION
-        del content["imported"]
+    content, version = asdict(manifest), VERSION
+    if manifest.imported is not None:
+        version = VERSION_IMPORTED
+    elif manifest.padding:
+        version = VERSION_PADDED
+    for key, since in (("imported", VERSION_IMPORTED), ("padding", VERSION_PADDED)):
+        if version != since:
+            del content[key]
     body = b'"manifest":' + json.dumps(content, separators=(",", ":"), allow_nan=False).encode() + b"}\n"
     head = f'{{"format":"{FORMAT}","version":{version},"crc32":{zlib.crc32(body)},\n'
     return head.encode() + body

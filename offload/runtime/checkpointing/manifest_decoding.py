@@ -14,6 +14,7 @@ from offload.runtime.checkpointing.manifest import (
     MOMENTS,
     VERSION,
     VERSION_IMPORTED,
+    VERSION_PADDED,
     BufferEntry,
     FileEntry,
     LossScaleEntry,
@@ -27,7 +28,7 @@ from offload.runtime.checkpointing.manifest import (
 )
 from offload.runtime.checkpointing.tensor_file import DTYPES
 
-READABLE_VERSIONS = (VERSION, VERSION_IMPORTED)
+READABLE_VERSIONS = (VERSION, VERSION_IMPORTED, VERSION_PADDED)
 
 _FILE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,99}\.safetensors")
 _MAX_COUNT = (1 << 63) - 1
@@ -149,6 +150,7 @@ def _manifest(fields: _Fields, version: int) -> Manifest:
         files=[_file(_Fields(value, f"file {index}")) for index, value in enumerate(fields.items("files"))],
         client_state=fields.mapping("client_state"),
         imported=fields.text("imported") if version == VERSION_IMPORTED else None,
+        padding=_padding(fields) if version == VERSION_PADDED else [],
     )
     fields.end()
     return result
@@ -237,6 +239,10 @@ def _random(fields: _Fields) -> RandomEntry:
     )
     fields.end()
     return result
+
+
+def _padding(fields: _Fields) -> list[TensorEntry]:
+    return [_tensor(_Fields(value, f"padding {index}")) for index, value in enumerate(fields.items("padding"))]
 
 
 def _file(fields: _Fields) -> FileEntry:

@@ -116,6 +116,7 @@ class RankFolder:
                     known.pieces += entry.pieces
             whole.random += part.random
             whole.files += part.files
+            whole.padding += part.padding
         whole.parameters = list(entries.values())
         for entry in whole.parameters:
             entry.pieces.sort(key=lambda piece: piece.start)

@@ -11,7 +11,7 @@ import torch
 from offload.device.records import MASTER
 from offload.layout import Piece
 from offload.runtime.checkpointing.consistency import same_order
-from offload.runtime.checkpointing.manifest import ParameterEntry, TensorEntry
+from offload.runtime.checkpointing.manifest import VALUE, ParameterEntry, TensorEntry
 from offload.runtime.checkpointing.opened import OpenedCheckpoint
 from offload.runtime.checkpointing.rounding import round_into
 from offload.runtime.checkpointing.state_reading import ChunkBuffers, parameter_nbytes
@@ -19,8 +19,6 @@ from offload.runtime.checkpointing.tensor_file import DTYPES
 from offload.runtime.fetching import chunks_of, homes_of
 from offload.runtime.flats import ChunkOf, ParameterInfo, Unit
 from offload.runtime.parts import Parts
-
-VALUE = "value"
 
 
 class StoredParameter:

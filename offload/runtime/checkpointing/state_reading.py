@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.device.records import Record
+from offload.device.records import MASTER, Record, StateFormat
+from offload.runtime.checkpointing.manifest import VALUE
 from offload.runtime.fetching import chunks_of
 from offload.runtime.flats import ChunkOf, ParameterInfo, Unit
 from offload.runtime.parts import Parts
@@ -36,6 +37,38 @@ class PieceState:
     value: torch.Tensor
     exp_avg: torch.Tensor | None
     exp_avg_sq: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkState:
+    """A chunk's state at hand. `values`: the parameters' [chunk.numel], not looked at where the record has the whole master."""
+
+    chunk_of: ChunkOf
+    values: torch.Tensor | None
+    record: Record | None
+
+    def pieces(self) -> Iterator[PieceState]:
+        """Every piece of the chunk, in the layout's order."""
+        values, record, start = self.values, self.record, self.chunk_of.chunk.start
+        for info, piece in self.chunk_of.pieces():
+            low, high = piece.start - start, piece.stop - start
+            part = values[low:high] if values is not None else torch.empty(0)
+            moments = {name: record.moment(name, low, high) for name in record.format.moments} if record is not None else {}
+            yield PieceState(
+                info,
+                piece.start - piece.slot.start,
+                record.master(low, high, part) if record is not None else part,
+                moments.get("exp_avg"),
+                moments.get("exp_avg_sq"),
+            )
+
+    def array(self, kind: str) -> torch.Tensor | None:
+        """`VALUE` or a moment as it lies in its store, padding included; None where what is there has another format."""
+        if self.record is None:
+            return self.values
+        if self.record.format.state_format is not StateFormat.FP32:
+            return None
+        return self.record.arrays.get(MASTER, self.values) if kind == VALUE else self.record.arrays[kind]
 
 
 class ChunkBuffer:
@@ -89,15 +122,15 @@ class StateReader:
     def pieces(self, unit: Unit) -> Iterator[PieceState]:
         """Every piece of the unit, in the layout's order: each parameter's come in order and are complete at the end."""
         for chunk_of in chunks_of(unit):
-            yield from self.chunk(chunk_of)
+            yield from self.chunk(chunk_of).pieces()
 
-    def chunk(self, chunk_of: ChunkOf) -> Iterator[PieceState]:
-        """Every piece of the chunk, in the layout's order."""
+    def chunk(self, chunk_of: ChunkOf) -> ChunkState:
+        """The chunk's state, valid until the next one's is asked for."""
         with self._failures():
             record = self._record(chunk_of)
             needs_values = record is None or record.format.needs_values
             values = self._values(chunk_of) if needs_values else None
-        yield from pieces_of(chunk_of, values, record)
+        return ChunkState(chunk_of, values, record)
 
     def close(self) -> None:
         """Give the buffers back. Idempotent."""
@@ -133,20 +166,3 @@ def _read(places: Places, chunk_of: ChunkOf, buffer: ChunkBuffer) -> torch.Tenso
         return content.copy_(stored)
     places.read(chunk_of, content).wait()
     return content
-
-
-def pieces_of(chunk_of: ChunkOf, values: torch.Tensor | None, record: Record | None) -> Iterator[PieceState]:
-    """The pieces of a chunk whose state is at hand. `values`: the parameters' [chunk.numel], not looked at where the record has
-    the whole master."""
-    start = chunk_of.chunk.start
-    for info, piece in chunk_of.pieces():
-        low, high = piece.start - start, piece.stop - start
-        part = values[low:high] if values is not None else torch.empty(0)
-        moments = {name: record.moment(name, low, high) for name in record.format.moments} if record is not None else {}
-        yield PieceState(
-            info,
-            piece.start - piece.slot.start,
-            record.master(low, high, part) if record is not None else part,
-            moments.get("exp_avg"),
-            moments.get("exp_avg_sq"),
-        )

@@ -7,10 +7,11 @@ aligned to its own.
 
 from __future__ import annotations
 
+import bisect
 import json
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,22 +86,29 @@ def lay_out(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> tuple[b
 
 
 class TensorFile:
-    """One file in writing. Parts of tensors come in any order, from any threads, each byte once."""
+    """One file in writing. Parts of tensors come in any order, from any threads, each byte once.
+
+    Bytes that are there already, in blocks shared with another file, come like all others, for their checksum alone.
+    """
 
     def __init__(self, folder: Path, name: str, specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> None:
         self.name = name
-        self._path = folder / name
+        self.path = folder / name
         self._specs = {spec.name: spec for spec in specs}
         header, self.offsets = lay_out(specs, metadata)
         self.header_nbytes, self.header_crc32 = len(header), zlib.crc32(header)
         self.nbytes = self.header_nbytes + sum(spec.nbytes for spec in specs)
         self._ends = dict.fromkeys(self._specs, 0)
         self._parts: dict[str, list[tuple[int, int, int]]] = {name: [] for name in self._specs}  # (start, nbytes, crc32)
+        self._shared: list[range] = []
+        self._fileno = -1
         try:
-            self._fileno = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+            self._fileno = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
             self._write(memoryview(header), 0)
+            os.ftruncate(self._fileno, self.nbytes)  # what `pad` leaves out reads as zeros, at the end too
         except OSError as error:
-            raise write_failure("writing", self._path, error) from error
+            self.close()
+            raise write_failure("writing", self.path, error) from error
 
     @property
     def specs(self) -> list[TensorSpec]:
@@ -116,24 +124,48 @@ class TensorFile:
         view = raw_bytes(tensor)
         nbytes = len(view)
         if start_nbytes + nbytes > self._specs[name].nbytes:
-            raise AssertionError(f"{self._path}: more bytes for {name!r} than its shape holds")
+            raise AssertionError(f"{self.path}: more bytes for {name!r} than its shape holds")
         part = (start_nbytes, nbytes, zlib.crc32(view))
+        begin = self.offsets[name] + start_nbytes
         try:
-            self._write(view, self.offsets[name] + start_nbytes)
+            for missing in self._not_shared(range(begin, begin + nbytes)):
+                self._write(view[missing.start - begin : missing.stop - begin], missing.start)
         except OSError as error:
-            raise write_failure("writing", self._path, error) from error
+            raise write_failure("writing", self.path, error) from error
         self._parts[name].append(part)
         return nbytes
+
+    def pad(self, name: str, start_nbytes: int, nbytes: int, *, overwrite: bool) -> None:
+        """Bytes of the tensor `name` are zeros. `overwrite`: something else is there, in shared blocks."""
+        zeros = bytes(nbytes)
+        if overwrite:
+            try:
+                self._write(memoryview(zeros), self.offsets[name] + start_nbytes)
+            except OSError as error:
+                raise write_failure("writing", self.path, error) from error
+        self._parts[name].append((start_nbytes, nbytes, zlib.crc32(zeros)))
+
+    def fileno(self) -> int:
+        """The descriptor, for whoever shares blocks with the file; he says so by `shares`."""
+        return self._fileno
+
+    def shares(self, part: range) -> None:
+        """These bytes of the file are there. Before any of them is written, from one thread; in any order."""
+        bisect.insort(self._shared, part, key=lambda known: known.start)
+
+    @property
+    def shares_blocks(self) -> bool:
+        return bool(self._shared)
 
     def crc32(self, name: str) -> int:
         """Of all bytes of the tensor, which must be there."""
         position, total = 0, 0
         for start, nbytes, crc32 in sorted(self._parts[name]):
             if start != position:
-                raise AssertionError(f"{self._path}: bytes of {name!r} from {position} on came twice or not at all")
+                raise AssertionError(f"{self.path}: bytes of {name!r} from {position} on came twice or not at all")
             position, total = start + nbytes, combine(total, crc32, nbytes)
         if position != self._specs[name].nbytes:
-            raise AssertionError(f"{self._path}: {position} of {self._specs[name].nbytes} bytes of {name!r} came")
+            raise AssertionError(f"{self.path}: {position} of {self._specs[name].nbytes} bytes of {name!r} came")
         return total
 
     def finish(self) -> None:
@@ -141,9 +173,21 @@ class TensorFile:
         try:
             os.fsync(self._fileno)
         except OSError as error:
-            raise write_failure("syncing", self._path, error) from error
+            raise write_failure("syncing", self.path, error) from error
         finally:
             self.close()
+
+    def _not_shared(self, part: range) -> Iterator[range]:
+        position = part.start
+        first = bisect.bisect_right(self._shared, position, key=lambda known: known.stop)
+        for shared in self._shared[first:]:
+            if shared.start >= part.stop:
+                break
+            if shared.start > position:
+                yield range(position, shared.start)
+            position = shared.stop
+        if position < part.stop:
+            yield range(position, part.stop)
 
     def close(self) -> None:
         """Close the file as it is. Idempotent."""

@@ -2,7 +2,8 @@
 
 Where training goes on meanwhile, the state is that of the moment at which the `Snapshot` was made: what an update is about
 to overwrite, and is not in its file yet, is written there first, from the memory in which the update has it anyway. So
-nobody waits for the disk to be read, and no second copy of anything is kept.
+nobody waits for the disk to be read, and no second copy of anything is kept. What the file system let the files share with
+scratch files (`offload.runtime.checkpointing.sharing`) goes the same way, but only its checksums are taken.
 
 A chunk is WAITING until somebody claims it, COPYING while it is written, COPIED then.
 """
@@ -13,15 +14,16 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from offload.device.records import Record
-from offload.runtime.checkpointing.consistency import row_major
 from offload.runtime.checkpointing.manifest import (
     MOMENTS,
+    VALUE,
     BufferEntry,
     FileEntry,
     Manifest,
@@ -32,8 +34,10 @@ from offload.runtime.checkpointing.manifest import (
 )
 from offload.runtime.checkpointing.model_names import persistent_buffers
 from offload.runtime.checkpointing.random_state import CPU, DEVICE, take_random_state
-from offload.runtime.checkpointing.state_reading import PieceState, StateReader, pieces_of
+from offload.runtime.checkpointing.sharing import Sharing
+from offload.runtime.checkpointing.state_reading import ChunkState, PieceState, StateReader
 from offload.runtime.checkpointing.tensor_file import DTYPE_CODES, METADATA, TensorFile, TensorSpec, known_dtype
+from offload.runtime.checkpointing.unit_tensors import GapPart, UnitTensors, owned_elements, tensor_name
 from offload.runtime.fetching import chunks_of
 from offload.runtime.flats import ChunkOf, ParameterInfo, Unit
 from offload.runtime.parts import Parts
@@ -54,24 +58,26 @@ class _UnitFile:
 
     def __init__(self, folder: Path, unit: Unit, rank: int, moments: Sequence[str]) -> None:
         """`moments`: what the optimizer keeps of a trained parameter."""
-        self.unit, self._moments = unit, moments
+        self.unit, self.tensors, self._moments = unit, UnitTensors(unit, moments), moments
         self._folder, self._name = folder, f"unit-{unit.index:05d}-rank-{rank:05d}.safetensors"
-        self._owned = {info.index: owned for info, owned in owned_elements(unit)}
-        self._infos = [info for info in unit.parameters if info.index in self._owned]
-        self._specs = {spec.name: spec for info in self._infos for spec in _specs(info, self._owned[info.index], moments)}
         self._lock = threading.Lock()
         self._file: TensorFile | None = None
         self._steps = {info.index: info.step for info in unit.parameters}
 
-    def write(self, state: PieceState) -> None:
-        """Write one piece into its place."""
-        file = self._opened()
-        for name, part in _parts_of(state):
-            start = state.start - self._owned[state.info.index].start
-            file.write(name, start * part.element_size(), part.detach().cpu())
+    def write(self, state: ChunkState) -> None:
+        """Write one chunk into its place, with the padding in it."""
+        file = self.opened()
+        for piece in state.pieces():
+            start = piece.start - self.tensors.owned[piece.info.index].start
+            for name, part in _parts_of(piece):
+                file.write(name, start * part.element_size(), part.detach().cpu())
+        for kind in self.tensors.arrays_of(state.chunk_of):
+            for gap in self.tensors.gaps(state.chunk_of, kind):
+                array = state.array(kind) if file.shares_blocks else None
+                file.pad(gap.name, gap.start_nbytes, gap.nbytes, overwrite=array is not None and _holds_any(array, gap))
 
     def finish(self) -> None:
-        self._opened().finish()
+        self.opened().finish()
 
     def close(self) -> None:
         if self._file is not None:
@@ -79,19 +85,21 @@ class _UnitFile:
 
     def enter(self, manifest: Manifest) -> None:
         """Enter the file and its parameters into the manifest."""
-        file = self._opened()
+        file, specs = self.opened(), self.tensors.specs
         manifest.files.append(_file_entry(file))
-        for info in self._infos:
+        for info in self.tensors.infos:
             kept = self._moments if info.trainable else ()
-            moments = [_entry(file, self._specs[_moment_name(info, name)]) if name in kept else None for name in MOMENTS]
-            owned = self._owned[info.index]
-            piece = PieceEntry(owned.start, owned.stop, _entry(file, self._specs[info.fqn]), *moments)
+            moments = [_entry(file, specs[tensor_name(info, name)]) if name in kept else None for name in MOMENTS]
+            owned = self.tensors.owned[info.index]
+            piece = PieceEntry(owned.start, owned.stop, _entry(file, specs[tensor_name(info, VALUE)]), *moments)
             manifest.parameters.append(_parameter_entry(info, self._steps[info.index], piece))
+        manifest.padding += [_entry(file, spec) for spec in self.tensors.padding]
 
-    def _opened(self) -> TensorFile:
+    def opened(self) -> TensorFile:
+        """The file, made when it is first asked for. From any thread."""
         with self._lock:
             if self._file is None:
-                self._file = TensorFile(self._folder, self._name, list(self._specs.values()), METADATA)
+                self._file = TensorFile(self._folder, self._name, list(self.tensors.specs.values()), METADATA)
             return self._file
 
 
@@ -112,7 +120,13 @@ class Snapshot:
         self._changed = threading.Condition()
         self._copies = {chunk.key: _Copy.WAITING for file in self._files.values() for chunk in chunks_of(file.unit)}
         self._failure: Exception | None = None
-        self._whole = self._write_whole(model)
+        self._whole: list[TensorFile] = []
+        try:
+            self._write_whole(model)
+            self._share(Sharing(parts, failures))
+        except BaseException:
+            self.close()
+            raise
 
     def _writes(self, unit: Unit) -> bool:
         """Whether this rank writes what it holds of the unit: of what several ranks hold alike, one in turn does."""
@@ -124,6 +138,13 @@ class Snapshot:
         alike = tuple(range(ranks.world_size)) if self._parts.layout.stage == 0 else ranks.replicas
         return alike[unit.index % len(alike)] == ranks.index
 
+    def _share(self, sharing: Sharing) -> None:
+        """Now, in the moments in which nothing overwrites anything: what is shared stays what it is."""
+        for unit_index in self._order:
+            file = self._files[unit_index]
+            for chunk_of in chunks_of(file.unit):
+                sharing.chunk(chunk_of, file)
+
     # ---- by the updates ------------------------------------------------------------------------------------------
 
     def before_update(self, chunk_of: ChunkOf, values: torch.Tensor, record: Record) -> None:
@@ -132,7 +153,7 @@ class Snapshot:
         A failure is the save's, not the update's.
         """
         if chunk_of.key in self._copies and self._claim(chunk_of, waits=True):
-            self._fill(chunk_of, pieces_of(chunk_of, values, record))
+            self._fill(chunk_of, lambda: ChunkState(chunk_of, values, record))
 
     # ---- by the thread that copies ---------------------------------------------------------------------------------
 
@@ -143,7 +164,7 @@ class Snapshot:
             file = self._files[unit_index]
             for chunk_of in chunks_of(file.unit):
                 if self._claim(chunk_of, waits=False):
-                    self._fill(chunk_of, self._reader.chunk(chunk_of))
+                    self._fill(chunk_of, partial(self._reader.chunk, chunk_of))
             self._await(file.unit)
             file.finish()
         for unit_index in sorted(self._files):
@@ -177,11 +198,9 @@ class Snapshot:
             self._copies[chunk_of.key] = _Copy.COPYING
             return True
 
-    def _fill(self, chunk_of: ChunkOf, states: Iterator[PieceState]) -> None:
-        file = self._files[chunk_of.flat.layout.unit_index]
+    def _fill(self, chunk_of: ChunkOf, state: Callable[[], ChunkState]) -> None:
         try:
-            for state in states:
-                file.write(state)
+            self._files[chunk_of.flat.layout.unit_index].write(state())
         except Exception as error:
             self._fail(error)
         finally:
@@ -205,27 +224,19 @@ class Snapshot:
 
     # ---- what is small -----------------------------------------------------------------------------------------------
 
-    def _write_whole(self, model: nn.Module) -> list[TensorFile]:
+    def _write_whole(self, model: nn.Module) -> None:
         """Buffers and random states, one file of each kind; none of buffers if there are none."""
         self._buffer_shapes = {fqn: list(buffer.shape) for fqn, buffer in persistent_buffers(model)}
-        files = [
-            self._tensor_file("buffers", dict(persistent_buffers(model)) if self._rank == 0 else {}),
-            self._tensor_file("random", take_random_state(self._parts.accelerator.device)),
-        ]
-        return [file for file in files if file is not None]
+        self._write_file("buffers", dict(persistent_buffers(model)) if self._rank == 0 else {})
+        self._write_file("random", take_random_state(self._parts.accelerator.device))
 
-    def _tensor_file(self, stem: str, tensors: Mapping[str, torch.Tensor]) -> TensorFile | None:
+    def _write_file(self, stem: str, tensors: Mapping[str, torch.Tensor]) -> None:
         specs = [TensorSpec(name, known_dtype(name, one.dtype), tuple(one.shape)) for name, one in tensors.items()]
-        if not specs:
-            return None
-        file = TensorFile(self._folder, f"{stem}-rank-{self._rank:05d}.safetensors", specs, METADATA)
-        try:
+        if specs:
+            file = TensorFile(self._folder, f"{stem}-rank-{self._rank:05d}.safetensors", specs, METADATA)
+            self._whole.append(file)
             for name, tensor in tensors.items():
                 file.append(name, tensor.detach().cpu().contiguous())
-        except BaseException:
-            file.close()
-            raise
-        return file
 
     def _finish_whole(self) -> None:
         manifest = self._manifest
@@ -240,34 +251,15 @@ class Snapshot:
         manifest.random.append(RandomEntry(self._rank, states[CPU], states.get(DEVICE)))
 
 
-def _moment_name(info: ParameterInfo, moment: str) -> str:
-    return f"{moment}/{info.fqn}"
-
-
-def owned_elements(unit: Unit) -> Iterator[tuple[ParameterInfo, range]]:
-    """Of each parameter of which this rank's chunks hold any: the elements, in slot order. On one rank all of each."""
-    for flat in unit.flats:
-        first, last = flat.layout.chunks[0].start, flat.layout.chunks[-1].stop
-        for info, slot in zip(flat.parameters, flat.layout.slots, strict=True):
-            start, stop = max(slot.start, first), min(slot.stop, last)
-            if start < stop or slot.numel == 0:
-                yield info, range(start - slot.start, max(stop, start) - slot.start)
-
-
-def _specs(info: ParameterInfo, owned: range, moments: Sequence[str]) -> Iterator[TensorSpec]:
-    """A parameter's tensors in its unit's file: in its own shape where they are all of it and lie row by row, else 1-D."""
-    whole = len(owned) == info.numel and row_major(info.shape) == info.stride
-    shape = tuple(info.shape) if whole else (len(owned),)
-    yield TensorSpec(info.fqn, torch.float32 if info.trainable else known_dtype(info.fqn, info.dtype), shape)
-    if info.trainable:
-        yield from (TensorSpec(_moment_name(info, name), torch.float32, shape) for name in moments)
-
-
 def _parts_of(state: PieceState) -> Iterator[tuple[str, torch.Tensor]]:
-    yield state.info.fqn, state.value
-    for name, moment in zip(MOMENTS, (state.exp_avg, state.exp_avg_sq), strict=True):
-        if moment is not None:
-            yield _moment_name(state.info, name), moment
+    for kind, part in zip((VALUE, *MOMENTS), (state.value, state.exp_avg, state.exp_avg_sq), strict=True):
+        if part is not None:
+            yield tensor_name(state.info, kind), part
+
+
+def _holds_any(array: torch.Tensor, gap: GapPart) -> bool:
+    """Whether a bit is set in the padding."""
+    return bool(array[gap.low : gap.high].view(torch.uint8).any())
 
 
 def _entry(file: TensorFile, spec: TensorSpec) -> TensorEntry:

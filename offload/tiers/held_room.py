@@ -1,0 +1,52 @@
+"""Room for what will be written to scratch files whose blocks a checkpoint shares.
+
+A scratch file's blocks are reserved when it is made, so that no step finds the drive full. A write to blocks that are shared
+takes others, and the old ones stay with the checkpoint. For shared bytes as many are therefore held in a file beside the
+scratch file, at the same offsets, and given back at the moment at which the bytes are written. So a save without enough
+room fails at once, and takes nothing with it, as one that copies would.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+
+from offload.tiers.io.failure import errno_text, storage_error
+from offload.tiers.scratch import ScratchFile, ScratchFolder
+from offload.tiers.scratch_file import allocate, deallocate
+
+_log = logging.getLogger(__name__)
+
+
+class HeldRoom:
+    """Of one store. Its files are made when something is held for the first time; one thread holds at a time."""
+
+    def __init__(self, name: str, scratch: ScratchFolder) -> None:
+        self._name, self._scratch = f"{name}-room", scratch
+        self._files: tuple[ScratchFile, ...] = ()
+
+    def hold(self, file_index: int, offset_nbytes: int, nbytes: int) -> None:
+        """Hold room for bytes of the store's file in the path `file_index`; what is held already stays so.
+
+        Raises `StorageError` where there is too little."""
+        if not self._files:
+            self._files = self._scratch.create(self._name, [0] * self._scratch.path_count)
+        file = self._files[file_index]
+        code = allocate(file, offset_nbytes, nbytes)
+        if code in (errno.EOPNOTSUPP, errno.ENOSYS):
+            # Then nothing could be reserved for the scratch file either, and a warning has said so.
+            _log.info("%s: its file system cannot hold room (%s)", file.path, errno_text(code))
+        elif code:
+            raise storage_error(f"cannot hold {nbytes} bytes for what is written after a save", file.path, code)
+
+    def give_back(self, file_index: int, offset_nbytes: int, nbytes: int) -> None:
+        """These bytes are about to be written."""
+        file = self._files[file_index]
+        code = deallocate(file, offset_nbytes, nbytes)
+        if code not in (0, errno.EOPNOTSUPP, errno.ENOSYS):
+            _log.warning("%s: %d bytes of room stay taken (%s)", file.path, nbytes, errno_text(code))
+
+    def close(self) -> None:
+        """Give everything back. Idempotent."""
+        for file in self._files:
+            file.close()
