@@ -34,12 +34,17 @@ SHAPES = {
 VOCABULARY = 50257
 SEQUENCE = 128
 CLIP = 1.0
+NO_STRIKE = 1e6
+"""A norm to clip to that no step reaches: what `update="backward"` gains shows in steps whose norm changes nothing."""
+LOOKS_ON = {"nvme, backward": 9}
+"""Steps that do not count; otherwise 2. Updates begin before the norm is known after some steps that it did not change."""
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "compute": {},
     "limits": {},
     "cpu": {"parameters": "cpu", "optimizer_states": "cpu"},
     "nvme": {"parameters": "nvme", "optimizer_states": "nvme"},
+    "nvme, backward": {"parameters": "nvme", "optimizer_states": "nvme", "update": "backward", "max_grad_norm": NO_STRIKE},
 }
 
 
@@ -74,7 +79,7 @@ def memory_limits(shape: str, nvme: str) -> dict[str, int]:
 
 
 def measure(case: str, shape: str, steps: int, nvme: str, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Train `steps` steps after two that are not counted; this is the body of one child process."""
+    """Train `steps` steps after those that are not counted; this is the body of one child process."""
     import torch
 
     import offload
@@ -90,14 +95,15 @@ def measure(case: str, shape: str, steps: int, nvme: str, overrides: dict[str, A
         with offload.deferred_init():
             model = build(shape)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        config = offload.Config(nvme=nvme, max_grad_norm=CLIP, **(CASES[case] | overrides))
+        config = offload.Config(**({"nvme": nvme, "max_grad_norm": CLIP} | CASES[case] | overrides))
         engine = offload.initialize(model, optimizer, config)
         optimizer = engine.optimizer
     numel = sum(parameter.numel() for parameter in model.parameters())
     generator = torch.Generator().manual_seed(1)
     seconds: list[float] = []
     losses: list[float] = []
-    for index in range(steps + 2):
+    uncounted = LOOKS_ON.get(case, 2)
+    for index in range(steps + uncounted):
         tokens = torch.randint(0, VOCABULARY, (1, SEQUENCE), generator=generator)
         start = time.perf_counter()
         loss = model(input_ids=tokens, labels=tokens).loss
@@ -109,20 +115,21 @@ def measure(case: str, shape: str, steps: int, nvme: str, overrides: dict[str, A
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - start)
         losses.append(loss.item())
-        if index == 1 and engine is not None:
+        if index == uncounted - 1 and engine is not None:
             before = engine.stats()
     result: dict[str, Any] = {
         "case": case,
         "shape": shape,
         "parameters": numel,
-        "median_seconds": statistics.median(seconds[2:]),
+        "median_seconds": statistics.median(seconds[uncounted:]),
         "seconds": seconds,
         "losses": losses,
         "peak_rss_nbytes": status_nbytes("VmHWM"),
     }
     if engine is not None:
         after = engine.stats()
-        result["engine"] = {key: after[key] for key in ("placement", "planned", "host_peak_nbytes", "io_backend")}
+        kept = ("placement", "planned", "host_peak_nbytes", "io_backend", "speculated_steps", "undone_steps")
+        result["engine"] = {key: after[key] for key in kept}
         result["seconds_by_phase"] = {key: value / steps for key, value in after["seconds"].items()}
         result["links"] = after["links"]
         if after["io"] is not None:
@@ -246,11 +253,11 @@ def peer(python: str, arguments: dict[str, Any], case: str) -> dict[str, Any]:
 
 PEER_SECONDS = 900
 RUNS: dict[str, tuple[str, ...]] = {
-    "tiny": ("plain", "cpu", "nvme"),
-    "125M": ("plain", "cpu", "nvme", "deepspeed cpu", "deepspeed nvme"),
-    "1B": ("plain", "nvme", "deepspeed nvme"),
-    "2B": ("nvme", "deepspeed nvme"),
-    "3B": ("nvme",),
+    "tiny": ("plain", "cpu", "nvme", "nvme, backward"),
+    "125M": ("plain", "cpu", "nvme", "nvme, backward", "deepspeed cpu", "deepspeed nvme"),
+    "1B": ("plain", "nvme", "nvme, backward", "deepspeed nvme"),
+    "2B": ("nvme", "nvme, backward", "deepspeed nvme"),
+    "3B": ("nvme", "nvme, backward"),
 }
 
 
@@ -302,7 +309,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the figures there as JSON (and of a sweep the plot beside it, as SVG)")
     parser.add_argument("--nvme", help="folder on the drive to use; default: a temporary one in the current folder")
     parser.add_argument("--shapes", default="125M,1B", help="which models, of " + ", ".join(SHAPES))
-    parser.add_argument("--steps", type=int, default=8, help="steps that count, after two that do not")
+    parser.add_argument("--steps", type=int, default=8, help="steps that count, after some that do not")
     parser.add_argument("--memory-sweep", type=int, default=0, metavar="N", help="instead: N budgets of the first shape")
     parser.add_argument("--deepspeed-python", help="an interpreter that has DeepSpeed")
     options = parser.parse_args()
