@@ -7,6 +7,9 @@ for each column, in an order that moves on with every round, so that a drive tha
 figures are medians over the rounds. Columns: read alone, write alone, both at once (bytes half and half), on one file
 and on two. Processor time is user and system time of the process that asks for the I/O, without its start.
 
+How much memory the transfers are from matters by itself: a few MiB that are used over and over stay in the processor's caches.
+A training step moves other memory all the time. So this package and fio's best engines run in both ways.
+
 fio runs io_uring (with registered buffers and files), libaio and psync, each from 4 KiB pages and from huge pages
 (--iomem=mmaphuge where enough are reserved, --reserve-huge-pages does that as root and takes it back; else malloc on
 transparent huge pages by glibc). DeepSpeed runs in the interpreter given by --deepspeed-python. What is not installed is
@@ -40,6 +43,10 @@ Setting = tuple[int, int]
 """Bytes of a block, blocks in flight."""
 GRID: tuple[Setting, ...] = tuple((block, depth) for block in (MIB // 4, MIB, 4 * MIB) for depth in (4, 16, 64))
 IN_FLIGHT_MAX = 64 * MIB
+STEP_TRANSFERS = 16 * MIB, 6
+SMALL_TRANSFERS = 2 * MIB, 4
+"""Bytes of one, how many at once."""
+STEP_MEMORY_NBYTES = STEP_TRANSFERS[0] * STEP_TRANSFERS[1]
 TIE = 0.03
 
 
@@ -75,11 +82,14 @@ class Contender(ABC):
 
 
 class Fio(Contender):
-    """fio as a process for each turn, `huge` or not."""
+    """fio as a process for each turn, `huge` or not; `step`: from as much memory as a step's transfers are from."""
 
-    def __init__(self, engine: str, huge: bool) -> None:
-        self.name = f"fio {engine}, {'huge' if huge else '4 KiB'} pages"
+    def __init__(self, engine: str, huge: bool, step: bool = False) -> None:
+        memory = f"{STEP_MEMORY_NBYTES // MIB} MiB of huge" if step else "huge" if huge else "4 KiB"
+        self.name = f"fio {engine}, {memory} pages"
         self._engine, self._huge = engine, huge
+        if step:
+            self.settings = tuple((block * MIB, STEP_MEMORY_NBYTES // (block * MIB)) for block in (1, 4, 16))
 
     def turn(self, column: str, files: list[Path], setting: Setting, seconds: float) -> Sample:
         block, depth = setting
@@ -112,12 +122,12 @@ class Fio(Contender):
 
 
 class Own(Contender):
-    """This package's engine, in this process."""
+    """This package's engine, in this process; `step`: with a step's transfers, else with smaller ones from less memory."""
 
-    name = "offload"
-
-    def __init__(self) -> None:
-        self._engine = OwnEngine()
+    def __init__(self, step: bool) -> None:
+        transfer_nbytes, count = STEP_TRANSFERS if step else SMALL_TRANSFERS
+        self.name = f"offload, {transfer_nbytes * count // MIB} MiB of huge pages"
+        self._engine = OwnEngine(transfer_nbytes, count)
 
     def turn(self, column: str, files: list[Path], setting: Setting, seconds: float) -> Sample:
         return Sample(*self._engine.turn(column, files, setting, seconds))
@@ -150,7 +160,7 @@ def reserved_huge_pages(wanted: bool) -> Iterator[None]:
     place = Path("/proc/sys/vm/nr_hugepages")
     before = place.read_text()
     if wanted:
-        place.write_text(str(int(before) + 4 * IN_FLIGHT_MAX // (2 * MIB)))
+        place.write_text(str(int(before) + 4 * max(IN_FLIGHT_MAX, STEP_MEMORY_NBYTES) // (2 * MIB)))
     try:
         yield
     finally:
@@ -160,12 +170,14 @@ def reserved_huge_pages(wanted: bool) -> Iterator[None]:
 
 def contenders(deepspeed_python: str | None) -> list[Contender]:
     """Those that are installed."""
-    found: list[Contender] = [Own()]
+    found: list[Contender] = [Own(step=True), Own(step=False)]
     if shutil.which("fio"):
         built = subprocess.run(["fio", "--enghelp"], capture_output=True, text=True, check=True).stdout.split()
         for engine in ("io_uring", "libaio", "psync"):
             if engine in built:
                 found += [Fio(engine, huge=False), Fio(engine, huge=True)]
+            if engine in built and engine != "psync":
+                found.append(Fio(engine, huge=True, step=True))
     if deepspeed_python:
         found.append(DeepSpeed(deepspeed_python))
     return found

@@ -12,9 +12,6 @@ from offload.device.pending import Pending
 from offload.tiers.io import IoBackend, Priority, open_backend
 from offload.tiers.memory import HostMemory
 
-TRANSFER_NBYTES = 16 << 20
-IN_FLIGHT = 6
-
 
 class BenchFile:
     """An open file, for direct I/O."""
@@ -34,8 +31,10 @@ class BenchFile:
 class OwnEngine:
     """Turns of reading and writing by an engine that is opened anew for each."""
 
-    def __init__(self) -> None:
-        self._memory = HostMemory(IN_FLIGHT * TRANSFER_NBYTES, "benchmark", prefault=True, direct_io=True)
+    def __init__(self, transfer_nbytes: int, in_flight: int) -> None:
+        """`in_flight` transfers of so many bytes are under way at once, each from memory of its own."""
+        self._transfer_nbytes, self._in_flight = transfer_nbytes, in_flight
+        self._memory = HostMemory(in_flight * transfer_nbytes, "benchmark", prefault=True, direct_io=True)
 
     def turn(self, column: str, paths: list[Path], setting: tuple[int, int], seconds: float) -> tuple[int, float, float]:
         """(bytes moved, seconds, processor seconds)."""
@@ -53,20 +52,20 @@ class OwnEngine:
             backend.close()
             for file in files:
                 file.close()
-        return count * TRANSFER_NBYTES, taken, cpu_seconds
+        return count * self._transfer_nbytes, taken, cpu_seconds
 
     def _move(self, backend: IoBackend, files: list[BenchFile], column: str, end: float) -> int:
-        buffers = self._memory.tensor.split(TRANSFER_NBYTES)
+        buffers = self._memory.tensor.split(self._transfer_nbytes)
         pending: deque[Pending] = deque()
         count = 0
         while time.perf_counter() < end:
-            if len(pending) == IN_FLIGHT:
+            if len(pending) == self._in_flight:
                 pending.popleft().wait()
             file = files[count // 2 % len(files) if column == "both" else count % len(files)]
             is_write = column == "write" or (column == "both" and count % 2 == 1)
-            position = count // len(files) % (file.nbytes // TRANSFER_NBYTES) * TRANSFER_NBYTES
+            position = count // len(files) % (file.nbytes // self._transfer_nbytes) * self._transfer_nbytes
             transfer = backend.write if is_write else backend.read
-            pending.append(transfer(file, buffers[count % IN_FLIGHT], position, priority=Priority.STATE))
+            pending.append(transfer(file, buffers[count % self._in_flight], position, priority=Priority.STATE))
             count += 1
         for one in pending:
             one.wait()

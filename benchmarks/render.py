@@ -22,7 +22,7 @@ NAMES = {
     "plain": "plain PyTorch, fused AdamW, all in memory",
     "cpu": "offload, parameters and states in CPU memory",
     "nvme": "offload, parameters and states on NVMe",
-    "nvme, backward": "the same, `update=\"backward\"`, nothing to clip",
+    "nvme, backward": 'the same, `update="backward"`, nothing to clip',
     "deepspeed cpu": "DeepSpeed ZeRO-3, parameters and states in CPU memory",
     "deepspeed nvme": "DeepSpeed ZeRO-3, parameters and states on NVMe",
 }
