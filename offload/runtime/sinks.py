@@ -82,6 +82,7 @@ class ResidentSink(ParameterSink):
 
     def begin(self, chunk_of: ChunkOf, old: Old) -> torch.Tensor:
         self._places.settle_fetch(chunk_of)
+        self._places.settle_write(chunk_of)  # of the last update, from this very memory
         return chunk_of.flat.chunk_values(chunk_of.chunk)
 
     def commit(self, chunk_of: ChunkOf, values: torch.Tensor, pieces: list[Piece]) -> Pending:

@@ -45,8 +45,8 @@ class Training(Usable):
         self._ranks, self._rendezvous, self._reduction = parts.ranks, parts.rendezvous, parts.reduction
         self._stage = parts.layout.stage
         self._places, self._records = parts.places, parts.records
-        self._memory_is_short = parts.places is not None or parts.placement.uses_nvme
         self._accelerator, self._timeline = parts.accelerator, parts.timeline
+        self._memory_is_short = parts.places is not None or parts.placement.uses_nvme
         self.loss_scale = loss_scale
         self.max_grad_norm: float | None = None
         self.input_dtype: torch.dtype | None = None
@@ -363,6 +363,7 @@ class Training(Usable):
     def _finish_step(self) -> None:
         assert self._updates is not None
         self.step_count += 1
+        self._residency.abandon_uses()  # of a backward that an exception cut short: what is in use is not fetched anew
         if self._reduction is not None:
             self._reduction.release_buffers()
         self._residency.end_step()
