@@ -18,6 +18,7 @@ from torch import nn
 
 import offload
 from offload.runtime import assembly, storage, strikes
+from offload.runtime.gradient_buffers import RETAINED
 from offload.runtime.update import Updates
 from tests.tiers.faulty_io import Fault, FaultyBackend, seeded_faults
 
@@ -66,7 +67,7 @@ def train(run: Run) -> list[float]:
 def reference(dtype: str, clip: float) -> tuple[list[float], dict[str, torch.Tensor]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OFFLOAD_ACCELERATOR", "cpu")
-        model = llama(width=64)
+        model = llama(2, 64)
         fields = IN_MEMORY.fields(Path("."), dtype=dtype, max_grad_norm=clip)
         with offload.initialize(model, two_groups(model), offload.Config(**fields)) as engine:
             return run_engine(engine, train)
@@ -76,9 +77,11 @@ def reference(dtype: str, clip: float) -> tuple[list[float], dict[str, torch.Ten
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @both
 def test_kept_or_undone_the_bits_are_the_same(opened: Any, speculating: None, setup: Setup, dtype: str, clip: float) -> None:
-    model = llama(width=64)
+    model = llama(2, 64)
     engine = opened(model, two_groups(model), setup, dtype=dtype, max_grad_norm=clip)
     assert_same_bits(run_engine(engine, train), reference(dtype, clip))
+    pool = engine._parts.pool
+    assert pool.free_count(RETAINED) == pool.stats.consumers[RETAINED].count, "a gradient is still held"
     begun, undone = counts(engine)
     assert begun == STEPS
     if clip == ALWAYS:
@@ -97,8 +100,8 @@ def test_racing_updates_are_undone_wherever_they_are(
     """Not waiting for what has begun: some chunks are updated when they are undone, some are being read, some wait."""
     monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
     monkeypatch.setattr(strikes, "QUIET_STEPS", 0)
-    for _ in range(3):
-        model = llama(width=64)
+    for _ in range(2):
+        model = llama(2, 64)
         engine = opened(model, two_groups(model), setup, dtype="fp32", max_grad_norm=clip)
         assert_same_bits(run_engine(engine, train), reference("fp32", clip))
         engine.close()
@@ -111,7 +114,7 @@ def test_state_formats(opened: Any, speculating: None, setup: Setup, state_forma
     fields = {"dtype": "bf16", "max_grad_norm": AT_TIMES, "state_format": state_format}
     results = []
     for where in (IN_MEMORY, setup):
-        model = llama(width=64)
+        model = llama(2, 64)
         engine = opened(model, two_groups(model), where, **fields)
         results.append(run_engine(engine, train))
     assert_same_bits(results[1], results[0])
@@ -287,6 +290,30 @@ def test_what_comes_between_backward_and_step(opened: Any, speculating: None, se
     assert begun >= STEPS and undone == (0 if between in KEPT else STEPS // 2)
 
 
+def test_what_was_read_ahead_for_an_undone_update_is_read_again(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The values that it would have updated are written before the step."""
+    monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
+    monkeypatch.setattr(strikes, "QUIET_STEPS", 0)
+    results = []
+    for setup in (IN_MEMORY, ON_DEFERRED):
+        model = stack(64, 4)
+        engine = opened(model, adamw(model), setup, max_grad_norm=NEVER)
+        x, y = vector_batches(1, 64)[0]
+        F.mse_loss(model(x), y).backward()
+        weight = model.blocks[3].up.weight
+        if setup is ON_DEFERRED:
+            updates = engine._parts.updates
+            updates.apply(updates.pending_units[0])  # of the outlet; on the way what comes next is read ahead
+            assert updates._sink._ahead
+        with engine.gathered([weight]), torch.no_grad():
+            weight.mul_(2)
+        if setup is ON_DEFERRED:
+            assert not updates._sink._ahead and counts(engine) == (1, 1)
+        engine.step()
+        results.append(engine.state_dict())
+    assert_same_bits(results[1], results[0])
+
+
 @both
 def test_non_finite_gradients_change_nothing(opened: Any, speculating: None, setup: Setup) -> None:
     """What was updated before the last gradient turned out not to be finite is as it was, and training goes on."""
@@ -420,7 +447,7 @@ def right(nvme: Path, speculating: None, monkeypatch: pytest.MonkeyPatch) -> Any
     return run_on(FaultyBackend(0), nvme, IN_MEMORY, monkeypatch)[0]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @both
 def test_any_order_of_transfers(
     nvme: Path, speculating: None, right: Any, monkeypatch: pytest.MonkeyPatch, setup: Setup, seed: int
@@ -440,7 +467,7 @@ def test_faults_are_raised_or_strike_what_nobody_needs(
     whole = FaultyBackend(1)
     run_on(whole, nvme, setup, monkeypatch)
     raised = tried = 0
-    for index in range(0, whole.submitted_count, max(whole.submitted_count // 24, 1)):
+    for index in range(0, whole.submitted_count, max(whole.submitted_count // 14, 1)):
         tried += 1
         try:
             result, _ = run_on(FaultyBackend(1, {index: Fault(kind, errno.EIO)}), nvme, setup, monkeypatch)
