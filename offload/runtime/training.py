@@ -43,8 +43,7 @@ class Training(Usable):
         self._units, self._residency, self._parameters = parts.units, parts.residency, parts.parameters
         self._gradients, self._updates = parts.gradients, parts.updates
         self._ranks, self._rendezvous, self._reduction = parts.ranks, parts.rendezvous, parts.reduction
-        self._stage = parts.layout.stage
-        self._places, self._records = parts.places, parts.records
+        self._places, self._records, self._stage = parts.places, parts.records, parts.layout.stage
         self._accelerator, self._timeline = parts.accelerator, parts.timeline
         self._memory_is_short = parts.places is not None or parts.placement.uses_nvme
         self.loss_scale = loss_scale
@@ -62,8 +61,7 @@ class Training(Usable):
         self.check_unchanged: Callable[[], None] | None = None
         self.before_step: Callable[[], None] | None = None
         """Raises what is to be known before anything of a step is done."""
-        self._last_backward_seen = False
-        self._scaled_backward = False
+        self._last_backward_seen = self._scaled_backward = False
         self._shards = ShardStates(len(parts.units))
         self._clip_once: float | None = None
         self._begun_squares: list[float] | None = None

@@ -3,60 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 from collections.abc import Callable
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, strategies as st
 from torch import nn
 
 import offload
-from offload.runtime import assembly, storage, strikes
+from offload.runtime import assembly, strikes
 from offload.runtime.gradient_buffers import RETAINED
-from offload.runtime.update import Updates
-from tests.tiers.faulty_io import Fault, FaultyBackend, seeded_faults
 
 from . import test_working_set
 from .models import IN_MEMORY, Setup, Sometimes, Tied, adamw, llama, stack, two_groups, vector_batches
 from .runs import Run, allocated_nbytes, assert_same_bits, bitwise_loop, refused, run_engine
-
-ON_CPU_DEVICE = Setup("nvme", "nvme", "cpu", "backward")
-ON_DEFERRED = Setup("nvme", "nvme", "deferred", "backward")
-both = pytest.mark.parametrize("setup", (ON_CPU_DEVICE, ON_DEFERRED), ids=lambda setup: setup.name)
-NEVER, AT_TIMES, ALWAYS = 1e6, 3.0, 1e-3
-"""Norms to clip to, where those of the gradients are 1 to 5."""
-STEPS = 6
-
-
-def at_once(patch: pytest.MonkeyPatch) -> None:
-    """Every step speculates, and what it begins has run when backward goes on: so that there is something to undo."""
-    launch = Updates.launch
-
-    def launch_and_run(self: Updates, unit_index: int) -> Any:
-        job = launch(self, unit_index)
-        job.wait()
-        return job
-
-    patch.setattr(strikes, "QUIET_STEPS", 0)
-    patch.setattr(Updates, "launch", launch_and_run)
-
-
-@pytest.fixture
-def speculating(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With chunks so small that gradients are spilled."""
-    monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
-    at_once(monkeypatch)
-
-
-def counts(engine: Any) -> tuple[int, int]:
-    stats = engine.stats()
-    return stats["speculated_steps"], stats["undone_steps"]
+from .speculating import (
+    ALWAYS,
+    AT_TIMES,
+    NEVER,
+    ON_CPU_DEVICE,
+    ON_DEFERRED,
+    STEPS,
+    at_once,
+    both,
+    counts,
+    one_step,
+)  # fmt: skip
 
 
 def train(run: Run) -> list[float]:
@@ -383,12 +358,6 @@ def test_close_in_the_middle(opened: Any, nvme: Path, speculating: None, setup: 
     assert allocated_nbytes(nvme) == 0
 
 
-def one_step(engine: Any, x: torch.Tensor, y: torch.Tensor) -> None:
-    F.mse_loss(engine.module(x), y).backward()
-    engine.step()
-    engine.zero_grad()
-
-
 def test_steps_that_are_expected_to_be_quiet(opened: Any) -> None:
     """Eight quiet ones come first; a strike costs one, and then eight more are looked at."""
     model = stack(64, 4)
@@ -428,71 +397,3 @@ def test_the_second_places_are_planned(opened: Any, nvme: Path, setup: Setup) ->
     assert planned[1.0] - planned[None] == values_and_moments
     for clip, nbytes in planned.items():
         assert nbytes <= held[clip] < nbytes + 2**16  # the folder itself, and what the file system needs to find blocks
-
-
-# ---- faults of the drive -------------------------------------------------------------------------------------------
-
-
-def run_on(backend: FaultyBackend, nvme: Path, setup: Setup, patch: pytest.MonkeyPatch) -> tuple[Any, tuple[int, int]]:
-    """Three steps on that drive: kept, undone, kept; and what they gave."""
-    patch.setenv("OFFLOAD_ACCELERATOR", setup.accelerator)
-    patch.setattr(storage, "open_backend", lambda **_: backend)
-    model = stack(64, 4)
-    with offload.initialize(model, adamw(model), setup.fields(nvme, max_grad_norm=1e3)) as engine:
-        for step, (x, y) in enumerate(vector_batches(3, 64)):
-            one_step(engine, x, y * 1e6 if step == 1 else y)
-        return engine.state_dict(), counts(engine)
-
-
-@pytest.fixture
-def right(nvme: Path, speculating: None, monkeypatch: pytest.MonkeyPatch) -> Any:
-    return run_on(FaultyBackend(0), nvme, IN_MEMORY, monkeypatch)[0]
-
-
-@pytest.mark.parametrize("seed", range(2))
-@both
-def test_any_order_of_transfers(
-    nvme: Path, speculating: None, right: Any, monkeypatch: pytest.MonkeyPatch, setup: Setup, seed: int
-) -> None:
-    faults = seeded_faults(seed, 5000, 0.4, (Fault("short"), Fault("delay")))
-    result, counted = run_on(FaultyBackend(seed, faults), nvme, setup, monkeypatch)
-    assert_same_bits(result, right)
-    assert counted == (3, 1)
-
-
-@pytest.mark.parametrize("kind", ["errno", "bit_flip"])
-@both
-def test_faults_are_raised_or_strike_what_nobody_needs(
-    nvme: Path, speculating: None, right: Any, monkeypatch: pytest.MonkeyPatch, setup: Setup, kind: Any
-) -> None:
-    """What was written to be undone, and a gradient that is never read again, may be lost; nothing else."""
-    whole = FaultyBackend(1)
-    run_on(whole, nvme, setup, monkeypatch)
-    raised = tried = 0
-    for index in range(0, whole.submitted_count, max(whole.submitted_count // 14, 1)):
-        tried += 1
-        try:
-            result, _ = run_on(FaultyBackend(1, {index: Fault(kind, errno.EIO)}), nvme, setup, monkeypatch)
-        except offload.StorageError as error:
-            raised += 1
-            assert error.errno == (errno.EIO if kind == "errno" else errno.EBADMSG)
-        else:
-            assert_same_bits(result, right)
-    assert tried // 2 <= raised <= tried
-
-
-# ---- when to speculate ---------------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.booleans(), max_size=60))
-def test_at_most_one_step_in_nine_begins_in_vain(struck: list[bool]) -> None:
-    history = strikes.Strikes()
-    vain = []
-    for step, one in enumerate(struck):
-        if history.expects_none:
-            assert not any(struck[step - strikes.QUIET_STEPS : step]) and step >= strikes.QUIET_STEPS
-            vain += [step] if one else []
-        else:
-            assert any(struck[max(step - strikes.QUIET_STEPS, 0) : step]) or step < strikes.QUIET_STEPS
-        history.record(one)
-    assert all(later - earlier > strikes.QUIET_STEPS for earlier, later in pairwise(vain))
