@@ -128,7 +128,10 @@ class GradientBuffers:
         return lease
 
     def _needed_last(self, besides: ChunkGradient, *, at_leisure: bool = False) -> ChunkGradient | None:
-        """What to spill, in the order of the module; `at_leisure`: the first two only."""
+        """What to spill, in the order of the module.
+
+        `at_leisure`: nothing that is read back soon: while updates wait for their turn only what others have read.
+        """
         complete = awaited = oldest = None
         for key in self._occupied:
             state = self._states[key]
@@ -141,7 +144,9 @@ class GradientBuffers:
             elif complete is None and state.is_complete:
                 complete = state
             oldest = oldest or state
-        return complete if at_leisure else complete or awaited or oldest
+        if at_leisure:
+            return complete if awaited is None else None
+        return complete or awaited or oldest
 
     def _spill(self, state: ChunkGradient) -> None:
         if self.before_spill is not None:
