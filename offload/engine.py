@@ -24,7 +24,7 @@ from offload.runtime.flats import ParameterInfo
 from offload.runtime.gathering import Gathering
 from offload.runtime.handshake import together
 from offload.runtime.hooks import Hooks
-from offload.runtime.loss_scale import LossScale
+from offload.runtime.loss_scale import LossScale, needs_norm_first
 from offload.runtime.optimizer import OffloadOptimizer
 from offload.runtime.ownership import check_free, guard_parameters, let_go, move_buffers, take
 from offload.runtime.parts import Parts
@@ -104,8 +104,7 @@ class Engine:
         self._training.max_grad_norm = config.max_grad_norm
         self._training.backward_updates = config.update == "backward"
         self._training.input_dtype = DTYPES[config.dtype] if config.dtype is not None else None
-        needs_norm_first = config.max_grad_norm is not None or self._training.loss_scale.skips
-        self._training.update_in_backward = config.update == "backward" and not needs_norm_first
+        self._training.update_in_backward = config.update == "backward" and not needs_norm_first(config)
         if self.optimizer is not None:
             optimizer = self.optimizer
             optimizer.stepper = self._training
@@ -221,6 +220,8 @@ class Engine:
         return {
             "steps": training.step_count,
             "skipped_steps": training.loss_scale.skipped_step_count,
+            "speculated_steps": training.speculation.speculated_step_count,
+            "undone_steps": training.speculation.undone_step_count,
             "placement": {
                 "parameters": parts.placement.parameters,
                 "optimizer_states": parts.placement.optimizer_states,

@@ -13,7 +13,7 @@ from offload.device.records import RecordFormat
 from offload.layout import FlatLayout, Layout, UnitLayout
 from offload.runtime.deferred_init import materialize_buffers
 from offload.runtime.fetching import DirectFetcher, Fetcher, GatheredFetcher, HomeFetcher, StagedFetcher, chunks_of
-from offload.runtime.flats import Flat, ParameterInfo, Unit
+from offload.runtime.flats import ChunkOf, Flat, ParameterInfo, Unit
 from offload.runtime.gradients import Gradients
 from offload.runtime.materialize import InitialValues, Materializer
 from offload.runtime.optimizer_kinds import InitialState
@@ -75,9 +75,11 @@ class Building:
         trainable = [chunk_of for chunk_of in chunks if chunk_of.flat.layout.trainable]
         kept = placement.kept
         make_places = storage.stores(placement.parameters, kept.parameter_count, KEPT_PARAMETERS)
-        places = ParameterPlaces(chunks, make_places) if self._fetches_or_stores else None
+        places = ParameterPlaces(chunks, make_places, self._is_undoable) if self._fetches_or_stores else None
         make_records = storage.stores(placement.optimizer_states, kept.record_count, KEPT_RECORDS)
-        records = RecordPlaces(trainable, make_records, self._format_of, self._states_device) if trainable else None
+        records = None
+        if trainable:
+            records = RecordPlaces(trainable, make_records, self._format_of, self._states_device, self._is_undoable)
         pool = storage.staging_pool()
         timeline = Timeline()
         materializer = Materializer(accelerator, places, records, values, state_of, self._ledger)
@@ -154,6 +156,10 @@ class Building:
         return self._accelerator.unit_memory(flat.nbytes)
 
     # ---- ways ----------------------------------------------------------------------------------------------------
+
+    def _is_undoable(self, chunk_of: ChunkOf) -> bool:
+        flat = chunk_of.flat.layout
+        return flat.trainable and flat.unit_index in self._placement.undoable_units
 
     @property
     def _states_device(self) -> torch.device | None:

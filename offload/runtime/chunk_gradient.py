@@ -26,6 +26,8 @@ class ChunkGradient:
     kept           by parameter index: pieces that lie in autograd's own tensors instead of the buffer
     jobs           what the buffer waits for before it may be read
     transfer       its last transfer between buffer and store
+    opened         an update is reading it
+    held           its update may be undone, and must find it again then; `applied`: that update has read it
     """
 
     chunk_of: ChunkOf
@@ -38,8 +40,23 @@ class ChunkGradient:
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
     jobs: list[Pending] = field(default_factory=list)
     transfer: Pending | None = None
+    opened: bool = False
+    held: bool = False
+    applied: bool = False
 
     @property
     def trainable_count(self) -> int:
         """How many parameters have a piece in the chunk."""
         return len(self.chunk_of.pieces())
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every parameter of the chunk has a gradient."""
+        return len(self.live) == self.trainable_count
+
+    def settle(self) -> None:
+        """Wait until the buffer may be read. By the thread of the updates and that of the model, maybe at once: so both wait,
+        and nothing is taken from the list before it is over."""
+        for job in self.jobs:
+            job.wait()
+        self.jobs = []

@@ -11,7 +11,7 @@ when the memory behind the flat goes and comes back.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -63,6 +63,11 @@ class ParameterInfo:
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """[numel] in slot order as a view of this parameter's shape."""
         return flat.as_strided(self.shape, self.stride, flat.storage_offset())
+
+
+def some_of(names: Sequence[str], count: int) -> str:
+    """The first `count` names, and how many more there are; "" of none."""
+    return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -8,9 +8,10 @@ a second micro-batch adds to it; sums are kept in fp32 from then on.
 Where the device is the CPU and gradients stay in its memory nothing is copied at all: the tensor that autograd computed is
 kept as it is until its update, or until a second micro-batch adds to it.
 
-Where the buffers lie is the store's matter: where it offers a view, a chunk's buffer is that view for good; where it
-does not (NVMe), buffers are leased, and when the leases run out the chunk whose gradient arrived longest ago is written
-to the store (it belongs to the last layers, whose update comes last) and read back for its update.
+Where the buffers lie, and what leaves them for the store when they run out, is `GradientBuffers`' matter.
+
+An update that may have to be undone (`offload.runtime.speculation`) does not consume what it reads: `hold` keeps it, until
+`let_go` drops it or `take_back` makes it an ordinary gradient again.
 """
 
 from __future__ import annotations
@@ -26,19 +27,14 @@ from offload.device import kernels
 from offload.device.accelerator import Accelerator
 from offload.device.lane import HostLane
 from offload.device.pending import Pending, Settled
-from offload.layout import Extent, ExtentAllocator, Piece, Slot
+from offload.layout import ExtentAllocator, Piece, Slot
 from offload.runtime.chunk_gradient import ACCUMULATED, ChunkGradient
 from offload.runtime.flats import ChunkOf, Flat, ParameterInfo
+from offload.runtime.gradient_buffers import GradientBuffers
 from offload.runtime.gradient_transit import SUMS, DeviceSums, GradientTransit, Landing, PackedPiece, joined, runs
 from offload.runtime.guard import TakenGradient
 from offload.runtime.places import StoreFactory
-from offload.schedule.budget import SPARE_BUFFERS
-from offload.tiers.io import Priority
-from offload.tiers.staging import Lease, StagingPool
-from offload.tiers.store import Store
-
-RETAINED = "gradients"
-RELOADED = "gradients read back"
+from offload.tiers.staging import StagingPool
 
 
 class Gradients:
@@ -58,7 +54,6 @@ class Gradients:
 
         `transit_buffer_count`: chunks that may lie on the device on their way to the host; 0: nothing goes that way.
         """
-        self._pool = pool
         self._accelerator = accelerator
         self._lane: HostLane = accelerator.host_lane("gradients", waits_for_io=False)
         self._lock = threading.RLock()
@@ -68,18 +63,15 @@ class Gradients:
             numel, itemsize = chunk_of.chunk.numel, 4 if reduced else chunk_of.flat.layout.itemsize
             widened = wide.take(numel * 4) if itemsize != 4 else None
             self._states[chunk_of.key] = ChunkGradient(chunk_of, narrow.take(numel * itemsize), widened)
-        self._store: Store = make_store("gradients", narrow.extents)
-        self._wide_store = make_store(ACCUMULATED, wide.extents) if wide.extents else self._store
-        self.spills = any(self._store.view(extent) is None for extent in narrow.extents[:1])
+        store = make_store("gradients", narrow.extents)
+        wide_store = make_store(ACCUMULATED, wide.extents) if wide.extents else store
+        self._buffers = GradientBuffers(self._states, pool, store, wide_store)
+        views = [store.view(extent) for extent in narrow.extents[:1]]
+        self.spills = any(view is None for view in views)
         """Whether gradients may leave for the store when buffers run out."""
         self._keeps_tensors = not reduced and accelerator.unified and not self.spills
-        views = [self._store.view(extent) for extent in narrow.extents[:1]]
         self.on_device = any(view is not None and view.device.type != "cpu" for view in views)
         """Whether they stay in the memory of a GPU."""
-        buffers = pool.stats.consumers.get(RETAINED)
-        has_one_for_each = buffers is None or buffers.count >= len(self._states)
-        self._spare_count = 0 if has_one_for_each else SPARE_BUFFERS
-        self._held: dict[tuple[int, int], None] = {}
         self._sums: dict[int, dict[int, torch.Tensor | None]] = {}
         """By parameter and chunk index; None: on the device."""
         self._live: dict[int, ParameterInfo] = {}
@@ -87,6 +79,8 @@ class Gradients:
         self._device_sums = DeviceSums(accelerator, chunk_ofs, pool) if SUMS in pool.stats.consumers else None
         self._landing = Landing(accelerator, pool, self._lane)
         self._transit = self._made_transit(chunk_ofs, transit_buffer_count) if transit_buffer_count else None
+        if self._transit is not None:
+            self._buffers.before_spill = self._transit.leave
 
     def _made_transit(self, chunk_ofs: list[ChunkOf], buffer_count: int) -> GradientTransit:
         assert self._device_sums is not None
@@ -229,8 +223,7 @@ class Gradients:
 
     def is_complete(self, chunk_of: ChunkOf) -> bool:
         """Whether every parameter of the chunk has a gradient."""
-        state = self._states[chunk_of.key]
-        return len(state.live) == state.trainable_count
+        return self._states[chunk_of.key].is_complete
 
     def drop(self, info: ParameterInfo) -> None:
         """Forget the gradient of one parameter, unless an update has it; buffers that hold nothing else are given back."""
@@ -244,7 +237,7 @@ class Gradients:
                     state.live.discard(info.index)
                     state.kept.pop(info.index, None)
                     if not state.live:
-                        self._give_back(state)
+                        self._buffers.give_back(state)
         self._sums.pop(info.index, None)
 
     # ---- norm ----------------------------------------------------------------------------------------------------
@@ -254,9 +247,7 @@ class Gradients:
         if self._transit is not None:
             self._transit.leave_all()
         for state in self._states.values():
-            jobs, state.jobs = state.jobs, []
-            for job in jobs:
-                job.wait()
+            state.settle()
         self._landing.settled()
         if self._device_sums is not None:
             self._device_sums.read()
@@ -294,25 +285,17 @@ class Gradients:
 
         The last free buffer is left for `open`, where it finds one for a chunk that was not prefetched.
         """
-        state = self._states[chunk_of.key]
         with self._lock:
-            if state.spilled is None or state.buffer is not None:
-                return True
-            lease = self._pool.try_lease(RELOADED) if self._pool.free_count(RELOADED) > 1 else None
-            if lease is None:
-                return False
-            self._read_back(state, lease)
-        return True
+            return self._buffers.prefetch(self._states[chunk_of.key])
 
     def open(self, chunk_of: ChunkOf, pieces: Iterable[Piece]) -> list[torch.Tensor]:
-        """The gradients of some pieces of the chunk, [piece.numel] each, where the update's kernel can address them."""
+        """The gradients of some pieces of the chunk, [piece.numel] each, where the update's kernel can address them, until
+        `release`."""
         state = self._states[chunk_of.key]
-        for job in state.jobs:
-            job.wait()
-        state.jobs = []
+        state.settle()
         with self._lock:
-            if state.buffer is None and not state.kept:
-                self._read_back(state, self._pool.lease(RELOADED))
+            state.opened = True
+            self._buffers.bring(state)
             transfer, state.transfer = state.transfer, None
         if transfer is not None:
             transfer.wait()
@@ -327,12 +310,47 @@ class Gradients:
         return state.buffer[piece.start - start : piece.stop - start]
 
     def release(self, chunk_of: ChunkOf) -> None:
-        """The update consumed the chunk's gradient."""
+        """The update has read the chunk's gradient: it is consumed or, where it is held, kept."""
+        state = self._states[chunk_of.key]
         with self._lock:
+            state.opened = False
+            if state.held:
+                state.applied = True
+                self._buffers.put_back(state)
+            else:
+                self._forget(state)
+
+    def _forget(self, state: ChunkGradient) -> None:
+        state.live.clear()
+        state.kept.clear()
+        self._buffers.give_back(state)
+
+    # ---- updates that may be undone ------------------------------------------------------------------------------
+
+    def hold(self, chunks: Iterable[ChunkOf]) -> None:
+        """An update that may be undone will read these chunks, which are complete: `release` is to keep them."""
+        for chunk_of in chunks:
+            with self._lock:
+                if self._transit is not None:
+                    self._transit.leave(chunk_of)
+                self._states[chunk_of.key].held = True
+
+    def let_go(self, chunks: Iterable[ChunkOf]) -> None:
+        """Those updates stay: drop what they have read. What they are yet to read they consume."""
+        for chunk_of in chunks:
             state = self._states[chunk_of.key]
-            state.live.clear()
-            state.kept.clear()
-            self._give_back(state)
+            with self._lock:
+                applied, state.held, state.applied = state.applied, False, False
+                if applied:
+                    self._forget(state)
+
+    def take_back(self, chunks: Iterable[ChunkOf]) -> None:
+        """Those updates were undone, or will never run: what was held counts as before."""
+        for chunk_of in chunks:
+            state = self._states[chunk_of.key]
+            with self._lock:
+                state.held = state.applied = False
+                self._buffers.put_back(state)
 
     def close(self) -> None:
         """Stop the lane. The store is closed by whoever made it."""
@@ -342,58 +360,18 @@ class Gradients:
 
     # ---- buffers (under the lock) --------------------------------------------------------------------------------
 
-    def _place(self, state: ChunkGradient, dtype: torch.dtype) -> tuple[Store, Extent]:
-        if state.wide is None or dtype != torch.float32:
-            return self._store, state.narrow
-        return self._wide_store, state.wide
-
-    def _new_buffer(self, state: ChunkGradient, dtype: torch.dtype) -> torch.Tensor:
-        numel = state.chunk_of.chunk.numel
-        store, extent = self._place(state, dtype)
-        view = store.view(extent)
-        if view is None:
-            state.lease = self._retaining_lease(state)
-            view = state.lease.tensor
-        self._held[state.chunk_of.key] = None
-        return view[: numel * dtype.itemsize].view(dtype)
-
     def _buffer_for_adding(self, state: ChunkGradient, *, wide: bool) -> torch.Tensor:
         dtype = torch.float32 if wide else state.chunk_of.flat.dtype
-        if state.buffer is None and state.spilled is not None:
-            self._read_back(state, self._retaining_lease(state))
-        if state.transfer is not None:
-            transfer, state.transfer = state.transfer, None
-            transfer.wait()
-        if state.buffer is None:
-            state.buffer = self._new_buffer(state, dtype)
-        elif dtype == torch.float32 and state.buffer.dtype != torch.float32:
+        buffer = self._buffers.for_adding(state, dtype)
+        if dtype == torch.float32 and buffer.dtype != torch.float32:
             self._widen(state)
-        self._held[state.chunk_of.key] = self._held.pop(state.chunk_of.key, None)
+        assert state.buffer is not None
         return state.buffer
-
-    def _retaining_lease(self, state: ChunkGradient) -> Lease:
-        lease = self._pool.try_lease(RETAINED)
-        if lease is None and not self._pool.free_count(RETAINED):
-            self._spill_oldest(besides=state)
-        lease = lease or self._pool.lease(RETAINED)
-        # Spill before the buffers run out, so that the next gradient need not wait for a write.
-        while self._pool.free_count(RETAINED) < self._spare_count and (coming := self._complete_chunk(besides=state)):
-            self._spill(coming)
-        return lease
-
-    def _complete_chunk(self, besides: ChunkGradient) -> ChunkGradient | None:
-        """The chunk that has all its gradients for the longest time and lies in a leased buffer."""
-        for key in self._held:
-            state = self._states[key]
-            if state is not besides and state.lease is not None and len(state.live) == state.trainable_count:
-                return state
-        return None
 
     def _widen(self, state: ChunkGradient) -> None:
         narrow, narrow_lease, arriving = state.buffer, state.lease, state.jobs
         assert narrow is not None
-        state.lease = None
-        wide = state.buffer = self._new_buffer(state, torch.float32)
+        wide = self._buffers.take(state, torch.float32)
 
         def widen() -> None:
             for job in arriving:
@@ -407,46 +385,3 @@ class Gradients:
             state.jobs = [self._lane.submit(widen)]
         if narrow_lease is not None:
             narrow_lease.release(after=state.jobs[0] if state.jobs else None)
-
-    def _spill_oldest(self, besides: ChunkGradient) -> None:
-        for key in self._held:
-            state = self._states[key]
-            if state is not besides and state.lease is not None:
-                break
-        else:
-            raise AssertionError("no gradient buffer can be spilled")
-        self._spill(state)
-
-    def _spill(self, state: ChunkGradient) -> None:
-        if self._transit is not None:
-            self._transit.leave(state.chunk_of)
-        for job in state.jobs:
-            job.wait()
-        state.jobs = []
-        assert state.buffer is not None and state.lease is not None
-        if state.transfer is not None:
-            state.transfer.wait()
-        store, extent = self._place(state, state.buffer.dtype)
-        state.transfer = store.write(extent, state.lease.tensor[: extent.nbytes])
-        state.lease.release(after=state.transfer)
-        state.spilled, state.buffer, state.lease = state.buffer.dtype, None, None
-        del self._held[state.chunk_of.key]
-
-    def _read_back(self, state: ChunkGradient, lease: Lease) -> None:
-        assert state.spilled is not None, "a chunk without gradient was asked for"
-        if state.transfer is not None:
-            state.transfer.wait()
-        store, extent = self._place(state, state.spilled)
-        state.transfer = store.read(extent, lease.tensor[: extent.nbytes], priority=Priority.STATE)
-        state.lease = lease
-        state.buffer = lease.tensor[: state.chunk_of.chunk.numel * state.spilled.itemsize].view(state.spilled)
-        state.spilled = None
-
-    def _give_back(self, state: ChunkGradient) -> None:
-        for job in state.jobs:
-            job.wait()
-        state.jobs = []
-        if state.lease is not None:
-            state.lease.release(after=state.transfer)
-        state.buffer, state.lease, state.spilled, state.transfer = None, None, None, None
-        self._held.pop(state.chunk_of.key, None)

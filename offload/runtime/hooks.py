@@ -40,6 +40,16 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(value, field.name, None))
 
 
+def cast_floating(args: Any, kwargs: Mapping[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:
+    """The arguments, with every floating-point tensor in them in `dtype`."""
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    cast_args, cast_kwargs = torch.utils._pytree.tree_map(cast, (args, dict(kwargs)))
+    return cast_args, cast_kwargs
+
+
 def in_backward() -> bool:
     """Whether the calling thread is inside autograd's engine."""
     return torch._C._current_graph_task_id() != -1

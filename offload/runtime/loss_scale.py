@@ -9,10 +9,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from offload.config import Config
+
 INITIAL_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000
 MAX_SCALE = 2.0**24
 MIN_SCALE = 2.0**-14
+
+
+def needs_norm_first(config: Config) -> bool:
+    """Whether what a gradient is multiplied by, and whether it counts at all, depends on all gradients of the step."""
+    return config.max_grad_norm is not None or LossScale.of(config.loss_scale, config.dtype).skips
 
 
 @dataclass(slots=True)

@@ -16,7 +16,8 @@ from offload.config import Config
 from offload.device.accelerator import Accelerator
 from offload.device.records import RecordFormat, StateFormat
 from offload.errors import BudgetError, ConfigError
-from offload.runtime import fetching, gradient_transit, gradients, sinks, update
+from offload.runtime import fetching, gradient_buffers, gradient_transit, sinks, update
+from offload.runtime.loss_scale import needs_norm_first
 from offload.runtime.working_set import WorkingSet
 from offload.schedule.budget import (
     FETCH_BUFFERS,
@@ -79,6 +80,12 @@ class _Problem:
         in_device_memory = parameters == "device" or (parameters == "cpu" and self.accelerator.unified)
         return in_device_memory and not self.sharing.shards_parameters
 
+    def speculates(self, parameters: Tier, states: Tier) -> bool:
+        """Whether updates may begin before the norm is known. Where their results lie in memory that is no gain, and to undo
+        them would take a copy; several ranks would have to agree on what they undo."""
+        on_nvme = (parameters, states) == ("nvme", "nvme") and self.sharing.world_size == 1
+        return on_nvme and self.config.update == "backward" and needs_norm_first(self.config)
+
     def can_hold(self, parameters: Tier) -> bool:
         """Whether the stage allows parameters in that tier: without partitioned parameters they stay on the device."""
         return self.sharing.world_size == 1 or self.sharing.shards_parameters or self.keeps_whole(parameters)
@@ -107,9 +114,9 @@ def _staging(
         # one for a unit whose turn comes before that of those read ahead
         buffers[update.RECORDS_ON_DEMAND] = (1, footprint.record_buffer)
     if retained:
-        buffers[gradients.RETAINED] = (retained, footprint.gradient_buffer)
+        buffers[gradient_buffers.RETAINED] = (retained, footprint.gradient_buffer)
         # a gradient comes back with each record that is read ahead, in hand, or out of order
-        buffers[gradients.RELOADED] = (READ_AHEAD + 1 + IN_WRITING + 1, footprint.gradient_buffer)
+        buffers[gradient_buffers.RELOADED] = (READ_AHEAD + 1 + IN_WRITING + 1, footprint.gradient_buffer)
     if footprint.gradients and on_host and not accelerator.unified and problem.sharing.world_size == 1:
         buffers[gradient_transit.LANDING] = (LANDING_BUFFERS, footprint.parameter_buffer)
     if footprint.gradients and not accelerator.unified and problem.sharing.world_size == 1:
@@ -161,6 +168,9 @@ def _place(
         lines.append(MemoryLine("nvme", "gradients", gradient_nbytes))
     else:
         lines.append(MemoryLine(gradients_in, "gradients", gradient_nbytes))
+    undo_rooms = footprint.undo_rooms if problem.speculates(parameters, states) else ()
+    undo_rooms = tuple(room for room in undo_rooms if room.is_beside(kept))
+    lines.append(MemoryLine("nvme", "room to undo updates", sum(room.nbytes for room in undo_rooms)))
     lines.extend(MemoryLine("cpu", purpose, count * nbytes) for purpose, (count, nbytes) in staging.items())
     transit = 0
     if footprint.gradients and not accelerator.unified and problem.sharing.world_size == 1:
@@ -169,7 +179,8 @@ def _place(
             transit = _transit_buffer_count(problem, footprint, MemoryPlan(tuple(lines)).total_nbytes("device"))
             lines.append(MemoryLine("device", "gradients on their way", transit * footprint.parameter_buffer))
     plan = MemoryPlan(tuple(line for line in lines if line.nbytes))
-    return Placement(parameters, states, gradients_in, retained, staging, capacity, prefetch, plan, transit, kept)
+    undoable = frozenset(room.unit_index for room in undo_rooms)
+    return Placement(parameters, states, gradients_in, retained, staging, capacity, prefetch, plan, transit, kept, undoable)
 
 
 def _transit_buffer_count(problem: _Problem, footprint: Footprint, other_nbytes: int) -> int:

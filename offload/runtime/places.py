@@ -11,7 +11,7 @@ from offload.device.pending import AllOf, Pending, Settled
 from offload.device.records import Record, RecordFormat
 from offload.errors import StorageError
 from offload.layout import Extent, ExtentAllocator, FlatLayout
-from offload.runtime.flats import ChunkOf, Flat
+from offload.runtime.flats import ChunkOf, Flat, some_of
 from offload.tiers.io import Priority
 from offload.tiers.store import ShareBlocks, Store
 
@@ -23,6 +23,13 @@ RECORDS = "optimizer states"
 
 StoreFactory = Callable[[str, Iterable[Extent]], Store]
 """Makes the store of one kind of state in the tier chosen for it: (purpose, extents) -> store."""
+
+Undoable = Callable[[ChunkOf], bool]
+"""Whether the last write of a chunk must be undoable."""
+
+
+def _never(_: ChunkOf) -> bool:
+    return False
 
 
 class _OfChunk(Pending):
@@ -45,15 +52,16 @@ class _OfChunk(Pending):
 
 def _named(error: StorageError, purpose: str, chunk_of: ChunkOf) -> StorageError:
     """The same failure, saying whose it is."""
-    names = [info.fqn for info, _ in chunk_of.pieces()]
-    listed = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
-    return type(error)(error.errno, f"{purpose} of {listed}: {error.strerror}")
+    names = some_of([info.fqn for info, _ in chunk_of.pieces()], _NAMED)
+    return type(error)(error.errno, f"{purpose} of {names}: {error.strerror}")
 
 
 class Places:
     """Chunks' extents in one store. A read or write of a chunk is ordered after its last write, on any thread.
 
     What has no bytes has no extent, and is there in place: [0] on the device `empty_on`.
+    A chunk in `undoable` has two extents and is written to them in turn, so that its last write can be undone: that costs room
+    and no transfer.
     """
 
     read_priority = Priority.STATE
@@ -64,9 +72,13 @@ class Places:
         purpose: str,
         make_store: StoreFactory,
         empty_on: torch.device | None = None,
+        undoable: Undoable = _never,
     ) -> None:
         allocator = ExtentAllocator()
-        self._extents = {chunk_of.key: allocator.take(nbytes) for chunk_of, nbytes in sizes_nbytes if nbytes}
+        sized = [(chunk_of, nbytes) for chunk_of, nbytes in sizes_nbytes if nbytes]
+        self._extents = {chunk_of.key: allocator.take(nbytes) for chunk_of, nbytes in sized}
+        # After all others: of a store in two tiers the first extents are those in memory.
+        self._others = {chunk_of.key: allocator.take(nbytes) for chunk_of, nbytes in sized if undoable(chunk_of)}
         self._store = make_store(purpose, allocator.extents) if allocator.extents else None
         self._nothing = torch.empty(0, dtype=torch.uint8, device=empty_on)
         self._purpose = purpose
@@ -105,10 +117,22 @@ class Places:
         self.settle_write(chunk_of)
         if self._store is None:
             return Settled()
+        self._turn(chunk_of)
         pending = _OfChunk(self._store.write(self._extents[chunk_of.key], source), self._purpose, chunk_of)
         with self._lock:
             self._writes[chunk_of.key] = pending
         return pending
+
+    def undo_write(self, chunk_of: ChunkOf) -> None:
+        """The chunk, which must be `undoable`, is again what it was before its last write. Nobody may be reading it."""
+        self.settle_write(chunk_of)
+        assert chunk_of.key in self._others, "what is written in place cannot be undone"
+        self._turn(chunk_of)
+
+    def _turn(self, chunk_of: ChunkOf) -> None:
+        other = self._others.get(chunk_of.key)
+        if other is not None:
+            self._others[chunk_of.key], self._extents[chunk_of.key] = self._extents[chunk_of.key], other
 
     def settle_write(self, chunk_of: ChunkOf) -> None:
         """Wait for the chunk's last write, if one is in flight; raise its failure."""
@@ -146,9 +170,9 @@ class ParameterPlaces(Places):
 
     read_priority = Priority.PARAMETER
 
-    def __init__(self, chunks: Iterable[ChunkOf], make_store: StoreFactory) -> None:
+    def __init__(self, chunks: Iterable[ChunkOf], make_store: StoreFactory, undoable: Undoable = _never) -> None:
         sizes = ((chunk_of, chunk_of.chunk.numel * chunk_of.flat.layout.itemsize) for chunk_of in chunks)
-        super().__init__(sizes, "parameters", make_store)
+        super().__init__(sizes, "parameters", make_store, undoable=undoable)
         self._fetches: dict[tuple[int, int], Pending] = {}
         self._copies: dict[tuple[int, int], Pending] = {}
 
@@ -196,12 +220,13 @@ class RecordPlaces(Places):
         make_store: StoreFactory,
         format_of: Callable[[FlatLayout], RecordFormat],
         device: torch.device | None = None,
+        undoable: Undoable = _never,
     ) -> None:
         """`device`: that of the store, if it is memory out of the host's reach."""
         known = list(chunks)
         self._formats = {id(chunk_of.flat): format_of(chunk_of.flat.layout) for chunk_of in known}
         sizes = [(chunk_of, self.format(chunk_of).nbytes(chunk_of.chunk.numel)) for chunk_of in known]
-        super().__init__(sizes, RECORDS, make_store, device)
+        super().__init__(sizes, RECORDS, make_store, device, undoable)
         self.in_memory = all(self.view(chunk_of) is not None for chunk_of in known)
         """Whether every record is updated where it lies, with no transfer."""
         self.on_device = device is not None

@@ -12,7 +12,7 @@ again where the trace next shows the same event.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 
 from offload.errors import BudgetError, ParameterAccessError
@@ -67,12 +67,16 @@ class Residency:
         self.peak_resident_nbytes = 0
         self._recorder = Recorder()
         self._went_as_planned = True
+        self.before_use: Callable[[int], None] | None = None
+        """Told of a unit that is about to be used: its update may have to be undone first."""
         self._follow(plan(trace, self._nbytes, self.capacity_nbytes, self._prefetch))
 
     # ---- uses ----------------------------------------------------------------------------------------------------
 
     def start_use(self, unit_index: int, *, recorded: bool) -> None:
         """The unit's parameters must be there from now on. `recorded`: part of a training step, so of its trace."""
+        if self.before_use is not None:
+            self.before_use(unit_index)
         if recorded:
             self._recorder.start(unit_index)
         self._reach(Event(Edge.START, unit_index))
@@ -194,16 +198,24 @@ class Residency:
             elif self._states[unit_index] is UnitState.RESIDENT:
                 self._updates.launch(unit_index)
 
-    def finish_updates(self) -> None:
-        """Run every update that is still enqueued, bringing in what it needs."""
+    def finish_updates(self, besides: Collection[int] = ()) -> None:
+        """Run every update that is still enqueued, bringing in what it needs; but those of the units `besides`."""
         if self._updates is not None:
             for unit_index in self._updates.pending_units:
+                if unit_index in besides:
+                    continue
                 if self._updates.needs_residency or self._states[unit_index] is not UnitState.ABSENT:
                     self._bring(unit_index)
                 else:
                     self._updates.finish(unit_index)
                 if not self._use_counts[unit_index]:
                     self.close_off(unit_index)
+
+    def forget(self, unit_index: int) -> None:
+        """Empty the memory of a unit that holds what an undone update left there, or was to leave. It is not in use."""
+        if self._states[unit_index] is not UnitState.ABSENT and self._nbytes[unit_index]:
+            assert not self._use_counts[unit_index], "an update was undone under a unit's use"
+            self._drop(unit_index)
 
     def evict_all(self) -> None:
         """Take every unit that is not in use out of device memory."""

@@ -2,7 +2,7 @@
 
 CLEAN      parameters and records are those of one version v; only now may the parameters be fetched
 REDUCING   gradients of version v are arriving
-UPDATING   an update to v + 1 is enqueued or running; its gradients can no longer be dropped
+UPDATING   an update to v + 1 is enqueued or running; its gradients can no longer be dropped, unless it is undone
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ LEGAL: dict[ShardState, frozenset[ShardState]] = {
     ShardState.CLEAN: frozenset({ShardState.REDUCING}),
     # Back to CLEAN when the gradients are dropped: zero_grad, or a step that is skipped.
     ShardState.REDUCING: frozenset({ShardState.UPDATING, ShardState.CLEAN}),
-    ShardState.UPDATING: frozenset({ShardState.CLEAN}),
+    # Back to REDUCING when an update that came before the norm was known is undone.
+    ShardState.UPDATING: frozenset({ShardState.CLEAN, ShardState.REDUCING}),
 }
 
 

@@ -47,6 +47,9 @@ class ParameterSink(ABC):
     def read_ahead(self, chunk_of: ChunkOf) -> None:  # noqa: B027 - most have the values at hand
         """Start reading values of which a later `begin` will need all. May do nothing."""
 
+    def forget(self, chunk_of: ChunkOf) -> None:  # noqa: B027 - as above
+        """There will be no `begin`: let go of what was read ahead."""
+
     @abstractmethod
     def begin(self, chunk_of: ChunkOf, old: Old) -> torch.Tensor:
         """The values; `old` says what of the present ones must be there."""
@@ -79,6 +82,7 @@ class ResidentSink(ParameterSink):
 
     def begin(self, chunk_of: ChunkOf, old: Old) -> torch.Tensor:
         self._places.settle_fetch(chunk_of)
+        self._places.settle_write(chunk_of)  # of the last update, from this very memory
         return chunk_of.flat.chunk_values(chunk_of.chunk)
 
     def commit(self, chunk_of: ChunkOf, values: torch.Tensor, pieces: list[Piece]) -> Pending:
@@ -100,6 +104,13 @@ class StoreSink(ParameterSink):
             lease = self._pool.try_lease(EMITTED)
             if lease is not None:
                 self._ahead[chunk_of.key] = lease, self._read(chunk_of, lease)
+
+    def forget(self, chunk_of: ChunkOf) -> None:
+        ahead = self._ahead.pop(chunk_of.key, None)
+        if ahead is not None:
+            lease, reading = ahead
+            reading.wait()
+            lease.release()
 
     def begin(self, chunk_of: ChunkOf, old: Old) -> torch.Tensor:
         self._places.settle_copies(chunk_of)

@@ -2,8 +2,8 @@
 
 With `update="step"` all updates are enqueued at `step()`, in the order in which the next forward needs them, and run
 under it. With `update="backward"` a unit's update is enqueued when backward has left the unit and all its gradients are
-there. What needs every gradient first (clipping, skipping non-finite steps, loss scaling) is enqueued at `step()` in
-either mode, so the mode never changes a number.
+there. What needs every gradient first (clipping, skipping non-finite steps, loss scaling) is either expected to change nothing,
+and the update undone where it does (`offload.runtime.speculation`), or enqueued at `step()`: the mode never changes a number.
 """
 
 from __future__ import annotations
@@ -16,109 +16,73 @@ from typing import Any
 import torch
 
 from offload.device.rules import Hyper
-from offload.errors import EngineFailedError, NonFiniteGradientError, ParameterAccessError, UsageError
+from offload.errors import NonFiniteGradientError, UsageError
 from offload.runtime.agreement import Point
 from offload.runtime.fetching import chunks_of
-from offload.runtime.flats import ParameterInfo, Unit
+from offload.runtime.flats import ParameterInfo, Unit, some_of
 from offload.runtime.guard import TakenGradient
-from offload.runtime.hooks import Listener
+from offload.runtime.hooks import cast_floating
 from offload.runtime.loss_scale import LossScale
 from offload.runtime.norm import clip_factor, exchanged, expansion
 from offload.runtime.parts import Parts
 from offload.runtime.shard_state import ShardState, ShardStates
-from offload.runtime.update import ChunkUpdate, PieceUpdate
+from offload.runtime.speculation import Speculation
+from offload.runtime.strikes import Strikes
+from offload.runtime.update import chunk_updates
+from offload.runtime.usable import Usable
 
 _NAMED = 5
 """How many names an error message lists."""
 
 
-class Training(Listener):
+class Training(Usable):
     """See the module. Owned by the thread that drives the model; hooks run in it or in autograd's."""
 
     def __init__(self, parts: Parts, loss_scale: LossScale) -> None:
+        super().__init__(parts.rendezvous)
         self._units, self._residency, self._parameters = parts.units, parts.residency, parts.parameters
         self._gradients, self._updates = parts.gradients, parts.updates
         self._ranks, self._rendezvous, self._reduction = parts.ranks, parts.rendezvous, parts.reduction
-        self._stage = parts.layout.stage
-        self._places, self._records = parts.places, parts.records
-        self._memory_is_short = parts.places is not None or parts.placement.uses_nvme
+        self._places, self._records, self._stage = parts.places, parts.records, parts.layout.stage
         self._accelerator, self._timeline = parts.accelerator, parts.timeline
+        self._memory_is_short = parts.places is not None or parts.placement.uses_nvme
         self.loss_scale = loss_scale
         self.max_grad_norm: float | None = None
         self.input_dtype: torch.dtype | None = None
         self.update_in_backward = False
+        """Whether units are updated in backward for good: no norm changes what they get."""
+        self.speculation = Speculation(parts)
+        parts.residency.before_use = self._undo_for
         self.hyper_of: Callable[[int], Hyper] | None = None
-        self.failure: BaseException | None = None
         self.step_count = 0
         self.grad_norm: float | None = None
         self.synchronizing = True
         self.backward_updates = False
-        self.closed = False
         self.check_unchanged: Callable[[], None] | None = None
         self.before_step: Callable[[], None] | None = None
         """Raises what is to be known before anything of a step is done."""
-        self._last_backward_seen = False
-        self._scaled_backward = False
+        self._last_backward_seen = self._scaled_backward = False
         self._shards = ShardStates(len(parts.units))
         self._clip_once: float | None = None
         self._begun_squares: list[float] | None = None
         self._flat_of = {info.index: flat for unit in parts.units for flat in unit.flats for info in flat.parameters}
 
-    # ---- failure -------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def failures(self) -> Iterator[None]:
-        """A failure of the engine's own work leaves its state undefined; an answer to the user's error does not."""
-        self.check()
-        try:
-            yield
-        except (ParameterAccessError, UsageError, EngineFailedError, NonFiniteGradientError):
-            raise
-        except BaseException as error:
-            self.failure = error
-            if self._rendezvous is not None:
-                self._rendezvous.abandon(f"{type(error).__name__}: {error}")
-            raise
-
-    @property
-    def has_failed(self) -> bool:
-        return self.failure is not None
-
-    def check(self) -> None:
-        """Raise if the engine is closed, or if an earlier failure left it unusable."""
-        if self.closed:
-            raise UsageError("the engine was closed: call offload.initialize again.")
-        if self.failure is not None:
-            raise EngineFailedError(
-                f"the engine failed earlier and its state is undefined: {self.failure}. Go on from the last checkpoint: "
-                "engine.load_checkpoint(dir) on one rank, else start again."
-            ) from self.failure
+    # ---- forward and backward ------------------------------------------------------------------------------------
 
     def bring_in(self, parameter_index: int) -> None:
         """A guarded parameter's value is asked for (`Residency.bring_in`)."""
         self.check()
         self._residency.bring_in(self._parameters[parameter_index])
 
-    # ---- forward and backward ------------------------------------------------------------------------------------
-
     def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        if self.input_dtype is None:
-            return args, kwargs
-        dtype = self.input_dtype
-
-        def cast(value: Any) -> Any:
-            return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-        cast_args, cast_kwargs = torch.utils._pytree.tree_map(cast, (args, dict(kwargs)))
-        return cast_args, cast_kwargs
+        return (args, kwargs) if self.input_dtype is None else cast_floating(args, kwargs, self.input_dtype)
 
     def forward_begins(self) -> None:
         self.check()
 
     def forward_ended(self) -> None:
         # What this forward did not use (an expert, a head) is not updated under it: do it now.
-        self._residency.finish_updates()
-        self._settle_shards()
+        self._finish_updates()
 
     def backward_begins(self) -> None:
         self.check()
@@ -129,10 +93,10 @@ class Training(Listener):
             )
 
     def backward_reaches(self, unit: Unit) -> None:
+        self._undo_for(unit.index)
         if self._updates is not None and self._updates.is_pending(unit.index):
             raise UsageError(
-                f"backward reached unit {unit.name} through a forward that ran before optimizer.step(): its "
-                "parameters have "
+                f"backward reached unit {unit.name} through a forward that ran before optimizer.step(): its parameters have "
                 "changed since. Run the forward again after the step."
             )
 
@@ -144,15 +108,15 @@ class Training(Listener):
                 f"fp16 gradients need the loss scale ({self.loss_scale.value:g}): call engine.backward(loss) instead "
                 "of loss.backward()."
             )
+        self._undo_for(unit.index)
         if self._shards[unit.index] is ShardState.UPDATING:
             self.backward_reaches(unit)
         live = self._gradients.is_live(info)
         if isinstance(info.parameter.grad, TakenGradient):
             if not live:
                 raise UsageError(
-                    f"backward reached {info.fqn!r} while the gradient of the last step was still in place. PyTorch "
-                    "would add to it; here "
-                    "the step has consumed it. Call optimizer.zero_grad() after each step."
+                    f"backward reached {info.fqn!r} while the gradient of the last step was still in place. PyTorch would add "
+                    "to it; here the step has consumed it. Call optimizer.zero_grad() after each step."
                 )
             info.parameter.grad = None
 
@@ -176,17 +140,22 @@ class Training(Listener):
         info.parameter.grad = TakenGradient(info.fqn, info.parameter)
 
     def backward_leaves(self, unit: Unit) -> None:
-        # The root waits for the end of backward: it holds what units share, and a reentrant checkpoint's backward
-        # inside
+        # The root waits for the end of backward: it holds what units share, and a reentrant checkpoint's backward inside
         # this one may accumulate into such a parameter a second time.
         if self._reduction is not None:
             if self.synchronizing:
                 self._reduction.leave(unit)
                 self._begin_reduced_updates()
-        elif self._updates_now() and self._gradients is not None and unit.index != 0:
+        elif self.backward_updates and self.synchronizing and self._gradients is not None and unit.index != 0:
             chunks = [chunk_of for chunk_of in chunks_of(unit) if chunk_of.flat.layout.trainable]
-            if chunks and all(self._gradients.is_complete(chunk_of) for chunk_of in chunks):
+            if not all(self._gradients.is_complete(chunk_of) for chunk_of in chunks):
+                return
+            if self._updates_now():
                 self._begin_update([info for info in unit.parameters if info.trainable])
+            elif self.speculation.may_begin(unit.index):
+                live = [info for info in unit.parameters if info.trainable and self._gradients.is_live(info)]
+                self._enqueue(live, 1.0 / self.loss_scale.value, undoable=True)
+                self._launch()
 
     def backward_ended(self) -> None:
         self._last_backward_seen = self.backward_updates and self.synchronizing
@@ -210,6 +179,21 @@ class Training(Listener):
     def _updates_now(self) -> bool:
         return self.update_in_backward and self.synchronizing and self._clip_once is None
 
+    def _undo(self) -> None:
+        """Undo what was updated before the norm was known."""
+        for unit in self.speculation.undo():
+            self._shards.become(unit.index, ShardState.REDUCING)
+
+    def _undo_for(self, unit_index: int) -> None:
+        """The unit is about to be used: by anything but the next step, if its update may still be undone."""
+        if unit_index in self.speculation.units:
+            self._undo()
+
+    def _undo_if_changed(self) -> None:
+        """Undo it if the step is to do something else now."""
+        if self.hyper_of is not None and not self.speculation.holds(self.hyper_of):
+            self._undo()
+
     @contextmanager
     def scaled_backward(self) -> Iterator[None]:
         """Gradients that arrive inside are of a loss multiplied by the loss scale."""
@@ -223,7 +207,12 @@ class Training(Listener):
 
     def settle(self) -> None:
         """Run every update that is enqueued; the tiers then hold the state after the last step. Raises failed writes."""
-        self._residency.finish_updates()
+        self._undo()
+        self._finish_updates()
+
+    def _finish_updates(self) -> None:
+        """Of the last step."""
+        self._residency.finish_updates(besides=self.speculation.units)
         self._settle_shards()
         for places in (self._places, self._records):
             if places is not None:
@@ -237,13 +226,14 @@ class Training(Listener):
             for unit in self._units
             for info in unit.parameters
         )
-        live = self._gradients is not None and bool(self._gradients.live_parameters())
-        return given or live or self._begun_squares is not None
+        begun = self._begun_squares is not None or bool(self.speculation.units)
+        return given or begun or (self._gradients is not None and bool(self._gradients.live_parameters()))
 
     def restart(self, step_count: int) -> None:
         """Drop every gradient and what has begun of a step: the state is about to be that after `step_count` steps."""
         self._begun_squares, self._clip_once, self.grad_norm = None, None, None
         self.zero_grad()
+        self.speculation.strikes = Strikes()
         self.step_count = step_count
         self._residency.end_step()
 
@@ -254,13 +244,14 @@ class Training(Listener):
         self.check()
         if self._begun_squares is not None:
             raise UsageError(
-                "zero_grad was called after updates of this step had begun (update='backward'): they cannot be "
-                "undone. Call step() first, "
-                "or set Config(update='step')."
+                "zero_grad was called after updates of this step had begun (update='backward'): they cannot be undone. Call "
+                "step() first, or set Config(update='step')."
             )
         self._last_backward_seen = False
         self._adopt_reduced()
         with self.failures():
+            self._undo()
+            self.speculation.end_step()
             if not set_to_none:
                 self._residency.finish_updates()
                 self._settle_shards()
@@ -323,10 +314,11 @@ class Training(Listener):
         if self._begun_squares is not None:
             raise UsageError(
                 "clip_grad_norm_ was called after updates of this step had begun: with update='backward' set "
-                "Config(max_grad_norm=...) "
-                "instead, or use update='step'."
+                "Config(max_grad_norm=...) instead, or use update='step'."
             )
-        self._take_user_gradients()
+        with self.failures():
+            self._undo_if_changed()
+            self._take_user_gradients()
         self._clip_once = max_norm
         self.grad_norm = self.measure_norm(Point.CLIPPING)
         return self.grad_norm
@@ -341,20 +333,26 @@ class Training(Listener):
         if self.check_unchanged is not None:
             self.check_unchanged()
         with self.failures():
-            self.settle()
+            self._undo_if_changed()
+            self._finish_updates()
             self._take_user_gradients()
             with self._timeline.waiting("gradients"):
                 norm = self.measure_norm(Point.STEP)
-            live = self._gradients.live_parameters()
             self._last_backward_seen = False
             begun, self._begun_squares = self._begun_squares is not None, None
             max_norm = self._clip_once if self._clip_once is not None else self.max_grad_norm
             self._clip_once = None
             self.grad_norm = norm
-            if not math.isfinite(norm):
-                self._non_finite_step(live, begun)
+            is_finite = math.isfinite(norm)
+            clip = clip_factor(norm, max_norm) if max_norm is not None and is_finite else 1.0
+            self.speculation.strikes.record(clip != 1.0 or not is_finite)
+            if clip != 1.0 or not is_finite:
+                self._undo()
+            if not is_finite:
+                self._non_finite_step(begun)
                 return
-            clip = clip_factor(norm, max_norm) if max_norm is not None else 1.0
+            updated = self.speculation.keep()
+            live = [info for info in self._gradients.live_parameters() if info.index not in updated]
             if live:
                 self._enqueue(live, clip / self.loss_scale.value)
             self.loss_scale.step_was_finite()
@@ -363,6 +361,7 @@ class Training(Listener):
     def _finish_step(self) -> None:
         assert self._updates is not None
         self.step_count += 1
+        self._residency.abandon_uses()  # of a backward that an exception cut short: what is in use is not fetched anew
         if self._reduction is not None:
             self._reduction.release_buffers()
         self._residency.end_step()
@@ -373,12 +372,11 @@ class Training(Listener):
             if not self._residency.in_use(unit_index):
                 self._residency.close_off(unit_index)
 
-    def _non_finite_step(self, live: list[ParameterInfo], begun: bool) -> None:
+    def _non_finite_step(self, begun: bool) -> None:
         assert self._gradients is not None
         names = self._gradients.non_finite_parameters()
         if not self.loss_scale.skips:
-            listed = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
-            listed = listed or "parameters in the shards of other ranks"
+            listed = some_of(names, _NAMED) or "parameters in the shards of other ranks"
             raise NonFiniteGradientError(
                 f"the gradients of {listed} hold inf or NaN (step {self.step_count}). To leave such steps out set "
                 "Config(loss_scale='skip'); to find the cause use torch.autograd.detect_anomaly()."
@@ -407,17 +405,21 @@ class Training(Listener):
         squares = self._gradients.squares_of(live)
         if not all(map(math.isfinite, squares)):
             try:
-                self._non_finite_step(live, begun=True)
+                self._non_finite_step(begun=True)
             except NonFiniteGradientError as error:
                 if self._begun_squares is not None:
                     self.failure = error  # other units have been updated already
                 raise
         self._begun_squares = (self._begun_squares or []) + expansion(squares)
         self._enqueue(live, 1.0 / self.loss_scale.value)
+        self._launch()
+
+    def _launch(self) -> None:
         self._accelerator.copy_in_after_compute()
         self._residency.launch_resident()
 
-    def _enqueue(self, live: list[ParameterInfo], factor: float) -> None:
+    def _enqueue(self, live: list[ParameterInfo], factor: float, *, undoable: bool = False) -> None:
+        """`undoable`: all of one unit, before the norm is known."""
         assert self._gradients is not None and self._updates is not None and self.hyper_of is not None
         hypers = {index: self.hyper_of(index) for index in {info.group_index for info in live if info.group_index is not None}}
         steps: dict[int, tuple[Hyper, int]] = {}
@@ -425,7 +427,8 @@ class Training(Listener):
             assert info.group_index is not None
             info.step += 1
             steps[info.index] = (hypers[info.group_index], info.step)
-            self._gradients.consume(info)
+            if not undoable:
+                self._gradients.consume(info)
         if self._reduction is not None:
             self._reduction.forget(live)
         touched = {info.unit_index for info in live}
@@ -434,21 +437,13 @@ class Training(Listener):
                 unit = self._units[unit_index]
                 self._shards.become(unit_index, ShardState.REDUCING)
                 self._shards.become(unit_index, ShardState.UPDATING)
-                self._updates.enqueue(unit, _chunk_updates(unit, steps, factor))
+                updates = chunk_updates(unit, steps, factor)
+                if undoable:
+                    self.speculation.begin(unit, live, updates, hypers)
+                self._updates.enqueue(unit, updates)
 
     def _settle_shards(self) -> None:
         for unit in self._units:
             settled = self._updates is None or not self._updates.is_pending(unit.index)
             if settled and self._shards[unit.index] is ShardState.UPDATING:
                 self._shards.become(unit.index, ShardState.CLEAN)
-
-
-def _chunk_updates(unit: Unit, steps: dict[int, tuple[Hyper, int]], factor: float) -> list[ChunkUpdate]:
-    updates = []
-    for chunk_of in chunks_of(unit):
-        if not chunk_of.flat.layout.trainable:
-            continue
-        pieces = [PieceUpdate(info, piece, *steps[info.index]) for info, piece in chunk_of.pieces() if info.index in steps]
-        if pieces:
-            updates.append(ChunkUpdate(chunk_of, pieces, factor))
-    return updates

@@ -11,7 +11,7 @@ A unit between `enqueue` and `finish` is in the shard state UPDATING (`offload.r
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -56,6 +56,8 @@ class ChunkUpdate:
     pieces: list[PieceUpdate]
     factor: float
     started: bool = False
+    cancelled: bool = False
+    applied: bool = False
     lease: Lease | None = None
     reading: Pending | None = None
     failure: Exception | None = None
@@ -169,6 +171,13 @@ class Updates:
                 self.apply(unit_index)
             update.spreading = ask_gather(unit_index)
 
+    def cancel(self, unit_index: int) -> None:
+        """Return when nothing of the unit's update runs any more: of the chunks that are marked `cancelled` only one in hand is
+        still updated."""
+        if unit_index in self._units:
+            self.apply(unit_index)
+            del self._units[unit_index]
+
     def close(self) -> None:
         self._lane.close()
 
@@ -176,6 +185,9 @@ class Updates:
 
     def _run(self, update: _UnitUpdate) -> None:
         for chunk_update in update.chunks:
+            if chunk_update.cancelled:
+                self._give_up(chunk_update)
+                continue
             if not chunk_update.started:
                 self._start_reading(chunk_update, self._lease_now(chunk_update.chunk_of))
             self._read_ahead()
@@ -200,6 +212,9 @@ class Updates:
         """Read what comes next in the enqueued order, as far as there are buffers; pass over records that lie in memory."""
         while self._ahead:
             first = self._ahead[0]
+            if first.cancelled:
+                self._ahead.popleft()
+                continue
             if not first.started and not self._is_in_place(first.chunk_of):
                 lease = self._pool.try_lease(RECORDS)
                 if lease is None:
@@ -208,6 +223,15 @@ class Updates:
             elif not first.started and not self._prefetch_gradient(first):
                 return
             self._ahead.popleft()
+
+    def _give_up(self, chunk_update: ChunkUpdate) -> None:
+        chunk_update.started = True  # so that nothing is read ahead for it
+        lease, chunk_update.lease = chunk_update.lease, None
+        if lease is not None:
+            if chunk_update.reading is not None:
+                chunk_update.reading.wait()
+            lease.release()
+        self._sink.forget(chunk_update.chunk_of)
 
     def _prefetch_gradient(self, chunk_update: ChunkUpdate) -> bool:
         try:
@@ -260,7 +284,20 @@ class Updates:
         if lease is not None:
             chunk_update.lease = None
             lease.release(after=self._records.write(chunk_of, buffer[: self._records.nbytes(chunk_of)]))
+        chunk_update.applied = True
         return published
+
+
+def chunk_updates(unit: Unit, steps: Mapping[int, tuple[Hyper, int]], factor: float) -> list[ChunkUpdate]:
+    """The update of a unit's parameters in `steps` (by index: numbers and step), by chunks; `factor` as in `ChunkUpdate`."""
+    updates = []
+    for flat in unit.flats:
+        for chunk in flat.layout.chunks if flat.layout.trainable else ():
+            chunk_of = ChunkOf(flat, chunk)
+            pieces = [PieceUpdate(info, piece, *steps[info.index]) for info, piece in chunk_of.pieces() if info.index in steps]
+            if pieces:
+                updates.append(ChunkUpdate(chunk_of, pieces, factor))
+    return updates
 
 
 def _segment(update: ChunkUpdate, piece: PieceUpdate, record: Record, gradient: Tensor, values: Tensor) -> Segment:

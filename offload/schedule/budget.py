@@ -82,6 +82,40 @@ NOTHING_KEPT = Kept()
 
 
 @dataclass(frozen=True, slots=True)
+class UndoRoom:
+    """What a second place for all that an update of one unit writes takes on NVMe. `first_parameter`, `first_record`: the
+    unit's first trained chunks, as `Kept` counts them."""
+
+    unit_index: int
+    nbytes: int
+    first_parameter: int
+    first_record: int
+
+    def is_beside(self, kept: Kept) -> bool:
+        """Whether nothing of the unit is kept in memory: what is written there is written in place."""
+        return kept.parameter_count <= self.first_parameter and kept.record_count <= self.first_record
+
+    @staticmethod
+    def of(layout: Layout, record_chunks: Sequence[int]) -> tuple[UndoRoom, ...]:
+        """Of every unit with trained parameters but the root: backward leaves that one last, when the norm is about to be
+        known."""
+        rooms: list[UndoRoom] = []
+        parameter_count = record_count = 0
+        for unit in layout.units:
+            first_parameter, first_record, nbytes = None, record_count, 0
+            for flat in unit.flats:
+                if flat.trainable:
+                    first_parameter = parameter_count if first_parameter is None else first_parameter
+                    nbytes += sum(round_up(chunk.numel * flat.itemsize, EXTENT_ALIGN) for chunk in flat.chunks)
+                    record_count += len(flat.chunks)
+                parameter_count += len(flat.chunks)
+            if first_parameter is not None and unit.index != 0:
+                nbytes += sum(record_chunks[first_record:record_count])
+                rooms.append(UndoRoom(unit.index, nbytes, first_parameter, first_record))
+        return tuple(rooms)
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """The decision. `staging`: purpose -> (count, nbytes) of host buffers. `unit_capacity_nbytes`: None if all stay."""
 
@@ -96,6 +130,9 @@ class Placement:
     transit_buffer_count: int = 0
     """Chunks of gradients that may be on the device on their way to the host."""
     kept: Kept = NOTHING_KEPT
+    undoable_units: frozenset[int] = frozenset()
+    """Those whose updates may begin before the norm is known (`offload.runtime.speculation`): there is a second place for what
+    they write."""
 
     @property
     def uses_nvme(self) -> bool:
@@ -134,6 +171,7 @@ class Footprint:
     """Bytes of the gradients of whole units before they are reduced over the ranks; 0 on one rank."""
     exchange: int = 0
     """Bytes of host buffers for what comes from other ranks while gradients are reduced."""
+    undo_rooms: tuple[UndoRoom, ...] = ()
 
     @staticmethod
     def of(layout: Layout, formats: Sequence[RecordFormat]) -> Footprint:
@@ -174,6 +212,7 @@ class Footprint:
             has_whole_units=all(flat.shard.numel == flat.numel for flat in flats),
             unreduced_gradients=0 if alone else _unreduced_nbytes(layout),
             exchange=0 if alone else _exchange_nbytes(layout),
+            undo_rooms=UndoRoom.of(layout, record_chunks),
         )
 
     @property

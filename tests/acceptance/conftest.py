@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 import offload
+from offload.runtime import assembly
 
 from .models import Setup
+from .speculating import at_once
 
 
 @pytest.fixture(autouse=True)
@@ -50,3 +52,10 @@ def opened(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
     yield open_engine
     for engine in reversed(engines):
         engine.close()
+
+
+@pytest.fixture
+def speculating(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With chunks so small that gradients are spilled."""
+    monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
+    at_once(monkeypatch)

@@ -106,7 +106,8 @@ def measure_memory(fields: dict[str, Any], blocks: int, width: int, deferred: bo
             assert torch.isfinite(loss).item()
             lines = engine.stats()["planned"]
             planned = sum(line["nbytes"] for line in lines if line["tier"] == "cpu")
-            return {"end": resident_nbytes("VmRSS"), "planned": planned}
+            speculated = engine.stats()["speculated_steps"]
+            return {"end": resident_nbytes("VmRSS"), "planned": planned, "speculated": speculated}
 
     train(2, 32, offload.Config(parameters="device", optimizer_states="device"))
     before = resident_nbytes("VmHWM")

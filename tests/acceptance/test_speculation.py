@@ -1,0 +1,399 @@
+"""Updates that begin before the norm is known: never another bit, whether they are kept or undone, whatever comes between."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import offload
+from offload.runtime import assembly, strikes
+from offload.runtime.gradient_buffers import RETAINED
+
+from . import test_working_set
+from .models import IN_MEMORY, Setup, Sometimes, Tied, adamw, llama, stack, two_groups, vector_batches
+from .runs import Run, allocated_nbytes, assert_same_bits, bitwise_loop, refused, run_engine
+from .speculating import (
+    ALWAYS,
+    AT_TIMES,
+    NEVER,
+    ON_CPU_DEVICE,
+    ON_DEFERRED,
+    STEPS,
+    at_once,
+    both,
+    counts,
+    one_step,
+)  # fmt: skip
+
+
+def train(run: Run) -> list[float]:
+    return bitwise_loop(run, STEPS, overflow_step=3 if run.engine.config.dtype == "fp16" else None)
+
+
+@lru_cache
+def reference(dtype: str, clip: float) -> tuple[list[float], dict[str, torch.Tensor]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OFFLOAD_ACCELERATOR", "cpu")
+        model = llama(2, 64)
+        fields = IN_MEMORY.fields(Path("."), dtype=dtype, max_grad_norm=clip)
+        with offload.initialize(model, two_groups(model), offload.Config(**fields)) as engine:
+            return run_engine(engine, train)
+
+
+@pytest.mark.parametrize("clip", [NEVER, AT_TIMES, ALWAYS])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@both
+def test_kept_or_undone_the_bits_are_the_same(opened: Any, speculating: None, setup: Setup, dtype: str, clip: float) -> None:
+    model = llama(2, 64)
+    engine = opened(model, two_groups(model), setup, dtype=dtype, max_grad_norm=clip)
+    assert_same_bits(run_engine(engine, train), reference(dtype, clip))
+    pool = engine._parts.pool
+    assert pool.free_count(RETAINED) == pool.stats.consumers[RETAINED].count, "a gradient is still held"
+    begun, undone = counts(engine)
+    assert begun == STEPS
+    if clip == ALWAYS:
+        assert undone == STEPS
+    elif clip == NEVER:
+        assert undone == engine.stats()["skipped_steps"] and (undone > 0) == (dtype == "fp16")
+    else:
+        assert 0 < undone < STEPS
+
+
+@pytest.mark.parametrize("clip", [NEVER, AT_TIMES])
+@both
+def test_racing_updates_are_undone_wherever_they_are(
+    opened: Any, monkeypatch: pytest.MonkeyPatch, setup: Setup, clip: float
+) -> None:
+    """Not waiting for what has begun: some chunks are updated when they are undone, some are being read, some wait."""
+    monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
+    monkeypatch.setattr(strikes, "QUIET_STEPS", 0)
+    for _ in range(2):
+        model = llama(2, 64)
+        engine = opened(model, two_groups(model), setup, dtype="fp32", max_grad_norm=clip)
+        assert_same_bits(run_engine(engine, train), reference("fp32", clip))
+        engine.close()
+
+
+@pytest.mark.parametrize("state_format", ["split", "bf16", "8bit"])
+@both
+def test_state_formats(opened: Any, speculating: None, setup: Setup, state_format: str) -> None:
+    """Their masters are parameters and records together: both are undone, or neither."""
+    fields = {"dtype": "bf16", "max_grad_norm": AT_TIMES, "state_format": state_format}
+    results = []
+    for where in (IN_MEMORY, setup):
+        model = llama(2, 64)
+        engine = opened(model, two_groups(model), where, **fields)
+        results.append(run_engine(engine, train))
+    assert_same_bits(results[1], results[0])
+    begun, undone = counts(engine)
+    assert begun == STEPS and 0 < undone < STEPS
+
+
+@pytest.mark.parametrize("share", [0.15, 0.22])
+@both
+def test_a_part_kept_in_memory(opened: Any, nvme: Path, monkeypatch: pytest.MonkeyPatch, setup: Setup, share: float) -> None:
+    """What lies in memory waits for `step`, in the same steps in which the rest does not."""
+    at_once(monkeypatch)
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", setup.accelerator)
+    clip = test_working_set.CLIP
+    smallest, everything = test_working_set.limits(setup, nvme, dtype="fp32", max_grad_norm=clip)
+    model = llama(test_working_set.LAYERS)
+    budget = smallest + int(share * (everything - smallest))
+    engine = opened(model, two_groups(model), setup, dtype="fp32", max_grad_norm=clip, cpu_memory=budget)
+    assert 0 < len(engine._parts.placement.undoable_units) < len(engine._parts.units) - 1
+    losses, weights = run_engine(engine, test_working_set.train)
+    assert_same_bits([losses, weights], list(test_working_set.reference("fp32")))
+    assert min(counts(engine)) > 0
+
+
+def frozen() -> nn.Module:
+    model = stack(64, 4)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" not in name and not name.startswith("blocks.1"))
+    return model
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "tied": (Tied, 16),
+    "frozen": (frozen, 64),
+    "sometimes": (Sometimes, 16),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("clip", [NEVER, 0.3])
+@both
+def test_models(opened: Any, speculating: None, setup: Setup, kind: str, clip: float) -> None:
+    make, width = MODELS[kind]
+
+    def loop(run: Run) -> list[float]:
+        losses = []
+        for step, (x, y) in enumerate(vector_batches(STEPS, width)):
+            out = run.model(x, step % 2 == 0) if kind == "sometimes" else run.model(x)
+            loss = F.mse_loss(out, y)
+            loss.backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    results = []
+    for where in (IN_MEMORY, setup):
+        torch.manual_seed(4)
+        model = make()
+        engine = opened(model, adamw(model), where, max_grad_norm=clip)
+        results.append(run_engine(engine, loop))
+    assert_same_bits(results[1], results[0])
+    begun, undone = counts(engine)
+    assert begun > 0 and (undone > 0) == (clip != NEVER)
+
+
+# What a loop may do between a backward and its step. Each gets the run, the step's index and its batch.
+
+
+def _evaluates(run: Run, step: int, x: torch.Tensor) -> Any:
+    with torch.no_grad():
+        return run.model(x).sum().item()
+
+
+def _runs_a_forward(run: Run, step: int, x: torch.Tensor) -> Any:
+    return run.model(x).sum().item()
+
+
+def _reads_weights(run: Run, step: int, x: torch.Tensor) -> Any:
+    with run.gathered([run.model.blocks[2].up.weight]):
+        return run.model.blocks[2].up.weight.sum().item()
+
+
+def _writes_weights(run: Run, step: int, x: torch.Tensor) -> None:
+    weight = run.model.blocks[2].up.weight
+    with run.gathered([weight]), torch.no_grad():
+        weight[1, 2:5] = step
+
+
+def _looks_at_all_weights(run: Run, step: int, x: torch.Tensor) -> Any:
+    return {name: value.sum().item() for name, value in run.weights().items()}
+
+
+def _drops_gradients(run: Run, step: int, x: torch.Tensor) -> None:
+    run.optimizer.zero_grad()
+
+
+def _zeroes_gradients(run: Run, step: int, x: torch.Tensor) -> None:
+    run.optimizer.zero_grad(set_to_none=False)
+
+
+def _drops_one_gradient(run: Run, step: int, x: torch.Tensor) -> None:
+    run.model.blocks[1].down.weight.grad = None
+
+
+def _assigns_one_gradient(run: Run, step: int, x: torch.Tensor) -> None:
+    weight = run.model.blocks[1].down.weight
+    weight.grad = torch.full(weight.shape, 0.01)
+
+
+def _changes_the_learning_rate(run: Run, step: int, x: torch.Tensor) -> None:
+    for group in run.optimizer.param_groups:
+        group["lr"] *= 0.5
+
+
+def _clips(run: Run, step: int, x: torch.Tensor) -> float:
+    return float(run.engine.clip_grad_norm_(0.05))
+
+
+def _measures_the_norm(run: Run, step: int, x: torch.Tensor) -> float:
+    return float(run.engine.clip_grad_norm_(1e6))
+
+
+def _is_interrupted(run: Run, step: int, x: torch.Tensor) -> None:
+    class Breaks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            raise ZeroDivisionError("in backward")
+
+    run.optimizer.zero_grad()
+    hook = run.model.blocks[0].register_forward_hook(lambda module, args, out: Breaks.apply(out))
+    loss = run.model(x).square().mean()
+    hook.remove()
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    # Without zero_grad: what came before the exception counts, as in PyTorch.
+
+
+BETWEEN = (
+    _evaluates, _runs_a_forward, _reads_weights, _writes_weights, _looks_at_all_weights, _drops_gradients, _zeroes_gradients,
+    _drops_one_gradient, _assigns_one_gradient, _changes_the_learning_rate, _clips, _measures_the_norm, _is_interrupted,
+)  # fmt: skip
+KEPT = (_measures_the_norm,)
+"""Those after which the step goes on from what has begun."""
+
+
+@pytest.mark.parametrize("between", BETWEEN, ids=lambda between: between.__name__)
+@both
+def test_what_comes_between_backward_and_step(opened: Any, speculating: None, setup: Setup, between: Any) -> None:
+    def loop(run: Run) -> list[Any]:
+        seen: list[Any] = []
+        for step, (x, y) in enumerate(vector_batches(STEPS, 64)):
+            loss = F.mse_loss(run.model(x), y)
+            loss.backward()
+            if step % 2 == 1:
+                seen.append(between(run, step, x))
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            seen.append(loss.item())
+        return seen
+
+    results = []
+    for where in (IN_MEMORY, setup):
+        model = stack(64, 4)
+        engine = opened(model, two_groups(model), where, max_grad_norm=NEVER)
+        results.append(run_engine(engine, loop))
+    assert_same_bits(results[1], results[0])
+    begun, undone = counts(engine)
+    assert begun >= STEPS and undone == (0 if between in KEPT else STEPS // 2)
+
+
+def test_what_was_read_ahead_for_an_undone_update_is_read_again(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The values that it would have updated are written before the step."""
+    monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
+    monkeypatch.setattr(strikes, "QUIET_STEPS", 0)
+    results = []
+    for setup in (IN_MEMORY, ON_DEFERRED):
+        model = stack(64, 4)
+        engine = opened(model, adamw(model), setup, max_grad_norm=NEVER)
+        x, y = vector_batches(1, 64)[0]
+        F.mse_loss(model(x), y).backward()
+        weight = model.blocks[3].up.weight
+        if setup is ON_DEFERRED:
+            updates = engine._parts.updates
+            updates.apply(updates.pending_units[0])  # of the outlet; on the way what comes next is read ahead
+            assert updates._sink._ahead
+        with torch.no_grad():
+            model(x)
+        if setup is ON_DEFERRED:
+            assert not updates._sink._ahead and counts(engine) == (1, 1)
+        with engine.gathered([weight]), torch.no_grad():
+            weight.mul_(2)
+        engine.step()
+        results.append(engine.state_dict())
+    assert_same_bits(results[1], results[0])
+
+
+@both
+def test_non_finite_gradients_change_nothing(opened: Any, speculating: None, setup: Setup) -> None:
+    """What was updated before the last gradient turned out not to be finite is as it was, and training goes on."""
+
+    def loop(run: Run, poisoned: bool) -> list[float]:
+        losses = []
+        for step, (x, y) in enumerate(vector_batches(STEPS, 64)):
+            if poisoned and step == 2:
+                before = run.weights()
+                F.mse_loss(run.model(x), y).backward()
+                run.model.inlet.bias.grad = torch.full((64,), torch.inf)
+                with refused(offload.NonFiniteGradientError, "inlet.bias"):
+                    run.optimizer.step()
+                run.optimizer.zero_grad()
+                assert_same_bits(run.weights(), before)
+            loss = F.mse_loss(run.model(x), y)
+            loss.backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    results = []
+    for poisoned in (False, True):
+        model = stack(64, 4)
+        engine = opened(model, adamw(model), setup, max_grad_norm=NEVER)
+        results.append(run_engine(engine, lambda run, poisoned=poisoned: loop(run, poisoned)))
+    assert_same_bits(results[1], results[0])
+    assert counts(engine) == (STEPS + 1, 1)
+
+
+@both
+def test_a_save_waits_for_the_step(opened: Any, tmp_path: Path, speculating: None, setup: Setup) -> None:
+    """And one that runs beside training holds the state of its moment, whatever is begun and undone meanwhile."""
+    model = stack(64, 4)
+    engine = opened(model, adamw(model), setup, max_grad_norm=0.3)
+    batches = vector_batches(STEPS, 64)
+    for step, (x, y) in enumerate(batches):
+        if step == 2:
+            engine.save_checkpoint(tmp_path / "waited")
+            beside = engine.save_checkpoint(tmp_path / "beside", wait=False)
+        F.mse_loss(model(x), y).backward()
+        with refused(offload.UsageError, "step"):
+            engine.save_checkpoint(tmp_path / "within")
+        engine.step()
+        engine.zero_grad()
+    beside.wait()
+    assert min(counts(engine)) > 0
+    kept = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("waited", "beside")]
+    assert kept[0] == kept[1] and not (tmp_path / "within").exists()
+
+
+@pytest.mark.parametrize("when", ["in backward", "before step"])
+@both
+def test_close_in_the_middle(opened: Any, nvme: Path, speculating: None, setup: Setup, when: str) -> None:
+    model = stack(64, 4)
+    with contextlib.suppress(ZeroDivisionError), opened(model, adamw(model), setup, max_grad_norm=NEVER) as engine:
+        x, y = vector_batches(1, 64)[0]
+        if when == "in backward":
+            _is_interrupted(Run(model, engine.optimizer, engine), 0, x)
+        else:
+            F.mse_loss(model(x), y).backward()
+        assert counts(engine) == (1, 0)
+        raise ZeroDivisionError
+    assert allocated_nbytes(nvme) == 0
+
+
+def test_steps_that_are_expected_to_be_quiet(opened: Any) -> None:
+    """Eight quiet ones come first; a strike costs one, and then eight more are looked at."""
+    model = stack(64, 4)
+    engine = opened(model, adamw(model), ON_CPU_DEVICE, max_grad_norm=1e3)
+    batches = vector_batches(20, 64)
+    for step, (x, y) in enumerate(batches):
+        one_step(engine, x, y * 1e6 if step == 10 else y)
+        begun = [*range(8, 11), *range(19, 20)]
+        assert counts(engine) == (sum(1 for one in begun if one <= step), int(step >= 10)), step
+
+
+def test_only_where_it_can_be_undone(opened: Any) -> None:
+    for setup, fields in (
+        (Setup("nvme", "nvme", "cpu", "step"), {"max_grad_norm": 1.0}),
+        (Setup("cpu", "nvme", "cpu", "backward"), {"max_grad_norm": 1.0}),
+        (Setup("nvme", "nvme", "cpu", "backward"), {}),
+    ):
+        model = stack(64, 4)
+        engine = opened(model, adamw(model), setup, **fields)
+        assert not engine._parts.placement.undoable_units
+        assert all("undo" not in line["purpose"] for line in engine.stats()["planned"])
+
+
+@both
+def test_the_second_places_are_planned(opened: Any, nvme: Path, setup: Setup) -> None:
+    """To the byte: the records and trained parameters of every unit but the root, once more."""
+    planned, held = {}, {}
+    for max_grad_norm in (None, 1.0):
+        model = frozen()
+        engine = opened(model, adamw(model), setup, max_grad_norm=max_grad_norm)
+        planned[max_grad_norm] = sum(line["nbytes"] for line in engine.stats()["planned"] if line["tier"] == "nvme")
+        held[max_grad_norm] = allocated_nbytes(nvme)
+        layout = engine._parts.layout
+        engine.close()
+    twice = [flat for unit in layout.units[1:] for flat in unit.flats if flat.trainable]
+    values_and_moments = sum(4 * chunk.numel + 4 * 2 * chunk.numel for flat in twice for chunk in flat.chunks)
+    assert planned[1.0] - planned[None] == values_and_moments
+    for clip, nbytes in planned.items():
+        assert nbytes <= held[clip] < nbytes + 2**16  # the folder itself, and what the file system needs to find blocks
