@@ -27,7 +27,7 @@ def configuration(arguments: dict[str, Any], largest_numel: int) -> dict[str, An
     parameters: dict[str, Any] = {"device": device, "pin_memory": False}
     states: dict[str, Any] = {"device": device, "pin_memory": False}
     if device == "nvme":
-        parameters |= {"nvme_path": arguments["nvme"], "buffer_count": 6, "buffer_size": largest_numel + MIB, "max_in_cpu": 0}
+        parameters |= {"nvme_path": arguments["nvme"], "buffer_count": 12, "buffer_size": largest_numel + MIB, "max_in_cpu": 0}
         states |= {"nvme_path": arguments["nvme"], "buffer_count": 4, "pipeline_read": True, "pipeline_write": True}
     return {
         "train_micro_batch_size_per_gpu": 1,

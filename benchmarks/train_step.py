@@ -256,8 +256,8 @@ RUNS: dict[str, tuple[str, ...]] = {
     "tiny": ("plain", "cpu", "nvme", "nvme, backward"),
     "125M": ("plain", "cpu", "nvme", "nvme, backward", "deepspeed cpu", "deepspeed nvme"),
     "1B": ("plain", "nvme", "nvme, backward", "deepspeed nvme"),
-    "2B": ("nvme", "nvme, backward", "deepspeed nvme"),
-    "3B": ("nvme", "nvme, backward"),
+    "2B": ("nvme", "deepspeed nvme"),
+    "3B": ("nvme",),
 }
 
 

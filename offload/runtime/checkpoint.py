@@ -22,7 +22,7 @@ from offload.runtime.checkpointing.client_state import checked_client_state
 from offload.runtime.checkpointing.export import Exporter
 from offload.runtime.checkpointing.manifest import LossScaleEntry, Manifest, ModelEntry, OptimizerEntry
 from offload.runtime.checkpointing.matching import Matching
-from offload.runtime.checkpointing.model_names import kept_fqn, model_configs, persistent_buffers
+from offload.runtime.checkpointing.model_names import buffers_once, kept_fqn, model_configs
 from offload.runtime.checkpointing.numbering import check_keep_last, newest_number, numbered
 from offload.runtime.checkpointing.opened import OpenedCheckpoint
 from offload.runtime.checkpointing.param_groups import group_numbers, restore_group_numbers
@@ -240,7 +240,7 @@ class Checkpointing:
             self._restore_random(opened)
 
     def _restore_buffers(self, opened: OpenedCheckpoint, matching: Matching) -> None:
-        for fqn, buffer in persistent_buffers(self._model):
+        for fqn, buffer in buffers_once(self._model):
             if fqn in matching.buffers:
                 value = torch.empty(buffer.shape, dtype=buffer.dtype)
                 opened.read_elements(matching.buffers[fqn], 0, value)
@@ -284,12 +284,12 @@ class Checkpointing:
         names = {info.index: kept_fqn(model, info.fqns) for info in parameters}
         for info in parameters:
             exporter.add(names[info.index], info.shape, info.stride, info.dtype)
-        for fqn, buffer in persistent_buffers(model):
+        for fqn, buffer in buffers_once(model):
             exporter.add_buffer(fqn, buffer.shape, buffer.dtype)
         with exporter:
             for info, values in pieces:
                 exporter.append(names[info.index], values)
-            for fqn, buffer in persistent_buffers(model):
+            for fqn, buffer in buffers_once(model):
                 exporter.append(fqn, buffer.detach().cpu().contiguous().reshape(-1))
             exporter.commit(type(model).__name__, model_configs(model))
 

@@ -19,7 +19,7 @@ from offload.runtime.flats import ChunkOf, Flat, ParameterInfo, Unit
 from offload.runtime.handshake import checksum
 from offload.runtime.parts import Parts
 from offload.runtime.training import Training
-from offload.runtime.value_loading import persistent_buffers
+from offload.runtime.weight_names import persistent_buffers
 from offload.tiers.memory import HostMemory
 
 

@@ -16,7 +16,7 @@ from offload.runtime.fetching import chunks_of
 from offload.runtime.flats import ChunkOf, Flat, Unit
 from offload.runtime.parts import Parts
 from offload.runtime.training import Training
-from offload.runtime.weight_names import Differences
+from offload.runtime.weight_names import Differences, persistent_buffers
 from offload.tiers.memory import HostMemory
 
 
@@ -153,13 +153,3 @@ class ValueLoading:
 def _share(ranks: Ranks, value: Tensor, owner: int) -> None:
     if value.numel():
         ranks.broadcast(value.view(-1).view(torch.uint8), owner)
-
-
-def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Every persistent buffer under each of its names."""
-    return [
-        (f"{prefix}.{name}" if prefix else name, buffer)
-        for prefix, module in model.named_modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
-    ]

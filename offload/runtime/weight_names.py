@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -74,16 +74,15 @@ def match_names(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], origin:
 
 def persistent_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The parameters and persistent buffers of `model` by fqn; a tied one under each of its fqns."""
-    found: dict[str, Tensor] = {}
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(persistent_buffers(model))}
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every persistent buffer of `model` by fqn; one that several modules hold under each of its fqns."""
     for prefix, module in model.named_modules(remove_duplicate=False):
-        held: dict[str, Tensor | None] = {
-            **module._parameters,
-            **{name: buffer for name, buffer in module._buffers.items() if name not in module._non_persistent_buffers_set},
-        }
-        for name, tensor in held.items():
-            if tensor is not None:
-                found[f"{prefix}.{name}" if prefix else name] = tensor
-    return found
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield (f"{prefix}.{name}" if prefix else name), buffer
 
 
 def _names_by_fqn(

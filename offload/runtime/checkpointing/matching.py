@@ -12,7 +12,7 @@ from torch import nn
 from offload.errors import CheckpointError
 from offload.runtime.checkpointing.consistency import Inconsistent, check_parameter, check_range, moments_of
 from offload.runtime.checkpointing.manifest import BufferEntry, Manifest, ParameterEntry, TensorEntry
-from offload.runtime.checkpointing.model_names import persistent_buffers
+from offload.runtime.checkpointing.model_names import buffers_once
 from offload.runtime.checkpointing.random_state import CPU, DEVICE, take_random_state
 from offload.runtime.checkpointing.tensor_file import DTYPE_CODES, DTYPES
 from offload.runtime.flats import ParameterInfo
@@ -65,7 +65,7 @@ class Matching:
 
     def _adopt(self, model: nn.Module) -> None:
         """An imported checkpoint does not know which tensors are buffers, nor which parameters are tied: the model does."""
-        buffers = dict(persistent_buffers(model))
+        buffers = dict(buffers_once(model))
         for entry in [entry for entry in self._parameters if entry.group is None and entry.fqns[0] in buffers]:
             self._parameters.remove(entry)
             check_parameter(entry, self._moments)
@@ -144,7 +144,7 @@ class Matching:
 
     def _check_buffers(self, model: nn.Module) -> None:
         saved = {entry.fqn: entry for entry in self._buffers}
-        buffers = dict(persistent_buffers(model))
+        buffers = dict(buffers_once(model))
         unknown = saved.keys() ^ buffers.keys() if self._manifest.imported is None else saved.keys() - buffers.keys()
         if unknown or len(saved) != len(self._buffers):
             listed = ", ".join(sorted(unknown)[:5])

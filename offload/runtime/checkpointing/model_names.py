@@ -8,19 +8,19 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from offload.runtime.weight_names import persistent_buffers
+
 CONFIGS = {"config": "config.json", "generation_config": "generation_config.json"}
 """Attributes of a Hugging Face model that its `save_pretrained` writes, and the files."""
 
 
-def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def buffers_once(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Every persistent buffer once, under its first name."""
     seen: set[int] = set()
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
-                continue
+    for fqn, buffer in persistent_buffers(model):
+        if id(buffer) not in seen:
             seen.add(id(buffer))
-            yield (f"{prefix}.{name}" if prefix else name), buffer
+            yield fqn, buffer
 
 
 def kept_fqn(model: nn.Module, fqns: Sequence[str]) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import stat
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from types import TracebackType
 import torch
 
 from offload.errors import CheckpointError
+from offload.runtime.checkpointing.crc32 import crc32
 from offload.runtime.checkpointing.manifest import Manifest, TensorEntry
 from offload.runtime.checkpointing.manifest_decoding import decode
 from offload.runtime.checkpointing.staged_folder import MANIFEST_NAME, lock_folder, open_folder, take_back
@@ -102,14 +102,14 @@ class OpenedCheckpoint:
             yield slab.view(DTYPES[tensor.dtype])
 
     def _slabs(self, name: str, what: str, offset: int, nbytes: int, expected: int) -> Iterator[torch.Tensor]:
-        crc32 = 0
+        found = 0
         for start in range(0, nbytes, _SLAB_NBYTES):
             slab = self.slab(min(_SLAB_NBYTES, nbytes - start))
             self._read(name, offset + start, slab)
-            crc32 = zlib.crc32(raw_bytes(slab), crc32)
+            found = crc32(raw_bytes(slab), found)
             yield slab
-        if crc32 != expected:
-            raise self.damaged(name, f"{what}, bytes [{offset}, {offset + nbytes}), has the checksum {crc32}, not {expected}")
+        if found != expected:
+            raise self.damaged(name, f"{what}, bytes [{offset}, {offset + nbytes}), has the checksum {found}, not {expected}")
 
     def damaged(self, name: str, what: str) -> CheckpointError:
         """The error that names a file of this checkpoint and what is wrong with it."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import bisect
 import json
 import os
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 
 from offload.errors import UsageError
 from offload.layout import round_up
-from offload.runtime.checkpointing.crc32 import combine
+from offload.runtime.checkpointing.crc32 import combine, crc32
 from offload.runtime.checkpointing.staged_folder import write_failure
 
 DATA_ALIGN = 4096
@@ -96,7 +95,7 @@ class TensorFile:
         self.path = folder / name
         self._specs = {spec.name: spec for spec in specs}
         header, self.offsets = lay_out(specs, metadata)
-        self.header_nbytes, self.header_crc32 = len(header), zlib.crc32(header)
+        self.header_nbytes, self.header_crc32 = len(header), crc32(header)
         self.nbytes = self.header_nbytes + sum(spec.nbytes for spec in specs)
         self._ends = dict.fromkeys(self._specs, 0)
         self._parts: dict[str, list[tuple[int, int, int]]] = {name: [] for name in self._specs}  # (start, nbytes, crc32)
@@ -125,7 +124,7 @@ class TensorFile:
         nbytes = len(view)
         if start_nbytes + nbytes > self._specs[name].nbytes:
             raise AssertionError(f"{self.path}: more bytes for {name!r} than its shape holds")
-        part = (start_nbytes, nbytes, zlib.crc32(view))
+        part = (start_nbytes, nbytes, crc32(view))
         begin = self.offsets[name] + start_nbytes
         try:
             for missing in self._not_shared(range(begin, begin + nbytes)):
@@ -143,7 +142,7 @@ class TensorFile:
                 self._write(memoryview(zeros), self.offsets[name] + start_nbytes)
             except OSError as error:
                 raise write_failure("writing", self.path, error) from error
-        self._parts[name].append((start_nbytes, nbytes, zlib.crc32(zeros)))
+        self._parts[name].append((start_nbytes, nbytes, crc32(zeros)))
 
     def fileno(self) -> int:
         """The descriptor, for whoever shares blocks with the file; he says so by `shares`."""
@@ -160,10 +159,10 @@ class TensorFile:
     def crc32(self, name: str) -> int:
         """Of all bytes of the tensor, which must be there."""
         position, total = 0, 0
-        for start, nbytes, crc32 in sorted(self._parts[name]):
+        for start, nbytes, checksum in sorted(self._parts[name]):
             if start != position:
                 raise AssertionError(f"{self.path}: bytes of {name!r} from {position} on came twice or not at all")
-            position, total = start + nbytes, combine(total, crc32, nbytes)
+            position, total = start + nbytes, combine(total, checksum, nbytes)
         if position != self._specs[name].nbytes:
             raise AssertionError(f"{self.path}: {position} of {self._specs[name].nbytes} bytes of {name!r} came")
         return total

@@ -32,7 +32,7 @@ from offload.runtime.checkpointing.manifest import (
     RandomEntry,
     TensorEntry,
 )
-from offload.runtime.checkpointing.model_names import persistent_buffers
+from offload.runtime.checkpointing.model_names import buffers_once
 from offload.runtime.checkpointing.random_state import CPU, DEVICE, take_random_state
 from offload.runtime.checkpointing.sharing import Sharing
 from offload.runtime.checkpointing.state_reading import ChunkState, PieceState, StateReader
@@ -226,8 +226,8 @@ class Snapshot:
 
     def _write_whole(self, model: nn.Module) -> None:
         """Buffers and random states, one file of each kind; none of buffers if there are none."""
-        self._buffer_shapes = {fqn: list(buffer.shape) for fqn, buffer in persistent_buffers(model)}
-        self._write_file("buffers", dict(persistent_buffers(model)) if self._rank == 0 else {})
+        self._buffer_shapes = {fqn: list(buffer.shape) for fqn, buffer in buffers_once(model)}
+        self._write_file("buffers", dict(buffers_once(model)) if self._rank == 0 else {})
         self._write_file("random", take_random_state(self._parts.accelerator.device))
 
     def _write_file(self, stem: str, tensors: Mapping[str, torch.Tensor]) -> None:
