@@ -188,20 +188,21 @@ def main() -> None:
     parser.add_argument("--shapes", default="125M,1B", help="which models, of " + ", ".join(SHAPES))
     parser.add_argument("--steps", type=int, default=6, help="steps whose median and peak the saves are compared with")
     options = parser.parse_args()
-    results = []
+    results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=options.nvme or ".", prefix="bench-") as folder:
         rates = {"memory": memory_rate(), "nvme": nvme_rates(folder)}
+        report = {"machine": describe_machine(), "rates": rates, "batch": 1, "sequence": SEQUENCE, "results": results}
         for shape in options.shapes.split(","):
             for case in CASES:
                 result = child({"case": case, "shape": shape, "steps": options.steps, "nvme": folder})
                 shutil.rmtree(Path(folder) / "saves", ignore_errors=True)
-                if result is not None:
-                    results.append(result)
-                    print(row(result), flush=True)
-    report = {"machine": describe_machine(), "rates": rates, "batch": 1, "sequence": SEQUENCE, "results": results}
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+                if result is None:
+                    continue
+                results.append(result)
+                print(row(result), flush=True)
+                if options.out is not None:  # after every case: a run that is stopped keeps what it has
+                    options.out.parent.mkdir(parents=True, exist_ok=True)
+                    options.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def row(result: dict[str, Any]) -> str:

@@ -27,8 +27,8 @@ def configuration(arguments: dict[str, Any], largest_numel: int) -> dict[str, An
     parameters: dict[str, Any] = {"device": device, "pin_memory": False}
     states: dict[str, Any] = {"device": device, "pin_memory": False}
     if device == "nvme":
-        parameters |= {"nvme_path": arguments["nvme"], "buffer_count": 12, "buffer_size": largest_numel + MIB, "max_in_cpu": 0}
-        states |= {"nvme_path": arguments["nvme"], "buffer_count": 4, "pipeline_read": True, "pipeline_write": True}
+        parameters |= {"nvme_path": arguments["nvme"], "buffer_count": 24, "buffer_size": largest_numel + MIB, "max_in_cpu": 0}
+        states |= {"nvme_path": arguments["nvme"], "buffer_count": 12, "pipeline_read": True, "pipeline_write": True}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": arguments["clip"],
@@ -43,10 +43,10 @@ def configuration(arguments: dict[str, Any], largest_numel: int) -> dict[str, An
             "overlap_comm": True,
             "contiguous_gradients": True,
             "sub_group_size": 64 * MIB,
-            "stage3_prefetch_bucket_size": 32 * MIB,
+            "stage3_prefetch_bucket_size": largest_numel // 4,
             "stage3_param_persistence_threshold": 100_000,
-            "stage3_max_live_parameters": 128 * MIB,
-            "stage3_max_reuse_distance": 128 * MIB,
+            "stage3_max_live_parameters": 2 * largest_numel,  # more than the buffers hold is an error
+            "stage3_max_reuse_distance": 2 * largest_numel,
         },
         "steps_per_print": 1 << 30,
     }  # fmt: skip

@@ -75,6 +75,7 @@ class _UnitFile:
             for gap in self.tensors.gaps(state.chunk_of, kind):
                 array = state.array(kind) if file.shares_blocks else None
                 file.pad(gap.name, gap.start_nbytes, gap.nbytes, overwrite=array is not None and _holds_any(array, gap))
+        file.write_back()
 
     def finish(self) -> None:
         self.opened().finish()
@@ -160,13 +161,18 @@ class Snapshot:
     def copy(self) -> None:
         """Write every chunk that is not yet, in the order in which updates will come; make the files durable; enter them
         into the manifest. Raises the first failure of any thread."""
+        written: _UnitFile | None = None
         for unit_index in self._order:
             file = self._files[unit_index]
             for chunk_of in chunks_of(file.unit):
                 if self._claim(chunk_of, waits=False):
                     self._fill(chunk_of, partial(self._reader.chunk, chunk_of))
             self._await(file.unit)
-            file.finish()
+            if written is not None:
+                written.finish()  # what the drive has had a unit's time for
+            written = file
+        if written is not None:
+            written.finish()
         for unit_index in sorted(self._files):
             self._files[unit_index].enter(self._manifest)
         self._finish_whole()
