@@ -35,6 +35,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 FLAT_NUMEL = 32 * 2**20
 HIDDEN, LAYERS, VOCABULARY, POSITIONS = 768, 12, 50257, 1024
+PAUSE_SECONDS = 0.02
+"""Before each call: OpenMP's threads spin on for some milliseconds after theirs, on the cores that the next one needs."""
 FORMATS = ("fp32", "mixed", "split", "bf16", "8bit")
 BETAS, EPS, LR, DECAY = (0.9, 0.999), 1e-8, 1e-3, 0.01
 # Bytes of one element of each array: (read, written).
@@ -234,6 +236,7 @@ def rounds(calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, lis
         call()
     while len(next(iter(times.values()))) < 5 or time.perf_counter() < end:
         for name, call in calls.items():
+            time.sleep(PAUSE_SECONDS)
             start = time.perf_counter()
             call()
             times[name].append(time.perf_counter() - start)
