@@ -27,7 +27,7 @@ from typing import Any
 import psutil
 from train_step import SEQUENCE, SHAPES, VOCABULARY, build, describe_machine, memory_rate, nvme_rates, status_nbytes
 
-CASES = ("offload", "offload, waiting", "offload, not verified", "torch.save", "deepspeed")
+CASES = ("offload", "torch.save", "offload, waiting", "deepspeed", "offload, not verified")
 
 
 def peak_nbytes_of(action: Callable[[], None]) -> int:
