@@ -46,7 +46,7 @@ def machine_line(report: dict[str, Any]) -> str:
 def train_step(report: dict[str, Any]) -> str:
     """The table of benchmarks/train_step.py."""
     lines = [
-        "GPT-2-shaped, batch 1 x 128, fp32, clip 1.0, no GPU; median of the steps of one run. " + machine_line(report),
+        "GPT-2-shaped, batch 1 x 128, fp32, clip 1.0, no GPU; medians of steps, each model in one run. " + machine_line(report),
         "",
         "| model | how | s/step | x plain | floor s | hidden: NVMe read, write, Adam | peak RSS |",
         "|---|---|---|---|---|---|---|",

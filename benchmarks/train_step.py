@@ -282,6 +282,13 @@ def compare(options: argparse.Namespace, folder: str, rates: dict[str, Any]) -> 
     return results
 
 
+def others(before: dict[str, Any], report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The results of shapes that this run did not measure, if they are from the same machine; each shape is of one run."""
+    measured = {result["shape"] for result in report["results"]}
+    same = before["machine"] == report["machine"]
+    return [result for result in before["results"] if same and result["shape"] not in measured]
+
+
 def sweep(options: argparse.Namespace, folder: str, rates: dict[str, Any]) -> list[dict[str, Any]]:
     """The step of the first shape on NVMe, for `cpu_memory` from the smallest to what keeps everything."""
     compute, results = Compute(), []
@@ -306,7 +313,7 @@ def finished(result: dict[str, Any], compute: Compute, common: dict[str, Any], r
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write the figures there as JSON (and of a sweep the plot beside it, as SVG)")
+    parser.add_argument("--out", type=Path, help="the figures as JSON (of a sweep the plot beside it); other shapes in it stay")
     parser.add_argument("--nvme", help="folder on the drive to use; default: a temporary one in the current folder")
     parser.add_argument("--shapes", default="125M,1B", help="which models, of " + ", ".join(SHAPES))
     parser.add_argument("--steps", type=int, default=8, help="steps that count, after some that do not")
@@ -318,6 +325,10 @@ def main() -> None:
         results = sweep(options, folder, rates) if options.memory_sweep else compare(options, folder, rates)
     report = {"machine": describe_machine(), "rates": rates, "batch": 1, "sequence": SEQUENCE, "clip": CLIP, "results": results}
     if options.out is not None:
+        if options.out.exists() and not options.memory_sweep:
+            before = json.loads(options.out.read_text())
+            every = others(before, report) + results
+            report["results"] = sorted(every, key=lambda result: list(SHAPES).index(result["shape"]))
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(report, indent=1) + "\n")
         if options.memory_sweep:
