@@ -158,10 +158,6 @@ class FlatLayout:
         """[start, stop) of the flat in pieces of the size of this rank's chunks."""
         return _cut(start, stop, self.chunks[0].numel)
 
-    def shard_of(self, rank: int) -> Shard:
-        """The shard of another rank of the same layout."""
-        return Shard(rank, rank * self.shard.numel, self.shard.numel)
-
     def slot_of(self, parameter_index: int) -> Slot:
         """Where a parameter of this flat lies."""
         return next(slot for slot in self.slots if slot.parameter_index == parameter_index)

@@ -27,7 +27,6 @@ SCALE_GROUP = 64
 """Elements that share a scale of 8-bit moments, counted from a parameter's first."""
 _LOW = 0xFFFF
 _CANONICAL_NAN = 0x7FC00000
-_INFINITY = 0x7F800000
 
 
 def group_count(numel: int) -> int:

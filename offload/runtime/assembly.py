@@ -156,16 +156,14 @@ def rebuild(parts: Parts, config: Config, moments: tuple[str, ...]) -> Parts:
     building = Building(choose_accelerator(), parts.layout, parts.placement, config, None, moments)
     modules = [ModuleUnit(unit.name, unit.module) for unit in parts.units]
     by_unit = [list(unit.parameters) for unit in parts.units]
-    for info in parts.parameters:
-        if info.guard is not None:
-            info.guard.open_up()
+    for unit in parts.units:
+        unit.open_up()  # their guards ask the engine that failed
     try:
         return building.finish(modules, by_unit, guess(0, range(1, len(modules))), NoValues(), lambda _: InitialState({}, 0))
     except BaseException:
         building.close()
-        for info in parts.parameters:
-            if info.guard is not None:
-                info.guard.close_off(readable=False)
+        for unit in parts.units:
+            unit.close_off(readable=False)
         raise
 
 

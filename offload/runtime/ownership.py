@@ -50,10 +50,8 @@ def let_go(parts: Parts) -> None:
 
 
 def guard_parameters(parts: Parts, training: Training) -> None:
-    """Put a guard before every parameter: from now on its value is there during uses only."""
+    """Put a guard before every parameter, none of which is guarded: from now on its value is there during uses only."""
     for info in parts.parameters:
-        if info.guard is not None:
-            info.guard.open_up()  # it asked the engine that failed
         info.guard = ParameterGuard(info.fqn, info.parameter, _bringer(training, info.index))
     for unit in parts.units:
         parts.residency.close_off(unit.index)
