@@ -216,7 +216,7 @@ class Engine:
         """
         self._require_open()
         parts, training = self._parts, self._training
-        seconds, links = self._links.take()
+        reading = self._links.take()
         return {
             "steps": training.step_count,
             "skipped_steps": training.loss_scale.skipped_step_count,
@@ -234,9 +234,9 @@ class Engine:
             "host_peak_nbytes": parts.ledger.peak_nbytes,
             "resident_peak_nbytes": parts.residency.peak_resident_nbytes,
             "device_peak_nbytes": parts.accelerator.peak_nbytes(),
-            "io": parts.backend.stats() if parts.backend is not None else None,
+            "io": reading.io,
             "io_backend": parts.backend.name if parts.backend is not None else None,
-            "seconds": seconds,
+            "seconds": reading.seconds,
             "links": {
                 name: {
                     "busy_seconds": link.busy_seconds,
@@ -244,7 +244,7 @@ class Engine:
                     "hidden": link.hidden,
                     "nbytes": link.nbytes,
                 }
-                for name, link in links.items()
+                for name, link in reading.links.items()
             },
             "ranks": parts.ranks.statistics() if parts.ranks is not None else {},
         }

@@ -118,6 +118,18 @@ class Link:
         return max(0.0, 1.0 - self.exposed_seconds / self.busy_seconds)
 
 
+@dataclass(frozen=True, slots=True)
+class LinkReading:
+    """One reading of the meter. `io` is what the links were computed from: a later reading of the backend, whose lanes
+    work on meanwhile, would not add up with them."""
+
+    seconds: dict[str, float]
+    """By phase."""
+    links: dict[str, Link]
+    io: IoStats | None
+    """Since the backend was opened; None without one."""
+
+
 class LinkMeter:
     """The timeline and the I/O backend's counters as links: NVMe read, NVMe write, and Adam (memory).
 
@@ -127,12 +139,12 @@ class LinkMeter:
         self._timeline, self._backend = timeline, backend
         self._before = IoStats()
 
-    def take(self) -> tuple[dict[str, float], dict[str, Link]]:
-        """Seconds by phase, and the links by name, since the last time."""
+    def take(self) -> LinkReading:
+        """What happened since the last time."""
         sums = self._timeline._take()
         links = {_ADAM: Link(sums.seconds.get(f"lane work: {_ADAM}", 0.0), sums.exposed.get(_ADAM, 0.0))}
         if self._backend is None:
-            return sums.seconds, links
+            return LinkReading(sums.seconds, links, None)
         before, now = self._before, self._backend.stats()
         self._before = now
         written_exposed = sums.exposed.get(RECORD_WRITES, 0.0)
@@ -145,4 +157,4 @@ class LinkMeter:
         links["nvme write"] = Link(
             (now.write_busy_ns - before.write_busy_ns) / 1e9, written_exposed, now.written_nbytes - before.written_nbytes
         )
-        return sums.seconds, links
+        return LinkReading(sums.seconds, links, now)

@@ -57,15 +57,17 @@ def test_what_the_lane_does_while_the_model_waits_is_exposed() -> None:
     with timeline.waiting("fetch"):
         clock.passes(1)
     backend.counters = IoStats(700, 300, 10_000_000_000, 1_000_000_000)
-    seconds, links = meter.take()
+    reading = meter.take()
+    seconds, links = reading.seconds, reading.links
+    assert reading.io == IoStats(700, 300, 10_000_000_000, 1_000_000_000)
     assert seconds["lane wait: read records"] == pytest.approx(7.0) and seconds["wait: update"] == pytest.approx(6.75)
     assert links["adam"].busy_seconds == pytest.approx(3.0) and links["adam"].exposed_seconds == pytest.approx(2.0)
     read, write = links["nvme read"], links["nvme write"]
     assert (read.nbytes, write.nbytes) == (700, 300)
     assert read.exposed_seconds == pytest.approx(4.0 + 1.0) and read.hidden == pytest.approx(0.5)
     assert write.exposed_seconds == pytest.approx(0.25) and write.hidden == pytest.approx(0.75)
-    again_seconds, again = meter.take()
-    assert again_seconds == {} and all(link.busy_seconds == 0 and link.hidden is None for link in again.values())
+    again = meter.take()
+    assert again.seconds == {} and all(link.busy_seconds == 0 and link.hidden is None for link in again.links.values())
 
 
 def test_a_phase_that_is_going_on_is_split_at_the_reading() -> None:
@@ -74,10 +76,10 @@ def test_a_phase_that_is_going_on_is_split_at_the_reading() -> None:
     meter = LinkMeter(timeline, None)
     with timeline.waiting("update"), timeline.lane_working("adam"):
         clock.passes(1)
-        assert meter.take()[1]["adam"].exposed_seconds == pytest.approx(1.0)
+        assert meter.take().links["adam"].exposed_seconds == pytest.approx(1.0)
         clock.passes(2)
-    assert meter.take()[1]["adam"].exposed_seconds == pytest.approx(2.0)
-    assert set(meter.take()[1]) == {"adam"}
+    assert meter.take().links["adam"].exposed_seconds == pytest.approx(2.0)
+    assert set(meter.take().links) == {"adam"}
 
 
 @pytest.mark.parametrize("setup", [ON_NVME, Setup("nvme", "nvme", "cpu"), Setup("cpu", "cpu", "cpu")], ids=lambda s: s.name)
