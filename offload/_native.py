@@ -37,7 +37,7 @@ SIMD_LEVELS = {"scalar": 0, "avx2": 1, "avx512": 2, "neon": 3}
 
 IO_KINDS = {"io_uring": 0, "threads": 1}
 IO_OPERATIONS = {"read": 0, "write": 1, "fdatasync": 2}
-PRIORITY_HIGH, PRIORITY_LOW = 0, 1
+PRIORITY_HIGH, PRIORITY_LOW, PRIORITY_BACKGROUND = 0, 1, 2
 
 HUGE_PAGE_NBYTES = 2 << 20
 STREAM_STEP_NUMEL = 64  # `stream` takes whole steps

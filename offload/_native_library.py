@@ -9,7 +9,7 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64
 from pathlib import Path
 from typing import NamedTuple
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 LIBRARY_NAME = "liboffload_native.so"
 
 

@@ -205,6 +205,7 @@ class Engine:
         unknown, and shapes that do not fit, are a `UsageError` before anything changes. Host memory: one unit.
         """
         self._require_open()
+        self._checkpointing.saver.settle()  # what is set goes around the updates
         ValueLoading(self._parts, self._training, self.module, state).run()
 
     def stats(self) -> dict[str, Any]:

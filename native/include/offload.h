@@ -23,7 +23,7 @@ extern "C" {
 #define OFFLOAD_API __attribute__((visibility("default")))
 
 /* Changes whenever a signature, a structure or the meaning of an argument below changes. */
-#define OFFLOAD_ABI_VERSION 2
+#define OFFLOAD_ABI_VERSION 3
 
 enum { OFFLOAD_F32 = 0, OFFLOAD_BF16 = 1, OFFLOAD_F16 = 2 };
 enum { OFFLOAD_SIMD_BEST = -1, OFFLOAD_SIMD_SCALAR = 0, OFFLOAD_SIMD_AVX2 = 1, OFFLOAD_SIMD_AVX512 = 2, OFFLOAD_SIMD_NEON = 3 };
@@ -220,7 +220,7 @@ typedef struct offload_io offload_io;
 
 enum { OFFLOAD_IO_URING = 0, OFFLOAD_IO_THREADS = 1 };
 enum { OFFLOAD_IO_READ = 0, OFFLOAD_IO_WRITE = 1, OFFLOAD_IO_FDATASYNC = 2 };
-enum { OFFLOAD_IO_HIGH = 0, OFFLOAD_IO_LOW = 1 };
+enum { OFFLOAD_IO_HIGH = 0, OFFLOAD_IO_LOW = 1, OFFLOAD_IO_BACKGROUND = 2 };
 
 typedef struct offload_io_result {
     int64_t status;             /* 0 or a negated errno value; -ENODATA: the file ended before nbytes */
@@ -262,7 +262,9 @@ OFFLOAD_API int offload_io_unregister(offload_io* io, void* address);
 
 /* Queue a transfer of nbytes between buffer and file offset, or an fdatasync of what was written and waited for before
  * (buffer, nbytes and offset are then unused). Returns at once; `*ticket` names it. Blocks of high-priority requests
- * start before blocks of low-priority ones, and in order of submission within a priority. Short transfers are
+ * start before blocks of low-priority ones, those before background ones, and in order of submission within a priority.
+ * Of background blocks one at a time is in flight beside others, else an eighth of the queue depth, so that what comes
+ * next does not wait behind many of them in the drive. Short transfers are
  * continued, EINTR and EAGAIN retried. Where fd is O_DIRECT, alignment is the caller's duty. Thread-safe.
  * -ECHILD in a forked child. */
 OFFLOAD_API int offload_io_submit(offload_io* io, int32_t op, int32_t fd, void* buffer, int64_t nbytes, int64_t offset, int32_t priority,

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <iterator>
 #include <new>
 #include <system_error>
 
@@ -52,6 +53,7 @@ int offload_io::submit(int32_t op, int fd, void* buffer, int64_t nbytes, int64_t
     request->op = op;
     request->fd = fd;
     request->direct = transfers && offload::is_direct(fd);
+    request->background = priority == OFFLOAD_IO_BACKGROUND;
     request->buffer = static_cast<char*>(buffer);
     request->nbytes = transfers ? nbytes : 0;
     request->offset = transfers ? offset : 0;
@@ -126,10 +128,20 @@ void offload_io::close() {
     join();
 }
 
+bool offload_io::takes_background() const {
+    const int64_t most = in_flight_count_[false] > 0 ? 1 : std::max(1, queue_depth_ / 8);
+    return in_flight_count_[true] < most;
+}
+
+bool offload_io::is_queued() const {
+    return std::any_of(std::begin(queues_), std::end(queues_), [](const auto& queue) { return !queue.empty(); });
+}
+
 bool offload_io::take_block(IoBlock* block) {
     for (auto& queue : queues_) {
         if (queue.empty()) continue;
         IoTicket& ticket = *queue.front();
+        if (ticket.background && !takes_background()) return false; // its queue is the last one
         *block = IoBlock();
         block->ticket = &ticket;
         block->op = ticket.op;
@@ -142,6 +154,7 @@ bool offload_io::take_block(IoBlock* block) {
             ticket.cut_nbytes += block->nbytes;
         }
         ++ticket.in_flight_count;
+        ++in_flight_count_[ticket.background];
         ticket.all_cut = ticket.cut_nbytes == ticket.nbytes;
         Busy& busy = busy_of(ticket.op);
         if (busy.in_flight_count++ == 0) busy.since_ns = offload::now_ns();
@@ -204,6 +217,7 @@ bool offload_io::end_block(const IoBlock& block, int64_t transferred_nbytes, int
         }
     }
     --ticket->in_flight_count;
+    --in_flight_count_[ticket->background];
     settle_if_over(ticket);
     return false;
 }
@@ -239,7 +253,7 @@ int offload_io_destroy(offload_io* io) {
 
 int offload_io_submit(offload_io* io, int32_t op, int32_t fd, void* buffer, int64_t nbytes, int64_t offset, int32_t priority,
                       uint64_t* ticket) {
-    if (io == nullptr || ticket == nullptr || (priority != OFFLOAD_IO_HIGH && priority != OFFLOAD_IO_LOW)) return -EINVAL;
+    if (io == nullptr || ticket == nullptr || priority < OFFLOAD_IO_HIGH || priority > OFFLOAD_IO_BACKGROUND) return -EINVAL;
     if (op < OFFLOAD_IO_READ || op > OFFLOAD_IO_FDATASYNC) return -EINVAL;
     if (op != OFFLOAD_IO_FDATASYNC) {
         if (nbytes < 0 || offset < 0 || offset > INT64_MAX - nbytes || (buffer == nullptr && nbytes > 0)) return -EINVAL;

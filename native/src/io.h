@@ -41,6 +41,7 @@ struct IoTicket {
     int32_t op = OFFLOAD_IO_READ;
     int fd = -1;
     bool direct = false;
+    bool background = false;
     char* buffer = nullptr;
     int64_t nbytes = 0;
     int64_t offset = 0;
@@ -79,8 +80,12 @@ struct offload_io {
     void close();
 
   protected:
-    // The next block to transfer, high priority first. False: nothing to do now. The caller holds mutex_.
+    // The next block to transfer, high priority first. False: nothing to do until another block ends or comes. The caller
+    // holds mutex_.
     bool take_block(offload::IoBlock* block);
+
+    // Whether there is a block that was not taken yet. The caller holds mutex_.
+    bool is_queued() const;
 
     // Account for one attempt, `result` being bytes or a negated errno value. True: the block goes on and is to be
     // attempted again. The caller holds mutex_.
@@ -105,6 +110,7 @@ struct offload_io {
         int64_t transferred_nbytes = 0;
     };
 
+    bool takes_background() const;
     Busy& busy_of(int32_t op) { return busy_[op == OFFLOAD_IO_READ ? 0 : 1]; }
     bool end_block(const offload::IoBlock& block, int64_t transferred_nbytes, int64_t status);
     bool continue_after_short(offload::IoBlock* block, int64_t transferred_nbytes);
@@ -116,7 +122,8 @@ struct offload_io {
     int64_t fixed_nbytes_ = 0;
     std::condition_variable all_settled_;
     std::unordered_map<uint64_t, std::shared_ptr<offload::IoTicket>> tickets_;
-    std::deque<std::shared_ptr<offload::IoTicket>> queues_[2]; // by priority; tickets not cut to the end
+    std::deque<std::shared_ptr<offload::IoTicket>> queues_[3]; // by priority; tickets not cut to the end
+    int64_t in_flight_count_[2] = {0, 0};                      // blocks, of requests that are not background and that are
     Busy busy_[2];                                             // reads; writes and fdatasync
 };
 

@@ -50,6 +50,7 @@ class ThreadsIo final : public offload_io {
                 if (stopping_) return;
                 work_wanted_.wait(lock);
             }
+            if (is_queued()) work_wanted_.notify_one(); // the end of one block may let several go
             for (bool again = true; again;) {
                 lock.unlock();
                 const int64_t result = transfer(block);

@@ -53,7 +53,7 @@ class Checkpointing:
     ) -> None:
         self._parts, self._training, self._model, self._optimizer = parts, training, model, optimizer
         self._gathering = gathering
-        self.saver = Saver(parts, model)
+        self.saver = Saver(parts, model, self._finish_updates)
 
     # ---- save ----------------------------------------------------------------------------------------------------
 
@@ -63,14 +63,28 @@ class Checkpointing:
         client = checked_client_state(client_state)
         self._training.check()
         self.saver.finish()
-        self._settle("save_checkpoint")
+        self._require_between_steps("save_checkpoint")
+        if wait or not self.saver.follows_updates:
+            with self._training.failures():
+                self._training.settle()
         manifest = self._manifest(client)
         if wait:
             return self.saver.save(path, manifest, keep_last, self._training.failures)
         return self.saver.start(path, manifest, keep_last)
 
-    def _settle(self, what: str) -> None:
-        """Between steps, with nothing enqueued; else raise what to do."""
+    def _finish_updates(self) -> None:
+        """Of the last step. Raises `EngineFailedError` where one failed already."""
+        training = self._training
+        self._require_outside("waiting for a save")
+        if training.closed:  # by `close`, which raises what fails here
+            if training.failure is not None:
+                raise EngineFailedError(f"the engine failed: {training.failure}") from training.failure
+            training.settle()
+            return
+        with training.failures():
+            training.settle()
+
+    def _require_between_steps(self, what: str) -> None:
         self._training.check()
         if self._training.is_within_step:
             raise UsageError(
@@ -78,8 +92,6 @@ class Checkpointing:
                 "optimizer.step() (and before zero_grad(set_to_none=False)), or drop them by optimizer.zero_grad()."
             )
         self._require_outside(what)
-        with self._training.failures():
-            self._training.settle()
 
     def _require_outside(self, what: str) -> None:
         if self._parts.residency.in_forward or in_backward():

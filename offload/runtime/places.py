@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import torch
 
@@ -84,6 +85,7 @@ class Places:
         self._purpose = purpose
         self._lock = threading.Lock()
         self._writes: dict[tuple[int, int], Pending] = {}
+        self._kept: dict[tuple[int, int], Extent] = {}
 
     def nbytes(self, chunk_of: ChunkOf) -> int:
         extent = self._extents.get(chunk_of.key)
@@ -112,6 +114,31 @@ class Places:
             self._store.share(extent, share)
         except StorageError as error:
             raise _named(error, self._purpose, chunk_of) from error
+
+    def keep(self, chunk_of: ChunkOf) -> bool:
+        """Keep the chunk's bytes of now for `read_kept`, whatever is written from now on, until `let_go`; False where the
+        store cannot (`Store.keep`). Waits for its last write."""
+        self.settle_write(chunk_of)
+        extent = self._extents.get(chunk_of.key)
+        if extent is None or self._store is None or not self._store.keep(extent):
+            return False
+        self._kept[chunk_of.key] = extent
+        return True
+
+    def read_kept(self, chunk_of: ChunkOf, into: torch.Tensor) -> Pending:
+        assert self._store is not None, "what has no bytes is not kept"
+        return _OfChunk(self._store.read_kept(self._kept[chunk_of.key], into), self._purpose, chunk_of)
+
+    def let_go(self, chunk_of: ChunkOf) -> None:
+        """What was kept, if anything was, is not needed any more."""
+        extent = self._kept.pop(chunk_of.key, None)
+        if extent is not None:
+            assert self._store is not None
+            self._store.let_go(extent)
+
+    def room_to_keep(self) -> list[tuple[Path, int]]:
+        """See `Store.room_to_keep`."""
+        return self._store.room_to_keep() if self._store is not None else []
 
     def write(self, chunk_of: ChunkOf, source: torch.Tensor) -> Pending:
         self.settle_write(chunk_of)

@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
 from offload.device import updating
 from offload.device.accelerator import Accelerator
-from offload.device.lane import InlineLane
+from offload.device.lane import InlineLane, ThreadLane
 from offload.device.pending import Pending
 from offload.device.records import MASTER, Record
 from offload.device.rules import Hyper
@@ -32,7 +33,16 @@ from offload.runtime.sinks import Old, ParameterSink
 from offload.runtime.timeline import RECORD_WRITES, Timeline
 from offload.tiers.staging import Lease, StagingPool
 
-BeforeUpdate = Callable[[ChunkOf, Tensor, Record], None]
+
+class Watcher(Protocol):
+    """Sees every chunk's update, on the lane."""
+
+    def before_update(self, chunk_of: ChunkOf, values: Tensor, record: Record) -> None:
+        """The chunk's record and values are at hand and about to be overwritten."""
+
+    def after_update(self, chunk_of: ChunkOf) -> None:
+        """The chunk was updated: who waits for its last write finds the new version in its places."""
+
 
 RECORDS = "optimizer records"
 RECORDS_ON_DEMAND = "optimizer records out of order"
@@ -93,8 +103,7 @@ class Updates:
         # On the device an update is a launch in the order of compute, not work for a thread of the host.
         self._reads = not records.in_memory or gradients.spills
         self._lane = InlineLane() if records.on_device else accelerator.host_lane("update", waits_for_io=self._reads)
-        self.before_update: BeforeUpdate | None = None
-        """Called on the lane when a chunk's record and values are at hand and about to be overwritten."""
+        self.watcher: Watcher | None = None
         self._units: dict[int, _UnitUpdate] = {}
         self._ahead: deque[ChunkUpdate] = deque()
         self.ask_gather: Callable[[int], Asked] | None = None
@@ -109,6 +118,15 @@ class Updates:
     def pending_units(self) -> list[int]:
         """Indices of the units whose parameters are not yet those of the last step, in the enqueued order."""
         return list(self._units)
+
+    @property
+    def runs_beside(self) -> bool:
+        """Whether the lane is a thread of its own."""
+        return isinstance(self._lane, ThreadLane)
+
+    def coming(self) -> list[ChunkOf]:
+        """The chunks whose enqueued update is not over."""
+        return [one.chunk_of for update in self._units.values() for one in update.chunks if not one.applied]
 
     def is_pending(self, unit_index: int) -> bool:
         return unit_index in self._units
@@ -272,10 +290,10 @@ class Updates:
         buffer = lease.tensor if lease is not None else self._records.view(chunk_of)
         assert buffer is not None
         record = self._records.over(chunk_of, buffer)
-        before_update = self.before_update  # once: a save that ends takes it away
-        if before_update is not None:
+        watcher = self.watcher  # once: a save that ends takes it away
+        if watcher is not None:
             with self._timeline.lane_waiting("copy for checkpoint"):
-                before_update(chunk_of, values, record)
+                watcher.before_update(chunk_of, values, record)
         with self._timeline.lane_working("adam"):
             pairs = zip(chunk_update.pieces, gradients, strict=True)
             updating.update([_segment(chunk_update, piece, record, gradient, values) for piece, gradient in pairs])
@@ -284,7 +302,10 @@ class Updates:
         if lease is not None:
             chunk_update.lease = None
             lease.release(after=self._records.write(chunk_of, buffer[: self._records.nbytes(chunk_of)]))
-        chunk_update.applied = True
+        chunk_update.applied = True  # before it is told: `coming` may be asked for between the two
+        watcher = self.watcher
+        if watcher is not None:
+            watcher.after_update(chunk_of)
         return published
 
 

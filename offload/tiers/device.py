@@ -11,10 +11,10 @@ from offload.device.pending import Pending, Settled
 from offload.layout import Extent
 from offload.tiers.extent_guard import ExtentGuard
 from offload.tiers.io.backend import Priority
-from offload.tiers.store import ShareBlocks
+from offload.tiers.store import KeepsNothing, ShareBlocks
 
 
-class DeviceStore:
+class DeviceStore(KeepsNothing):
     """One device tensor, zeroed, cut into extents. Everything is in the order of the compute stream."""
 
     def __init__(self, name: str, extents: Iterable[Extent], device: torch.device) -> None:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import Tensor
 
 from offload.device.pending import AllOf, Pending
 from offload.layout import EXTENT_ALIGN, Extent
-from offload.tiers.extent_guard import ExtentGuard
+from offload.tiers.aside import Asides, Files
+from offload.tiers.extent_guard import ExtentGuard, Operation
 from offload.tiers.held_room import HeldRoom
 from offload.tiers.io.backend import IoBackend, Priority
 from offload.tiers.io.failure import storage_error
@@ -54,6 +57,7 @@ class NvmeStore:
         if stripe_nbytes <= 0 or stripe_nbytes % EXTENT_ALIGN:
             raise AssertionError(f"{name}: stripes of {stripe_nbytes} bytes are not a positive multiple of {EXTENT_ALIGN}")
         self.name = name
+        extents = tuple(extents)
         self._guard = ExtentGuard(name, extents)
         self.nbytes = self._guard.nbytes
         self._stripe_nbytes = stripe_nbytes
@@ -63,14 +67,42 @@ class NvmeStore:
             name, striped_nbytes(self.nbytes, scratch.path_count, stripe_nbytes)
         )
         self._room = HeldRoom(name, scratch)
+        self._kept_guard = ExtentGuard(f"{name} (kept)", extents)
+        self._asides = Asides(name, self._files, scratch, self._ranges)
         self._shared: set[Extent] = set()
         """Those that room is held for: they share blocks, or did, and were not written since."""
 
     def read(self, extent: Extent, into: Tensor, *, priority: Priority = Priority.PARAMETER) -> Pending:
-        return self._submit(extent, into, priority, is_write=False)
+        with self._begun(self._guard, extent, into, is_write=False) as operation:
+            expected = self._checksums.get(extent) if self._checksums is not None else None
+            self._submit(operation, into, priority, self._asides.files(extent), expected)
+            return operation
 
     def write(self, extent: Extent, source: Tensor, *, priority: Priority = Priority.STATE) -> Pending:
-        return self._submit(extent, source, priority, is_write=True)
+        with self._begun(self._guard, extent, source, is_write=True) as operation:
+            if extent in self._shared:
+                self._give_room_back(extent)
+            if self._checksums is not None:
+                self._checksums[extent] = [checksum(_part(source, piece)) for piece in self._pieces(extent)]
+            self._submit(operation, source, priority, self._asides.about_to_write(extent), None)
+            return operation
+
+    def keep(self, extent: Extent) -> bool:
+        self._guard.check_readable(extent, "keeping")
+        return self._asides.keep(extent, self._checksums.get(extent) if self._checksums is not None else None)
+
+    def read_kept(self, extent: Extent, into: Tensor, *, priority: Priority = Priority.BACKGROUND) -> Pending:
+        with self._begun(self._kept_guard, extent, into, is_write=False) as operation:
+            files, expected = self._asides.kept(extent)
+            self._submit(operation, into, priority, files, expected)
+            return operation
+
+    def let_go(self, extent: Extent) -> None:
+        self._asides.let_go(extent)
+
+    def room_to_keep(self) -> list[tuple[Path, int]]:
+        sizes = striped_nbytes(self.nbytes, len(self._files), self._stripe_nbytes)
+        return [(file.path.parent, nbytes) for file, nbytes in zip(self._files, sizes, strict=True)]
 
     def view(self, extent: Extent) -> Tensor | None:
         self._guard.check_extent(extent, "a view")
@@ -78,66 +110,73 @@ class NvmeStore:
 
     def share(self, extent: Extent, share: ShareBlocks) -> None:
         self._guard.check_readable(extent, "sharing")
+        files = self._asides.files(extent)
         for piece in self._pieces(extent):
             part = range(piece.start_nbytes, piece.start_nbytes + piece.nbytes)
-            if share(self._files[piece.file_index], piece.file_offset_nbytes, part):
+            if share(files[piece.file_index], piece.file_offset_nbytes, part):
                 self._shared.add(extent)  # first: what is held in part is given back by the next write too
                 self._room.hold(piece.file_index, piece.file_offset_nbytes, piece.nbytes)
 
     def flush(self) -> None:
         self._guard.drain()
-        for file in self._files:
+        for file in self._asides.all_files:
             # Through the page cache a failed write-back shows up here or never.
             if not file.direct:
                 _sync(file)
         self._guard.raise_unseen()
 
     def close(self) -> None:
+        self._kept_guard.close()
         if self._guard.close():
             for file in self._files:
                 file.close()
+            self._asides.close()
             self._room.close()
 
-    def _submit(self, extent: Extent, tensor: Tensor, priority: Priority, *, is_write: bool) -> Pending:
-        operation = self._guard.begin(extent, tensor, is_write=is_write)
-        transfer = self._backend.write if is_write else self._backend.read
+    @contextmanager
+    def _begun(self, guard: ExtentGuard, extent: Extent, tensor: Tensor, *, is_write: bool) -> Iterator[Operation]:
+        operation = guard.begin(extent, tensor, is_write=is_write)
+        try:
+            yield operation
+        except BaseException:
+            guard.abandon(operation)
+            raise
+
+    def _submit(
+        self, operation: Operation, tensor: Tensor, priority: Priority, files: Files, expected: list[int] | None
+    ) -> None:
+        """`expected`: what a read is compared with; None: with nothing, as for what was never written."""
+        transfer = self._backend.write if operation.is_write else self._backend.read
         parts: list[Pending] = []
         try:
-            if is_write and extent in self._shared:
-                self._give_room_back(extent)
-            if is_write and self._checksums is not None:
-                self._checksums[extent] = [checksum(_part(tensor, piece)) for piece in self._pieces(extent)]
-            for piece in self._pieces(extent):
+            for piece in self._pieces(operation.extent):
                 part = _part(tensor, piece)
-                parts.append(transfer(self._files[piece.file_index], part, piece.file_offset_nbytes, priority=priority))
+                parts.append(transfer(files[piece.file_index], part, piece.file_offset_nbytes, priority=priority))
         except BaseException:
-            try:
-                AllOf(parts).wait()  # nothing may be in flight when the caller takes its tensor back
-            finally:
-                self._guard.abandon(operation)
+            AllOf(parts).wait()  # nothing may be in flight when the caller takes its tensor back
             raise
         transfers = parts[0] if len(parts) == 1 else AllOf(parts)
-        operation.start(transfers if is_write else self._verified(extent, tensor, transfers))
-        return operation
+        operation.start(transfers if expected is None else self._verified(operation.extent, tensor, transfers, files, expected))
 
     def _give_room_back(self, extent: Extent) -> None:
         self._shared.discard(extent)
         for piece in self._pieces(extent):
             self._room.give_back(piece.file_index, piece.file_offset_nbytes, piece.nbytes)
 
-    def _verified(self, extent: Extent, tensor: Tensor, transfers: Pending) -> Pending:
-        """The read, and the comparison with what the last write left; what was never written is not compared."""
-        expected = self._checksums.get(extent) if self._checksums is not None else None
-        if expected is None:
-            return transfers
+    def _verified(self, extent: Extent, tensor: Tensor, transfers: Pending, files: Files, expected: list[int]) -> Pending:
+        """The read, and the comparison with what the write left."""
         pieces = zip(self._pieces(extent), expected, strict=True)
         return VerifiedRead(
             transfers,
             [
-                Stored(self._files[piece.file_index].path, piece.file_offset_nbytes, _part(tensor, piece), total)
+                Stored(files[piece.file_index].path, piece.file_offset_nbytes, _part(tensor, piece), total)
                 for piece, total in pieces
             ],
         )
+
+    def _ranges(self, extent: Extent) -> Iterator[tuple[int, int, int]]:
+        for piece in self._pieces(extent):
+            yield piece.file_index, piece.file_offset_nbytes, piece.nbytes
 
     def _pieces(self, extent: Extent) -> Iterator[_Piece]:
         file_count = len(self._files)

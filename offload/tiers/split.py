@@ -12,6 +12,7 @@ and the drive has all the time of their updates to bring the others.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from torch import Tensor
 
@@ -65,6 +66,21 @@ class SplitStore:
     def share(self, extent: Extent, share: ShareBlocks) -> None:
         store, there = self._find(extent, "sharing")
         store.share(there, share)
+
+    def keep(self, extent: Extent) -> bool:
+        store, there = self._find(extent, "keeping")
+        return store.keep(there)
+
+    def read_kept(self, extent: Extent, into: Tensor, *, priority: Priority = Priority.BACKGROUND) -> Pending:
+        store, there = self._find(extent, "reading what was kept")
+        return store.read_kept(there, into, priority=priority)
+
+    def let_go(self, extent: Extent) -> None:
+        store, there = self._find(extent, "letting go")
+        store.let_go(there)
+
+    def room_to_keep(self) -> list[tuple[Path, int]]:
+        return [room for store in self._stores for room in store.room_to_keep()]
 
     def flush(self) -> None:
         self._of_each(lambda store: store.flush())

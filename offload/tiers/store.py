@@ -5,6 +5,7 @@ Promises of every store
   - One writer and no concurrent reader per extent; several readers at once are fine. Checked.
   - A read returns the last completed write, and zeros where nothing was written yet.
   - Nothing is allocated after construction.
+  - What `keep` keeps is there until `let_go`, whatever is written meanwhile; no write waits for that.
   - Every transfer moves every byte or fails with `StorageError`; an extent whose write failed cannot be read until it
     was written again. A failure that nobody waited for is raised by `flush()`.
 """
@@ -12,13 +13,14 @@ Promises of every store
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
 
 from offload.device.pending import Pending, Settled
 from offload.layout import Extent
-from offload.tiers.extent_guard import ExtentGuard
+from offload.tiers.extent_guard import ExtentGuard, describe
 from offload.tiers.io.backend import OpenFile, Priority
 from offload.tiers.memory import HostMemory, MemoryLedger, RegisterMemory
 
@@ -60,6 +62,24 @@ class Store(Protocol):
         What `share` raises is passed on; `StorageError` where no room is left for what the extent's next write needs."""
         ...
 
+    def keep(self, extent: Extent) -> bool:
+        """Keep what the extent holds for `read_kept`, whatever is written to it, until `let_go`. Not while it is written.
+
+        False where the store cannot: what is updated in place, or there is no room. Raises `StorageError`."""
+        ...
+
+    def read_kept(self, extent: Extent, into: Tensor, *, priority: Priority = Priority.BACKGROUND) -> Pending:
+        """Fill `into` with what was kept."""
+        ...
+
+    def let_go(self, extent: Extent) -> None:
+        """What was kept is not needed any more. No read of it may be in flight."""
+        ...
+
+    def room_to_keep(self) -> list[tuple[Path, int]]:
+        """What keeping all extents at once takes: (folder, bytes on its file system)."""
+        ...
+
     def flush(self) -> None:
         """Wait for everything in flight and raise the first failure that nobody waited for."""
         ...
@@ -69,7 +89,23 @@ class Store(Protocol):
         ...
 
 
-class CpuStore:
+class KeepsNothing:
+    """That part of a store whose extents are updated where they lie."""
+
+    def keep(self, extent: Extent) -> bool:
+        return False
+
+    def read_kept(self, extent: Extent, into: Tensor, *, priority: Priority = Priority.BACKGROUND) -> Pending:
+        raise AssertionError(f"extent {describe(extent)} was not kept")
+
+    def let_go(self, extent: Extent) -> None:
+        raise AssertionError(f"extent {describe(extent)} was not kept")
+
+    def room_to_keep(self) -> list[tuple[Path, int]]:
+        return []
+
+
+class CpuStore(KeepsNothing):
     """Extents in host memory. Reads and writes are copies, over when the call returns."""
 
     def __init__(

@@ -20,7 +20,7 @@ from torch import nn
 import offload
 from offload.device.pending import Pending
 from offload.runtime import assembly, storage
-from offload.runtime.checkpointing import state_reading, writing
+from offload.runtime.checkpointing import unit_file, writing
 from offload.runtime.fetching import chunks_of
 from tests.tiers.faulty_io import Fault, FaultyBackend, seeded_faults
 
@@ -37,7 +37,8 @@ from ..acceptance.models import (
     stack,
 )
 from ..acceptance.runs import Run, assert_same_bits, one_step, refused
-from .loops import Resumable
+from .loops import Resumable, files_of
+from .standing import Held, begun_at_the_end, chunk_count
 from .test_memory import CHUNK_NUMEL, OVERHEAD_NBYTES, RECORD_NBYTES, VALUES_NBYTES, least_grown
 
 SETUPS = (
@@ -52,10 +53,6 @@ SETUPS = (
     Setup("nvme", "device", "deferred"),
     Setup("device", "cpu", "deferred"),
 )
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -79,39 +76,14 @@ def test_the_bytes_of_a_save_that_was_waited_for(
     assert_same_bits(alone.weights(), run.weights())
 
 
-class Held:
-    """The lane's reading of chunks, held up at some of them until it is let go."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-        self.reached, self.go = threading.Event(), threading.Event()
-        self.read: list[Any] = []
-        original = state_reading.StateReader.chunk
-
-        def chunk(reader: Any, chunk_of: Any) -> Any:
-            self.read.append(chunk_of.key)
-            if len(self.read) == at:
-                self.reached.set()
-                assert self.go.wait(60)
-            return original(reader, chunk_of)
-
-        monkeypatch.setattr(state_reading.StateReader, "chunk", chunk)
-
-
 @pytest.mark.parametrize("at", [1, 3])
-@pytest.mark.parametrize("setup", [ON_CPU_IN_PLACE, Setup("nvme", "nvme", "cpu")], ids=lambda setup: setup.name)
-def test_updates_overtake_a_slow_save(
-    opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setup: Setup, at: int
-) -> None:
+def test_updates_in_memory_overtake_a_slow_save(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     """The lane begins at the end and stands before a chunk: updates copy what it has not, and wait for that chunk alone."""
-    run = Resumable(opened, setup)
+    run = Resumable(opened, ON_CPU_IN_PLACE)
     run.train(range(2))
     run.save(tmp_path / "waited")
-    held, order = Held(monkeypatch, at), run.engine._parts.residency.next_order()
-    with monkeypatch.context() as patch:
-        patch.setattr(run.engine._parts.residency, "next_order", lambda: order[::-1])
-        save = run.engine.save_checkpoint(
-            tmp_path / "beside", client_state={"scheduler": run.scheduler.state_dict()}, wait=False
-        )
+    held = Held(monkeypatch, at)
+    save = begun_at_the_end(run, tmp_path / "beside", monkeypatch)
     assert held.reached.wait(60) and not save.done()
     timer = threading.Timer(0.5, held.go.set)
     timer.start()
@@ -119,7 +91,7 @@ def test_updates_overtake_a_slow_save(
     save.wait()
     assert save.done() and save.path == tmp_path / "beside"
     assert files_of(tmp_path / "beside") == files_of(tmp_path / "waited")
-    assert len(set(held.read)) == len(held.read) < sum(len(unit.flats) for unit in run.engine._parts.units)
+    assert len(set(held.read)) == len(held.read) < chunk_count(run)
 
 
 def test_what_changes_at_once_is_that_of_the_beginning(opened: Any, tmp_path: Path) -> None:
@@ -216,23 +188,23 @@ def test_what_is_in_the_way_is_known_at_once(opened: Any, tmp_path: Path) -> Non
 
 def full_disk(monkeypatch: pytest.MonkeyPatch, in_updates: bool, met: threading.Event) -> None:
     """No room for anything that the save's own thread writes, or that updates write for it."""
-    original = writing._UnitFile.write
+    original = unit_file.UnitFile.write
 
-    def write(file: Any, state: Any) -> None:
+    def write(file: Any, state: Any, *given: Any, **named: Any) -> None:
         if in_updates == (threading.current_thread().name != "offload-checkpoint"):
             met.set()
             raise OSError(errno.ENOSPC, "No space left on device")
-        original(file, state)
+        original(file, state, *given, **named)
 
-    def watched(file: Any, state: Any) -> None:
+    def watched(file: Any, state: Any, *given: Any, **named: Any) -> None:
         try:
-            write(file, state)
+            write(file, state, *given, **named)
         except OSError as error:
             from offload.runtime.checkpointing.staged_folder import write_failure
 
             raise write_failure("writing", Path("there"), error) from error
 
-    monkeypatch.setattr(writing._UnitFile, "write", watched)
+    monkeypatch.setattr(unit_file.UnitFile, "write", watched)
 
 
 HOW_IT_IS_SEEN: dict[str, Callable[[Any, Any, Path], Any]] = {
@@ -256,6 +228,8 @@ def test_a_full_disk(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with monkeypatch.context() as patch:
         held, order = Held(patch, 1), run.engine._parts.residency.next_order()
         full_disk(patch, in_updates, held.go)
+        if in_updates:  # then updates write
+            patch.setattr(writing.Snapshot, "_has_room_to_keep", lambda _: False)
         with monkeypatch.context() as reversing:
             reversing.setattr(run.engine._parts.residency, "next_order", lambda: order[::-1])
             save = run.engine.save_checkpoint(tmp_path / "beside", wait=False)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import random
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +44,7 @@ CODES = {"errno": (errno.EIO, errno.ENOSPC), "bit_flip": (errno.EBADMSG,), "shor
 
 @dataclass
 class Outcome:
-    """What became of one seed's run."""
+    """What became of one seed's run. `refused`: the fault was found, by an error or in a checkpoint that was passed over."""
 
     kind: str
     struck: bool
@@ -91,16 +92,34 @@ class Runs:
         setup, fault = draw.choice(SETUPS), draw.choice(KINDS)
         index = draw.randrange(self.transfer_count(setup))
         backend, saves = FaultyBackend(seed, {index: fault}), self.root / "saves" / str(seed)
-        refused = False
+        refused, what = False, f"seed {seed}: {fault} in transfer {index} of {setup.name}"
         try:
             weights = self.train(setup, backend, saves)
         except offload.StorageError as error:
             refused = True
-            assert error.errno in CODES[fault.kind], f"seed {seed}: {fault}: {error}"
-            assert ".swap" in str(error) and any(word in str(error) for word in ("parameters of", "states of"))
+            assert error.errno in CODES[fault.kind], f"{what}: {error}"
+            self.check_message(str(error))
             weights = self.train(draw.choice(SETUPS), FaultyBackend(seed + 1), saves)
-        assert_same_bits(weights, self.expected, f"seed {seed}: {fault} in transfer {index} of {setup.name}")
-        return Outcome(fault.kind, index in {entry[0] for entry in backend.log}, refused)
+        assert_same_bits(weights, self.expected, what)
+        struck = backend.struck.get(index)
+        if fault.kind == "bit_flip" and struck is not None and struck.suffix == ".safetensors":
+            refused = self.is_passed_over(saves, what)
+        return Outcome(fault.kind, struck is not None, refused)
+
+    def check_message(self, said: str) -> None:
+        """It names the file, and whose bytes they are, or that earlier checkpoints are good."""
+        if ".swap" in said:
+            assert "parameters of" in said or "states of" in said
+        else:
+            assert ".safetensors" in said and "Earlier checkpoints are untouched" in said
+
+    def is_passed_over(self, saves: Path, what: str) -> bool:
+        """Whether a checkpoint is damaged; a resume takes the one before it then, and training ends as it would have."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            weights = self.train(SETUPS[2], FaultyBackend(0), saves)
+        assert_same_bits(weights, self.expected, what)
+        return any("an older checkpoint was resumed from" in str(one.message) for one in caught)
 
 
 @pytest.fixture
@@ -116,7 +135,7 @@ def check(runs: Runs, seeds: range) -> None:
     assert all(outcome.refused for outcome in struck if outcome.kind == "errno")
     assert not any(outcome.refused for outcome in outcomes if outcome.kind in ("short", "delay"))
     found = [outcome.refused for outcome in struck if outcome.kind == "bit_flip"]
-    assert sum(found) >= 0.5 * len(found)  # the others changed what was never read again
+    assert sum(found) >= 0.3 * len(found)  # the others changed what was never read again, or a checkpoint that was retired
 
 
 def test_some_faults(runs: Runs) -> None:

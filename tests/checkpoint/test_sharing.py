@@ -18,13 +18,14 @@ import torch
 import offload
 from offload.runtime import assembly
 from offload.runtime.checkpointing.tensor_file import TensorFile
+from offload.runtime.checkpointing.unit_file import UnitFile
 from offload.runtime.fetching import chunks_of
 from offload.tiers import NvmeStore, held_room
 from offload.tiers.io import reflink
 
 from ..acceptance.models import ON_CPU, ON_NVME, ON_NVME_IN_BACKWARD, Setup, adamw, stack
 from ..acceptance.runs import Run, assert_same_bits, one_step, refused
-from .loops import Resumable
+from .loops import Resumable, files_of
 
 ON_NVME_IN_PLACE = Setup("nvme", "nvme", "cpu")
 SETUPS = (
@@ -53,6 +54,14 @@ class Shared:
             write(file, view, offset)
 
         monkeypatch.setattr(TensorFile, "_write", counted)
+        start = UnitFile._start
+
+        def directly(file: Any, chunk_of: Any, arrays: Any, *given: Any) -> Any:
+            writes = start(file, chunk_of, arrays, *given)
+            self.written_nbytes += sum(one.nbytes for one in arrays.values()) if writes is not None else 0
+            return writes
+
+        monkeypatch.setattr(UnitFile, "_start", directly)
 
     def _clone(self, source: int, source_offset: int, nbytes: int, target: int, target_offset: int) -> bool:
         path = os.readlink(f"/proc/self/fd/{source}")
@@ -79,10 +88,6 @@ class Shared:
 def shared(monkeypatch: pytest.MonkeyPatch) -> Shared:
     monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
     return Shared(monkeypatch)
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def saves_of(folder: Path) -> list[str]:
@@ -189,7 +194,7 @@ def test_a_call_that_fails(opened: Any, tmp_path: Path, shared: Shared, code: in
     shared.refuse = lambda path, call: setattr(shared, "failure", code if call > 5 else 0) or False
     shared.counts()
     with refused(offload.StorageError, errno.errorcode[code], "sharing blocks") as caught:
-        run.engine.save_checkpoint(tmp_path / "beside", wait=wait)
+        run.engine.save_checkpoint(tmp_path / "beside", wait=wait).wait()
     assert caught.value.errno == code and saves_of(tmp_path) == ["earlier"]
     assert_same_bits(run.train(range(2, 4)), losses[4:])
     assert_same_bits(run.weights(), alone.weights())
@@ -208,7 +213,7 @@ def test_no_room_for_what_comes_after(opened: Any, tmp_path: Path, shared: Share
     with monkeypatch.context() as patch:
         patch.setattr(held_room, "allocate", lambda *_: errno.ENOSPC)
         with refused(offload.StorageError, "ENOSPC", "free space") as caught:
-            run.save(tmp_path / "beside", wait=False)
+            run.engine.save_checkpoint(tmp_path / "beside", wait=False).wait()
     assert caught.value.errno == errno.ENOSPC and saves_of(tmp_path) == []
     assert_same_bits(run.train(range(2, 4)), losses[4:])
     run.save(tmp_path / "beside")

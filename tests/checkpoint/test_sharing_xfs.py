@@ -166,7 +166,7 @@ def test_a_full_drive_ends_saves_and_not_training(opened: Any, xfs: Path) -> Non
     need = 12 * sum(parameter.numel() for parameter in run.model.parameters())
     fill_up(xfs, need // 2)
     with refused(offload.StorageError, "ENOSPC") as caught:
-        run.engine.save_checkpoint(xfs / "saved", wait=False)
+        run.engine.save_checkpoint(xfs / "saved", wait=False).wait()
     assert caught.value.errno == errno.ENOSPC
     run.train()
     run.settle()

@@ -330,3 +330,60 @@ def test_high_priority_starts_before_all_that_waits(tmp_path: Path) -> None:
         engine.close()
         os.close(fd)
         os.close(gate)
+
+
+def test_background_stands_aside(tmp_path: Path) -> None:
+    """One block of it at a time beside others, and an eighth of the depth alone; what is urgent does not wait for it."""
+    try:
+        engine = IoEngine("io_uring", queue_depth=16, block_nbytes=BLOCK)
+    except OSError as error:
+        pytest.skip(f"no io_uring here: {error}")
+    fd, gates = os.open(tmp_path / "data", os.O_RDWR | os.O_CREAT), [os.eventfd(0) for _ in range(3)]
+    try:
+        os.ftruncate(fd, BLOCK)
+        counts, seen, late = np.zeros((3, 8), np.uint8), np.ones(BLOCK, np.uint8), np.ones(BLOCK, np.uint8)
+
+        def held(index: int, priority: int) -> int:
+            return engine.submit("read", gates[index], counts[index].ctypes.data, 8, 0, priority)
+
+        other, first = held(0, _native.PRIORITY_LOW), held(1, _native.PRIORITY_BACKGROUND)
+        second = engine.submit("read", fd, late.ctypes.data, BLOCK, 0, _native.PRIORITY_BACKGROUND)
+        urgent = engine.submit("read", fd, seen.ctypes.data, BLOCK, 0, _native.PRIORITY_HIGH)
+        assert engine.wait(urgent).status == 0 and not seen.any()
+        assert engine.poll(second) is None and late.all(), "two background blocks beside another one"
+        os.eventfd_write(gates[0], 1)
+        assert engine.wait(other).status == 0
+        assert engine.wait(second, 60_000_000_000).status == 0, "alone, a second one starts"
+        third = held(2, _native.PRIORITY_BACKGROUND)
+        fourth = engine.submit("read", fd, seen.ctypes.data, BLOCK, 0, _native.PRIORITY_BACKGROUND)
+        assert engine.poll(fourth) is None, "more than an eighth of the depth"
+        os.eventfd_write(gates[1], 1)
+        os.eventfd_write(gates[2], 1)
+        assert all(engine.wait(ticket).status == 0 for ticket in (first, third, fourth))
+    finally:
+        engine.close()
+        for descriptor in (fd, *gates):
+            os.close(descriptor)
+
+
+@pytest.mark.parametrize("kind", ["io_uring", "threads"])
+def test_background_work_is_all_done(tmp_path: Path, kind: str) -> None:
+    """Beside others and after them, whatever comes in which order."""
+    try:
+        engine = IoEngine(kind, queue_depth=32, block_nbytes=BLOCK)
+    except OSError as error:
+        pytest.skip(f"no {kind} here: {error}")
+    fd = os.open(tmp_path / "data", os.O_RDWR | os.O_CREAT)
+    try:
+        data, seen = _noise(64 * BLOCK), np.zeros(64 * BLOCK, np.uint8)
+        priorities = (_native.PRIORITY_BACKGROUND, _native.PRIORITY_LOW, _native.PRIORITY_BACKGROUND, _native.PRIORITY_HIGH)
+        for operation, array in (("write", data), ("read", seen)):
+            tickets = [
+                engine.submit(operation, fd, array.ctypes.data + at * BLOCK, 4 * BLOCK, at * BLOCK, priorities[at // 4 % 4])
+                for at in range(0, 64, 4)
+            ]
+            assert all(engine.wait(ticket, 60_000_000_000).status == 0 for ticket in tickets)
+        assert np.array_equal(seen, data)
+    finally:
+        engine.close()
+        os.close(fd)

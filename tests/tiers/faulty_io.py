@@ -15,6 +15,7 @@ import random
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from torch import Tensor
@@ -75,6 +76,8 @@ class FaultyBackend:
 
     def __init__(self, seed: int = 0, faults: Mapping[int, Fault] | None = None) -> None:
         self.faults = dict(faults or {})
+        self.struck: dict[int, Path] = {}
+        """The files of the transfers that met their fault."""
         self.log: list[tuple[int, str, int, int]] = []  # (index, "read" | "write", offset, nbytes) as they ran
         self._random = random.Random(seed)
         self._lock = threading.RLock()
@@ -133,6 +136,8 @@ class FaultyBackend:
     def _run(self, transfer: _QueuedTransfer) -> None:
         self._queue.remove(transfer)
         self._meter.begin(is_write=transfer.is_write)
+        if transfer.fault is not None:
+            self.struck[transfer.index] = transfer.file.path
         kind = "write" if transfer.is_write else "read"
         self.log.append((transfer.index, kind, transfer.offset_nbytes, transfer.tensor.numel()))
         block, code = self._move(transfer)

@@ -310,3 +310,107 @@ def test_extents_that_overlap_or_are_not_aligned_are_refused() -> None:
         CpuStore("states", [Extent(0, 1000)])
     with pytest.raises(AssertionError, match="aligned"):
         CpuStore("states", [Extent(512, 4 * KIB)])
+
+
+# ---- what is kept ----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_kept_stays_whatever_is_written(subject: Subject, aligned: Aligned) -> None:
+    for extent in subject.extents:
+        subject.store.write(extent, aligned(extent.nbytes, seed=1)).wait()
+        assert subject.store.keep(extent) is (extent in subject.on_nvme)
+    for seed in (2, 3):
+        for extent in subject.extents:
+            subject.store.write(extent, aligned(extent.nbytes, seed=seed)).wait()
+    for round_index in range(2):
+        for extent in subject.on_nvme:
+            into = aligned(extent.nbytes)
+            subject.store.read_kept(extent, into).wait()
+            assert torch.equal(into, aligned(extent.nbytes, seed=1))
+            if round_index:
+                subject.store.let_go(extent)
+        for extent in subject.extents:
+            into = aligned(extent.nbytes)
+            subject.store.read(extent, into).wait()
+            assert torch.equal(into, aligned(extent.nbytes, seed=3))
+
+
+def test_what_was_never_written_can_be_kept(subject: Subject, aligned: Aligned) -> None:
+    for extent in subject.on_nvme:
+        assert subject.store.keep(extent)
+        subject.store.write(extent, aligned(extent.nbytes, seed=1)).wait()
+        into = aligned(extent.nbytes, seed=5)
+        subject.store.read_kept(extent, into).wait()
+        assert not into.any()
+        subject.store.let_go(extent)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_order_of_keeping_and_writing(subject: Subject, aligned: Aligned, seed: int) -> None:
+    """Against a dictionary: what each extent holds, and what is kept of it; the drive holds one place of each in the end."""
+    draw = random.Random(seed)
+    holds, kept = dict.fromkeys(subject.extents, 0), {}
+    for extent in subject.extents:
+        subject.store.write(extent, aligned(extent.nbytes, seed=99)).wait()
+        holds[extent] = 99
+    before = allocated_nbytes(subject)
+    for seed_now in range(80):
+        extent = draw.choice(subject.extents)
+        verb = draw.choice(("keep", "let go", "write", "write", "read", "read kept"))
+        into = aligned(extent.nbytes)
+        if verb == "keep" and extent not in kept and subject.store.keep(extent):
+            kept[extent] = holds[extent]
+        elif verb == "let go" and extent in kept:
+            subject.store.let_go(extent)
+            del kept[extent]
+        elif verb == "write":
+            subject.store.write(extent, aligned(extent.nbytes, seed=seed_now + 1)).wait()
+            holds[extent] = seed_now + 1
+        elif verb == "read":
+            subject.store.read(extent, into).wait()
+            assert torch.equal(into, aligned(extent.nbytes, seed=holds[extent]))
+        elif verb == "read kept" and extent in kept:
+            subject.store.read_kept(extent, into).wait()
+            assert torch.equal(into, aligned(extent.nbytes, seed=kept[extent]))
+    for extent in kept:
+        subject.store.let_go(extent)
+    for extent in subject.extents:
+        into = aligned(extent.nbytes)
+        subject.store.read(extent, into).wait()
+        assert torch.equal(into, aligned(extent.nbytes, seed=holds[extent]))
+    assert abs(allocated_nbytes(subject) - before) <= 8 * 4096  # a file system keeps account of scattered files in blocks
+
+
+def allocated_nbytes(subject: Subject) -> int:
+    folders = {folder for folder, _ in subject.store.room_to_keep()}
+    return sum(path.stat().st_blocks * 512 for folder in folders for path in folder.glob("*.swap"))
+
+
+def test_what_keeping_takes(subject: Subject, aligned: Aligned) -> None:
+    room = subject.store.room_to_keep()
+    needed = sum(nbytes for _, nbytes in room)
+    assert needed >= sum(extent.nbytes for extent in subject.on_nvme) and (needed == 0) == (not subject.on_nvme)
+    before = allocated_nbytes(subject)
+    for extent in subject.on_nvme:
+        subject.store.keep(extent)
+    assert allocated_nbytes(subject) - before <= needed + 8 * 4096
+    for extent in subject.on_nvme:
+        subject.store.let_go(extent)
+
+
+def test_a_bit_that_changes_in_what_is_kept_is_seen(subject: Subject, aligned: Aligned) -> None:
+    for extent in subject.on_nvme[:1]:
+        subject.store.write(extent, aligned(extent.nbytes, seed=1)).wait()
+        assert subject.store.keep(extent)
+        subject.store.write(extent, aligned(extent.nbytes, seed=2)).wait()
+        for folder, _ in subject.store.room_to_keep():
+            with (folder / "states.swap").open("r+b") as file:
+                content = bytearray(file.read())
+                file.seek(0)
+                file.write(bytes(byte ^ 1 for byte in content))
+        with pytest.raises(StorageError, match=r"states\.swap"):
+            subject.store.read_kept(extent, aligned(extent.nbytes)).wait()
+        into = aligned(extent.nbytes)
+        subject.store.read(extent, into).wait()
+        assert torch.equal(into, aligned(extent.nbytes, seed=2))
+        subject.store.let_go(extent)

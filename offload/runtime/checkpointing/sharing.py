@@ -40,14 +40,19 @@ class Sharing:
         self._parts, self._failures = parts, failures
         self._refused: set[Path] = set()
 
-    def chunk(self, chunk_of: ChunkOf, file: UnitFile) -> None:
-        """Share of the chunk what can be. Nothing may be about to overwrite it. Raises `StorageError`."""
-        kinds = file.tensors.arrays_of(chunk_of)
+    def chunk(self, chunk_of: ChunkOf, file: UnitFile) -> bool:
+        """Share of the chunk what can be; whether anything was. Nothing may overwrite it meanwhile. Raises `StorageError`.
+
+        From any thread, a chunk from one."""
+        kinds, shared = file.tensors.arrays_of(chunk_of), False
         for places, arrays in arrays_in_stores(self._parts, chunk_of):
             with self._failures():
                 places.settle_write(chunk_of)
             wanted = {kind: stored for kind, stored in arrays.items() if kind in kinds}
-            places.share(chunk_of, _Piecewise(self._refused, chunk_of, file, wanted))
+            piecewise = _Piecewise(self._refused, chunk_of, file, wanted)
+            places.share(chunk_of, piecewise)
+            shared = shared or piecewise.shared
+        return shared
 
 
 class _Piecewise:
@@ -55,6 +60,7 @@ class _Piecewise:
 
     def __init__(self, refused: set[Path], chunk_of: ChunkOf, file: UnitFile, arrays: Mapping[str, range]) -> None:
         self._refused, self._chunk_of, self._unit_file, self._arrays = refused, chunk_of, file, arrays
+        self.shared = False
 
     def __call__(self, source: OpenFile, offset_nbytes: int, part: range) -> bool:
         shared = False
@@ -68,6 +74,7 @@ class _Piecewise:
                     shared = True
                 else:
                     self._refused.add(source.path)
+        self.shared = self.shared or shared
         return shared
 
     def _share(self, source: OpenFile, offset_nbytes: int, file: TensorFile, there: range) -> bool:

@@ -124,29 +124,29 @@ class StateReader:
         for chunk_of in chunks_of(unit):
             yield from self.chunk(chunk_of).pieces()
 
-    def chunk(self, chunk_of: ChunkOf) -> ChunkState:
-        """The chunk's state, valid until the next one's is asked for."""
+    def chunk(self, chunk_of: ChunkOf, *, kept: bool = False) -> ChunkState:
+        """The chunk's state, valid until the next one's is asked for. `kept`: what its stores (`stores_of`) keep."""
         with self._failures():
-            record = self._record(chunk_of)
+            record = self._record(chunk_of, kept)
             needs_values = record is None or record.format.needs_values
-            values = self._values(chunk_of) if needs_values else None
+            values = self._values(chunk_of, kept) if needs_values else None
         return ChunkState(chunk_of, values, record)
 
     def close(self) -> None:
         """Give the buffers back. Idempotent."""
         self._buffers.close()
 
-    def _record(self, chunk_of: ChunkOf) -> Record | None:
+    def _record(self, chunk_of: ChunkOf, kept: bool) -> Record | None:
         records = self._parts.records
         if records is None or not chunk_of.flat.layout.trainable:
             return None
-        return records.over(chunk_of, _read(records, chunk_of, self._buffers.record))
+        return records.over(chunk_of, _read(records, chunk_of, self._buffers.record, kept))
 
-    def _values(self, chunk_of: ChunkOf) -> torch.Tensor:
+    def _values(self, chunk_of: ChunkOf, kept: bool) -> torch.Tensor:
         """The chunk's parameters [chunk.numel] in their own dtype, in host memory."""
         nbytes, places = parameter_nbytes(chunk_of), self._parts.places
         if places is not None:
-            content = _read(places, chunk_of, self._buffers.values)
+            content = _read(places, chunk_of, self._buffers.values, kept)
         elif self._parts.accelerator.unified:
             content = chunk_of.flat.chunk_bytes(chunk_of.chunk)
         else:
@@ -155,8 +155,23 @@ class StateReader:
         return content[:nbytes].view(chunk_of.flat.dtype)
 
 
-def _read(places: Places, chunk_of: ChunkOf, buffer: ChunkBuffer) -> torch.Tensor:
+def stores_of(parts: Parts, chunk_of: ChunkOf) -> tuple[Places, ...]:
+    """Those that hold the chunk's state among them; none where a part of it is not in a store."""
+    records = parts.records if chunk_of.flat.layout.trainable else None
+    needs_values = records is None or records.format(chunk_of).needs_values
+    if not needs_values:
+        return (records,) if records is not None else ()
+    if parts.places is None:
+        return ()
+    return (records, parts.places) if records is not None else (parts.places,)
+
+
+def _read(places: Places, chunk_of: ChunkOf, buffer: ChunkBuffer, kept: bool) -> torch.Tensor:
     """The chunk's bytes in host memory: where they lie, or read into the buffer."""
+    if kept:
+        content = buffer.take(places.nbytes(chunk_of))
+        places.read_kept(chunk_of, content).wait()
+        return content
     places.settle_write(chunk_of)
     stored = places.view(chunk_of)
     if stored is not None and stored.device.type == "cpu":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import json
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +101,7 @@ class TensorFile:
         self._ends = dict.fromkeys(self._specs, 0)
         self._parts: dict[str, list[tuple[int, int, int]]] = {name: [] for name in self._specs}  # (start, nbytes, crc32)
         self._shared: list[range] = []
+        self._lock = threading.Lock()  # for what is shared
         self._fileno = -1
         try:
             self._fileno = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
@@ -121,18 +123,21 @@ class TensorFile:
     def write(self, name: str, start_nbytes: int, tensor: torch.Tensor) -> int:
         """Write elements of the tensor `name` from its byte `start_nbytes` on, as in `append`; returns their bytes."""
         view = raw_bytes(tensor)
-        nbytes = len(view)
-        if start_nbytes + nbytes > self._specs[name].nbytes:
-            raise AssertionError(f"{self.path}: more bytes for {name!r} than its shape holds")
-        part = (start_nbytes, nbytes, crc32(view))
         begin = self.offsets[name] + start_nbytes
         try:
-            for missing in self._not_shared(range(begin, begin + nbytes)):
+            for missing in self._not_shared(range(begin, begin + len(view))):
                 self._write(view[missing.start - begin : missing.stop - begin], missing.start)
         except OSError as error:
             raise write_failure("writing", self.path, error) from error
-        self._parts[name].append(part)
-        return nbytes
+        return self.take(name, start_nbytes, tensor)
+
+    def take(self, name: str, start_nbytes: int, tensor: torch.Tensor) -> int:
+        """As `write`, of elements that somebody else brings to their place in the file: for their checksum alone."""
+        view = raw_bytes(tensor)
+        if start_nbytes + len(view) > self._specs[name].nbytes:
+            raise AssertionError(f"{self.path}: more bytes for {name!r} than its shape holds")
+        self._parts[name].append((start_nbytes, len(view), crc32(view)))
+        return len(view)
 
     def pad(self, name: str, start_nbytes: int, nbytes: int, *, overwrite: bool) -> None:
         """Bytes of the tensor `name` are zeros. `overwrite`: something else is there, in shared blocks."""
@@ -149,12 +154,9 @@ class TensorFile:
         return self._fileno
 
     def shares(self, part: range) -> None:
-        """These bytes of the file are there. Before any of them is written, from one thread; in any order."""
-        bisect.insort(self._shared, part, key=lambda known: known.start)
-
-    @property
-    def shares_blocks(self) -> bool:
-        return bool(self._shared)
+        """These bytes of the file are there. Before any of them is written; in any order."""
+        with self._lock:
+            bisect.insort(self._shared, part, key=lambda known: known.start)
 
     def crc32(self, name: str) -> int:
         """Of all bytes of the tensor, which must be there."""
@@ -185,8 +187,10 @@ class TensorFile:
 
     def _not_shared(self, part: range) -> Iterator[range]:
         position = part.start
-        first = bisect.bisect_right(self._shared, position, key=lambda known: known.stop)
-        for shared in self._shared[first:]:
+        with self._lock:
+            first = bisect.bisect_right(self._shared, position, key=lambda known: known.stop)
+            behind = self._shared[first:]
+        for shared in behind:
             if shared.start >= part.stop:
                 break
             if shared.start > position:

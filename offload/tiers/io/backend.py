@@ -31,6 +31,8 @@ class Priority(IntEnum):
     """The next forward waits for it."""
     STATE = 1
     """Optimizer records and whatever else has a whole step's time."""
+    BACKGROUND = 2
+    """What no step waits for: saves beside training. It takes what the others leave, and never stands in their way for long."""
 
 
 class OpenFile(Protocol):

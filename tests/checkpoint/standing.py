@@ -1,0 +1,43 @@
+"""Saves beside training that stand still for a while."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload.runtime.checkpointing import state_reading
+
+from .loops import Resumable
+
+
+class Held:
+    """The lane's reading of chunks, held up at some of them until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+        self.reached, self.go = threading.Event(), threading.Event()
+        self.read: list[Any] = []
+        original = state_reading.StateReader.chunk
+
+        def chunk(reader: Any, chunk_of: Any, *, kept: bool = False) -> Any:
+            self.read.append(chunk_of.key)
+            if len(self.read) == at:
+                self.reached.set()
+                assert self.go.wait(60)
+            return original(reader, chunk_of, kept=kept)
+
+        monkeypatch.setattr(state_reading.StateReader, "chunk", chunk)
+
+
+def chunk_count(run: Resumable) -> int:
+    return sum(len(flat.layout.chunks) for unit in run.engine._parts.units for flat in unit.flats)
+
+
+def begun_at_the_end(run: Resumable, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A save that takes the units in the order in which updates come last to them."""
+    order = run.engine._parts.residency.next_order()
+    with monkeypatch.context() as patch:
+        patch.setattr(run.engine._parts.residency, "next_order", lambda: order[::-1])
+        return run.engine.save_checkpoint(folder, client_state={"scheduler": run.scheduler.state_dict()}, wait=False)

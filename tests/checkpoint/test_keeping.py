@@ -1,0 +1,212 @@
+"""Saves that hold no step up: stores keep what is overwritten, and updates of the last step may still be to come."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+from offload.runtime import storage
+from offload.tiers import aside
+from tests.tiers.faulty_io import Fault, FaultyBackend
+
+from ..acceptance.models import ON_CPU, Setup
+from ..acceptance.runs import assert_same_bits, refused
+from .loops import Resumable, files_of
+from .standing import Held, begun_at_the_end, chunk_count
+
+OWN_NBYTES = 4 * 4096
+"""What a file system may take for its own account of where files lie."""
+
+
+def allocated_nbytes(run: Resumable) -> int:
+    """What the scratch files take of the drive."""
+    folders = run.engine._parts.records._store._files[0].path.parent  # type: ignore[union-attr]
+    return sum(path.stat().st_blocks for path in folders.iterdir()) * 512
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+@pytest.mark.parametrize("at", [1, 3])
+def test_updates_on_nvme_wait_for_nothing(
+    opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, update: Any
+) -> None:
+    """However slow the save is, steps go on: their stores keep what it has not copied, and give the room back afterwards."""
+    run = Resumable(opened, Setup("nvme", "nvme", "cpu", update))
+    losses = run.train(range(2))
+    run.save(tmp_path / "waited")
+    before = allocated_nbytes(run)
+    held = Held(monkeypatch, at)
+    save = begun_at_the_end(run, tmp_path / "beside", monkeypatch)
+    assert held.reached.wait(60)
+    losses += run.train(range(2, 4))
+    run.engine._parts.residency.finish_updates()
+    assert not save.done() and len(held.read) == at, "the save stands, and nobody wrote anything for it"
+    assert allocated_nbytes(run) > before + OWN_NBYTES
+    held.go.set()
+    save.wait()
+    assert files_of(tmp_path / "beside") == files_of(tmp_path / "waited")
+    assert len(set(held.read)) == len(held.read) == chunk_count(run)
+    assert abs(allocated_nbytes(run) - before) <= OWN_NBYTES
+    losses += run.train(range(4, 5))
+    alone = Resumable(opened, ON_CPU)
+    assert_same_bits(alone.train(range(5)), losses)
+    assert_same_bits(alone.weights(), run.weights())
+
+
+def test_without_room_for_two_updates_write_first(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drive that holds the checkpoint, and not the states twice beside it."""
+    run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
+    run.train(range(2))
+    run.save(tmp_path / "waited")
+    held, real, before = Held(monkeypatch, 1), os.statvfs, allocated_nbytes(run)
+
+    def nearly_full(path: Any) -> Any:
+        status = real(path)
+        return SimpleNamespace(f_bavail=before // status.f_frsize, f_frsize=status.f_frsize)
+
+    monkeypatch.setattr(os, "statvfs", nearly_full)
+    save = begun_at_the_end(run, tmp_path / "beside", monkeypatch)
+    assert held.reached.wait(60)
+    timer = threading.Timer(0.5, held.go.set)
+    timer.start()
+    run.train(range(2, 4))
+    assert allocated_nbytes(run) == before
+    save.wait()
+    assert files_of(tmp_path / "beside") == files_of(tmp_path / "waited")
+    assert len(held.read) < chunk_count(run)
+
+
+def test_a_drive_that_fills_up_meanwhile(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for some of the states twice: the others are written by their updates."""
+    run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
+    run.train(range(2))
+    run.save(tmp_path / "waited")
+    held, real, given = Held(monkeypatch, 1), aside.allocate, []
+
+    def some(file: Any, offset: int, nbytes: int) -> int:
+        given.append(nbytes)
+        return real(file, offset, nbytes) if len(given) % 3 else errno.ENOSPC
+
+    monkeypatch.setattr(aside, "allocate", some)
+    before = allocated_nbytes(run)
+    save = begun_at_the_end(run, tmp_path / "beside", monkeypatch)
+    assert held.reached.wait(60)
+    timer = threading.Timer(0.5, held.go.set)
+    timer.start()
+    run.train(range(2, 4))
+    save.wait()
+    assert files_of(tmp_path / "beside") == files_of(tmp_path / "waited")
+    assert len(given) >= 3 and len(held.read) < chunk_count(run)
+    assert abs(allocated_nbytes(run) - before) <= OWN_NBYTES
+
+
+# ---- updates of the last step ----------------------------------------------------------------------------------------
+
+FOLLOWING = (Setup("nvme", "nvme", "cpu"), Setup("nvme", "nvme", "cpu", "backward"), Setup("nvme", "cpu", "cpu"))
+
+
+@pytest.mark.parametrize("setup", FOLLOWING, ids=lambda setup: setup.name)
+def test_a_save_begins_before_the_updates_of_the_last_step(opened: Any, tmp_path: Path, setup: Setup) -> None:
+    run, again = Resumable(opened, setup), Resumable(opened, setup)
+    for one, wait in ((run, False), (again, True)):
+        one.train(range(2))
+        save = one.engine.save_checkpoint(tmp_path / str(wait), wait=wait)
+        if setup == FOLLOWING[0]:
+            assert bool(one.engine._parts.updates.coming()) is not wait
+        one.train(range(2, 4))
+        save.wait()
+    assert files_of(tmp_path / "False") == files_of(tmp_path / "True")
+    assert_same_bits(run.weights(), again.weights())
+
+
+HOW_IT_ENDS: dict[str, Callable[[Any, Any, Path], Any]] = {
+    "wait": lambda run, save, folder: save.wait(),
+    "save": lambda run, save, folder: run.engine.save_checkpoint(folder / "next"),
+    "load": lambda run, save, folder: run.engine.load_checkpoint(folder / "earlier"),
+    "gathered": lambda run, save, folder: run.weights(),
+    "load_state_dict": lambda run, save, folder: run.engine.load_state_dict(run.engine.state_dict()),
+    "close": lambda run, save, folder: run.engine.close(),
+}
+
+
+@pytest.mark.parametrize("ended_by", HOW_IT_ENDS)
+def test_no_further_forward_comes(opened: Any, tmp_path: Path, ended_by: str) -> None:
+    """Whoever waits for the save on the thread of the model has the updates made that it is of."""
+    run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
+    run.train(range(1))
+    run.save(tmp_path / "earlier")
+    run.train(range(1, 2))
+    save = run.engine.save_checkpoint(tmp_path / "beside", wait=False)
+    assert run.engine._parts.updates.coming() and not save.done()
+    HOW_IT_ENDS[ended_by](run, save, tmp_path)
+    save.wait()
+    alone = Resumable(opened, ON_CPU)
+    alone.train(range(2))
+    expected = alone.weights()
+    alone.engine.load_checkpoint(tmp_path / "beside")
+    assert_same_bits(alone.weights(), expected)
+
+
+def test_values_that_are_set_meanwhile_are_not_saved(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`load_state_dict` goes around the updates, so it waits for the save."""
+    run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
+    run.train(range(2))
+    run.save(tmp_path / "waited")
+    state = {name: torch.zeros_like(value) for name, value in run.engine.state_dict().items()}
+    held = Held(monkeypatch, 1)
+    run.save(tmp_path / "beside", wait=False)
+    assert held.reached.wait(60)
+    threading.Timer(0.3, held.go.set).start()
+    run.engine.load_state_dict(state)
+    run.engine.close()
+    assert files_of(tmp_path / "beside") == files_of(tmp_path / "waited")
+
+
+def test_waiting_on_another_thread(opened: Any, tmp_path: Path) -> None:
+    """It gets what the thread of the model goes on to; and an error if that ends instead."""
+    run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
+    run.train(range(1))
+    save = run.engine.save_checkpoint(tmp_path / "beside", wait=False)
+    waiting = threading.Thread(target=save.wait)
+    waiting.start()
+    run.train(range(1, 2))
+    waiting.join(60)
+    assert save.done() and (tmp_path / "beside" / "MANIFEST.json").exists()
+    left: list[Any] = []
+
+    def begin() -> None:
+        left.append(run.engine.save_checkpoint(tmp_path / "never", wait=False))
+
+    driver = threading.Thread(target=begin)
+    driver.start()
+    driver.join(60)
+    assert run.engine._parts.updates.coming()
+    with refused(offload.UsageError, "never", "thread"):
+        left[0].wait()
+    assert not (tmp_path / "never").exists()
+
+
+def test_an_update_that_fails_fails_the_save(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The update that the save is of: nobody is kept waiting for it."""
+    backend = FaultyBackend(1)
+    monkeypatch.setattr(storage, "open_backend", lambda **_: backend)
+    run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
+    run.train(range(2))
+    save = run.engine.save_checkpoint(tmp_path / "beside", wait=False)
+    assert run.engine._parts.updates.coming()
+    backend.faults.update({backend.submitted_count + n: Fault("errno", errno.EIO) for n in range(2000)})
+    with pytest.raises(offload.OffloadError):
+        run.train(range(2, 4))
+    with pytest.raises(offload.OffloadError):
+        save.wait()
+    assert not (tmp_path / "beside").exists()
+    with pytest.raises(offload.EngineFailedError):
+        run.engine.save_checkpoint(tmp_path / "next")
