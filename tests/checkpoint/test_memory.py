@@ -18,6 +18,8 @@ from ..acceptance.worker import resident_nbytes
 CHUNK_NUMEL = 1 << 18
 RECORD_NBYTES, VALUES_NBYTES = 12 * CHUNK_NUMEL, 2 * CHUNK_NUMEL
 READING_NBYTES = 4 << 20  # the slab that checksums are computed in
+HUGE_PAGE_NBYTES = 2 << 20
+SLAB_NBYTES = READING_NBYTES + HUGE_PAGE_NBYTES  # where the system backs it with huge pages it takes up to one more
 OVERHEAD_NBYTES = 4 << 20  # small objects, the manifest, the allocator's slack
 
 
@@ -56,7 +58,7 @@ def test_extra_host_memory(engine: Any, tmp_path: Path) -> None:
         "export": lambda attempt: engine.export(tmp_path / f"out-{attempt}", "fp32"),
     }
     for name, action in actions.items():
-        limit = buffers + OVERHEAD_NBYTES + (READING_NBYTES if name == "load" else 0)
+        limit = buffers + OVERHEAD_NBYTES + (SLAB_NBYTES if name == "load" else 0)
         assert least_grown(action) <= limit, name
         assert ledger.total_nbytes == counted, name
         assert ledger.peak_nbytes <= counted + buffers, name
@@ -67,4 +69,4 @@ def test_extra_host_memory(engine: Any, tmp_path: Path) -> None:
 def test_the_limit_is_that_of_one_unit() -> None:
     model = stack(width=512, blocks=4)
     unit_nbytes = 12 * sum(parameter.numel() for parameter in model.blocks[0].parameters())
-    assert unit_nbytes >= RECORD_NBYTES + VALUES_NBYTES + READING_NBYTES + OVERHEAD_NBYTES
+    assert unit_nbytes >= RECORD_NBYTES + VALUES_NBYTES + SLAB_NBYTES + OVERHEAD_NBYTES
