@@ -20,6 +20,7 @@ from tests.tiers.faulty_io import Fault, FaultyBackend
 
 from ..acceptance.models import ON_CPU, Setup
 from ..acceptance.runs import assert_same_bits, refused
+from ..acceptance.speculating import at_once, counts
 from .loops import Resumable, files_of
 from .standing import Held, begun_at_the_end, chunk_count
 
@@ -57,6 +58,31 @@ def test_updates_on_nvme_wait_for_nothing(
     assert abs(allocated_nbytes(run) - before) <= OWN_NBYTES
     losses += run.train(range(4, 5))
     alone = Resumable(opened, ON_CPU)
+    assert_same_bits(alone.train(range(5)), losses)
+    assert_same_bits(alone.weights(), run.weights())
+
+
+@pytest.mark.parametrize("max_norm", [1e6, 1.8, 1e-3])
+def test_speculated_updates_under_a_slow_save(
+    opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_norm: float
+) -> None:
+    """Updates that begin before the norm is known, and are undone: they too turn between places."""
+    at_once(monkeypatch)
+    run = Resumable(opened, Setup("nvme", "nvme", "cpu", "backward"), max_grad_norm=max_norm)
+    losses = run.train(range(2))
+    run.save(tmp_path / "waited")
+    with monkeypatch.context() as patch:
+        held = Held(patch, 2)
+        save = begun_at_the_end(run, tmp_path / "beside", patch)
+        assert held.reached.wait(60)
+        losses += run.train(range(2, 5))
+        run.engine._parts.residency.finish_updates()
+        held.go.set()
+        save.wait()
+    assert files_of(tmp_path / "beside") == files_of(tmp_path / "waited")
+    speculated, undone = counts(run.engine)
+    assert speculated > 0 and (undone > 0) == (max_norm < 1e6) and (undone < speculated) == (max_norm > 1e-3)
+    alone = Resumable(opened, ON_CPU, max_grad_norm=max_norm)
     assert_same_bits(alone.train(range(5)), losses)
     assert_same_bits(alone.weights(), run.weights())
 
