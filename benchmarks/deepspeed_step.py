@@ -4,7 +4,8 @@
 
 The configuration is tuned by hand for a machine without a GPU: large aio blocks and a deep queue with overlapped events,
 no pinning (a small memlock limit would refuse it), a sub-group that keeps the optimizer's working set small, buffers
-just larger than the largest parameter (they cannot be smaller), reads and writes of the optimizer pipelined.
+just larger than the largest parameter (they cannot be smaller) and no more of them than it works with, reads and writes of
+the optimizer pipelined where their buffers fit.
 """
 
 from __future__ import annotations
@@ -19,6 +20,19 @@ from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 MIB = 1 << 20
+LIVE = 6
+"""Large parameters that are in memory at once: of the module that computes, of those that are prefetched, the embedding."""
+
+
+def optimizer_buffer_count(shape: dict[str, Any], largest_numel: int) -> int:
+    """Each as large as the largest parameter.
+
+    An update takes 4: parameter, gradient and two moments; as many for the next one that is read meanwhile, and for the last
+    one that is written, where memory is large enough for 12 (at its peak it holds some three times the gradients too)."""
+    gradient_nbytes = 4 * (12 * shape["n_layer"] * shape["n_embd"] ** 2 + largest_numel)
+    needed_nbytes = 4 * (LIVE + 12) * largest_numel + 3 * gradient_nbytes
+    memory_nbytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return 12 if needed_nbytes < 0.8 * memory_nbytes else 4
 
 
 def configuration(arguments: dict[str, Any], largest_numel: int) -> dict[str, Any]:
@@ -27,8 +41,15 @@ def configuration(arguments: dict[str, Any], largest_numel: int) -> dict[str, An
     parameters: dict[str, Any] = {"device": device, "pin_memory": False}
     states: dict[str, Any] = {"device": device, "pin_memory": False}
     if device == "nvme":
-        parameters |= {"nvme_path": arguments["nvme"], "buffer_count": 24, "buffer_size": largest_numel + MIB, "max_in_cpu": 0}
-        states |= {"nvme_path": arguments["nvme"], "buffer_count": 12, "pipeline_read": True, "pipeline_write": True}
+        count = optimizer_buffer_count(arguments["shape"], largest_numel)
+        parameters |= {
+            "nvme_path": arguments["nvme"],
+            "buffer_count": LIVE,
+            "max_in_cpu": 0,
+            "buffer_size": largest_numel + MIB,
+        }
+        states |= {"nvme_path": arguments["nvme"], "buffer_count": count}
+        states |= {"pipeline_read": count == 12, "pipeline_write": count == 12}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": arguments["clip"],
@@ -40,13 +61,14 @@ def configuration(arguments: dict[str, Any], largest_numel: int) -> dict[str, An
             "stage": 3,
             "offload_param": parameters,
             "offload_optimizer": states,
-            "overlap_comm": True,
+            "overlap_comm": False,  # one rank has nothing to overlap, and it takes the bucket twice
+            "reduce_bucket_size": largest_numel,
             "contiguous_gradients": True,
             "sub_group_size": 64 * MIB,
             "stage3_prefetch_bucket_size": largest_numel // 4,
             "stage3_param_persistence_threshold": 100_000,
-            "stage3_max_live_parameters": 2 * largest_numel,  # more than the buffers hold is an error
-            "stage3_max_reuse_distance": 2 * largest_numel,
+            "stage3_max_live_parameters": largest_numel,  # more than the buffers hold is an error
+            "stage3_max_reuse_distance": 0,
         },
         "steps_per_print": 1 << 30,
     }  # fmt: skip
