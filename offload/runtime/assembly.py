@@ -16,6 +16,7 @@ from offload.device.cpu import CpuAccelerator
 from offload.device.cuda import CudaAccelerator
 from offload.device.deferred import DeferredAccelerator
 from offload.device.ranks import Ranks
+from offload.device.records import RecordFormat
 from offload.errors import BudgetError, ConfigError
 from offload.layout import CHUNK_NUMELS, Layout, ParameterSpec, build_layout
 from offload.runtime.building import Building
@@ -200,9 +201,13 @@ def lay_out(
 def _decide(
     config: Config, accelerator: Accelerator, layout: Layout, trace: Trace, moments: tuple[str, ...], sharing: Sharing
 ) -> Placement:
+    known: dict[tuple[RecordFormat, ...], Footprint] = {}
+
     def footprint_of(parameters: Tier, states: Tier) -> Footprint:
-        formats = [record_format(accelerator, config, moments, parameters, states, flat.dtype) for flat in layout.flats]
-        return Footprint.of(layout, formats)
+        formats = tuple(record_format(accelerator, config, moments, parameters, states, flat.dtype) for flat in layout.flats)
+        if formats not in known:  # a large model has many chunks, and most placements have their records in common
+            known[formats] = Footprint.of(layout, formats)
+        return known[formats]
 
     def capacity_of(prefetch: int, kept_unit_count: int) -> int:
         fetched = [0 if unit.index < kept_unit_count else unit.nbytes for unit in layout.units]
