@@ -170,12 +170,15 @@ class Windows:
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
         self._held_out, self._training = order[:held_out_count], order[held_out_count:]
 
-    def training_batches(self) -> Iterator[torch.Tensor]:
-        """Batches int64 [batch, sequence] without end; every pass over the windows in another order."""
-        for epoch in itertools.count():
+    def training_batches(self, passed_count: int = 0) -> Iterator[torch.Tensor]:
+        """Batches int64 [batch, sequence] without end, the first `passed_count` left out; every pass over the windows in
+        another order."""
+        first_epoch, passed_count = divmod(passed_count, len(self._training) // self._batch)
+        for epoch in itertools.count(first_epoch):
             draw = torch.Generator().manual_seed(self._seed + 1 + epoch)
             order = torch.randperm(len(self._training), generator=draw, dtype=torch.int32)
-            for first in range(0, len(order) - self._batch + 1, self._batch):
+            skipped = passed_count * self._batch if epoch == first_epoch else 0
+            for first in range(skipped, len(order) - self._batch + 1, self._batch):
                 yield self._read(self._training[order[first : first + self._batch].long()])
 
     def held_out_batches(self, count: int) -> Iterator[torch.Tensor]:

@@ -44,6 +44,8 @@ class Measurements:
     held_out_loss: float | None = None
     held_out_tokens: int = 0
     interrupted: bool = False
+    resumed_step_count: int = 0
+    """Steps of earlier runs that this one goes on from."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -57,6 +59,10 @@ class Measurements:
     @property
     def step_count(self) -> int:
         return len(self.losses)
+
+    @property
+    def total_step_count(self) -> int:
+        return self.resumed_step_count + self.step_count
 
 
 class EngineMeter:

@@ -11,11 +11,11 @@ from torch import nn
 import offload
 from offload.errors import BudgetError
 from offload.layout import Layout
-from offload.runtime.assembly import DTYPES, choose_accelerator, lay_out
+from offload.runtime.assembly import DTYPES, LEAST_UNIT_NUMEL, choose_accelerator, lay_out
 from offload.runtime.description import check_state_format, describe_parameters, parameter_specs
 from offload.runtime.optimizer_kinds import moments_of
-from offload.runtime.placement import Placement, record_format
-from offload.runtime.units import partition
+from offload.runtime.placement import Placement, Sharing, record_format
+from offload.runtime.units import fold_small, partition
 from offload.schedule.budget import MASTER_ITEMSIZE, Footprint, Tier, spilled_nbytes
 from offload.schedule.trace import guess
 
@@ -35,9 +35,13 @@ class Traffic:
 class Outline:
     """A model, its optimizer and a configuration, before `initialize`. A context manager: it opens the accelerator."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: offload.Config) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: offload.Config, rank_count: int = 1) -> None:
+        """`rank_count`: of one node. What is said is then of the first rank, whose shards are as large as any."""
         self._config = config
+        self._sharing = Sharing(config.stage, rank_count, rank_count)
         units = partition(model)
+        if rank_count > 1:
+            units = fold_small(units, LEAST_UNIT_NUMEL)
         infos = describe_parameters(model, units, optimizer, None if config.dtype is None else DTYPES[config.dtype])
         check_state_format(config, infos)
         self._moments = moments_of(optimizer)
@@ -66,13 +70,15 @@ class Outline:
     def placement(self, parameters: Tier | None = None, optimizer_states: Tier | None = None) -> Placement:
         """What `initialize` would choose; or, for a given placement, what it takes without budgets.
 
-        Raises `BudgetError` where the budgets cannot hold it."""
+        Raises `BudgetError` where the budgets cannot hold it, `ConfigError` where the stage has no room for it."""
         if parameters is None or optimizer_states is None:
             return self._lay_out(self._config)[1]
         return self._lay_out(self._fixed(parameters, optimizer_states))[1]
 
     def smallest_nbytes(self, placement: Placement, field: str) -> int | None:
-        """The smallest `field` ("cpu_memory" or "device_memory") with which the placement works; None: it needs none."""
+        """The smallest `field` ("cpu_memory" or "device_memory") with which the placement works; None: it needs none.
+
+        `cpu_memory` is the node's: what all of its ranks need."""
         if field == "device_memory" and self._accelerator.unified:
             return None  # one memory: cpu_memory says it
         one_byte = self._fixed(placement.parameters, placement.optimizer_states)
@@ -141,7 +147,7 @@ class Outline:
         return replace(free, parameters=parameters, optimizer_states=optimizer_states)
 
     def _lay_out(self, config: offload.Config) -> tuple[Layout, Placement]:
-        return lay_out(config, self._accelerator, self._specs, self._trace, self._moments)
+        return lay_out(config, self._accelerator, self._specs, self._trace, self._moments, self._sharing)
 
 
 def _trained_nbytes(layout: Layout, besides_count: int = 0) -> int:

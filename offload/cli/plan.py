@@ -3,6 +3,7 @@ bytes that a step moves over each link.
 
   python -m offload plan --model ./config.json --dtype bf16 --parameters nvme --optimizer-states nvme --nvme /mnt/nvme0
   python -m offload plan --hidden 4096 --layers 32 --vocabulary 32000 --dtype bf16 --device-memory 24GiB --cpu-memory 64GiB
+  python -m offload plan --hidden 4096 --layers 32 --vocabulary 32000 --dtype bf16 --ranks 4 --stage 3
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from offload.cli.corpus import BYTE_VOCABULARY_SIZE
 from offload.cli.models import build_outline, choose_model, make_optimizer
 from offload.cli.outline import Outline, Traffic
 from offload.cli.text import format_count, format_nbytes, table
-from offload.errors import BudgetError
+from offload.errors import BudgetError, ConfigError
 from offload.runtime.placement import AUTO_ORDER, Placement
 from offload.schedule.budget import Tier
 
@@ -32,6 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_optimizer_arguments(parser)
     add_config_arguments(parser)
     parser.add_argument("--accumulate", type=positive, default=1, metavar="N", help="micro-batches of a step (default 1)")
+    parser.add_argument(
+        "--ranks",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="ranks of one node that train together (default 1): what each needs",
+    )
     parser.set_defaults(run=run)
 
 
@@ -41,17 +49,19 @@ def run(args: argparse.Namespace) -> int:
     vocabulary = args.vocabulary or (BYTE_VOCABULARY_SIZE if args.model is None else 0)
     choice = choose_model(args, vocabulary, sequence=2048)
     model = build_outline(choice)
-    with Outline(model, make_optimizer(model, args), config) as outline:
+    with Outline(model, make_optimizer(model, args), config, args.ranks) as outline:
         print(f"model: {choice.title}, {format_count(outline.parameter_numel)} parameters in {outline.unit_count} units")
-        print(f"device: {outline.device_name}, one rank\n")
+        ranks = "one rank" if args.ranks == 1 else f"{args.ranks} ranks, stage {config.stage}; bytes are those of one rank"
+        print(f"device: {outline.device_name}, {ranks}\n")
         try:
             placement = outline.placement()
         except BudgetError:
             print(_alternatives_table(outline, None), flush=True)
             raise
         print(_plan_table(placement, outline.parameter_numel))
-        print("\n" + _smallest_table(outline, placement))
-        print("\n" + _traffic_table(outline, placement, args.accumulate))
+        print("\n" + _smallest_table(outline, placement, args.ranks))
+        if args.ranks == 1:  # what goes over the wire is counted by the engine: stats()["ranks"]
+            print("\n" + _traffic_table(outline, placement, args.accumulate))
         print("\n" + _alternatives_table(outline, placement))
     return 0
 
@@ -74,7 +84,7 @@ def _plan_table(placement: Placement, parameter_numel: int) -> str:
     return f"{title}\n{table(('tier', 'purpose', 'size', 'B/parameter', 'bytes'), rows, left_columns=(0, 1))}"
 
 
-def _smallest_table(outline: Outline, placement: Placement) -> str:
+def _smallest_table(outline: Outline, placement: Placement, rank_count: int) -> str:
     rows = []
     for field in ("device_memory", "cpu_memory"):
         smallest = outline.smallest_nbytes(placement, field)
@@ -82,7 +92,8 @@ def _smallest_table(outline: Outline, placement: Placement) -> str:
             rows.append((f"--{field.replace('_', '-')}", format_nbytes(smallest), f"{smallest}"))
     if not rows:
         return "This placement holds nothing that a budget bounds."
-    return "Smallest budgets with which this placement works\n" + table(("", "size", "bytes"), rows)
+    whose = "" if rank_count == 1 else f" (--cpu-memory: of all {rank_count} ranks together)"
+    return f"Smallest budgets with which this placement works{whose}\n" + table(("", "size", "bytes"), rows)
 
 
 def _traffic_table(outline: Outline, placement: Placement, micro_batches: int) -> str:
@@ -106,7 +117,10 @@ def _traffic_table(outline: Outline, placement: Placement, micro_batches: int) -
 def _alternatives_table(outline: Outline, chosen: Placement | None) -> str:
     rows = []
     for parameters, states in AUTO_ORDER:
-        other = outline.placement(parameters, states)
+        try:
+            other = outline.placement(parameters, states)
+        except ConfigError:
+            continue  # below stage 3 parameters stay on the devices of all ranks
         mark = "*" if chosen is not None and (parameters, states) == (chosen.parameters, chosen.optimizer_states) else ""
         totals = [other.plan.total_nbytes(tier) for tier in _TIERS]
         rows.append((mark, parameters, states, *(format_nbytes(total) if total else "-" for total in totals)))

@@ -47,6 +47,7 @@ def make_report(
         "placement": stats["placement"],
         "states": stats["planned"],
         "memory": _memory(config, meter, measurements),
+        "resumed_step_count": measurements.resumed_step_count,
         "step_count": measurements.step_count,
         "skipped_step_count": stats["skipped_steps"],
         "token_count": measurements.token_count,
@@ -101,12 +102,15 @@ def print_report(report: dict[str, Any]) -> None:
 def _headline(report: dict[str, Any]) -> str:
     model, losses, seconds = report["model"], report["losses"], report["seconds"]
     lines = [f"{model['title']}: {format_count(model['parameter_numel'])} parameters"]
+    before = report["resumed_step_count"]
     if not losses:
-        return f"{lines[0]}\ninterrupted before the first step ended"
+        ended = "interrupted before the first step ended" if report["interrupted"] else f"all {before} steps were done before"
+        return f"{lines[0]}\n{ended}"
     rate = report["token_count"] / seconds["training"]
     ended = " (ended by a signal)" if report["interrupted"] else ""
+    resumed = f" after the {before} of earlier runs" if before else ""
     lines.append(
-        f"{report['step_count']} steps in {format_seconds(seconds['training'])}{ended}, {report['token_count']} "
+        f"{report['step_count']} steps{resumed} in {format_seconds(seconds['training'])}{ended}, {report['token_count']} "
         f"tokens, {rate:.1f} tokens/s"
     )
     tail = losses[-_TAIL_STEPS:]
@@ -176,6 +180,7 @@ def _time_table(report: dict[str, Any]) -> str:
     for name, title in (
         ("build", "before: build the model without memory"),
         ("initialize", "before: fill the tiers"),
+        ("save", "after: the rest of the last checkpoint"),
         ("evaluation", "after: held-out loss"),
         ("close", "after: finish and close"),
         ("total", "whole command"),

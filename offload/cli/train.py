@@ -1,11 +1,12 @@
 """Train a causal language model on text, with parameters and optimizer states on the device, in CPU memory or on NVMe.
 
 The model is a local Hugging Face checkpoint, a config.json, or a new Llama of a given shape. Text is cut into bytes,
-or by a local tokenizer. Ctrl-C ends the run after the current step; what was measured is printed all the same.
+or by a local tokenizer. Ctrl-C and SIGTERM end the run after the current step; what was measured is printed all the same,
+and with --checkpoints the run is saved: the same command goes on with it, to the bit.
 
   python -m offload train --data stdlib --steps 20
   python -m offload train --model ./checkpoint --tokenizer ./checkpoint --data ./texts --dtype bf16 \\
-      --parameters nvme --optimizer-states nvme --nvme /mnt/nvme0 --cpu-memory 8GiB
+      --parameters nvme --optimizer-states nvme --nvme /mnt/nvme0 --cpu-memory 8GiB --checkpoints ./run --save-every 500
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from offload.cli.arguments import (
     positive,
     positive_number,
 )
+from offload.cli.checkpoints import Checkpoints, add_checkpoint_arguments, check_arguments
 from offload.cli.corpus import ByteStream, TokenizedStream, TokenStream, Windows, find_documents
 from offload.cli.interruption import Interruption
 from offload.cli.measuring import EngineMeter, IoTotals, Measurements
@@ -49,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_data_arguments(parser)
     add_optimizer_arguments(parser)
     _add_length_arguments(parser)
+    add_checkpoint_arguments(parser)
     add_config_arguments(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the final report there too")
     parser.set_defaults(run=run)
@@ -93,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
     """The command. Returns 0, also where a signal ended the run after a step."""
     started = time.perf_counter()
     config = config_of(args)
+    check_arguments(args)
     if args.json is not None and not args.json.absolute().parent.is_dir():
         raise ConfigError(f"--json {str(args.json)!r}: its folder does not exist.")
     interruption, progress = Interruption(), ProgressLine()
@@ -109,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
             meter = EngineMeter(engine, measurements)
             progress.say(_placement_line(meter))
             with interruption.between_steps():
-                _Loop(args, engine, windows, measurements, meter, interruption, progress).run()
+                _Loop(args, engine, windows, measurements, meter, interruption, progress).run(len(stream))
                 progress.close()
                 meter.read()
                 io = meter.io
@@ -206,26 +210,37 @@ class _Loop:
     ) -> None:
         assert engine.optimizer is not None
         self._args, self._engine, self._model, self._optimizer = args, engine, engine.module, engine.optimizer
-        self._batches = windows.training_batches()
+        self._windows = windows
         self._measurements, self._meter = measurements, meter
         self._interruption, self._progress = interruption, progress
         self._last_count = args.steps or (_DEFAULT_STEPS if args.seconds is None else None)
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, self._lr_factor)
         self._shown_at, self._shown_tokens, self._shown_io = time.perf_counter(), 0, meter.io
 
-    def run(self) -> None:
+    def run(self, token_count: int) -> None:
         """Steps until their number, the time, or a signal says stop."""
         self._model.train()
-        measurements, started = self._measurements, time.perf_counter()
-        while not self._interruption.requested:
+        measurements = self._measurements
+        checkpoints = Checkpoints(self._args, self._engine, self._scheduler, token_count)
+        measurements.resumed_step_count = checkpoints.resume()
+        if measurements.resumed_step_count:
+            self._progress.say(f"going on after step {measurements.resumed_step_count}")
+        self._batches = self._windows.training_batches(measurements.resumed_step_count * self._args.accumulate)
+        started = time.perf_counter()
+        while not (self._interruption.requested or self._is_over(started)):
             self._step()
             self._show(first=measurements.step_count == 1)
-            if measurements.step_count == self._last_count:
-                break
-            if self._args.seconds is not None and time.perf_counter() - started >= self._args.seconds:
-                break
+            checkpoints.after_step(measurements.total_step_count)
         measurements.seconds["training"] = time.perf_counter() - started
         self._show(last=True)
+        with measurements.phase("save"):
+            checkpoints.at_end(measurements.total_step_count)
+
+    def _is_over(self, started: float) -> bool:
+        if self._last_count is not None and self._measurements.total_step_count >= self._last_count:
+            return True
+        long_enough = self._args.seconds is not None and time.perf_counter() - started >= self._args.seconds
+        return long_enough and self._measurements.step_count > 0
 
     def _step(self) -> None:
         measurements, count = self._measurements, self._args.accumulate
@@ -277,7 +292,7 @@ class _Loop:
         self._shown_at, self._shown_tokens, self._shown_io = now, measurements.token_count, io
         of = f"/{self._last_count}" if self._last_count is not None else ""
         parts = [
-            f"step {measurements.step_count}{of}",
+            f"step {measurements.total_step_count}{of}",
             f"loss {measurements.losses[-1]:.4f}",
             f"{tokens / seconds:.0f} tokens/s",
             f"host {format_nbytes(self._meter.host_nbytes)} (process {format_nbytes(rss_nbytes())})",

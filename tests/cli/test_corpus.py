@@ -73,6 +73,13 @@ def test_windows_cover_the_text_once_and_none_is_trained_on_and_held_out() -> No
     assert second.sort().values.tolist() == epoch.sort().values.tolist() and second.tolist() != epoch.tolist()
 
 
+def test_batches_can_be_taken_up_anywhere() -> None:
+    windows = Windows(Counting(1000), 10, 5, seed=3)
+    whole = torch.stack(list(islice(windows.training_batches(), 45)))  # more than two passes of 19
+    for passed in (0, 1, 18, 19, 20, 38):
+        assert torch.equal(torch.stack(list(islice(windows.training_batches(passed), 45 - passed))), whole[passed:])
+
+
 def test_the_seed_alone_decides_the_order() -> None:
     def first(seed: int) -> list[list[int]]:
         return next(Windows(Counting(5000), 10, 4, seed).training_batches()).tolist()

@@ -117,3 +117,14 @@ def test_a_budget_that_cannot_be_shows_what_can(capsys: pytest.CaptureFixture[st
     printed = capsys.readouterr()
     assert "Placements, without budgets" in printed.out
     assert "cannot hold" in printed.err
+
+
+def test_several_ranks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", UNIFIED)
+    shape = ["plan", "--hidden", "256", "--layers", "2", "--ranks", "4"]
+    assert main([*shape, "--stage", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "4 ranks, stage 2; bytes are those of one rank" in printed and "of all 4 ranks together" in printed
+    assert "nvme        nvme" not in printed  # below stage 3 parameters stay where they are used
+    assert main([*shape, "--stage", "3"]) == 0
+    assert "nvme        nvme" in capsys.readouterr().out

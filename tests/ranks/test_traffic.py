@@ -7,6 +7,10 @@ from typing import Any
 
 import pytest
 
+import offload
+from offload.cli import outline
+
+from ..acceptance.models import adamw, llama
 from .crew import Crew
 
 
@@ -61,6 +65,27 @@ def test_memory_follows_the_formulas(request: pytest.FixtureRequest, tmp_path: P
                 assert host[purpose] == planned[purpose]
             if stage == 3:
                 assert one["resident_peak"] <= planned["parameters in use"] < 0.9 * 4 * numel
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_plan_of_one_rank_is_what_each_takes(
+    pair: Crew, monkeypatch: pytest.MonkeyPatch, stage: int, tmp_path: Path
+) -> None:
+    """`python -m offload plan --ranks 2` asks without ranks; the same lines as with them, and the budget they need."""
+    monkeypatch.setattr(outline, "LEAST_UNIT_NUMEL", 0)  # as in the jobs
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", "cpu")
+    places = ("cpu" if stage == 3 else "device", "nvme")
+    case: dict[str, Any] = {"stage": stage, "parameters": places[0], "optimizer_states": places[1], "nvme": str(tmp_path)}
+    model = llama(layers=4, width=384)
+    with outline.Outline(model, adamw(model), offload.Config(**case), rank_count=2) as planned:
+        placement = planned.placement()
+        smallest = planned.smallest_nbytes(placement, "cpu_memory")
+    for one in pair.do("memory", fields=case):
+        assert one["planned"] == {line.purpose: line.nbytes for line in placement.plan.lines}
+    assert smallest is not None
+    for kind, message in pair.errors("memory", fields=case | {"cpu_memory": smallest - 2}):
+        assert kind == "BudgetError" and f"smallest cpu_memory that can is {smallest}" in message
+    pair.do("memory", fields=case | {"cpu_memory": smallest})
 
 
 def test_budgets_are_those_of_the_node(pair: Crew, tmp_path: Path) -> None:
