@@ -161,7 +161,7 @@ class Config:
         if isinstance(value, Config):
             return value
         if isinstance(value, (str, os.PathLike)):
-            return Config.of(_read_json(Path(value)))
+            return Config.of(read_json(Path(value)))
         if not isinstance(value, Mapping):
             raise ConfigError(f"config {value!r} is not a Config, a mapping or the path of a JSON file.")
         known = [field.name for field in dataclasses.fields(Config)]
@@ -177,7 +177,8 @@ def _nearest(value: object, allowed: Sequence[Any]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def _read_json(path: Path) -> Mapping[str, Any]:
+def read_json(path: Path) -> Mapping[str, Any]:
+    """The object in a JSON file of settings."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from offload.config import Config, parse_nbytes
+from offload.deepspeed_config import read_settings
 from offload.device.ranks import join_ranks
 from offload.errors import EngineFailedError, ParameterAccessError, UsageError
 from offload.runtime.agreement import Point
@@ -55,8 +56,9 @@ def initialize(
                `weights`. Its buffers are moved to the device.
     optimizer  `torch.optim.AdamW`, `Adam`, `Adagrad`, `SGD` or `offload.Lion` (also lion-pytorch's and timm's) over the
                model's trainable parameters; state it has already is taken over.
-               None: no training; forward, evaluation and generation only.
-    config     a `Config`, a mapping with its keys, or the path of a JSON file
+               None: the one that a config with DeepSpeed's keys describes; without it no training: forward, evaluation and
+               generation only.
+    config     a `Config`; or a mapping, or the path of a JSON file, with its keys or with DeepSpeed's (docs/deepspeed.md)
     weights    a safetensors file, or a folder with one or with a sharded index: read unit by unit into the tiers
     mesh       the ranks that train together, as a `DeviceMesh`: one dimension (all share the shards) or two, (replicate,
                shard): shards within a node, copies across. None: all ranks of the process group, which is started from
@@ -69,14 +71,14 @@ def initialize(
     """
     ranks = join_ranks(mesh)
 
-    def prepare() -> tuple[Config, Assembly]:
+    def prepare() -> tuple[Config, torch.optim.Optimizer | None, Assembly]:
         check_free(model, optimizer)
-        resolved = Config.of(config)
+        resolved, chosen = read_settings(config, model, optimizer, ranks.world_size if ranks is not None else 1)
         source = open_weights(weights) if weights is not None else None
-        return resolved, Assembly(model, optimizer, resolved, source, ranks)
+        return resolved, chosen, Assembly(model, chosen, resolved, source, ranks)
 
-    resolved, assembly = together(ranks, prepare, lambda _: {})
-    return Engine(model, optimizer, resolved, assembly.build())
+    resolved, chosen, assembly = together(ranks, prepare, lambda _: {})
+    return Engine(model, chosen, resolved, assembly.build())
 
 
 class Engine:

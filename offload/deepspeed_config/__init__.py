@@ -1,0 +1,7 @@
+"""DeepSpeed's config keys: what of them is done here, and how. Pure translation; nothing of DeepSpeed is imported."""
+
+from offload.deepspeed_config.optimizers import Maker, make_optimizer
+from offload.deepspeed_config.settings import read_settings, speaks_deepspeed
+from offload.deepspeed_config.translation import Batch, Translation, translate
+
+__all__ = ["Batch", "Maker", "Translation", "make_optimizer", "read_settings", "speaks_deepspeed", "translate"]

@@ -1,0 +1,182 @@
+"""Every key that DeepSpeed 0.19 reads, in one of three classes.
+
+    translated       decides what is computed or where it lies, and is done
+    without effect   tunes buffers, buckets, overlap, logs: results do not depend on it here, and nothing needs tuning
+    refused          asks for other numbers, or for a feature that is not here; harmless values are accepted
+
+Older names that configurations still carry are among them. The docs (docs/deepspeed.md) list the same; a test compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+TOP = ""
+ZERO = "zero_optimization"
+OFFLOAD_OPTIMIZER = "zero_optimization.offload_optimizer"
+OFFLOAD_PARAM = "zero_optimization.offload_param"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """`instead`: what to do. Values in `harmless` ask for nothing; nor does a section whose "enabled" is false."""
+
+    instead: str
+    harmless: tuple[Any, ...] = (None, False)
+
+    def is_harmless(self, value: Any) -> bool:
+        if isinstance(value, Mapping):
+            return not value or value.get("enabled", True) is False
+        return any(value is one or (value == one and isinstance(value, bool) == isinstance(one, bool)) for one in self.harmless)
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """`is_open`: keys that are not listed are without effect as long as no refused one asks for anything."""
+
+    translated: tuple[str, ...] = ()
+    without_effect: tuple[str, ...] = ()
+    refused: Mapping[str, Refusal] = field(default_factory=dict)
+    is_open: bool = False
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        return (*self.translated, *self.without_effect, *self.refused)
+
+
+_LEAVE_OUT = "leave it out"
+_WHOLE_LAYERS = "every rank computes whole layers here: leave it out; parameters and states that do not fit go to cpu or nvme"
+_OWN_LOOP = "it belongs to the data or the loop: do it there, and leave it out"
+_FP32_AVERAGE = (
+    "gradients are averaged in fp32: leave it out (OFFLOAD_AVERAGE=compute rounds the averages to the compute dtype)"
+)
+_PLAIN_MEAN = "gradients are averaged over the ranks in fp32, where nothing overflows: leave it out"
+
+SECTIONS: Mapping[str, Section] = {
+    TOP: Section(
+        translated=(
+            *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+            *("optimizer", "scheduler", "fp16", "bf16", "bfloat16", "gradient_clipping", "zero_optimization"),
+            *("steps_per_print", "dataloader_drop_last", "data_types", "checkpoint", "tensor_parallel", "compile"),
+        ),
+        without_effect=(
+            *("activation_checkpointing", "aio", "comet", "comms_logger", "csv_monitor", "datastates", "disable_allgather"),
+            *("disable_python_gc", "dump_state", "flops_profiler", "graph_harvesting", "log_level", "memory_breakdown"),
+            *("seq_parallel_communication_data_type", "sparse_gradients", "tensorboard", "timers"),
+            *("use_data_before_expert_parallelism", "vocabulary_size", "wall_clock_breakdown", "wandb"),
+            *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "data_parallel_size"),
+        ),
+        refused={
+            "amp": Refusal('use "bf16" or "fp16"'),
+            "autotuning": Refusal("placements and budgets are what there is to choose: ask `python -m offload plan`"),
+            "communication_data_type": Refusal(_FP32_AVERAGE, (None, "fp32")),
+            "compression_training": Refusal(_LEAVE_OUT),
+            "curriculum_learning": Refusal(_OWN_LOOP),
+            "data_efficiency": Refusal(_OWN_LOOP),
+            "eigenvalue": Refusal(_LEAVE_OUT),
+            "elasticity": Refusal("give the batch sizes; a checkpoint loads on any number of ranks"),
+            "expert_parallel": Refusal(_WHOLE_LAYERS),
+            "gradient_allreduce_op": Refusal(
+                "gradients are averaged: multiply the loss by the number of ranks", (None, "mean")
+            ),
+            "gradient_predivide_factor": Refusal(_PLAIN_MEAN, (None, 1)),
+            "hybrid_engine": Refusal("model.generate() works between steps: leave it out"),
+            "managed_gradient_accumulation": Refusal(
+                "offload.initialize leaves accumulation to the loop: use it", (None, True)
+            ),
+            "nebula": Refusal("engine.save_checkpoint(wait=False) saves beside training: leave it out"),
+            "pipeline": Refusal(_WHOLE_LAYERS),
+            "prescale_gradients": Refusal(_PLAIN_MEAN),
+            "progressive_layer_drop": Refusal(_OWN_LOOP),
+            "quantize_training": Refusal(_LEAVE_OUT),
+            "sequence_parallel_size": Refusal(_WHOLE_LAYERS, (None, 1)),
+            "sparse_attention": Refusal("it is a matter of the model: choose it there"),
+            "torch_autocast": Refusal('put torch.autocast around the forward, or use "bf16"'),
+            "weight_quantization": Refusal(_LEAVE_OUT),
+        },
+    ),
+    ZERO: Section(
+        translated=("stage", "offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_params", "cpu_offload_param"),
+        without_effect=(
+            *("allgather_bucket_size", "allgather_partitions", "compute_grad_norm", "contiguous_gradients"),
+            *("cpu_offload_use_pin_memory", "elastic_checkpoint", "enable_sanity_checks", "ignore_unused_parameters"),
+            *("leaf_module", "legacy_stage1", "load_from_fp32_weights", "log_trace_cache_warnings"),
+            *("max_live_parameters", "max_reuse_distance", "memory_efficient_linear", "model_persistence_threshold"),
+            *("module_granularity_threshold", "overlap_comm", "override_module_apply", "param_persistence_threshold"),
+            *("parameter_alignment", "pipeline_loading_checkpoint", "prefetch_bucket_size", "reduce_bucket_size"),
+            *("reduce_scatter", "round_robin_gradients", "save_muon_momentum_buffer_in_memory"),
+            *("stage3_allgather_sequential", "allgather_sequential", "stage3_gather_16bit_weights_on_model_save"),
+            *("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
+            *("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_model_persistence_threshold"),
+            *("stage3_module_granularity_threshold", "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size"),
+            *("stage3_use_all_reduce_for_fetch_params", "use_all_reduce_for_fetch_params", "sub_group_size"),
+            *("use_multi_rank_bucket_allreduce", "zero_hpz_partition_size"),
+        ),
+        refused={
+            "mics_shard_size": Refusal("pass mesh= (replicate x shard) to offload.initialize", (None, -1)),
+            "mics_hierarchical_params_gather": Refusal("pass mesh= (replicate x shard) to offload.initialize"),
+            "zenflow": Refusal("updates are never stale here: leave it out", (None,)),
+            "zero_quantized_gradients": Refusal("it rounds gradients to 4 bits on the wire: leave it out"),
+            "zero_quantized_nontrainable_weights": Refusal("it rounds weights to 8 bits on the wire: leave it out"),
+            "zero_quantized_weights": Refusal("it rounds weights to 8 bits on the wire: leave it out"),
+            "zeropp_loco_param": Refusal(_LEAVE_OUT),
+        },
+    ),
+    OFFLOAD_OPTIMIZER: Section(
+        translated=("device", "nvme_path"),
+        without_effect=(
+            *("buffer_count", "cpuadam_cores_perc", "fast_init", "pin_memory", "pipeline", "pipeline_read"),
+            *("pipeline_write", "ratio", "super_offload"),
+        ),
+    ),
+    OFFLOAD_PARAM: Section(
+        translated=("device", "nvme_path"),
+        without_effect=("buffer_count", "buffer_size", "max_in_cpu", "pin_memory"),
+    ),
+    "fp16": Section(
+        translated=("enabled", "loss_scale"),
+        without_effect=("auto_cast",),
+        refused={
+            "consecutive_hysteresis": Refusal("the dynamic scale halves at every overflow: leave it out"),
+            "fp16_master_weights_and_grads": Refusal("masters are fp32: leave it out"),
+            "hysteresis": Refusal("the dynamic scale halves at every overflow: leave it out", (None, 2)),
+            "initial_scale_power": Refusal("the dynamic scale starts at 2**16: leave it out, or set loss_scale", (None, 16)),
+            "loss_scale_window": Refusal("the dynamic scale doubles after 2000 good steps: leave it out", (None, 1000)),
+            "min_loss_scale": Refusal("the dynamic scale has no floor to run into: leave it out", (None, 1)),
+        },
+    ),
+    "bf16": Section(
+        translated=("enabled", "check_grad_overflow"),
+        without_effect=("immediate_grad_update", "check_overflow"),
+        refused={
+            "bf16_master_weights_and_grads": Refusal(
+                "masters are fp32: leave it out; state_format='bf16' stores moments in bf16"
+            ),
+            "bf16_optimizer_states": Refusal("leave it out; state_format='bf16' stores moments in bf16"),
+        },
+    ),
+    "optimizer": Section(translated=("type", "params"), without_effect=("legacy_fusion",)),
+    "scheduler": Section(translated=("type", "params")),
+    "data_types": Section(
+        without_effect=("keep_in_fp32_modules",),
+        refused={
+            "buffer_dtype": Refusal("buffers keep their dtype: convert them in the model, and leave it out", (None,)),
+            "grad_accum_dtype": Refusal("gradients accumulate in fp32: leave it out", (None, "fp32")),
+            "param_dtype": Refusal('use "bf16" or "fp16"', (None,)),
+        },
+    ),
+    "checkpoint": Section(
+        without_effect=("tag_validation", "parallel_write", "use_node_local_storage", "checkpoint_serialization", "writer"),
+        refused={"load_universal": Refusal("convert it first: `python -m offload import`")},
+    ),
+    "tensor_parallel": Section(
+        refused={"autotp_size": Refusal(_WHOLE_LAYERS, (None, 0, 1))},
+        is_open=True,
+    ),
+    "compile": Section(
+        refused={"deepcompile": Refusal("torch.compile the model's blocks: leave it out")},
+        is_open=True,
+    ),
+}

@@ -1,0 +1,78 @@
+"""The optimizers that DeepSpeed makes from its config: torch's (or `offload.Lion`) with DeepSpeed's default numbers."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offload.errors import ConfigError
+from offload.runtime.lion import Lion
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """A section {type, params} of the config: "optimizer" or "scheduler"."""
+
+    type: str
+    params: Mapping[str, Any]
+
+
+_ADAM: Mapping[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+_TORCH_ADAM: Mapping[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}  # the rest is torch's default
+_LION: Mapping[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}
+_NAMES = ("Adam", "AdamW", "Adagrad", "Lion", "SGD")
+_WITHOUT_EFFECT = ("torch_adam", "adam_w_mode", "adamw_mode", "foreach", "fused", "set_grad_none")
+_REFUSED = {
+    "amsgrad": (False, "leave it out"),
+    "bias_correction": (True, "leave it out"),
+    "fp32_optimizer_states": (True, "leave it out; Config's state_format stores narrower moments"),
+    "capturable": (False, "leave it out"),
+}
+
+
+def make_optimizer(maker: Maker, parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    """The optimizer over the parameters (those of them that are trained), or over groups of them.
+
+    "Adam" is AdamW unless adam_w_mode is false, as in DeepSpeed. Raises `ConfigError` for what has no counterpart."""
+    given = list(parameters)
+    if given and not isinstance(given[0], Mapping):
+        given = [parameter for parameter in given if parameter.requires_grad]
+    make, defaults = _class_of(maker)
+    numbers = {name: value for name, value in maker.params.items() if name not in _WITHOUT_EFFECT and name not in _REFUSED}
+    for name, (neutral, instead) in _REFUSED.items():
+        value = maker.params.get(name, neutral)
+        if value != neutral:
+            raise ConfigError(f"optimizer.params.{name}={value!r} is not supported: {instead}.")
+    if "max_grad_norm" in numbers:
+        raise ConfigError("optimizer.params.max_grad_norm is no parameter of an optimizer: set gradient_clipping.")
+    for name in ("lr", "weight_decay", "eps"):
+        if name in numbers and (isinstance(numbers[name], bool) or not isinstance(numbers[name], (int, float))):
+            raise ConfigError(f"optimizer.params.{name}={numbers[name]!r} is not a number.")
+    if "betas" in numbers:
+        numbers["betas"] = tuple(numbers["betas"])
+    try:
+        return make(given, **(dict(defaults) | numbers))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer.params {dict(maker.params)!r} cannot be those of {maker.type}: {error}.") from error
+
+
+def _class_of(maker: Maker) -> tuple[Callable[..., torch.optim.Optimizer], Mapping[str, Any]]:
+    name = maker.type.lower()
+    if name in ("adam", "adamw"):
+        decoupled = name == "adamw" or maker.params.get("adam_w_mode", True)
+        defaults = _TORCH_ADAM if maker.params.get("torch_adam", False) else _ADAM
+        return (torch.optim.AdamW if decoupled else torch.optim.Adam), defaults
+    others: dict[str, tuple[Callable[..., torch.optim.Optimizer], Mapping[str, Any]]] = {
+        "adagrad": (torch.optim.Adagrad, {}),
+        "lion": (Lion, _LION),
+        "sgd": (torch.optim.SGD, {}),
+    }
+    if name not in others:
+        near = difflib.get_close_matches(maker.type, _NAMES, n=1, cutoff=0.5)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ConfigError(f"optimizer.type={maker.type!r} is not supported{hint}: expected one of {', '.join(_NAMES)}.")
+    return others[name]

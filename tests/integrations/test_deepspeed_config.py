@@ -1,0 +1,248 @@
+"""DeepSpeed's config keys: each is done, said to be without effect, or refused; none is passed over."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+from offload.deepspeed_config import Batch, Maker, make_optimizer, translate
+from offload.deepspeed_config.keys import SECTIONS, TOP
+
+from ..acceptance.models import stack
+from ..acceptance.runs import assert_same_bits, refused
+
+PLAIN: dict[str, Any] = {"stage": 0, "parameters": "device", "optimizer_states": "device"}
+
+
+def zero(stage: int, **keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, **keys}}
+
+
+def at(path: str, value: Any) -> dict[str, Any]:
+    """{"a": {"b": value}} for "a.b"."""
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return value
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"train_batch_size": 8}, {}),
+        (zero(2), {"stage": 2}),
+        ({"zero_optimization": True}, {"stage": 1}),
+        (zero(2, offload_optimizer={"device": "cpu"}), {"stage": 2, "optimizer_states": "cpu"}),
+        (zero(2, cpu_offload=True), {"stage": 2, "optimizer_states": "cpu"}),
+        (zero(3, cpu_offload_params=True), {"stage": 3, "parameters": "cpu"}),
+        (zero(2, offload_param={"device": "cpu"}), {"stage": 2}),
+        (zero(3, offload_param={"device": "none"}, offload_optimizer={"device": "none"}), {"stage": 3}),
+        (
+            zero(3, offload_param={"device": "cpu"}, offload_optimizer={"device": "nvme", "nvme_path": "/n"}),
+            {"stage": 3, "parameters": "cpu", "optimizer_states": "nvme", "nvme": "/n"},
+        ),
+        (
+            zero(
+                3,
+                offload_param={"device": "nvme", "nvme_path": "/n"},
+                offload_optimizer={"device": "nvme", "nvme_path": "/n"},
+            ),
+            {"stage": 3, "parameters": "nvme", "optimizer_states": "nvme", "nvme": "/n"},
+        ),
+        (
+            zero(
+                3,
+                offload_param={"device": "nvme", "nvme_path": "/a"},
+                offload_optimizer={"device": "nvme", "nvme_path": "/b"},
+            ),
+            {"stage": 3, "parameters": "nvme", "optimizer_states": "nvme", "nvme": ["/b", "/a"]},
+        ),
+        (
+            zero(3, offload_optimizer={"device": "nvme"}) | {"nvme": "/own", "cpu_memory": "1GiB"},
+            {"stage": 3, "optimizer_states": "nvme", "nvme": "/own", "cpu_memory": 2**30},
+        ),
+        ({"bf16": {"enabled": True}}, {"dtype": "bf16", "loss_scale": "skip"}),
+        ({"bfloat16": {"enabled": True}}, {"dtype": "bf16", "loss_scale": "skip"}),
+        ({"bf16": {"enabled": True, "check_grad_overflow": False}}, {"dtype": "bf16"}),
+        ({"bf16": {"enabled": False}, "fp16": {"enabled": False}}, {}),
+        ({"fp16": {"enabled": True}}, {"dtype": "fp16"}),
+        ({"fp16": {"enabled": True, "loss_scale": 0, "hysteresis": 2, "loss_scale_window": 1000}}, {"dtype": "fp16"}),
+        ({"fp16": {"enabled": True, "loss_scale": 128}}, {"dtype": "fp16", "loss_scale": 128.0}),
+        ({"gradient_clipping": 0.5}, {"max_grad_norm": 0.5}),
+        ({"gradient_clipping": 0.0}, {}),
+        ({"bf16": {"enabled": True}, "state_format": "split", "prefetch": 2}, None),
+    ],
+)
+def test_what_is_translated(given: dict[str, Any], expected: dict[str, Any] | None) -> None:
+    if expected is None:
+        expected = {"dtype": "bf16", "loss_scale": "skip", "state_format": "split", "prefetch": 2}
+    assert translate(given, 1).config == offload.Config(**(PLAIN | expected))
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "expected"),
+    [
+        ((24, 4, 3), 2, Batch(24, 4, 3)),
+        ((24, 4, None), 2, Batch(24, 4, 3)),
+        ((24, None, 3), 2, Batch(24, 4, 3)),
+        ((None, 4, 3), 2, Batch(24, 4, 3)),
+        ((24, None, None), 2, Batch(24, 12, 1)),
+        ((None, 4, None), 2, Batch(8, 4, 1)),
+        ((None, None, 3), 2, Batch(None, None, 3)),
+        (("auto", 4, 3), 2, Batch(24, 4, 3)),
+        ((24, 4, "auto"), 2, Batch(24, 4, 3)),
+        (("auto", "auto", 3), 2, Batch(None, None, 3)),
+    ],
+)
+def test_batch_sizes(given: tuple[Any, ...], ranks: int, expected: Batch) -> None:
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    assert translate(dict(zip(keys, given, strict=True)), ranks).batch == expected
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_every_key_that_tunes_is_named_in_one_warning(name: str) -> None:
+    section = SECTIONS[name]
+    paths = [f"{name}.{key}" if name else key for key in section.without_effect]
+    values: dict[str, Any] = dict.fromkeys(section.without_effect, "auto")
+    whole = at(name, values) if name else values
+    if name.startswith("zero_optimization."):
+        whole["zero_optimization"]["stage"] = 3
+    translated = translate(whole, 1)
+    assert list(translated.without_effect) == paths
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        translated.warn(1)
+    assert len(caught) == bool(paths)
+    assert all(path in str(caught[0].message) for path in paths)
+
+
+@pytest.mark.parametrize(("name", "key"), [(name, key) for name, section in SECTIONS.items() for key in section.refused])
+def test_every_refused_key_says_what_to_do(name: str, key: str) -> None:
+    refusal, path = SECTIONS[name].refused[key], f"{name}.{key}" if name else key
+    for harmless in (*refusal.harmless, "auto", {"enabled": False}):
+        translate(at(path, harmless), 1)
+    for asking in ({"enabled": True}, 77):
+        with refused(offload.ConfigError, path, refusal.instead):
+            translate(at(path, asking), 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"train_batchsize": 4}, ["train_batchsize", "'train_batch_size'"]),
+        ({"train_batch_size": 4, "cpu_memry": 1}, ["cpu_memry", "'cpu_memory'"]),
+        (zero(2, overlap_com=True), ["zero_optimization.overlap_com ", "'overlap_comm'"]),
+        (zero(3, offload_param={"devize": "cpu"}), ["zero_optimization.offload_param.devize", "'device'"]),
+        (zero(3, offload_param={"device": "gpu"}), ["offload_param.device='gpu'", "'none', 'cpu' or 'nvme'"]),
+        (zero(3, offload_param="cpu"), ["zero_optimization.offload_param='cpu'", "an object"]),
+        (zero(3, offload_param={"device": "nvme"}), ["offload_param.nvme_path"]),
+        (zero(4), ["zero_optimization.stage=4"]),
+        (zero(2) | {"stage": 3}, ["stage is set twice"]),
+        ({"bf16": {"enabled": True}, "dtype": "bf16"}, ["dtype is set twice"]),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, ["contradict"]),
+        ({"bf16": {"enabled": "auto"}}, ["bf16.enabled='auto'", "Accelerate"]),
+        ({"bf16": {"enabled": 1}}, ["bf16.enabled=1", "true nor false"]),
+        ({"gradient_clipping": "auto"}, ["gradient_clipping='auto'", "write the value"]),
+        ({"gradient_accumulation_steps": "auto"}, ["gradient_accumulation_steps='auto'"]),
+        ({"gradient_clipping": -1}, ["gradient_clipping=-1"]),
+        ({"train_batch_size": 0}, ["train_batch_size=0", "1, 2"]),
+        ({"train_batch_size": 9, "train_micro_batch_size_per_gpu": 4}, ["train_batch_size=9", "gradient_accumulation_steps=2"]),
+        ({"optimizer": {"type": "Adam", "params": {"lr": "auto"}}}, ["optimizer.params.lr='auto'"]),
+        ({"optimizer": {"type": "AdamW", "prams": {}}}, ["optimizer.prams", "'params'"]),
+        ({"fp16": {"enabled": True, "initial_scale_power": 12}}, ["fp16.initial_scale_power=12", "loss_scale"]),
+    ],
+)
+def test_what_is_wrong_says_which_key(given: dict[str, Any], said: list[str]) -> None:
+    with refused(offload.ConfigError, *said):
+        offload.initialize(stack(), None, given)
+
+
+def test_the_docs_name_every_key() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "deepspeed.md").read_text(encoding="utf-8")
+    for name, section in SECTIONS.items():
+        missing = [key for key in section.known if f"`{key}`" not in page]
+        assert not missing, f"{name or 'top level'}: {missing}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "expected_class", "expected"),
+    [  # the defaults of the optimizers that DeepSpeed 0.19 makes
+        ("Adam", {}, torch.optim.AdamW, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}),
+        ("adamw", {"lr": 0.1, "betas": [0.8, 0.9]}, torch.optim.AdamW, {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.0}),
+        ("Adam", {"adam_w_mode": False, "weight_decay": 0.3}, torch.optim.Adam, {"weight_decay": 0.3}),
+        ("AdamW", {"torch_adam": True}, torch.optim.AdamW, {"weight_decay": 0.01}),
+        ("Adam", {"torch_adam": True, "adam_w_mode": False}, torch.optim.Adam, {"weight_decay": 0.0}),
+        ("Lion", {}, offload.Lion, {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}),
+        ("Adagrad", {}, torch.optim.Adagrad, {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0}),
+        ("SGD", {"lr": 0.1, "momentum": 0.9}, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    ],
+)
+def test_optimizers(kind: str, params: dict[str, Any], expected_class: type, expected: dict[str, Any]) -> None:
+    made = make_optimizer(Maker(kind, params), stack().parameters())
+    assert type(made) is expected_class
+    assert {name: made.param_groups[0][name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "said"),
+    [
+        ("Lamb", {}, ["optimizer.type='Lamb'", "Adagrad, Lion, SGD"]),
+        ("OneBitAdam", {}, ["optimizer.type='OneBitAdam'", "'Adam'"]),
+        ("AdamW", {"amsgrad": True}, ["optimizer.params.amsgrad=True"]),
+        ("AdamW", {"bias_correction": False}, ["optimizer.params.bias_correction=False"]),
+        ("AdamW", {"fp32_optimizer_states": False}, ["fp32_optimizer_states=False", "state_format"]),
+        ("AdamW", {"max_grad_norm": 1.0}, ["gradient_clipping"]),
+        ("AdamW", {"lr": "1e-3"}, ["optimizer.params.lr='1e-3'"]),
+        ("AdamW", {"learning_rate": 1e-3}, ["learning_rate"]),
+    ],
+)
+def test_optimizers_that_are_refused(kind: str, params: dict[str, Any], said: list[str]) -> None:
+    with refused(offload.ConfigError, *said):
+        make_optimizer(Maker(kind, params), stack().parameters())
+
+
+def _train(config: Any, optimizer: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = stack(width=8, blocks=2)
+    made = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0) if optimizer else None
+    with offload.initialize(model, made, config) as engine:
+        for step in range(4):
+            engine.backward(model(torch.randn(3, 8, generator=torch.Generator().manual_seed(step))).square().mean())
+            engine.step()
+            engine.zero_grad()
+        return engine.state_dict()
+
+
+def test_initialize_takes_them_from_a_mapping_or_a_file(tmp_path: Path) -> None:
+    expected = _train(offload.Config(parameters="cpu", optimizer_states="cpu", max_grad_norm=0.1), optimizer=True)
+    given = zero(3, offload_param={"device": "nvme", "nvme_path": str(tmp_path)}, overlap_comm=True, sub_group_size=1e9)
+    given["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": str(tmp_path), "pin_memory": True}
+    given |= {"gradient_clipping": 0.1, "train_batch_size": 3, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+    with pytest.warns(UserWarning, match=r"sub_group_size, .*pin_memory: without effect") as caught:
+        assert_same_bits(_train(given, optimizer=False), expected)
+    assert caught[0].filename == __file__
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(given))
+    with pytest.warns(UserWarning, match="without effect"):
+        assert_same_bits(_train(path, optimizer=False), expected)
+    given["optimizer"]["params"]["lr"] = 77.0  # as in DeepSpeed, an optimizer that is passed is the one
+    with pytest.warns(UserWarning, match="steps_per_print, optimizer: without effect"):
+        assert_same_bits(_train(given | {"steps_per_print": 5}, optimizer=True), expected)
+
+
+def test_what_deepspeeds_engine_does_is_not_left_undone() -> None:
+    with refused(offload.ConfigError, "gradient_accumulation_steps=4", "offload.deepspeed.initialize"):
+        offload.initialize(stack(), None, {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4})
+    with refused(offload.ConfigError, "scheduler", "offload.deepspeed.initialize"):
+        offload.initialize(stack(), None, {"scheduler": {"type": "WarmupLR", "params": {}}})
+
+
+def test_own_keys_are_own_keys_still() -> None:
+    with refused(offload.ConfigError, "'prefech'", "'prefetch'"):
+        offload.initialize(stack(), None, {"prefech": 1})
+    assert not set(SECTIONS[TOP].known) & set(vars(offload.Config()))
