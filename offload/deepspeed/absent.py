@@ -1,0 +1,31 @@
+"""What of DeepSpeed is not here: an AttributeError that names it and the nearest thing."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from offload.errors import UsageError
+
+
+def absent(where: str, name: str, there: Iterable[str], instead: Mapping[str, str] | None = None) -> AttributeError:
+    """The error for `where.name`, of which only `there` exists."""
+    if instead is not None and name in instead:
+        return AttributeError(f"{where}.{name} is not in offload: {instead[name]}.")
+    names = [one for one in there if not one.startswith("_")]
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    hint = f"the nearest is {where}.{close[0]}" if close else f"there are {', '.join(sorted(names))}"
+    return AttributeError(f"{where}.{name} is not in offload; {hint}.")
+
+
+def check_keywords(where: str, given: Mapping[str, Any], known: Iterable[str], neutral: Mapping[str, str]) -> None:
+    """Raise `UsageError` for a keyword that DeepSpeed does not know, and for one in `neutral` that asks for something;
+    its text says what to do."""
+    known = (*known, *neutral)
+    for key, value in given.items():
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            raise UsageError(f"{where} has no argument {key!r}{f' (did you mean {close[0]!r}?)' if close else ''}.")
+        if key in neutral and value is not None and value is not False:
+            raise UsageError(f"{where}({key}={value!r}) is not done here: {neutral[key]}.")

@@ -1,0 +1,63 @@
+"""`deepspeed.comm`: torch.distributed, and answers for one rank where no process group was started."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from offload.deepspeed.absent import absent, check_keywords
+
+_TUNING = ("auto_mpi_discovery", "distributed_port", "verbose", "dist_init_required", "config")
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    *,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+    **tuning: Any,
+) -> None:
+    """Start the process group from the launcher's environment (or the arguments), if there is one and it was not started.
+
+    `dist_backend` is not asked: gloo for what lies in host memory, and NCCL between GPUs.
+    """
+    del dist_backend
+    check_keywords("deepspeed.init_distributed", tuning, _TUNING, {})
+    launched = world_size > 0 or "WORLD_SIZE" in os.environ
+    if dist.is_initialized() or not launched:
+        return
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, init_method, timeout, world_size, rank)
+
+
+def is_initialized() -> bool:
+    return bool(dist.is_initialized())
+
+
+def get_rank(group: Any = None) -> int:
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def get_world_size(group: Any = None) -> int:
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def get_local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def barrier(group: Any = None) -> None:
+    if dist.is_initialized():
+        dist.barrier(group)
+
+
+def __getattr__(name: str) -> Any:
+    if not name.startswith("_") and hasattr(dist, name):
+        return getattr(dist, name)
+    raise absent("deepspeed.comm", name, ("init_distributed", "get_local_rank", *dir(dist)))

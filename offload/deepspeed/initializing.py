@@ -1,0 +1,132 @@
+"""`deepspeed.initialize`: from DeepSpeed's arguments and config to an engine."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+import offload
+from offload.config import read_json
+from offload.deepspeed import comm
+from offload.deepspeed.absent import check_keywords
+from offload.deepspeed.engine import DeepSpeedEngine
+from offload.deepspeed.owners import own
+from offload.deepspeed.runtime import lr_schedules
+from offload.deepspeed_config import Maker, Translation, make_optimizer, translate
+from offload.errors import ConfigError
+
+_TUNING = ("distributed_port", "dist_init_required", "collate_fn", "config", "config_params")
+_REFUSED = {
+    "mpu": "every rank computes whole layers; what does not fit goes to cpu or nvme",
+    "mesh_param": "offload.initialize(mesh=...) shards within a node and replicates across",
+}
+_LOADER_WORKERS = 2
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    **others: Any,
+) -> tuple[DeepSpeedEngine, Any, DataLoader[Any] | None, Any]:
+    """The engine, its optimizer, the loader of `training_data`, the scheduler.
+
+    args              `args.deepspeed_config` is the config's path, where `config` is not given
+    optimizer         a torch optimizer, or what makes one of the parameters; else the config's; else none: no training
+    model_parameters  what the config's optimizer trains: parameters or groups; default: all
+    lr_scheduler      a scheduler, or what makes one of the optimizer; else the config's
+    config            a mapping or the path of a JSON file, in DeepSpeed's keys; `config_params` is its older name
+    collate_fn        of the loader
+    """
+    check_keywords("deepspeed.initialize", others, _TUNING, _REFUSED)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is of type {type(model).__name__}: expected a torch.nn.Module.")
+    comm.init_distributed()
+    said = _settings(args, others)
+    given = optimizer is not None
+    if given and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer(list(model_parameters) if model_parameters is not None else list(model.parameters()))
+    elif said.optimizer is not None and not given:
+        optimizer = make_optimizer(said.optimizer, model_parameters if model_parameters is not None else model.parameters())
+    superseded = [key for key in ("optimizer", "scheduler") if getattr(said, key) is not None]
+    superseded = [key for key in superseded if (given if key == "optimizer" else lr_scheduler is not None)]
+    said.warn(2, tuple(superseded))
+    engine = offload.initialize(model, optimizer, said.config)
+    own(engine)
+    scheduler = _scheduler(lr_scheduler, said.scheduler, engine.optimizer)
+    loader = _loader(training_data, said, others.get("collate_fn")) if training_data is not None else None
+    atexit.register(_close_at_exit, weakref.ref(engine))
+    made = DeepSpeedEngine(engine, said, scheduler, loader)
+    return made, made.optimizer, loader, scheduler
+
+
+def _settings(args: Any, others: Mapping[str, Any]) -> Translation:
+    of_arguments = getattr(args, "deepspeed_config", None)
+    given = [one for one in (others.get("config"), others.get("config_params"), of_arguments) if one is not None]
+    if len(given) != 1:
+        raise ConfigError(
+            f"{len(given)} configs were given: pass exactly one, as initialize(config=...) or as --deepspeed_config."
+        )
+    mapping = given[0]
+    if isinstance(mapping, (str, os.PathLike)):
+        mapping = read_json(Path(mapping))
+    if not isinstance(mapping, Mapping):
+        raise ConfigError(f"config {mapping!r} is neither a mapping nor the path of a JSON file.")
+    said = translate(mapping, comm.get_world_size())
+    if said.batch.train is None:
+        auto = " (Hugging Face's Trainer or Accelerate fill 'auto' in; here nobody does)" if "auto" in mapping.values() else ""
+        raise ConfigError(f"the config has no batch size{auto}: set train_batch_size or train_micro_batch_size_per_gpu.")
+    return said
+
+
+def _scheduler(given: Any, maker: Maker | None, optimizer: Any) -> Any:
+    if given is not None:
+        is_scheduler = isinstance(given, torch.optim.lr_scheduler.LRScheduler) or hasattr(given, "step")
+        return given if is_scheduler else given(optimizer)
+    if maker is None or optimizer is None:
+        return None
+    ours = [name for name in vars(lr_schedules) if name.startswith("Warmup")]
+    kind = getattr(lr_schedules if maker.type in ours else torch.optim.lr_scheduler, maker.type, None)
+    if not isinstance(kind, type):
+        raise ConfigError(
+            f"scheduler.type={maker.type!r} is not supported: expected one of {', '.join(ours)}, or one of "
+            "torch.optim.lr_scheduler."
+        )
+    try:
+        return kind(optimizer, **maker.params)
+    except TypeError as error:
+        raise ConfigError(f"scheduler.params {dict(maker.params)!r} cannot be those of {maker.type}: {error}.") from error
+
+
+def _loader(data: Dataset[Any], said: Translation, collate_fn: Any) -> DataLoader[Any]:
+    """This rank's share of the data, in micro-batches, in an order that its seed of 0 decides."""
+    sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=comm.get_world_size(), rank=comm.get_rank())
+    return DataLoader(
+        data,
+        batch_size=said.batch.micro,
+        sampler=sampler,
+        collate_fn=collate_fn,
+        num_workers=_LOADER_WORKERS,
+        pin_memory=torch.cuda.is_available(),
+        drop_last=said.drop_last,
+    )
+
+
+def _close_at_exit(reference: weakref.ref[offload.Engine]) -> None:
+    """Scripts for DeepSpeed close nothing. Where the script failed, other ranks are told so instead of waited for."""
+    engine = reference()
+    if engine is not None and not engine.closed:
+        failure: BaseException | None = getattr(sys, "last_value", None)
+        engine.__exit__(type(failure) if failure is not None else None, failure, None)

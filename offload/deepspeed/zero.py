@@ -1,0 +1,80 @@
+"""`deepspeed.zero`: building a model that is never in memory as a whole, and reaching its values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import offload
+from offload.deepspeed.absent import absent, check_keywords
+from offload.deepspeed.owners import owner_of
+
+_INIT_TUNING = (
+    *("data_parallel_group", "mem_efficient_linear", "remote_device", "pin_memory", "config_dict_or_path", "config"),
+    *("dtype", "zero_param_parallel_group", "sequence_data_parallel_group", "param_swapper", "tensor_overrides"),
+)
+_INIT_REFUSED = {
+    "mpu": "every rank computes whole layers",
+    "zero_quantized_weights": "it rounds weights on the wire",
+    "zero_quantized_nontrainable_weights": "it rounds weights on the wire",
+}
+
+
+def Init(module: nn.Module | None = None, *, enabled: bool = True, **tuning: Any) -> AbstractContextManager[None]:
+    """`offload.deferred_init()`: what is built inside remembers its initialisers, which `initialize` replays unit by unit.
+
+    Initial values are computed in the dtype that the model asks for, and rounded where masters become parameters; DeepSpeed
+    rounds them to 16 bits first. A `module` that is built already stays as it is.
+    """
+    check_keywords("deepspeed.zero.Init", tuning, _INIT_TUNING, _INIT_REFUSED)
+    return offload.deferred_init() if enabled and module is None else nullcontext()
+
+
+@contextmanager
+def GatheredParameters(
+    params: Iterable[nn.Parameter] | nn.Parameter | nn.Module,
+    modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None,
+    enabled: bool = True,
+) -> Iterator[None]:
+    """The parameters are ordinary tensors inside: `Engine.gathered` of the engine that has them.
+
+    Before `initialize`, parameters of `Init` can be written to (initialised) inside; others are ordinary tensors anyway.
+
+    modifier_rank  on several ranks, what this one has written is what counts. None: nothing may be written, or the same
+                   on all ranks.
+    """
+    del fwd_module  # units are fetched with all that is read of them
+    given = _listed(params)
+    engine = owner_of(given) if enabled else None
+    if engine is None:
+        with offload.deferred_init() if enabled and any(one.is_meta for one in given) else nullcontext():
+            yield
+        return
+    with engine.gathered(given):
+        yield
+        if modifier_rank is not None and dist.is_initialized() and dist.get_world_size() > 1:
+            with torch.no_grad():
+                for parameter in given:
+                    dist.broadcast(parameter.data, src=modifier_rank)
+
+
+def _listed(params: Iterable[nn.Parameter] | nn.Parameter | nn.Module) -> list[nn.Parameter]:
+    if isinstance(params, nn.Module):
+        return list(params.parameters())
+    return [params] if isinstance(params, nn.Parameter) else list(params)
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Nothing to do: a unit is fetched whole, whoever reads its parameters."""
+    del module, parameter
+
+
+def __getattr__(name: str) -> Any:
+    instead = {"TiledLinear": "a chunk may split a parameter, so that no buffer is sized by the largest: use nn.Linear"}
+    raise absent("deepspeed.zero", name, ("Init", "GatheredParameters", "register_external_parameter"), instead)
