@@ -80,6 +80,8 @@ struct Kernels {
     void (*ingest)(const IngestPiece& piece);
     void (*convert)(void* dst, int32_t dst_dtype, const void* src, int32_t src_dtype, int64_t numel);
     void (*stream)(const StreamPiece& piece);
+    // Takes `nbytes` bytes, a multiple of kChecksumStride, into the eight chains of a checksum.
+    void (*checksum)(uint64_t* chains, const uint8_t* bytes, int64_t nbytes);
 };
 
 extern const Kernels kKernelsScalar;
@@ -90,6 +92,9 @@ extern const Kernels kKernelsAvx512;
 #if defined(OFFLOAD_HAVE_NEON)
 extern const Kernels kKernelsNeon;
 #endif
+
+// Of a level without a vector product of 64 bits.
+void checksum_words(uint64_t* chains, const uint8_t* bytes, int64_t nbytes);
 
 // The table in use. Thread-safe.
 const Kernels& kernels();

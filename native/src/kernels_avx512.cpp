@@ -1,6 +1,7 @@
 // Compiled with -mavx512f -mavx512dq -mavx512bw -mavx512vl -mfma -mf16c.
 #include <immintrin.h>
 
+#include "checksum.h"
 #include "element.h"
 
 namespace offload {
@@ -206,5 +207,20 @@ struct Block {
 #include "kernels.inc"
 
 namespace offload {
-const Kernels kKernelsAvx512 = make_kernels(OFFLOAD_SIMD_AVX512);
+namespace {
+
+// All chains at once: as fast as memory, where eight products of words are not.
+void checksum(uint64_t* chains, const uint8_t* bytes, int64_t nbytes) {
+    const __m512i multiplier = _mm512_set1_epi64(static_cast<int64_t>(kChecksumMultiplier));
+    __m512i now = _mm512_loadu_si512(chains);
+    for (int64_t at = 0; at < nbytes; at += kChecksumStride) {
+        const __m512i product = _mm512_mullo_epi64(_mm512_xor_si512(now, _mm512_loadu_si512(bytes + at)), multiplier);
+        now = _mm512_rol_epi64(product, kChecksumRotation);
+    }
+    _mm512_storeu_si512(chains, now);
 }
+
+} // namespace
+
+const Kernels kKernelsAvx512 = make_kernels(OFFLOAD_SIMD_AVX512, checksum);
+} // namespace offload

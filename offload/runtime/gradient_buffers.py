@@ -18,7 +18,7 @@ import torch
 from offload.layout import Extent
 from offload.runtime.chunk_gradient import ChunkGradient
 from offload.runtime.flats import ChunkOf
-from offload.schedule.budget import SPARE_BUFFERS
+from offload.schedule.budget import spare_count
 from offload.tiers.io import Priority
 from offload.tiers.staging import Lease, StagingPool
 from offload.tiers.store import Store
@@ -38,8 +38,7 @@ class GradientBuffers:
         self._occupied: dict[tuple[int, int], None] = {}
         """Chunks with a buffer of their own, the one added to longest ago first."""
         buffers = pool.stats.consumers.get(RETAINED)
-        has_one_for_each = buffers is None or buffers.count >= len(states)
-        self._spare_count = 0 if has_one_for_each else SPARE_BUFFERS
+        self._spare_count = 0 if buffers is None else spare_count(buffers.count, len(states))
         self.before_spill: Callable[[ChunkOf], None] | None = None
         """Sends what of the chunk is still packed on the device."""
 

@@ -26,8 +26,11 @@ READ_AHEAD = 3
 """Records that are read before their turn."""
 IN_WRITING = 2
 """Records that may still be in writing while the next is updated."""
-SPARE_BUFFERS = 2
-"""Gradient buffers that are kept free, or being freed, for the gradients that arrive next."""
+SPILLING_BUFFERS = 2
+"""Gradient buffers that may be in writing while the others are in use."""
+SPARE_BUFFERS = 8
+"""Gradient buffers that are kept free, or being freed, for what arrives next: the gradient of a large parameter comes all at
+once, and backward would wait for the drive. Of a few buffers half."""
 FETCH_BUFFERS = 3
 """Chunks of parameters on their way through host memory: one being read, one waiting, one being copied."""
 LANDING_BUFFERS = 4
@@ -227,14 +230,18 @@ class Footprint:
         Two units' shared chunks (backward leaves one while the next begins), two for a slot that streams through, and
         those that are being spilled meanwhile.
         """
-        return min(2 * self.open_chunk_count + 2 + SPARE_BUFFERS, self.chunk_count)
+        return min(2 * self.open_chunk_count + 2 + SPILLING_BUFFERS, self.chunk_count)
+
+
+def spare_count(buffer_count: int, chunk_count: int) -> int:
+    """How many of the buffers for gradients are kept free; none where there is one for each chunk."""
+    return min(SPARE_BUFFERS, buffer_count // 2) if buffer_count < chunk_count else 0
 
 
 def spilled_nbytes(chunk_nbytes: Iterable[int], buffer_count: int) -> int:
     """Gradients that leave for NVMe in one backward, with buffers for so many chunks: those of the largest, at most."""
     sizes = sorted(chunk_nbytes)
-    spare_count = SPARE_BUFFERS if buffer_count < len(sizes) else 0
-    return sum(sizes[max(0, buffer_count - spare_count) :])
+    return sum(sizes[buffer_count - spare_count(buffer_count, len(sizes)) :])
 
 
 def _largest_chunk(flats: Iterable[FlatLayout]) -> int:
