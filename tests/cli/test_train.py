@@ -70,7 +70,8 @@ def _check_io(report: dict[str, Any], model: Path, nvme: Path) -> None:
     # The last step's updates are finished after the steps.
     assert traffic.written_nbytes >= 2 * parameters_nbytes and traffic.read_nbytes >= 4 * parameters_nbytes
     assert (steps - 1) * traffic.written_nbytes <= io["written_nbytes"] <= steps * traffic.written_nbytes
-    at_hand = steps * parameters_nbytes // 12  # a unit that is still there is not read again
+    # A unit that is still there is not read again: at each turn from forward to backward, and back, of 2 micro-batches.
+    at_hand = steps * 2 * 2 * parameters_nbytes // 12
     assert (steps - 1) * traffic.read_nbytes - at_hand <= io["read_nbytes"] <= steps * traffic.read_nbytes
     assert io["initial_written_nbytes"] >= parameters_nbytes
     assert io["read_seconds"] > 0 and io["write_seconds"] > 0
