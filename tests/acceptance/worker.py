@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import warnings
@@ -116,6 +117,7 @@ def measure_memory(fields: dict[str, Any], blocks: int, width: int, deferred: bo
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs the tests in the background may have it ignored
     asked = json.loads(sys.argv[1])
     kind = asked.pop("kind", "bytes")
     print(json.dumps({"bytes": train_bytes, "memory": measure_memory}[kind](**asked)), flush=True)

@@ -203,4 +203,5 @@ def _stop(loop: asyncio.AbstractEventLoop, queue: _Queue, thread: threading.Thre
         return  # a forked child has no such thread
     stop: list[_Entry] = [(_STOP_PRIORITY, 0, None)]
     loop.call_soon_threadsafe(_enqueue, queue, stop)
-    thread.join()
+    if threading.current_thread() is not thread:  # else the collector came to the backend there: the loop ends by itself
+        thread.join()
