@@ -15,9 +15,9 @@ from offload.runtime.assembly import DTYPES, LEAST_UNIT_NUMEL, choose_accelerato
 from offload.runtime.description import check_state_format, describe_parameters, parameter_specs
 from offload.runtime.optimizer_kinds import moments_of
 from offload.runtime.placement import Placement, Sharing, record_format
-from offload.runtime.units import fold_small, partition
+from offload.runtime.units import fold_for_ranks, partition, uses_of
 from offload.schedule.budget import MASTER_ITEMSIZE, Footprint, Tier, spilled_nbytes
-from offload.schedule.trace import guess
+from offload.schedule.trace import Expected
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +41,13 @@ class Outline:
         self._sharing = Sharing(config.stage, rank_count, rank_count)
         units = partition(model)
         if rank_count > 1:
-            units = fold_small(units, LEAST_UNIT_NUMEL)
+            units = fold_for_ranks(units, LEAST_UNIT_NUMEL)
         infos = describe_parameters(model, units, optimizer, None if config.dtype is None else DTYPES[config.dtype])
         check_state_format(config, infos)
         self._moments = moments_of(optimizer)
         members = [[info for info in infos if info.unit_index == index] for index in range(len(units))]
         self._specs = [(unit.name, parameter_specs(infos)) for unit, infos in zip(units, members, strict=True)]
-        self._trace = guess(0, range(1, len(units)))
+        self._expected = Expected.of(0, uses_of(units))
         self._accelerator = choose_accelerator()
         self.parameter_numel = sum(info.numel for info in infos)
         self.unit_count = len(units)
@@ -147,7 +147,7 @@ class Outline:
         return replace(free, parameters=parameters, optimizer_states=optimizer_states)
 
     def _lay_out(self, config: offload.Config) -> tuple[Layout, Placement]:
-        return lay_out(config, self._accelerator, self._specs, self._trace, self._moments, self._sharing)
+        return lay_out(config, self._accelerator, self._specs, self._expected, self._moments, self._sharing)
 
 
 def _trained_nbytes(layout: Layout, besides_count: int = 0) -> int:

@@ -29,11 +29,11 @@ from offload.runtime.optimizer_kinds import InitialState, check_optimizer, initi
 from offload.runtime.parts import Parts
 from offload.runtime.placement import ALONE, Placement, Sharing, decide, record_format
 from offload.runtime.reduction import AVERAGE_VARIABLE, average_dtype
-from offload.runtime.units import ModuleUnit, fold_small, partition
+from offload.runtime.units import ModuleUnit, fold_for_ranks, partition, uses_of
 from offload.runtime.weights import WeightSource, load_buffers
 from offload.schedule.budget import Footprint, Tier
-from offload.schedule.plan import required_nbytes
-from offload.schedule.trace import Trace, guess
+from offload.schedule.plan import expected_nbytes
+from offload.schedule.trace import Expected
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LEAST_UNIT_NUMEL = 64 * 1024
@@ -87,11 +87,11 @@ class Assembly:
         if ranks is not None:
             ranks.use_devices(accelerator.device)
         _native.warn_if_missing()
-        trace = guess(0, range(1, len(described.module_units)))
-        layout, placement = self._lay_out(accelerator, described, trace)
+        expected = Expected.of(0, uses_of(described.module_units))
+        layout, placement = self._lay_out(accelerator, described, expected)
         building = Building(accelerator, layout, placement, config, ranks, moments_of(self._optimizer))
         try:
-            return together(ranks, lambda: self._finish(building, described, trace), lambda _: building.value_facts)
+            return together(ranks, lambda: self._finish(building, described, expected), lambda _: building.value_facts)
         except BaseException:
             building.close()
             raise
@@ -105,7 +105,7 @@ class Assembly:
             check_optimizer(self._optimizer)
         module_units = partition(model)
         if self._ranks is not None:
-            module_units = fold_small(module_units, LEAST_UNIT_NUMEL)
+            module_units = fold_for_ranks(module_units, LEAST_UNIT_NUMEL)
         dtype = DTYPES[config.dtype] if config.dtype is not None else None
         infos = describe_parameters(model, module_units, self._optimizer, dtype)
         if not infos:
@@ -116,18 +116,18 @@ class Assembly:
         check_values(infos, covered)
         return _Described(module_units, infos, covered)
 
-    def _lay_out(self, accelerator: Accelerator, described: _Described, trace: Trace) -> tuple[Layout, Placement]:
+    def _lay_out(self, accelerator: Accelerator, described: _Described, expected: Expected) -> tuple[Layout, Placement]:
         """The same on all ranks: the most that every one of them can do."""
         ranks, config, moments = self._ranks, self._config, moments_of(self._optimizer)
         by_unit = described.by_unit
         specs = [(unit.name, parameter_specs(members)) for unit, members in zip(described.module_units, by_unit, strict=True)]
         if ranks is None:
-            return lay_out(config, accelerator, specs, trace, moments)
+            return lay_out(config, accelerator, specs, expected, moments)
         sharing = Sharing(config.stage, ranks.shard_count, ranks.local_world_size)
         found: list[tuple[Layout, Placement]] = []
         together(
             ranks,
-            lambda: found.append(lay_out(config, accelerator, specs, trace, moments, sharing, ranks.shard_index)),
+            lambda: found.append(lay_out(config, accelerator, specs, expected, moments, sharing, ranks.shard_index)),
             lambda _: {},
         )
         layout, placement = found[0]
@@ -137,15 +137,15 @@ class Assembly:
         else:
             fixed = replace(config, parameters=least.parameters, optimizer_states=least.optimizer_states)
             agreed = lambda: lay_out(  # noqa: E731
-                fixed, accelerator, specs, trace, moments, sharing, ranks.shard_index, (least.chunk_numel,)
+                fixed, accelerator, specs, expected, moments, sharing, ranks.shard_index, (least.chunk_numel,)
             )
         return together(ranks, agreed, lambda made: {"placement": [made[1].parameters, made[1].optimizer_states]})
 
-    def _finish(self, building: Building, described: _Described, trace: Trace) -> Parts:
+    def _finish(self, building: Building, described: _Described, expected: Expected) -> Parts:
         if self._source is not None:
             load_buffers(self._model, self._source, described.covered)
         values = InitialValues(self._source, described.covered, keeps_checksums=self._ranks is not None)
-        return building.finish(described.module_units, described.by_unit, trace, values, self._state_of)
+        return building.finish(described.module_units, described.by_unit, expected, values, self._state_of)
 
     def _state_of(self, info: ParameterInfo) -> InitialState:
         assert self._optimizer is not None
@@ -155,12 +155,12 @@ class Assembly:
 def rebuild(parts: Parts, config: Config, moments: tuple[str, ...]) -> Parts:
     """Parts like these, which are closed, for the same model on one rank: parameters and states are zeros, to be loaded."""
     building = Building(choose_accelerator(), parts.layout, parts.placement, config, None, moments)
-    modules = [ModuleUnit(unit.name, unit.module) for unit in parts.units]
+    modules = [ModuleUnit(unit.name, unit.modules) for unit in parts.units]
     by_unit = [list(unit.parameters) for unit in parts.units]
     for unit in parts.units:
         unit.open_up()  # their guards ask the engine that failed
     try:
-        return building.finish(modules, by_unit, guess(0, range(1, len(modules))), NoValues(), lambda _: InitialState({}, 0))
+        return building.finish(modules, by_unit, parts.expected, NoValues(), lambda _: InitialState({}, 0))
     except BaseException:
         building.close()
         for unit in parts.units:
@@ -172,7 +172,7 @@ def lay_out(
     config: Config,
     accelerator: Accelerator,
     specs: list[tuple[str, list[ParameterSpec]]],
-    trace: Trace,
+    expected: Expected,
     moments: tuple[str, ...],
     sharing: Sharing = ALONE,
     rank: int = 0,
@@ -188,7 +188,7 @@ def lay_out(
     for chunk_numel in chunk_numels or CHUNK_NUMELS:
         layout = build_layout(specs, chunk_numel=chunk_numel, world_size=sharing.world_size, rank=rank, stage=sharing.stage)
         try:
-            return layout, _decide(config, accelerator, layout, trace, moments, sharing)
+            return layout, _decide(config, accelerator, layout, expected, moments, sharing)
         except BudgetError as error:
             failure = error
     assert failure is not None
@@ -199,7 +199,7 @@ def lay_out(
 
 
 def _decide(
-    config: Config, accelerator: Accelerator, layout: Layout, trace: Trace, moments: tuple[str, ...], sharing: Sharing
+    config: Config, accelerator: Accelerator, layout: Layout, expected: Expected, moments: tuple[str, ...], sharing: Sharing
 ) -> Placement:
     known: dict[tuple[RecordFormat, ...], Footprint] = {}
 
@@ -211,6 +211,6 @@ def _decide(
 
     def capacity_of(prefetch: int, kept_unit_count: int) -> int:
         fetched = [0 if unit.index < kept_unit_count else unit.nbytes for unit in layout.units]
-        return required_nbytes(trace, fetched, prefetch)
+        return expected_nbytes(expected, fetched, prefetch)
 
-    return decide(config, accelerator, footprint_of, capacity_of, sharing)
+    return decide(config, accelerator, footprint_of, capacity_of, sharing, expected.late_units)

@@ -29,7 +29,7 @@ from offload.runtime.storage import Storage
 from offload.runtime.timeline import Timeline
 from offload.runtime.units import ModuleUnit
 from offload.runtime.update import Updates
-from offload.schedule.trace import Trace
+from offload.schedule.trace import Expected
 from offload.tiers.memory import MemoryLedger
 from offload.tiers.staging import StagingPool
 
@@ -61,7 +61,7 @@ class Building:
         self,
         module_units: list[ModuleUnit],
         by_unit: list[list[ParameterInfo]],
-        trace: Trace,
+        expected: Expected,
         values: InitialValues,
         state_of: Callable[[ParameterInfo], InitialState],
     ) -> Parts:
@@ -87,7 +87,7 @@ class Building:
             materializer.unit(unit)
             unit.point_parameters_at_flats()
         self.value_facts = values.facts()
-        materialize_buffers(module_units[0].module)
+        materialize_buffers(module_units[0].modules[0])
         gradients = updates = None
         if records is not None:
             make_gradients = storage.stores(placement.gradients)
@@ -110,8 +110,9 @@ class Building:
             units,
             fetcher,
             updates,
-            trace=trace,
-            capacity_nbytes=placement.unit_capacity_nbytes if self._has_unit_budget else None,
+            trace=expected.trace,
+            capacity_nbytes=placement.unit_capacity_nbytes or 0,
+            capacity_is_fixed=self._has_unit_budget,
             prefetch=placement.prefetch,
             timeline=timeline,
         )
@@ -120,7 +121,7 @@ class Building:
         return Parts(
             accelerator=accelerator, layout=self._layout, placement=placement, units=units, parameters=parameters, pool=pool,
             ledger=self._ledger, timeline=timeline, fetcher=fetcher, residency=residency, places=places, records=records,
-            gradients=gradients, updates=updates, backend=storage.backend, made=made,
+            gradients=gradients, updates=updates, backend=storage.backend, made=made, expected=expected,
             ranks=self._ranks, rendezvous=rendezvous, reduction=reduction,
         )  # fmt: skip
 
@@ -145,7 +146,7 @@ class Building:
             flats.append(Flat(flat_layout, memory, members[0].dtype, members))
             if self._fetches_or_stores and memory.filled and not memory.stays:
                 memory.empty()
-        return Unit(layout, module_unit.module, flats, infos)
+        return Unit(layout, module_unit.modules, flats, infos)
 
     def _memory(self, flat: FlatLayout) -> UnitMemory:
         units, kept_count = self._layout.units, self._placement.kept.unit_count

@@ -11,7 +11,7 @@ when the memory behind the flat goes and comes back.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -112,9 +112,9 @@ class Flat:
 
 
 @contextmanager
-def _without_weak_references(module: nn.Module) -> Iterator[None]:
+def _without_weak_references(modules: Iterable[nn.Module]) -> Iterator[None]:
     """`swap_tensors` refuses tensors with weak references; recurrent modules keep such references to their own weights."""
-    recurrent = [child for child in module.modules() if isinstance(child, nn.RNNBase)]
+    recurrent = [child for module in modules for child in module.modules() if isinstance(child, nn.RNNBase)]
     for child in recurrent:
         child._flat_weight_refs = []
     try:
@@ -129,7 +129,8 @@ class Unit:
     """One unit at run time."""
 
     layout: UnitLayout
-    module: nn.Module
+    modules: list[nn.Module]
+    """Those whose forward uses the unit; more than one where they share its parameters."""
     flats: list[Flat]
     parameters: list[ParameterInfo] = field(default_factory=list)
 
@@ -148,7 +149,7 @@ class Unit:
                 if info.parameter.is_meta:
                     # `.data` cannot change the kind of a tensor; swapping keeps the Parameter that the optimizer knows.
                     swapped = nn.Parameter(view, requires_grad=info.parameter.requires_grad)
-                    with _without_weak_references(self.module):
+                    with _without_weak_references(self.modules):
                         torch.utils.swap_tensors(info.parameter, swapped)
                 else:
                     info.parameter.data = view

@@ -5,7 +5,8 @@
                  computed, or (for a unit whose inputs need none) when all its parameters have theirs, the use ends;
                  whatever is still open ends with the backward
     gradients    right before PyTorch accumulates into `p.grad` the token of an earlier gradient is taken out; right
-                 after, the gradient is handed over and a token put in its place
+                 after, the gradient is handed over and a token put in its place; of a parameter that several modules share
+                 each one's part is handed over as it comes (`offload.runtime.gradient_parts`)
 
 Recomputation (activation checkpointing, reentrant or not) is a forward inside backward, and simply nests.
 """
@@ -22,7 +23,9 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from offload.runtime.flats import ParameterInfo, Unit
+from offload.runtime.gradient_parts import GradientParts
 from offload.runtime.residency import Residency
+from offload.runtime.units import is_lookup
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -58,8 +61,9 @@ def in_backward() -> bool:
 class _BackwardUse:
     """One forward call's use of its unit in backward. `end` without `start` does nothing, and vice versa twice."""
 
-    def __init__(self, hooks: Hooks, unit: Unit) -> None:
-        self._hooks, self.unit = hooks, unit
+    def __init__(self, hooks: Hooks, unit: Unit, *, reads_values: bool) -> None:
+        """`reads_values`: whether backward computes with the unit's parameters."""
+        self._hooks, self.unit, self.reads_values = hooks, unit, reads_values
         self.open = False
         self.inputs_need_gradients = False
         self.awaited: set[int] = set()
@@ -86,6 +90,7 @@ class _Call:
     """One forward call of a hooked module that is running. `unit` is None where an enclosing call covers its use."""
 
     unit: Unit | None
+    inputs: list[torch.Tensor] = dataclasses.field(default_factory=list)
     use: _BackwardUse | None = None
     recorded: bool = False
     started: bool = False
@@ -105,7 +110,8 @@ class Hooks:
         self._calls: list[_Call] = []
         self._open_uses: dict[_BackwardUse, None] = {}
         self._graph_tasks: list[int] = []
-        self._root = self._units[0].module
+        self._root = self._units[0].modules[0]
+        self._parts = GradientParts(self._units, self._part_arrived)
 
     def install(self) -> None:
         for unit in self._units:
@@ -140,7 +146,7 @@ class Hooks:
         if not inside_backward and len(self._calls) == 1:
             self._reset()
             self._listener.forward_begins()
-        if module is not unit.module and self._residency.in_use(unit.index):
+        if module not in unit.modules and self._residency.in_use(unit.index):
             return None
         call.unit, call.recorded = unit, inside_backward or torch.is_grad_enabled()
         changed = None
@@ -151,9 +157,9 @@ class Hooks:
         self._residency.enter_forward(unit.index)
         call.started = True
         if torch.is_grad_enabled():
-            call.use = _BackwardUse(self, unit)
+            call.use = _BackwardUse(self, unit, reads_values=module not in unit.modules or not is_lookup(module))
             # Before the forward: an in-place operation in it would move the hook to a place inside the unit.
-            inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+            call.inputs = inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
             call.use.inputs_need_gradients = bool(inputs)
             # With a leaf among them PyTorch cannot tell when all are done: then the use ends with the backward.
             if inputs and all(tensor.grad_fn is not None for tensor in inputs):
@@ -168,6 +174,7 @@ class Hooks:
             outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
             if outputs:
                 register_multi_grad_hook(outputs, call.use.start, mode="any")
+                self._parts.watch(call.unit, call.inputs, outputs)
             elif enclosing := next((other.unit for other in reversed(self._calls) if other.unit is not None), None):
                 # What it computed left by another way than its output: backward reaches it when it reaches its parent.
                 self._residency.accompany(enclosing.index, call.unit.index)
@@ -210,13 +217,15 @@ class Hooks:
         self._open_uses[use] = None
         with self._listener.failures():
             self._listener.backward_reaches(use.unit)
-            self._residency.start_use(use.unit.index, recorded=True)
+            if use.reads_values:
+                self._residency.start_use(use.unit.index, recorded=True)
 
     def backward_use_ended(self, use: _BackwardUse) -> None:
         if self._open_uses.pop(use, self) is self:
             return  # its backward was abandoned
         with self._listener.failures():
-            self._residency.end_use(use.unit.index, recorded=True)
+            if use.reads_values:
+                self._residency.end_use(use.unit.index, recorded=True)
             if not self._residency.in_use(use.unit.index):
                 self._listener.backward_leaves(use.unit)
 
@@ -248,6 +257,11 @@ class Hooks:
         if info.trainable:
             with self._listener.failures():
                 self._listener.gradient_coming(unit, info)
+
+    def _part_arrived(self, unit: Unit, info: ParameterInfo, gradient: torch.Tensor) -> None:
+        self._enter_backward()
+        with self._listener.failures():
+            self._listener.gradient_part_arrived(unit, info, gradient)
 
     def _after_accumulation(self, unit_position: int, parameter_position: int) -> None:
         unit = self._units[unit_position]
@@ -299,6 +313,11 @@ class Listener:
         """PyTorch accumulated into the parameter's `grad`."""
         raise NotImplementedError
 
+    def gradient_part_arrived(self, unit: Unit, info: ParameterInfo, gradient: torch.Tensor) -> None:
+        """Backward computed one module's part of the gradient of a parameter that several share. PyTorch will not add it to
+        the others, but report the parameter in the end as if it had."""
+        raise NotImplementedError
+
     def backward_leaves(self, unit: Unit) -> None:
         """No use of the unit is open in this backward any more."""
         raise NotImplementedError
@@ -309,16 +328,17 @@ class Listener:
 
 
 def _use_modules(unit: Unit, is_root: bool) -> list[nn.Module]:
-    """The modules whose forward is a use of the unit: its own, and for the root those that hold its parameters.
+    """The modules whose forward is a use of the unit: its own, and for the root those that hold its parameters too.
 
     The latter so that a part of the model that is called on its own finds the root's parameters there.
     """
     if not is_root:
-        return [unit.module]
+        return unit.modules
+    root = unit.modules[0]
     owned = {id(info.parameter) for info in unit.parameters}
     holders = [
         module
-        for module in unit.module.modules()
-        if module is not unit.module and any(id(parameter) in owned for parameter in module.parameters(recurse=False))
+        for module in root.modules()
+        if module is not root and any(id(parameter) in owned for parameter in module.parameters(recurse=False))
     ]
-    return [unit.module, *holders]
+    return [root, *holders]

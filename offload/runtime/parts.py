@@ -18,6 +18,7 @@ from offload.runtime.rendezvous import Rendezvous
 from offload.runtime.residency import Residency
 from offload.runtime.timeline import Timeline
 from offload.runtime.update import Updates
+from offload.schedule.trace import Expected
 from offload.tiers.io import IoBackend
 from offload.tiers.memory import MemoryLedger
 from offload.tiers.staging import StagingPool
@@ -55,6 +56,7 @@ class Parts:
     timeline: Timeline
     fetcher: Fetcher
     residency: Residency
+    expected: Expected
     places: ParameterPlaces | None = None
     records: RecordPlaces | None = None
     gradients: Gradients | None = None

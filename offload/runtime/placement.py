@@ -67,13 +67,15 @@ ALONE = Sharing()
 class _Problem:
     """What a placement is decided for.
 
-    `capacity_of(prefetch, n)`: device bytes of the units in use and coming at once, the first n units not counted."""
+    `capacity_of(prefetch, n)`: device bytes of the units in use and coming at once, the first n units not counted.
+    `late_units`: those whose gradients are complete only when backward is over."""
 
     config: Config
     accelerator: Accelerator
     sharing: Sharing
     footprint_of: Callable[[Tier, Tier], Footprint]
     capacity_of: Callable[[int, int], int]
+    late_units: frozenset[int]
 
     def keeps_whole(self, parameters: Tier) -> bool:
         """Whether parameters in that tier are for good where the device computes on them."""
@@ -169,7 +171,7 @@ def _place(
     else:
         lines.append(MemoryLine(gradients_in, "gradients", gradient_nbytes))
     undo_rooms = footprint.undo_rooms if problem.speculates(parameters, states) else ()
-    undo_rooms = tuple(room for room in undo_rooms if room.is_beside(kept))
+    undo_rooms = tuple(room for room in undo_rooms if room.is_beside(kept) and room.unit_index not in problem.late_units)
     lines.append(MemoryLine("nvme", "room to undo updates", sum(room.nbytes for room in undo_rooms)))
     lines.extend(MemoryLine("cpu", purpose, count * nbytes) for purpose, (count, nbytes) in staging.items())
     transit = 0
@@ -330,9 +332,10 @@ def decide(
     footprint_of: Callable[[Tier, Tier], Footprint],
     capacity_of: Callable[[int, int], int],
     sharing: Sharing = ALONE,
+    late_units: frozenset[int] = frozenset({0}),
 ) -> Placement:
     """The placement for this model, these budgets, this device. Raises `BudgetError` with the smallest that would do."""
-    problem = _Problem(config, accelerator, sharing, footprint_of, capacity_of)
+    problem = _Problem(config, accelerator, sharing, footprint_of, capacity_of, late_units)
     if config.parameters != "auto" and not problem.can_hold(config.parameters):
         raise ConfigError(
             f"parameters={config.parameters!r} contradicts stage={config.stage} on {sharing.world_size} ranks: below stage 3 "

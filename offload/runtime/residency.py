@@ -49,15 +49,15 @@ class Residency:
         updates: Updates | None,
         *,
         trace: Trace,
-        capacity_nbytes: int | None,
+        capacity_nbytes: int,
+        capacity_is_fixed: bool,
         prefetch: int,
         timeline: Timeline,
     ) -> None:
         self._units, self._fetcher, self._updates = units, fetcher, updates
         self._prefetch, self._timeline = prefetch, timeline
         self._nbytes = [fetcher.fetched_nbytes(unit) for unit in units]
-        self._fixed_capacity = capacity_nbytes is not None
-        self.capacity_nbytes = capacity_nbytes or required_nbytes(trace, self._nbytes, prefetch)
+        self._fixed_capacity, self.capacity_nbytes = capacity_is_fixed, capacity_nbytes
         self._states = [UnitState.ABSENT if nbytes else UnitState.RESIDENT for nbytes in self._nbytes]
         self._use_counts = [0] * len(units)
         self._held_counts = [0] * len(units)
@@ -182,6 +182,21 @@ class Residency:
                 self._follow(plan(trace, self._nbytes, self.capacity_nbytes, self._prefetch))
         self._cursor = 0
         self._went_as_planned = True
+
+    def bring_first(self) -> None:
+        """Start the fetch of the unit that the next forward uses first, if its update is enqueued and needs it: what is in
+        memory of others is of an old version, and goes where it is in the way."""
+        if self._updates is None or not self._updates.needs_residency:
+            return
+        pending, begun = self._updates.pending_units, self._updates.launched_units
+        if not pending or self._states[pending[0]] is not UnitState.ABSENT:
+            return
+        while self._resident_nbytes + self._nbytes[pending[0]] > self.capacity_nbytes:
+            candidates = [index for index in range(len(self._units)) if self._may_evict(index) and index not in begun]
+            if not candidates:
+                return
+            self._drop(max(candidates, key=self._next_use))
+        self._start_fetch(pending[0], optional=True)
 
     def launch_resident(self) -> None:
         """Launch the enqueued updates of units that are in memory, or that need not be.

@@ -63,6 +63,7 @@ class Training(Usable):
         """Raises what is to be known before anything of a step is done."""
         self._last_backward_seen = self._scaled_backward = False
         self._shards = ShardStates(len(parts.units))
+        self._late = parts.expected.late_units
         self._clip_once: float | None = None
         self._begun_squares: list[float] | None = None
         self._flat_of = {info.index: flat for unit in parts.units for flat in unit.flats for info in flat.parameters}
@@ -123,11 +124,19 @@ class Training(Usable):
     def gradient_arrived(self, unit: Unit, info: ParameterInfo) -> None:
         assert self._gradients is not None
         gradient = info.parameter.grad
-        assert gradient is not None
+        if gradient is None:  # it came in parts, or there is none
+            if self._gradients.holds(info):
+                info.parameter.grad = TakenGradient(info.fqn, info.parameter)
+            return
         with self._timeline.working("gradients"):
             self._take_over(unit, info, gradient, owned=True)
         if self._memory_is_short:
             self._accelerator.about_to_drop(gradient.nbytes)
+
+    def gradient_part_arrived(self, unit: Unit, info: ParameterInfo, gradient: torch.Tensor) -> None:
+        self.gradient_coming(unit, info)
+        with self._timeline.working("gradients"):
+            self._take_over(unit, info, gradient, owned=False)
 
     def _take_over(self, unit: Unit, info: ParameterInfo, gradient: torch.Tensor, *, owned: bool) -> None:
         assert self._gradients is not None
@@ -140,13 +149,13 @@ class Training(Usable):
         info.parameter.grad = TakenGradient(info.fqn, info.parameter)
 
     def backward_leaves(self, unit: Unit) -> None:
-        # The root waits for the end of backward: it holds what units share, and a reentrant checkpoint's backward inside
-        # this one may accumulate into such a parameter a second time.
+        # Late units wait for the end of backward: what modules share gets more after one of them is done, and in the root a
+        # reentrant checkpoint's backward inside this one may accumulate a second time.
         if self._reduction is not None:
             if self.synchronizing:
                 self._reduction.leave(unit)
                 self._begin_reduced_updates()
-        elif self.backward_updates and self.synchronizing and self._gradients is not None and unit.index != 0:
+        elif self.backward_updates and self.synchronizing and self._gradients is not None and unit.index not in self._late:
             chunks = [chunk_of for chunk_of in chunks_of(unit) if chunk_of.flat.layout.trainable]
             if not all(self._gradients.is_complete(chunk_of) for chunk_of in chunks):
                 return
@@ -367,6 +376,7 @@ class Training(Usable):
         self._residency.end_step()
         self._accelerator.copy_in_after_compute()
         self._updates.read_ahead()
+        self._residency.bring_first()
         self._residency.launch_resident()
         for unit_index in self._updates.pending_units:
             if not self._residency.in_use(unit_index):

@@ -2,27 +2,30 @@
 
     block      an outermost module whose class the model names in `_no_split_modules` (Hugging Face), else an element
                of an outermost `nn.ModuleList` or `nn.Sequential`
-    big leaf   a module without children outside every block that holds much (an embedding, a head)
+    big leaf   a module without children outside every block that holds much (an embedding, a head); leaves that share
+               a parameter (tied weights) are one unit, which is used wherever one of them is
     root       the model itself, with every parameter that is in no other unit
 
-A parameter that several modules share belongs to the unit that holds all of them: a block if they all lie inside it,
-else the root.
+Any other parameter that several modules share belongs to the unit that holds all of them: a block if they all lie inside
+it, else the root.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from torch import nn
 
+from offload.schedule.trace import Use
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class ModuleUnit:
-    """One unit of a model: the module whose forward uses it, and the parameters, as (fqn, parameter), in model order."""
+    """One unit of a model: the modules whose forward uses it, and the parameters, as (fqn, parameter), in model order."""
 
     name: str
-    module: nn.Module
+    modules: list[nn.Module]
     parameters: list[tuple[str, nn.Parameter]] = field(default_factory=list)
 
     @property
@@ -91,40 +94,86 @@ def partition(model: nn.Module) -> list[ModuleUnit]:
     their own (all of them shared with others) are left out, except the root.
     """
     blocks = _blocks(model)
-    chosen = {id(module): ModuleUnit(name, module) for name, module in blocks + _big_leaves(model, blocks)}
-    root = ModuleUnit("", model)
+    leaves = _big_leaves(model, blocks)
+    chosen = {id(module): ModuleUnit(name, [module]) for name, module in blocks + leaves}
+    _join_sharing(chosen, [module for _, module in leaves])
+    root = ModuleUnit("", [model])
     order = dict.fromkeys(id(module) for module in model.modules())
-    units = [root, *(chosen[key] for key in order if key in chosen and key != id(model))]
+    units = list(dict.fromkeys([root, *(chosen[key] for key in order if key in chosen and key != id(model))]))
 
-    owners: dict[int, set[int]] = {}
+    owners: dict[int, dict[ModuleUnit, None]] = {}
     for unit in units[1:]:
-        for parameter in unit.module.parameters():
-            owners.setdefault(id(parameter), set()).add(id(unit.module))
+        for module in unit.modules:
+            for parameter in module.parameters():
+                owners.setdefault(id(parameter), {})[unit] = None
     outside = {id(parameter) for parameter in _parameters_outside(model, set(chosen))}
     for fqn, parameter in model.named_parameters():
-        holders = owners.get(id(parameter), set())
+        holders = list(owners.get(id(parameter), ()))
         if len(holders) == 1 and id(parameter) not in outside:
-            chosen[next(iter(holders))].parameters.append((fqn, parameter))
+            holders[0].parameters.append((fqn, parameter))
         else:
             root.parameters.append((fqn, parameter))
     return [root, *(unit for unit in units[1:] if unit.parameters)]
 
 
+def _join_sharing(chosen: dict[int, ModuleUnit], leaves: Iterable[nn.Module]) -> None:
+    """Of leaves that share a parameter make the unit of the first that of all."""
+    first: dict[int, ModuleUnit] = {}
+    for leaf in leaves:
+        for parameter in leaf.parameters():
+            unit, other = first.setdefault(id(parameter), chosen[id(leaf)]), chosen[id(leaf)]
+            if unit is not other:
+                unit.modules.extend(other.modules)
+                for module in other.modules:
+                    chosen[id(module)] = unit
+                first.update({key: unit for key, value in first.items() if value is other})
+
+
+def uses_of(units: list[ModuleUnit]) -> list[Use]:
+    """The uses of the units in a forward of the model, as the order of its modules has them."""
+    unit_of = {id(module): index for index, unit in enumerate(units) if index for module in unit.modules}
+    root_parameters = {id(parameter) for _, parameter in units[0].parameters}
+    uses: list[Use] = []
+    behind_root = False
+    for module in _outside(units[0].modules[0], set(unit_of)):
+        if id(module) in unit_of:
+            uses.append(Use(unit_of[id(module)], behind_root, not is_lookup(module)))
+            behind_root = False
+        else:
+            behind_root = behind_root or any(id(one) in root_parameters for one in module.parameters(recurse=False))
+    return uses
+
+
+def is_lookup(module: nn.Module) -> bool:
+    """Whether backward through the module does not read its parameters: it takes rows of them by index."""
+    return isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
+
+
+def _outside(module: nn.Module, chosen: set[int]) -> Iterator[nn.Module]:
+    """The modules from `module` on in the model's order, without going into those of a chosen unit."""
+    yield module
+    if id(module) not in chosen:
+        for child in module.children():
+            yield from _outside(child, chosen)
+
+
 def _parameters_outside(module: nn.Module, chosen: set[int]) -> Iterator[nn.Parameter]:
     """Parameters reachable from `module` without passing through a chosen unit's module."""
-    yield from module.parameters(recurse=False)
-    for child in module.children():
-        if id(child) not in chosen:
-            yield from _parameters_outside(child, chosen)
+    for reached in _outside(module, chosen):
+        if id(reached) not in chosen:
+            yield from reached.parameters(recurse=False)
 
 
-def fold_small(units: list[ModuleUnit], least_numel: int) -> list[ModuleUnit]:
-    """The same parameters in fewer units: those with fewer than `least_numel` elements join the root, as long as they are
-    together no more than the largest unit. For ranks: a unit is a message, and small messages cost as much as larger ones."""
+def fold_for_ranks(units: list[ModuleUnit], least_numel: int) -> list[ModuleUnit]:
+    """The same parameters in fewer units, of which each is a message between ranks: what several modules share joins the
+    root, so that it travels once for all its uses, and so do units with fewer than `least_numel` elements, as long as these
+    are together no more than the largest unit: small messages cost as much as larger ones."""
     room = max(unit.numel for unit in units)
     root, kept = units[0], []
     for unit in units[1:]:
-        if unit.numel < least_numel and unit.numel <= room:
+        if len(unit.modules) > 1:
+            root.parameters.extend(unit.parameters)
+        elif unit.numel < least_numel and unit.numel <= room:
             room -= unit.numel
             root.parameters.extend(unit.parameters)
         else:

@@ -120,6 +120,11 @@ class Updates:
         return list(self._units)
 
     @property
+    def launched_units(self) -> set[int]:
+        """Those of them whose updates the lane has."""
+        return {unit_index for unit_index, update in self._units.items() if update.job is not None}
+
+    @property
     def runs_beside(self) -> bool:
         """Whether the lane is a thread of its own."""
         return isinstance(self._lane, ThreadLane)

@@ -100,8 +100,7 @@ class UndoRoom:
 
     @staticmethod
     def of(layout: Layout, record_chunks: Sequence[int]) -> tuple[UndoRoom, ...]:
-        """Of every unit with trained parameters but the root: backward leaves that one last, when the norm is about to be
-        known."""
+        """Of every unit with trained parameters."""
         rooms: list[UndoRoom] = []
         parameter_count = record_count = 0
         for unit in layout.units:
@@ -112,7 +111,7 @@ class UndoRoom:
                     nbytes += sum(round_up(chunk.numel * flat.itemsize, EXTENT_ALIGN) for chunk in flat.chunks)
                     record_count += len(flat.chunks)
                 parameter_count += len(flat.chunks)
-            if first_parameter is not None and unit.index != 0:
+            if first_parameter is not None:
                 nbytes += sum(record_chunks[first_record:record_count])
                 rooms.append(UndoRoom(unit.index, nbytes, first_parameter, first_record))
         return tuple(rooms)

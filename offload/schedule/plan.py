@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from offload.schedule.trace import Edge, Event, Trace
+from offload.schedule.trace import Edge, Event, Expected, Trace
 
 
 class Verb(Enum):
@@ -76,6 +76,11 @@ def required_nbytes(trace: Trace, unit_nbytes: Sequence[int], prefetch: int) -> 
             held.add(coming)
         largest = max(largest, sum(unit_nbytes[unit] for unit in held))
     return largest
+
+
+def expected_nbytes(expected: Expected, unit_nbytes: Sequence[int], prefetch: int) -> int:
+    """The smallest capacity for a step that goes as expected, and without prefetch for one whose uses overlap more."""
+    return max(required_nbytes(expected.trace, unit_nbytes, prefetch), required_nbytes(expected.overlapping, unit_nbytes, 0))
 
 
 def _coming(events: Sequence[Event], position: int, count: int, besides: set[int]) -> list[int]:

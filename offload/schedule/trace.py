@@ -6,10 +6,10 @@ unit's use spans those of its blocks. A guess made from the order of the model s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import pairwise
 
 
 class Edge(Enum):
@@ -50,18 +50,56 @@ class Trace:
         return len(self.events)
 
 
-def guess(root_index: int, order: Sequence[int]) -> Trace:
-    """What a step probably does: the root's use around a forward in the model's order, then around its reverse."""
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One use of a unit besides the root in a forward, as the model's structure has it.
 
+    `behind_root`: parameters of the root lie between this use and the one before, so that backward has left this one when it
+    reaches that. `read_in_backward`: backward computes with the values; of a lookup it does not.
+    """
+
+    unit_index: int
+    behind_root: bool = False
+    read_in_backward: bool = True
+
+
+def guess(root_index: int, uses: Sequence[Use], *, overlapping: bool = False) -> Trace:
+    """What a step probably does: the root's use around a forward in the model's order, then around its reverse.
+
+    `overlapping`: as if every use in backward began before the last one ended.
+    """
     start, end = Event(Edge.START, root_index), Event(Edge.END, root_index)
-    forward = [Event(edge, unit) for unit in order for edge in (Edge.START, Edge.END)]
-    # In backward the gradient that ends one unit's use is the one that starts the next's: they overlap for a moment.
-    reverse = order[::-1]
-    backward = [Event(Edge.START, unit) for unit in reverse[:1]]
-    for left, reached in pairwise(reverse):
-        backward += [Event(Edge.START, reached), Event(Edge.END, left)]
-    backward += [Event(Edge.END, unit) for unit in reverse[-1:]]
+    forward = [Event(edge, use.unit_index) for use in uses for edge in (Edge.START, Edge.END)]
+    backward: list[Event] = []
+    reverse = [use for use in reversed(uses) if use.read_in_backward]
+    started = False
+    for use, earlier in zip(reverse, [*reverse[1:], None], strict=False):
+        if not started:
+            backward.append(Event(Edge.START, use.unit_index))
+        # Without the root in between the gradient that ends one unit's use is the one that starts the next's.
+        started = earlier is not None and (overlapping or not use.behind_root)
+        if earlier is not None and started:
+            backward.append(Event(Edge.START, earlier.unit_index))
+        backward.append(Event(Edge.END, use.unit_index))
     return Trace((start, *forward, end, start, *backward, end))
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What is known of a step before one was seen."""
+
+    trace: Trace
+    overlapping: Trace
+    """The same if every use in backward began before the last one ended: nothing that follows the model's order needs more
+    units at once."""
+    late_units: frozenset[int]
+    """Units whose gradients are complete only when backward is over: the root, and what several modules share."""
+
+    @staticmethod
+    def of(root_index: int, uses: Sequence[Use]) -> Expected:
+        counts = Counter(use.unit_index for use in uses)
+        shared = (unit_index for unit_index, count in counts.items() if count > 1)
+        return Expected(guess(root_index, uses), guess(root_index, uses, overlapping=True), frozenset((root_index, *shared)))
 
 
 class Recorder:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from offload.schedule.plan import Op, Schedule, Verb, plan, required_nbytes, simulate
-from offload.schedule.trace import Edge, Event, Recorder, Trace, guess
+from offload.schedule.trace import Edge, Event, Recorder, Trace, Use, guess
 
 UNITS = 6
 sizes = st.lists(st.integers(0, 20), min_size=UNITS, max_size=UNITS)
@@ -62,7 +62,7 @@ def test_more_memory_never_fetches_more(trace: Trace, unit_nbytes: list[int]) ->
 @given(st.integers(1, 8), st.integers(0, 4))
 def test_required_capacity_lets_the_prefetch_run_ahead(count: int, prefetch: int) -> None:
     """In a plain forward and backward, with the capacity that a depth asks for, every unit but the first comes early."""
-    trace = guess(0, range(1, count + 1))
+    trace = guess(0, [Use(unit) for unit in range(1, count + 1)])
     unit_nbytes = [3] + [2] * count
     schedule = plan(trace, unit_nbytes, required_nbytes(trace, unit_nbytes, prefetch), prefetch)
     late = [
@@ -74,7 +74,7 @@ def test_required_capacity_lets_the_prefetch_run_ahead(count: int, prefetch: int
 
 
 def test_a_capacity_that_is_too_small_is_refused() -> None:
-    trace = guess(0, [1, 2])
+    trace = guess(0, [Use(1), Use(2)])
     unit_nbytes = [3, 2, 2]
     with pytest.raises(AssertionError, match="cannot hold unit"):
         plan(trace, unit_nbytes, required_nbytes(trace, unit_nbytes, 0) - 1, 0)
@@ -88,7 +88,7 @@ def test_a_capacity_that_is_too_small_is_refused() -> None:
     ],
 )
 def test_the_simulation_finds_broken_schedules(broken: object) -> None:
-    trace = guess(0, [1, 2, 3])
+    trace = guess(0, [Use(1), Use(2), Use(3)])
     unit_nbytes = [1, 1, 1, 1]
     schedule = plan(trace, unit_nbytes, 3, 0)
     with pytest.raises(AssertionError):
