@@ -32,6 +32,14 @@ def expansion(values: Sequence[float]) -> list[float]:
     return terms
 
 
+def norm_of(squares: Sequence[float], scale: float) -> float:
+    """The L2 norm of gradients with these sums of squares, which are `scale` times too large; NaN where it is not finite."""
+    try:
+        return math.sqrt(math.fsum(squares)) / scale
+    except (OverflowError, ValueError):  # fsum of infinities of both signs, or beyond the largest double
+        return math.nan
+
+
 def clip_factor(norm: float, max_norm: float) -> float:
     """min(1, max_norm / (norm + 1e-6)) rounded to fp32, as torch.nn.utils.clip_grad_norm_ computes it."""
     return float(min(np.float32(1.0), np.float32(max_norm) / (np.float32(norm) + np.float32(1e-6))))

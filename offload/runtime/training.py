@@ -23,7 +23,7 @@ from offload.runtime.flats import ParameterInfo, Unit, some_of
 from offload.runtime.guard import TakenGradient
 from offload.runtime.hooks import cast_floating
 from offload.runtime.loss_scale import LossScale
-from offload.runtime.norm import clip_factor, exchanged, expansion
+from offload.runtime.norm import clip_factor, exchanged, expansion, norm_of
 from offload.runtime.parts import Parts
 from offload.runtime.shard_state import ShardState, ShardStates
 from offload.runtime.speculation import Speculation
@@ -62,8 +62,7 @@ class Training(Usable):
         self.before_step: Callable[[], None] | None = None
         """Raises what is to be known before anything of a step is done."""
         self._last_backward_seen = self._scaled_backward = False
-        self._shards = ShardStates(len(parts.units))
-        self._late = parts.expected.late_units
+        self._shards, self._late = ShardStates(len(parts.units)), parts.expected.late_units
         self._clip_once: float | None = None
         self._begun_squares: list[float] | None = None
         self._flat_of = {info.index: flat for unit in parts.units for flat in unit.flats for info in flat.parameters}
@@ -124,9 +123,9 @@ class Training(Usable):
     def gradient_arrived(self, unit: Unit, info: ParameterInfo) -> None:
         assert self._gradients is not None
         gradient = info.parameter.grad
-        if gradient is None:  # it came in parts, or there is none
-            if self._gradients.holds(info):
-                info.parameter.grad = TakenGradient(info.fqn, info.parameter)
+        if gradient is None and self._gradients.holds(info):  # it came in parts
+            info.parameter.grad = TakenGradient(info.fqn, info.parameter)
+        if gradient is None:
             return
         with self._timeline.working("gradients"):
             self._take_over(unit, info, gradient, owned=True)
@@ -156,8 +155,7 @@ class Training(Usable):
                 self._reduction.leave(unit)
                 self._begin_reduced_updates()
         elif self.backward_updates and self.synchronizing and self._gradients is not None and unit.index not in self._late:
-            chunks = [chunk_of for chunk_of in chunks_of(unit) if chunk_of.flat.layout.trainable]
-            if not all(self._gradients.is_complete(chunk_of) for chunk_of in chunks):
+            if not all(self._gradients.is_complete(one) for one in chunks_of(unit) if one.flat.layout.trainable):
                 return
             if self._updates_now():
                 self._begin_update([info for info in unit.parameters if info.trainable])
@@ -288,11 +286,12 @@ class Training(Usable):
         """The global L2 norm of the gradients as they stand, un-scaled; on several ranks, once all are at `point`."""
         assert self._gradients is not None
         if self._ranks is None:
-            return self._norm_of(self._squares())
+            return norm_of(self._squares(), self.loss_scale.value)
         assert self._rendezvous is not None and self._reduction is not None
         self._reduction.ask_rest()
         ranks, sharded = self._ranks, self._stage > 0
-        return self._norm_of(self._rendezvous.meet(point, lambda: exchanged(ranks, self._squares, sharded=sharded)))
+        squares = self._rendezvous.meet(point, lambda: exchanged(ranks, self._squares, sharded=sharded))
+        return norm_of(squares, self.loss_scale.value)
 
     def _squares(self) -> list[float]:
         assert self._gradients is not None
@@ -300,12 +299,6 @@ class Training(Usable):
         self._gradients.settle()
         self._gradients.live_parameters()  # forgets those that the user took out of p.grad
         return self._gradients.squares() + (self._begun_squares or [])
-
-    def _norm_of(self, squares: list[float]) -> float:
-        try:
-            return math.sqrt(math.fsum(squares)) / self.loss_scale.value
-        except (OverflowError, ValueError):  # fsum of infinities of both signs, or beyond the largest double
-            return math.nan
 
     def _adopt_reduced(self) -> None:
         """Gradients that other ranks computed count here too."""

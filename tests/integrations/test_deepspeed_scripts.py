@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,14 @@ def run(body: str, *arguments: object, launcher: tuple[str, ...] = ()) -> list[d
 
 
 @pytest.fixture(autouse=True)
-def _script_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _as_the_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One thread here too: torch's products of 16-bit matrices depend on their number."""
     monkeypatch.setenv("PYTEST_SCRIPT_FOLDER", str(tmp_path))
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", "cpu")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def data(seed: int, *shape: int) -> torch.Tensor:
