@@ -35,7 +35,7 @@ CHUNK_NUMEL = 2 * 1024 * 1024
 """Elements. 8 MiB of fp32: large enough for full device bandwidth, small enough that a pipeline of them is small."""
 
 
-CHUNK_NUMELS = tuple(CHUNK_NUMEL >> shift for shift in range(7))
+CHUNK_NUMELS = tuple(CHUNK_NUMEL >> shift for shift in range(4))
 """Elements. What is tried, largest first, until every buffer that holds a chunk fits into the budgets."""
 
 

@@ -32,7 +32,7 @@ from offload.runtime.reduction import AVERAGE_VARIABLE, average_dtype
 from offload.runtime.units import ModuleUnit, fold_for_ranks, partition, uses_of
 from offload.runtime.weights import WeightSource, load_buffers
 from offload.schedule.budget import Footprint, Tier
-from offload.schedule.plan import expected_nbytes
+from offload.schedule.plan import expected_nbytes, worthwhile_nbytes
 from offload.schedule.trace import Expected
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -209,8 +209,9 @@ def _decide(
             known[formats] = Footprint.of(layout, formats)
         return known[formats]
 
-    def capacity_of(prefetch: int, kept_unit_count: int) -> int:
+    def capacity_of(prefetch: int, kept_unit_count: int, budget: int | None) -> int:
         fetched = [0 if unit.index < kept_unit_count else unit.nbytes for unit in layout.units]
-        return expected_nbytes(expected, fetched, prefetch)
+        needed_nbytes = worthwhile_nbytes if budget is None else expected_nbytes
+        return needed_nbytes(expected, fetched, prefetch)
 
     return decide(config, accelerator, footprint_of, capacity_of, sharing, expected.late_units)

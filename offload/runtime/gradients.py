@@ -217,10 +217,6 @@ class Gradients:
         self.drop(info)
         return False
 
-    def holds(self, info: ParameterInfo) -> bool:
-        """Whether a gradient was taken over that no update has, whatever is in `p.grad`."""
-        return info.index in self._live
-
     def live_parameters(self) -> list[ParameterInfo]:
         """The parameters whose gradients count for the coming step, in model order."""
         return [info for _, info in sorted(self._live.items()) if self.is_live(info)]

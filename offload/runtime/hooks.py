@@ -5,8 +5,8 @@
                  computed, or (for a unit whose inputs need none) when all its parameters have theirs, the use ends;
                  whatever is still open ends with the backward
     gradients    right before PyTorch accumulates into `p.grad` the token of an earlier gradient is taken out; right
-                 after, the gradient is handed over and a token put in its place; of a parameter that several modules share
-                 each one's part is handed over as it comes (`offload.runtime.gradient_parts`)
+                 after, the gradient is handed over and a token put in its place; the parts of a shared parameter's are
+                 added by `offload.runtime.gradient_parts`
 
 Recomputation (activation checkpointing, reentrant or not) is a forward inside backward, and simply nests.
 """
@@ -111,7 +111,7 @@ class Hooks:
         self._open_uses: dict[_BackwardUse, None] = {}
         self._graph_tasks: list[int] = []
         self._root = self._units[0].modules[0]
-        self._parts = GradientParts(self._units, self._part_arrived)
+        self._parts = GradientParts(self._units)
 
     def install(self) -> None:
         for unit in self._units:
@@ -188,6 +188,7 @@ class Hooks:
         """A new outermost forward: nothing of an earlier forward or backward that was cut short is still going on."""
         self._open_uses.clear()
         self._graph_tasks.clear()
+        self._parts.forget()
         self._residency.abandon_uses()
 
     # ---- backward ------------------------------------------------------------------------------------------------
@@ -202,6 +203,7 @@ class Hooks:
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._graph_task_done(graph_task))
 
     def _graph_task_done(self, graph_task: int) -> None:
+        self._parts.forget(graph_task)
         if graph_task not in self._graph_tasks:
             return
         self._graph_tasks.remove(graph_task)
@@ -258,16 +260,12 @@ class Hooks:
             with self._listener.failures():
                 self._listener.gradient_coming(unit, info)
 
-    def _part_arrived(self, unit: Unit, info: ParameterInfo, gradient: torch.Tensor) -> None:
-        self._enter_backward()
-        with self._listener.failures():
-            self._listener.gradient_part_arrived(unit, info, gradient)
-
     def _after_accumulation(self, unit_position: int, parameter_position: int) -> None:
         unit = self._units[unit_position]
         info = unit.parameters[parameter_position]
         if info.trainable:
             with self._listener.failures():
+                self._parts.deliver(info)
                 self._listener.gradient_arrived(unit, info)
         for use in [use for use in self._open_uses if use.unit is unit]:
             use.gradient_arrived(info)
@@ -311,11 +309,6 @@ class Listener:
 
     def gradient_arrived(self, unit: Unit, info: ParameterInfo) -> None:
         """PyTorch accumulated into the parameter's `grad`."""
-        raise NotImplementedError
-
-    def gradient_part_arrived(self, unit: Unit, info: ParameterInfo, gradient: torch.Tensor) -> None:
-        """Backward computed one module's part of the gradient of a parameter that several share. PyTorch will not add it to
-        the others, but report the parameter in the end as if it had."""
         raise NotImplementedError
 
     def backward_leaves(self, unit: Unit) -> None:

@@ -67,14 +67,14 @@ ALONE = Sharing()
 class _Problem:
     """What a placement is decided for.
 
-    `capacity_of(prefetch, n)`: device bytes of the units in use and coming at once, the first n units not counted.
+    `capacity_of(prefetch, n, budget)`: device bytes of the units in use and coming at once, the first n units not counted.
     `late_units`: those whose gradients are complete only when backward is over."""
 
     config: Config
     accelerator: Accelerator
     sharing: Sharing
     footprint_of: Callable[[Tier, Tier], Footprint]
-    capacity_of: Callable[[int, int], int]
+    capacity_of: Callable[[int, int, int | None], int]
     late_units: frozenset[int]
 
     def keeps_whole(self, parameters: Tier) -> bool:
@@ -151,7 +151,9 @@ def _place(
 ) -> Placement:
     accelerator, footprint = problem.accelerator, problem.footprint_of(parameters, states)
     device: Tier = "cpu" if accelerator.unified else "device"
-    capacity = None if problem.keeps_whole(parameters) else problem.capacity_of(prefetch, kept.unit_count)
+    capacity = (
+        None if problem.keeps_whole(parameters) else problem.capacity_of(prefetch, kept.unit_count, _budget(problem, device))
+    )
     staging = _staging(problem, parameters, states, footprint, retained if gradients_in == "nvme" else 0, kept)
     lines = [
         MemoryLine(
@@ -330,7 +332,7 @@ def decide(
     config: Config,
     accelerator: Accelerator,
     footprint_of: Callable[[Tier, Tier], Footprint],
-    capacity_of: Callable[[int, int], int],
+    capacity_of: Callable[[int, int, int | None], int],
     sharing: Sharing = ALONE,
     late_units: frozenset[int] = frozenset({0}),
 ) -> Placement:

@@ -184,19 +184,21 @@ class Residency:
         self._went_as_planned = True
 
     def bring_first(self) -> None:
-        """Start the fetch of the unit that the next forward uses first, if its update is enqueued and needs it: what is in
-        memory of others is of an old version, and goes where it is in the way."""
+        """Start the fetch of the first unit that the next forward will find missing, if its update is enqueued and needs it.
+        What is in memory of units that come later, not yet updated, goes where it is in the way."""
         if self._updates is None or not self._updates.needs_residency:
             return
-        pending, begun = self._updates.pending_units, self._updates.launched_units
-        if not pending or self._states[pending[0]] is not UnitState.ABSENT:
+        begun = self._updates.launched_units
+        first = next((index for index in self._updates.pending_units if self._states[index] is UnitState.ABSENT), None)
+        if first is None:
             return
-        while self._resident_nbytes + self._nbytes[pending[0]] > self.capacity_nbytes:
+        while self._resident_nbytes + self._nbytes[first] > self.capacity_nbytes:
             candidates = [index for index in range(len(self._units)) if self._may_evict(index) and index not in begun]
-            if not candidates:
+            last = max(candidates, key=self._next_use, default=first)
+            if self._next_use(last) <= self._next_use(first):
                 return
-            self._drop(max(candidates, key=self._next_use))
-        self._start_fetch(pending[0], optional=True)
+            self._drop(last)
+        self._start_fetch(first, optional=True)
 
     def launch_resident(self) -> None:
         """Launch the enqueued updates of units that are in memory, or that need not be.

@@ -123,19 +123,12 @@ class Training(Usable):
     def gradient_arrived(self, unit: Unit, info: ParameterInfo) -> None:
         assert self._gradients is not None
         gradient = info.parameter.grad
-        if gradient is None and self._gradients.holds(info):  # it came in parts
-            info.parameter.grad = TakenGradient(info.fqn, info.parameter)
         if gradient is None:
-            return
+            return  # a function of the user's has none to give
         with self._timeline.working("gradients"):
             self._take_over(unit, info, gradient, owned=True)
         if self._memory_is_short:
             self._accelerator.about_to_drop(gradient.nbytes)
-
-    def gradient_part_arrived(self, unit: Unit, info: ParameterInfo, gradient: torch.Tensor) -> None:
-        self.gradient_coming(unit, info)
-        with self._timeline.working("gradients"):
-            self._take_over(unit, info, gradient, owned=False)
 
     def _take_over(self, unit: Unit, info: ParameterInfo, gradient: torch.Tensor, *, owned: bool) -> None:
         assert self._gradients is not None

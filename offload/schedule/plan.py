@@ -1,7 +1,7 @@
 """From a trace and a budget to a schedule: which unit is fetched and which is evicted before each event. Pure.
 
-The policy is Belady's: what is evicted is what is used again last, and nothing is evicted before its room is needed,
-so a budget above the minimum saves transfers and one that holds everything makes none. A fetch is issued as early as
+The policy is Belady's: what is evicted is what is used again last (of what this step is done with, in a next one like it),
+and nothing is evicted before its room is needed, so a budget above the minimum saves transfers and one that holds everything makes none. A fetch is issued as early as
 `prefetch` uses ahead, but never at the cost of a unit that is used sooner.
 
 What always holds (checked by `simulate`, and by property tests): at every prefix the resident and arriving bytes are
@@ -83,6 +83,30 @@ def expected_nbytes(expected: Expected, unit_nbytes: Sequence[int], prefetch: in
     return max(required_nbytes(expected.trace, unit_nbytes, prefetch), required_nbytes(expected.overlapping, unit_nbytes, 0))
 
 
+WORTHWHILE = 6
+"""Bytes of fetches that a byte of memory must save in a step to be taken without being asked for: twice what keeping
+parameters saves (`offload.schedule.budget.Kept`)."""
+
+
+def worthwhile_nbytes(expected: Expected, unit_nbytes: Sequence[int], prefetch: int) -> int:
+    """The capacity where no budget says otherwise: what is needed, or what keeps the units between their uses that several
+    modules share, if that saves much for what it takes."""
+    least = expected_nbytes(expected, unit_nbytes, prefetch)
+    shared = [unit for unit in expected.late_units if unit_nbytes[unit]]
+    first, last = (tuple(Event(edge, unit) for unit in shared) for edge in Edge)
+    more = required_nbytes(Trace((*first, *expected.trace.events, *last)), unit_nbytes, prefetch)
+    fetched = [_fetched_nbytes(expected.trace, unit_nbytes, capacity, prefetch) for capacity in (least, more)]
+    saved = fetched[0] - fetched[1]
+    return more if more > least and saved >= WORTHWHILE * (more - least) else least
+
+
+def _fetched_nbytes(trace: Trace, unit_nbytes: Sequence[int], capacity_nbytes: int, prefetch: int) -> int:
+    """Of one step of many: it begins with what the one before left."""
+    twice = plan(Trace(trace.events * 2), unit_nbytes, capacity_nbytes, prefetch)
+    second = (op for before in twice.before[len(trace) :] for op in before)
+    return sum(unit_nbytes[op.unit_index] for op in second if op.verb is Verb.FETCH)
+
+
 def _coming(events: Sequence[Event], position: int, count: int, besides: set[int]) -> list[int]:
     """The next `count` distinct units that start a use at or after `position`, not counting those in `besides`."""
     found: list[int] = []
@@ -104,9 +128,10 @@ class _Planner:
         self.used_nbytes = 0
 
     def next_use(self, unit_index: int, position: int) -> int:
-        """Position of the next start at or after `position`; the trace's length when there is none."""
-        coming = (start for start in self.starts[unit_index] if start >= position)
-        return next(coming, len(self.trace))
+        """Position of the next start at or after `position`, in the next step when there is none in this one."""
+        starts = self.starts[unit_index]
+        coming = (start for start in starts if start >= position)
+        return next(coming, len(self.trace) + starts[0])
 
     def make_room(self, nbytes: int, position: int, sooner_than: int) -> list[Op] | None:
         """Evicts that free `nbytes`, taking only units used later than `sooner_than`; None if there are not enough."""
