@@ -42,10 +42,6 @@ class Copies:
         """While it is being found out what is coming: the chunks that were updated meanwhile."""
         self._failure: Exception | None = None
 
-    @property
-    def failure(self) -> Exception | None:
-        return self._failure
-
     # ---- updates of the last step -------------------------------------------------------------------------------------
 
     def expect(self, coming: Iterable[ChunkOf]) -> None:
@@ -67,9 +63,9 @@ class Copies:
 
     @property
     def is_coming(self) -> bool:
-        """Whether any update is still to be made."""
+        """Whether the save waits for an update that is still to be made; it waits for none once it failed."""
         with self._changed:
-            return Copy.COMING in self._copies.values()
+            return self._failure is None and Copy.COMING in self._copies.values()
 
     # ---- who works on what ---------------------------------------------------------------------------------------------
 

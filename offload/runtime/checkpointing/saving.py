@@ -127,7 +127,7 @@ class Saver:
         return self._last
 
     def _drive(self, snapshot: Snapshot) -> None:
-        if snapshot.copies.is_coming and snapshot.copies.failure is None:
+        if snapshot.copies.is_coming:
             try:
                 self._finish_updates()
             except UsageError:
