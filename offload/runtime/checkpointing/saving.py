@@ -23,8 +23,9 @@ from offload.runtime.checkpointing.manifest import Manifest, encode
 from offload.runtime.checkpointing.numbering import retire_older
 from offload.runtime.checkpointing.rank_folder import RankFolder
 from offload.runtime.checkpointing.staged_folder import MANIFEST_NAME, StagedFolder
+from offload.runtime.checkpointing.state_reading import Failures
 from offload.runtime.checkpointing.tensor_file import write_file
-from offload.runtime.checkpointing.writing import Failures, Snapshot
+from offload.runtime.checkpointing.writing import Snapshot
 from offload.runtime.parts import Parts
 
 Folder = StagedFolder | RankFolder

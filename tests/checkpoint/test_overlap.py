@@ -1,0 +1,88 @@
+"""A save that training waits for reads a chunk while the one before it is written; one beside training takes one at a time."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import offload
+from offload.runtime import assembly, storage
+
+from ..acceptance.models import Setup
+from ..acceptance.runs import assert_same_bits, refused
+from ..tiers.faulty_io import Fault, FaultyBackend
+from .loops import Resumable, files_of
+
+SETUP = Setup("nvme", "nvme", "cpu")
+
+
+class Watched(FaultyBackend):
+    """Knows what is in flight to a checkpoint, and what of it was when each read was submitted."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.writes: list[Any] = []
+        self.in_flight: list[int] = []
+        self.fails_at = -1
+
+    def read(self, *given: Any, **named: Any) -> Any:
+        self.in_flight.append(sum(not one.settled for one in self.writes))
+        return super().read(*given, **named)
+
+    def write(self, file: Any, *given: Any, **named: Any) -> Any:
+        saves = file.path.suffix == ".safetensors"
+        if saves and len(self.writes) == self.fails_at:
+            self.faults[self.submitted_count] = Fault("errno", errno.EIO)
+        pending = super().write(file, *given, **named)
+        if saves:
+            self.writes.append(pending)
+        return pending
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
+    made = Watched()
+    monkeypatch.setattr(storage, "open_backend", lambda **_: made)
+    return made
+
+
+def settled(opened: Any) -> Resumable:
+    """After a step all of whose updates are over."""
+    run = Resumable(opened, SETUP)
+    run.train(range(1))
+    run.engine.state_dict()
+    return run
+
+
+def test_what_is_in_flight_at_once(opened: Any, backend: Watched, tmp_path: Path) -> None:
+    run = settled(opened)
+    for wait, most in ((False, 0), (True, 3)):
+        backend.in_flight.clear()
+        backend.writes.clear()
+        run.engine.save_checkpoint(tmp_path / str(wait), wait=wait).wait()
+        assert len(backend.writes) >= 12, "too little for this to say anything"
+        assert max(backend.in_flight) == most, "the chunk's value and moments, all written while the next chunk is read"
+    saved = [files_of(tmp_path / str(wait)) for wait in (False, True)]
+    assert saved[0] == saved[1]
+
+
+@pytest.mark.parametrize("fails_at", [0, 4, 11])
+def test_a_write_that_fails_while_more_is_read(opened: Any, backend: Watched, tmp_path: Path, fails_at: int) -> None:
+    expected = settled(opened)
+    losses = expected.train(range(1, 3))
+    backend.writes.clear()
+    run = settled(opened)
+    backend.fails_at = fails_at
+    with refused(offload.StorageError, "Earlier checkpoints are untouched"):
+        run.save(tmp_path / "saved")
+    assert not backend._queue, "nothing is left in flight"
+    assert len(backend.writes) > fails_at and backend.struck
+    assert run.train(range(1, 3)) == losses
+    assert_same_bits(run.weights(), expected.weights())
+    run.save(tmp_path / "saved")
+    run.load(tmp_path / "saved")
+    assert_same_bits(run.weights(), expected.weights())
