@@ -81,6 +81,14 @@ class Copies:
             self._become(chunk_of, Copy.HELD)
             return True
 
+    def hold_as_updated(self, chunk_of: ChunkOf) -> bool:
+        """Whether the caller, who has the chunk at hand as its last update leaves it, may save it; it is HELD then."""
+        with self._changed:
+            wanted = self._failure is None and self._updated is None and self._copies.get(chunk_of.key) is Copy.COMING
+            if wanted:
+                self._become(chunk_of, Copy.HELD)
+            return wanted
+
     def hold_for_copy(self, chunk_of: ChunkOf, may_go_on: Callable[[], None]) -> Copy:
         """What is to be copied, when its time has come: HELD by the caller, or KEPT; COPIED if it is. Raises the failure.
 

@@ -1,7 +1,8 @@
 """Writing a checkpoint's files: chunk by chunk, from the tiers through a buffer straight into their place in a file.
 
-Where training waits, the next chunk is read while one is checked and written. Where it goes on meanwhile, the state is that of
-the moment at which the `Snapshot` was made. Nobody waits for that:
+Where training waits, updates of the last step are made now and write what they leave, from the memory in which they have it,
+so that it is not read again; of the rest the next chunk is read while one is checked and written. Where training goes on
+meanwhile, the state is that of the moment at which the `Snapshot` was made. Nobody waits for that:
 
     updates of the last step    are made when training comes to them; the save takes a chunk when its update is over
     what a later update is      is kept by its store, which writes the new version elsewhere (`Store.keep`), and copied when
@@ -69,6 +70,8 @@ class Snapshot:
         self._order = [index for index in parts.residency.next_order() if index in self._files]
         self.copies = Copies(chunk for file in self._files.values() for chunk in chunks_of(file.unit))
         self._keeps = beside and self._has_room_to_keep()
+        # What can be shared takes neither a write nor room, once it lies in its scratch file.
+        self._writes_updated = not (beside or self._sharing.may_work_in(folder))
         self._kept: dict[tuple[int, int], ChunkOf] = {}
         self._under_way: deque[ChunkCopy] = deque()
         self._unfinished: list[UnitFile] = []
@@ -110,21 +113,37 @@ class Snapshot:
         A failure is the save's, not the update's.
         """
         if self.copies.hold_for_update(chunk_of):
-            end = Copy.COPIED
-            try:
-                shared, kept = self._see_to(chunk_of)
-                if kept:
-                    end = Copy.KEPT
-                else:
-                    self._file_of(chunk_of).write(ChunkState(chunk_of, values, record), Priority.STATE, shared=shared)
-            except Exception as error:
-                self.copies.fail(error)
-            finally:
-                self.copies.become(chunk_of, end)
+            self._by_update(ChunkState(chunk_of, values, record), self._keep_or_write)
+
+    def updated(self, chunk_of: ChunkOf, values: torch.Tensor, record: Record) -> None:
+        """The chunk's `record` and `values` (as above) are at hand as an update leaves them: if that is the one that was still
+        to come, and training waits for the save, they are written from here, and need not be read again.
+
+        A failure is the save's, not the update's.
+        """
+        if self._writes_updated and self.copies.hold_as_updated(chunk_of):
+            self._by_update(ChunkState(chunk_of, values, record), lambda state: self._write(state, shared=False))
 
     def after_update(self, chunk_of: ChunkOf) -> None:
         """The chunk's update is over."""
         self.copies.updated(chunk_of)
+
+    def _by_update(self, state: ChunkState, save: Callable[[ChunkState], Copy]) -> None:
+        end = Copy.COPIED
+        try:
+            end = save(state)
+        except Exception as error:
+            self.copies.fail(error)
+        finally:
+            self.copies.become(state.chunk_of, end)
+
+    def _keep_or_write(self, state: ChunkState) -> Copy:
+        shared, kept = self._see_to(state.chunk_of)
+        return Copy.KEPT if kept else self._write(state, shared=shared)
+
+    def _write(self, state: ChunkState, *, shared: bool) -> Copy:
+        self._file_of(state.chunk_of).write(state, Priority.STATE, shared=shared)
+        return Copy.COPIED
 
     # ---- by the thread that copies ---------------------------------------------------------------------------------
 
