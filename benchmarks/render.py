@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_report.tables import gpu, gpu_plots
+from markdown_text import gib, table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "performance"
@@ -29,10 +30,6 @@ NAMES = {
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def gib(nbytes: float) -> str:
-    return f"{nbytes / 2**30:.2f} GiB"
-
-
 def machine_line(report: dict[str, Any]) -> str:
     machine, rates = report["machine"], report["rates"]
     nvme = rates["nvme"]
@@ -45,24 +42,23 @@ def machine_line(report: dict[str, Any]) -> str:
 
 def train_step(report: dict[str, Any]) -> str:
     """The table of benchmarks/train_step.py."""
-    lines = [
-        "GPT-2-shaped, batch 1 x 128, fp32, clip 1.0, no GPU; medians of steps, each model in one run. " + machine_line(report),
-        "",
-        "| model | how | s/step | x plain | floor s | hidden: NVMe read, write, Adam | peak RSS |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    introduction = (
+        "GPT-2-shaped, batch 1 x 128, fp32, clip 1.0, no GPU; medians of steps, each model in one run. " + machine_line(report)
+    )
+    columns = "| model | how | s/step | x plain | floor s | hidden: NVMe read, write, Adam | peak RSS |"
+    rows = []
     for result in report["results"]:
         size = f" ({result['parameters'] / 1e6:.0f} M)" if "parameters" in result else ""
         start = f"| {result['shape']}{size} | {NAMES[result['case']]} "
         if "failed" in result:
-            lines.append(f"{start}| {result['failed']} | - | - | - | - |")
+            rows.append(f"{start}| {result['failed']} | - | - | - | - |")
             continue
         ratio, floor = result.get("ratio_to_plain"), result.get("floor_seconds")
-        lines.append(
+        rows.append(
             f"{start}| {result['median_seconds']:.2f} | {f'{ratio:.2f}' if ratio else '-'} | "
             f"{f'{floor:.2f}' if floor else '-'} | {hidden(result)} | {gib(result['peak_rss_nbytes'])} |"
         )
-    return "\n".join(lines) + "\n"
+    return introduction + "\n\n" + table(columns, rows)
 
 
 def hidden(result: dict[str, Any]) -> str:
@@ -75,37 +71,33 @@ def hidden(result: dict[str, Any]) -> str:
 def memory_sweep(report: dict[str, Any]) -> str:
     """The table of benchmarks/train_step.py --memory-sweep."""
     results = report["results"]
-    lines = [
+    introduction = (
         f"{results[0]['shape']}, batch 1 x 128, fp32, everything asked to lie on NVMe; losses bitwise the same in every row. "
-        + machine_line(report),
-        "",
-        "| cpu_memory | s/step | floor s | NVMe GB a step | hidden: NVMe read, write, Adam | peak RSS |",
-        "|---|---|---|---|---|---|",
-    ]
+        + machine_line(report)
+    )
+    columns = "| cpu_memory | s/step | floor s | NVMe GB a step | hidden: NVMe read, write, Adam | peak RSS |"
+    rows = []
     for result in results:
         moved = result.get("read_nbytes_per_step", 0) + result.get("written_nbytes_per_step", 0)
-        lines.append(
+        rows.append(
             f"| {gib(result['cpu_memory'])} | {result['median_seconds']:.2f} | {result['floor_seconds']:.2f} | "
             f"{moved / 1e9:.2f} | {hidden(result)} | {gib(result['peak_rss_nbytes'])} |"
         )
-    return "\n".join(lines) + "\n"
+    return introduction + "\n\n" + table(columns, rows)
 
 
 def checkpoint(report: dict[str, Any]) -> str:
     """The table of benchmarks/checkpoint.py."""
-    lines = [
-        "A save beside training, against a step of the same run; fp32, batch 1 x 128, no GPU. " + machine_line(report),
-        "",
-        "| model | how | s/step | next step held up, s (share of a step) | whole save, s | extra peak RSS |",
-        "|---|---|---|---|---|---|",
-    ]
+    introduction = "A save beside training, against a step of the same run; fp32, batch 1 x 128, no GPU. "
+    columns = "| model | how | s/step | next step held up, s (share of a step) | whole save, s | extra peak RSS |"
+    rows = []
     for result in report["results"]:
-        lines.append(
+        rows.append(
             f"| {result['shape']} ({result['parameters'] / 1e6:.0f} M) | {result['case']} | {result['step_seconds']:.2f} "
             f"| {result['held_up_seconds']:.2f} ({100 * result['held_up_share']:.0f} %) | {result['save_seconds']:.2f} "
             f"| {result['extra_peak_nbytes'] / 2**20:.0f} MiB |"
         )
-    return "\n".join(lines) + "\n"
+    return introduction + machine_line(report) + "\n\n" + table(columns, rows)
 
 
 def io(report: dict[str, Any]) -> str:
@@ -115,43 +107,41 @@ def io(report: dict[str, Any]) -> str:
     columns = [(count, column) for count in (1, 2) for column in ("read", "write", "both")]
     cells = {(row["contender"], row["files"], row["column"]): row for row in rows}
     best = {key: max(cells[(name, *key)]["bytes_per_second"] for name in names) for key in columns}
-    lines = [
+    introduction = (
         f"{machine['cores']} cores of {machine['cpu']}, kernel {machine['kernel']}; files of {report['size_mib']} MiB, medians "
         f"of {report['rounds']} rounds in turns; huge pages of fio: {report['fio_huge']}. GB/s, share of the column's best, "
-        "processor seconds for each GB.",
-        "",
-        "| | " + " | ".join(f"{column}, {count} file{'s' * (count > 1)}" for count, column in columns) + " |",
-        "|---" * (len(columns) + 1) + "|",
-    ]
+        "processor seconds for each GB."
+    )
+    header = "| | " + " | ".join(f"{column}, {count} file{'s' * (count > 1)}" for count, column in columns) + " |"
+    rows = []
     for name in names:
         values = []
         for key in columns:
             row = cells[(name, *key)]
             rate = row["bytes_per_second"]
             values.append(f"{rate / 1e9:.2f} ({100 * rate / best[key]:.0f} %) {row['cpu_seconds_per_gb']:.4f}")
-        lines.append(f"| {name} | " + " | ".join(values) + " |")
-    return "\n".join(lines) + "\n"
+        rows.append(f"| {name} | " + " | ".join(values) + " |")
+    return introduction + "\n\n" + table(header, rows)
 
 
 def ranks(report: dict[str, Any]) -> str:
     """The table of benchmarks/ranks.py."""
     machine = report["machine"]
     measured = [one for one in report["results"] if "missing" not in one]
-    lines = [
+    introduction = (
         f"{measured[0]['ranks']} ranks of one core each, gloo; GPT-2-shaped, batch 1 x 128 on each rank, fp32, clip 1.0, in "
         f"CPU memory; medians of one run, in turns. {machine['cpu']}, torch {machine['torch']}. Floor: the larger of compute "
-        "and wire, at rates of the same run.",
-        "",
-        "| model | how | s/step | offload stage 3 to it | floor s (compute, wire) | peak RSS of a rank |",
-        "|---|---|---|---|---|---|",
-    ]
+        "and wire, at rates of the same run."
+    )
+    columns = "| model | how | s/step | offload stage 3 to it | floor s (compute, wire) | peak RSS of a rank |"
+    rows = []
     for one in measured:
-        lines.append(
+        rows.append(
             f"| {one['shape']} ({one['parameters'] / 1e6:.0f} M) | {one['case']} | {one['median_seconds']:.2f} "
             f"| {one['ours_to_it']:.2f} | {one['floor_seconds']:.2f} ({one['compute_seconds']:.2f}, {one['wire_seconds']:.2f}) "
             f"| {gib(one['peak_rss_nbytes'])} |"
         )
-    return "\n".join(lines) + "\n"
+    return introduction + "\n\n" + table(columns, rows)
 
 
 ADAM_NAMES = {
@@ -169,46 +159,46 @@ def adam(report: dict[str, Any]) -> str:
     machine, results = report["machine"], report["results"]
     peers = [name for name in PEERS if name in results[0]["formats"]["fp32"]["ratio_to_peers"]]
     where = f"{machine['cores']} cores of {machine['cpu']}, {gib(machine['memory_nbytes'])}, torch {machine['torch']}"
-    lines = [
+    introduction = (
         f"{where}; AdamW, medians in turns; flat: {results[0]['numel'] / 1e6:.0f} M elements; "
-        f"GPT-2: {results[1]['numel'] / 1e6:.0f} M in {results[1]['tensors']} tensors.",
-        "",
+        f"GPT-2: {results[1]['numel'] / 1e6:.0f} M in {results[1]['tensors']} tensors."
+    )
+    columns = (
         "| threads, shape | states | ms | B moved | % of stream | x fp32 | "
         + " | ".join(f"x {PEERS[peer]}" for peer in peers)
-        + f" | whole step, x {PEERS[results[0]['whole_peer']]}'s |",
-        "|---" * (7 + len(peers)) + "|",
-    ]
+        + f" | whole step, x {PEERS[results[0]['whole_peer']]}'s |"
+    )
+    rows = []
     for result in results:
         for name, one in result["formats"].items():
             ratios = " | ".join(f"{one['ratio_to_peers'][peer]:.2f}" for peer in peers)
             whole = f"{one['whole_ratio']:.2f}" if one["whole_ratio"] is not None else "-"
-            lines.append(
+            rows.append(
                 f"| {result['threads']}, {'GPT-2' if result['shape'] == 'gpt2' else 'flat'} | {ADAM_NAMES[name]} "
                 f"| {1e3 * result['median_seconds'][name]:.1f} | {one['nbytes_per_parameter']:.0f} "
                 f"| {100 * one['share_of_stream']:.0f} | {one['ratio_to_fp32']:.2f} | {ratios} | {whole} |"
             )
-    return "\n".join(lines) + "\n"
+    return introduction + "\n\n" + table(columns, rows)
 
 
 def loss_curves(report: dict[str, Any]) -> str:
     """The table of benchmarks/loss_curves.py."""
     summary, runs = report["summary"], report["runs"]
     losses, noise = summary["final_loss"], summary["noise"]
-    lines = [
+    introduction = (
         f"A Llama of {runs[0]['parameters'] / 1e6:.1f} M parameters in bf16, AdamW, {report['steps']} steps of "
         f"{report['model']['batch']} x {report['model']['sequence']} bytes of the sources of Python's library; held-out loss, "
         "nats per byte. The noise is the largest difference between two seeds with fp32 states; a format's distance is from "
-        "the fp32 run with its seed.",
-        "",
-        "| run | loss at the end | distance at the end | mean distance, second half |",
-        "|---|---|---|---|",
-    ]
+        "the fp32 run with its seed."
+    )
+    columns = "| run | loss at the end | distance at the end | mean distance, second half |"
+    rows = []
     for name, loss in losses.items():
         apart = summary.get(name)
         distance = f"{apart['last']:.4f} | {apart['mean']:.4f}" if apart is not None else "- | -"
-        lines.append(f"| {name} | {loss:.4f} | {distance} |")
-    lines.append(f"| noise between seeds | | {noise['last']:.4f} | {noise['mean']:.4f} |")
-    return "\n".join(lines) + "\n"
+        rows.append(f"| {name} | {loss:.4f} | {distance} |")
+    rows.append(f"| noise between seeds | | {noise['last']:.4f} | {noise['mean']:.4f} |")
+    return introduction + "\n\n" + table(columns, rows)
 
 
 TABLES = {
@@ -236,14 +226,14 @@ def plots() -> dict[Path, str]:
 def rendered(page: Path) -> str:
     """The page with every marked table made anew from its result file."""
 
-    def table(match: re.Match[str]) -> str:
+    def made(match: re.Match[str]) -> str:
         results = RESULTS / f"{match[2]}.json"
         if not results.exists():
             return match[0]  # not measured yet
         report = json.loads(results.read_text())
         return match[1] + TABLES[match[2]](report) + match[3]
 
-    return MARKED.sub(table, page.read_text())
+    return MARKED.sub(made, page.read_text())
 
 
 def main() -> int:

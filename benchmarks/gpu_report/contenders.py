@@ -44,6 +44,20 @@ def _adamw(parameters: Any, **options: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.1, **options)
 
 
+def _step(model: nn.Module, optimizer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The step of whoever takes PyTorch's own way through it."""
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        loss = model(tokens)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
 def ours(shape: Shape, **fields: Any) -> Contender:
     """offload; `fields` of its configuration over parameters and states in CPU memory."""
     import offload
@@ -135,15 +149,7 @@ def fsdp2(shape: Shape) -> Contender:
     fully_shard(model, **policies)
     optimizer = _adamw(model.parameters(), fused=True)
 
-    def step(tokens: torch.Tensor) -> torch.Tensor:
-        loss = model(tokens)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return Contender(step, torch.distributed.destroy_process_group, note="fp32 parameters cross H2D")
+    return Contender(_step(model, optimizer), torch.distributed.destroy_process_group, note="fp32 parameters cross H2D")
 
 
 def torchao(shape: Shape) -> Contender:
@@ -156,15 +162,7 @@ def torchao(shape: Shape) -> Contender:
     model = Llama(shape).to(_device(), torch.bfloat16)
     optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, lr=LEARNING_RATE, weight_decay=0.1, fused=True)
 
-    def step(tokens: torch.Tensor) -> torch.Tensor:
-        loss = model(tokens)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return Contender(step, lambda: None, note="bf16 states, no fp32 master")
+    return Contender(_step(model, optimizer), lambda: None, note="bf16 states, no fp32 master")
 
 
 def deepspeed(shape: Shape) -> Contender:

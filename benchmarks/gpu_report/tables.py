@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-
-def gib(nbytes: float) -> str:
-    return f"{nbytes / 2**30:.2f} GiB"
+from markdown_text import gib, table
 
 
 def _limit(cell: dict[str, Any]) -> str:
@@ -41,39 +39,36 @@ def gpu_machine_line(report: dict[str, Any]) -> str:
 
 def gpu(report: dict[str, Any]) -> str:
     """Each cell at its best micro-batch; the traces of ours."""
-    lines = [
-        "Llama-shaped, bf16 with fp32 masters, AdamW, clip 1.0, sequence 2048, activation checkpointing. "
-        + gpu_machine_line(report),
-        "",
-        "| model | memory | how | micro-batch | tokens/s | TFLOP/s (6N) | % of floor (bound by) | device peak | host peak |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    introduction = "Llama-shaped, bf16 with fp32 masters, AdamW, clip 1.0, sequence 2048, activation checkpointing. "
+    columns = (
+        "| model | memory | how | micro-batch | tokens/s | TFLOP/s (6N) | % of floor (bound by) | device peak | host peak |"
+    )
+    rows = []
     for cell in sorted(report["cells"], key=lambda cell: (cell["model"], -(cell["limit_gib"] or 1e9), cell["contender"])):
         batch = _best(cell)
         head = f"| {cell['model']} | {_limit(cell)} | {cell['contender']} |"
         if batch is None:
-            lines.append(f"{head} {cell['status']} | | | | | |")
+            rows.append(f"{head} {cell['status']} | | | | | |")
             continue
-        lines.append(
+        rows.append(
             f"{head} {batch['micro_batch']} | {batch['tokens_per_second']:.0f} | {batch['model_tflops']:.1f} | "
             f"{100 * batch['share_of_floor']:.0f} ({batch['bound_by']}) | {gib(batch['peak_device_nbytes'])} | "
             f"{gib(batch['peak_host_nbytes'])}{_planned(report, cell)} |"
         )
     traced = [cell for cell in report["cells"] if "trace" in cell]
-    if traced:
-        lines += [
-            "",
-            "| trace of | link | bytes per parameter and step | GB/s | beside compute | beside the other direction |",
-            "|---|---|---|---|---|---|",
-        ]
+    links = []
     for cell in traced:
         for name, link in cell["trace"]["links"].items():
             numel = report["models"][cell["model"]]["parameters"] * cell["trace"]["steps"]
             shares = [f"{link[key]:.0f} %" if link[key] is not None else "-" for key in ("overlap_percent", "duplex_percent")]
             rate = f"{link['bytes_per_second'] / 1e9:.1f}" if link["bytes_per_second"] else "-"
             moved = f"{link['nbytes'] / numel:.2f}"
-            lines.append(f"| {cell['model']}, {_limit(cell)} | {name} | {moved} | {rate} | {shares[0]} | {shares[1]} |")
-    return "\n".join(lines) + "\n"
+            links.append(f"| {cell['model']}, {_limit(cell)} | {name} | {moved} | {rate} | {shares[0]} | {shares[1]} |")
+    trained = introduction + gpu_machine_line(report) + "\n\n" + table(columns, rows)
+    if not traced:
+        return trained
+    columns = "| trace of | link | bytes per parameter and step | GB/s | beside compute | beside the other direction |"
+    return trained + "\n" + table(columns, links)
 
 
 # ---- plots

@@ -96,37 +96,59 @@ void ingest(Input& input) {
     }
 }
 
-void adam(Input& input) {
+// One array of a segment: there, or NULL where the input says so.
+template <typename T> T* maybe(Input& input, std::vector<T>& array) { return input.below(8) ? array.data() : nullptr; }
+
+// Every rule with every state format, whether it has the arrays that they ask for or not.
+void update(Input& input) {
     const int64_t numel = input.below(200);
-    const int32_t grad_dtype = static_cast<int32_t>(input.below(3)), emit_dtype = static_cast<int32_t>(input.below(3));
-    const std::vector<uint8_t> grad = input.bytes(numel * width(grad_dtype));
-    std::vector<float> state[3];
-    for (auto& one : state) {
-        one.resize(static_cast<size_t>(numel));
-        for (float& value : one) value = input.take<float>();
-    }
-    std::vector<uint8_t> emit(static_cast<size_t>(numel * width(emit_dtype)));
-    offload_adam_segment segment{};
-    segment.grad = grad.data();
-    segment.emit = input.below(2) ? emit.data() : nullptr;
+    const auto count = static_cast<size_t>(numel), groups = (count + OFFLOAD_SCALE_GROUP - 1) / OFFLOAD_SCALE_GROUP;
+    offload_update_segment segment{};
     segment.numel = numel;
+    segment.first_index = input.below(4) * (input.below(8) ? OFFLOAD_SCALE_GROUP : 1);
     segment.step = 1 + input.below(1000);
+    segment.rounding_seed = input.take<uint64_t>();
     segment.lr = input.take<float>();
     segment.beta1 = input.take<uint16_t>() / 65536.0;
     segment.beta2 = input.take<uint16_t>() / 65536.0;
     segment.eps = 1e-8;
+    segment.weight_decay = input.take<uint8_t>() / 256.0;
     segment.grad_factor = input.take<float>();
-    segment.grad_dtype = grad_dtype;
-    segment.emit_dtype = emit_dtype;
+    segment.grad_dtype = static_cast<int32_t>(input.below(4));
+    segment.values_dtype = static_cast<int32_t>(input.below(4));
+    segment.state_format = static_cast<int32_t>(input.below(5));
+    segment.rule = static_cast<int32_t>(input.below(5));
     segment.decoupled = static_cast<int32_t>(input.below(2));
+    segment.nesterov = static_cast<int32_t>(input.below(2));
+    const bool fp32 = segment.state_format == OFFLOAD_STATE_FP32;
+    const int64_t moment = fp32 || segment.state_format == OFFLOAD_STATE_SPLIT ? 4 : segment.state_format == OFFLOAD_STATE_BF16 ? 2 : 1;
+    std::vector<uint8_t> grad = input.bytes(numel * width(segment.grad_dtype));
+    segment.grad = maybe(input, grad);
+    // master, two moments, their scales, values
+    const std::vector<uint8_t> before[] = {
+        input.bytes(numel * (fp32 ? 4 : 2)),
+        input.bytes(numel * moment),
+        input.bytes(numel * moment),
+        input.bytes(static_cast<int64_t>(groups)),
+        input.bytes(static_cast<int64_t>(groups)),
+        input.bytes(numel * (fp32 ? width(segment.values_dtype) : 2)),
+    };
+    bool there[6];
+    for (bool& one : there) one = input.below(4) != 0;
+    int scalar = 0;
     for (const int32_t level : kLevels) {
         if (offload_set_simd_level(level) != 0) continue;
-        std::vector<float> copies[3] = {state[0], state[1], state[2]};
-        segment.master = copies[0].data();
-        segment.exp_avg = copies[1].data();
-        segment.exp_avg_sq = copies[2].data();
-        const int status = offload_adam(pool(), &segment, 1);
-        require(status == 0 || status == -EINVAL);
+        std::vector<uint8_t> state[6];
+        for (int i = 0; i < 6; ++i) state[i] = before[i];
+        segment.master = there[0] ? state[0].data() : nullptr;
+        segment.exp_avg = there[1] ? state[1].data() : nullptr;
+        segment.exp_avg_sq = there[2] ? state[2].data() : nullptr;
+        segment.exp_avg_scale = there[3] ? state[3].data() : nullptr;
+        segment.exp_avg_sq_scale = there[4] ? state[4].data() : nullptr;
+        segment.values = there[5] ? state[5].data() : nullptr;
+        const int status = offload_update(pool(), &segment, 1);
+        if (level == OFFLOAD_SIMD_SCALAR) scalar = status;
+        require(status == scalar && (status == 0 || status == -EINVAL));
     }
 }
 
@@ -174,7 +196,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     switch (input.below(5)) {
     case 0: convert(input); break;
     case 1: ingest(input); break;
-    case 2: adam(input); break;
+    case 2: update(input); break;
     case 3: checksum(input); break;
     default: file(input); break;
     }

@@ -64,7 +64,7 @@ class Checkpointing:
         self._training.check()
         self.saver.finish()
         self._require_between_steps("save_checkpoint")
-        if wait or not self.saver.follows_updates:
+        if not self.saver.follows_updates:
             with self._training.failures():
                 self._training.settle()
         manifest = self._manifest(client)

@@ -40,6 +40,9 @@ class Watcher(Protocol):
     def before_update(self, chunk_of: ChunkOf, values: Tensor, record: Record) -> None:
         """The chunk's record and values are at hand and about to be overwritten."""
 
+    def updated(self, chunk_of: ChunkOf, values: Tensor, record: Record) -> None:
+        """The chunk's record and values are at hand as the update leaves them, on their way to their places."""
+
     def after_update(self, chunk_of: ChunkOf) -> None:
         """The chunk was updated: who waits for its last write finds the new version in its places."""
 
@@ -303,6 +306,9 @@ class Updates:
             pairs = zip(chunk_update.pieces, gradients, strict=True)
             updating.update([_segment(chunk_update, piece, record, gradient, values) for piece, gradient in pairs])
         self._gradients.release(chunk_of)
+        if watcher is not None:
+            with self._timeline.lane_waiting("copy for checkpoint"):
+                watcher.updated(chunk_of, values, record)
         published = self._sink.commit(chunk_of, values, [piece.piece for piece in chunk_update.pieces])
         if lease is not None:
             chunk_update.lease = None

@@ -10,21 +10,16 @@ last write went; of its two places one is allocated at any time, both only betwe
 from __future__ import annotations
 
 import errno
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from offload.layout import Extent
-from offload.tiers.io.failure import errno_text, storage_error
+from offload.tiers.io.failure import storage_error
 from offload.tiers.scratch import ScratchFile, ScratchFolder
-from offload.tiers.scratch_file import allocate, deallocate
+from offload.tiers.scratch_file import CANNOT_ALLOCATE, allocate, give_back
 
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
-_NOT_TO_BE_HAD = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
-"""What a file system answers that cannot allocate ahead: then nothing was reserved for the scratch file either."""
-
-_log = logging.getLogger(__name__)
 
 Files = tuple[ScratchFile, ...]
 Ranges = Callable[[Extent], Iterator[tuple[int, int, int]]]
@@ -88,7 +83,7 @@ class Asides:
         """Give back the place that is not the current one. Nothing may be in flight there."""
         with self._lock:
             del self._kept[extent]
-            self._deallocate(extent, self._files(extent not in self._turned))
+            self._give_back(extent, self._files(extent not in self._turned))
 
     def close(self) -> None:
         """Give everything back. Idempotent."""
@@ -101,15 +96,13 @@ class Asides:
     def _allocate(self, extent: Extent, files: Files) -> bool:
         for file_index, offset_nbytes, nbytes in self._ranges(extent):
             code = allocate(files[file_index], offset_nbytes, nbytes)
-            if code and code not in _NOT_TO_BE_HAD:
-                self._deallocate(extent, files)
+            if code and code not in CANNOT_ALLOCATE:  # then nothing was reserved for the scratch file either
+                self._give_back(extent, files)
                 if code not in _NO_ROOM:
                     raise storage_error(f"cannot reserve {nbytes} bytes for what is saved", files[file_index].path, code)
                 return False
         return True
 
-    def _deallocate(self, extent: Extent, files: Files) -> None:
+    def _give_back(self, extent: Extent, files: Files) -> None:
         for file_index, offset_nbytes, nbytes in self._ranges(extent):
-            code = deallocate(files[file_index], offset_nbytes, nbytes)
-            if code and code not in _NOT_TO_BE_HAD:
-                _log.warning("%s: %d bytes stay taken (%s)", files[file_index].path, nbytes, errno_text(code))
+            give_back(files[file_index], offset_nbytes, nbytes)

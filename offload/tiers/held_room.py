@@ -8,12 +8,11 @@ room fails at once, and takes nothing with it, as one that copies would.
 
 from __future__ import annotations
 
-import errno
 import logging
 
 from offload.tiers.io.failure import errno_text, storage_error
 from offload.tiers.scratch import ScratchFile, ScratchFolder
-from offload.tiers.scratch_file import allocate, deallocate
+from offload.tiers.scratch_file import CANNOT_ALLOCATE, allocate, give_back
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +32,7 @@ class HeldRoom:
             self._files = self._scratch.create(self._name, [0] * self._scratch.path_count)
         file = self._files[file_index]
         code = allocate(file, offset_nbytes, nbytes)
-        if code in (errno.EOPNOTSUPP, errno.ENOSYS):
+        if code in CANNOT_ALLOCATE:
             # Then nothing could be reserved for the scratch file either, and a warning has said so.
             _log.info("%s: its file system cannot hold room (%s)", file.path, errno_text(code))
         elif code:
@@ -41,10 +40,7 @@ class HeldRoom:
 
     def give_back(self, file_index: int, offset_nbytes: int, nbytes: int) -> None:
         """These bytes are about to be written."""
-        file = self._files[file_index]
-        code = deallocate(file, offset_nbytes, nbytes)
-        if code not in (0, errno.EOPNOTSUPP, errno.ENOSYS):
-            _log.warning("%s: %d bytes of room stay taken (%s)", file.path, nbytes, errno_text(code))
+        give_back(self._files[file_index], offset_nbytes, nbytes)
 
     def close(self) -> None:
         """Give everything back. Idempotent."""

@@ -20,6 +20,9 @@ from offload.tiers.scratch_lock import SWAP_SUFFIX, RunFolder
 
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of Linux fallocate
 
+CANNOT_ALLOCATE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
+"""What a file system answers that cannot allocate ahead."""
+
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _log = logging.getLogger(__name__)
@@ -85,7 +88,7 @@ def reserve(file: ScratchFile) -> None:
     code = allocate(file, 0, file.nbytes)
     if code == 0:
         return
-    if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
+    if code not in CANNOT_ALLOCATE:
         raise storage_error(f"cannot reserve {file.nbytes} bytes for the scratch file", file.path, code)
     try:
         os.ftruncate(file.fileno(), file.nbytes)
@@ -103,9 +106,11 @@ def allocate(file: ScratchFile, offset_nbytes: int, nbytes: int) -> int:
     return _fallocate(file.fileno(), 0, offset_nbytes, nbytes)
 
 
-def deallocate(file: ScratchFile, offset_nbytes: int, nbytes: int) -> int:
-    """Take the range's blocks away; the errno that it failed with, or 0."""
-    return _fallocate(file.fileno(), _KEEP_SIZE | _PUNCH_HOLE, offset_nbytes, nbytes)
+def give_back(file: ScratchFile, offset_nbytes: int, nbytes: int) -> None:
+    """Take the range's blocks away. Blocks that stay taken are a warning in the log, but where none were allocated ahead."""
+    code = _fallocate(file.fileno(), _KEEP_SIZE | _PUNCH_HOLE, offset_nbytes, nbytes)
+    if code and code not in CANNOT_ALLOCATE:
+        _log.warning("%s: %d bytes that were reserved stay taken (%s)", file.path, nbytes, errno_text(code))
 
 
 def _fallocate(fileno: int, mode: int, offset_nbytes: int, nbytes: int) -> int:

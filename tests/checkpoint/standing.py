@@ -19,16 +19,16 @@ class Held:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
         self.reached, self.go = threading.Event(), threading.Event()
         self.read: list[Any] = []
-        original = state_reading.StateReader.chunk
+        original = state_reading.StateReader.begin
 
-        def chunk(reader: Any, chunk_of: Any, *, kept: bool = False) -> Any:
+        def begin(reader: Any, chunk_of: Any, *, kept: bool = False) -> Any:
             self.read.append(chunk_of.key)
             if len(self.read) == at:
                 self.reached.set()
                 assert self.go.wait(60)
             return original(reader, chunk_of, kept=kept)
 
-        monkeypatch.setattr(state_reading.StateReader, "chunk", chunk)
+        monkeypatch.setattr(state_reading.StateReader, "begin", begin)
 
 
 def chunk_count(run: Resumable) -> int:

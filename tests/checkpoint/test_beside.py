@@ -188,23 +188,23 @@ def test_what_is_in_the_way_is_known_at_once(opened: Any, tmp_path: Path) -> Non
 
 def full_disk(monkeypatch: pytest.MonkeyPatch, in_updates: bool, met: threading.Event) -> None:
     """No room for anything that the save's own thread writes, or that updates write for it."""
-    original = unit_file.UnitFile.write
+    original = unit_file.UnitFile.begin
 
-    def write(file: Any, state: Any, *given: Any, **named: Any) -> None:
+    def begin(file: Any, state: Any, *given: Any, **named: Any) -> Any:
         if in_updates == (threading.current_thread().name != "offload-checkpoint"):
             met.set()
             raise OSError(errno.ENOSPC, "No space left on device")
-        original(file, state, *given, **named)
+        return original(file, state, *given, **named)
 
-    def watched(file: Any, state: Any, *given: Any, **named: Any) -> None:
+    def watched(file: Any, state: Any, *given: Any, **named: Any) -> Any:
         try:
-            write(file, state, *given, **named)
+            return begin(file, state, *given, **named)
         except OSError as error:
             from offload.runtime.checkpointing.staged_folder import write_failure
 
             raise write_failure("writing", Path("there"), error) from error
 
-    monkeypatch.setattr(unit_file.UnitFile, "write", watched)
+    monkeypatch.setattr(unit_file.UnitFile, "begin", watched)
 
 
 HOW_IT_IS_SEEN: dict[str, Callable[[Any, Any, Path], Any]] = {

@@ -22,15 +22,12 @@ from offload.runtime.checkpointing.offline_export import export_checkpoint
 
 from ..acceptance.models import ON_CPU, ON_NVME, Normalized, adamw, gpt2, llama, stack
 from ..acceptance.runs import Run, assert_same_bits, one_step, refused
+from .loops import files_of
 from .rewriting import content_of, signed, split_over_ranks
 from .test_export import trained
 from .test_memory import HUGE_PAGE_NBYTES, OVERHEAD_NBYTES, SLAB_NBYTES, least_grown
 
 NO_LIMIT = 1 << 40
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", None])

@@ -44,6 +44,21 @@ def test_what_fails(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     assert caught.value.errno == code
 
 
+@pytest.mark.parametrize(("code", "works"), [(0, True), (errno.EOPNOTSUPP, False), (errno.EXDEV, False), (errno.EIO, True)])
+def test_whether_it_works_between_two_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int, works: bool) -> None:
+    """What is not known is to be tried; nothing is left there."""
+
+    def answer(*_: Any) -> None:
+        if code:
+            raise OSError(code, os.strerror(code))
+
+    open_count = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(fcntl, "ioctl", answer)
+    assert reflink.works_between(tmp_path, tmp_path) is works
+    assert reflink.works_between(tmp_path, tmp_path / "missing") is True
+    assert os.listdir(tmp_path) == [] and len(os.listdir("/proc/self/fd")) == open_count
+
+
 def test_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of linux/fs.h; interrupted once."""
     calls: list[Any] = []

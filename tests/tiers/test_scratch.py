@@ -19,6 +19,7 @@ import pytest
 from offload.errors import ConfigError, StorageError
 from offload.tiers import ScratchFolder, scratch_file
 from offload.tiers.scratch import file_system_of
+from offload.tiers.scratch_file import give_back
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED_MEMORY = Path("/dev/shm")
@@ -185,6 +186,23 @@ def test_without_fallocate_the_file_has_its_size_and_a_warning_says_so(
     (file,) = scratch.create("states", [1 << 20])
     assert file.path.stat().st_size == 1 << 20 and file.path.stat().st_blocks == 0
     assert "cannot reserve space ahead" in caplog.text
+    file.close()
+    scratch.close()
+
+
+@pytest.mark.parametrize(("code", "warns"), [(errno.EIO, True), (errno.EOPNOTSUPP, False), (errno.ENOSYS, False)])
+def test_blocks_that_stay_taken_are_a_warning_where_blocks_can_be_reserved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int, warns: bool
+) -> None:
+    scratch = ScratchFolder([tmp_path])
+    (file,) = scratch.create("states", [8192])
+    taken = file.path.stat().st_blocks
+    with monkeypatch.context() as patch:
+        patch.setattr(scratch_file, "_fallocate", lambda *_: code)
+        give_back(file, 4096, 4096)
+    assert ("4096 bytes that were reserved stay taken (EIO" in caplog.text) == warns == bool(caplog.text)
+    give_back(file, 4096, 4096)
+    assert file.path.stat().st_blocks < taken and file.path.stat().st_size == 8192
     file.close()
     scratch.close()
 

@@ -42,10 +42,6 @@ class Copies:
         """While it is being found out what is coming: the chunks that were updated meanwhile."""
         self._failure: Exception | None = None
 
-    @property
-    def failure(self) -> Exception | None:
-        return self._failure
-
     # ---- updates of the last step -------------------------------------------------------------------------------------
 
     def expect(self, coming: Iterable[ChunkOf]) -> None:
@@ -67,9 +63,9 @@ class Copies:
 
     @property
     def is_coming(self) -> bool:
-        """Whether any update is still to be made."""
+        """Whether the save waits for an update that is still to be made; it waits for none once it failed."""
         with self._changed:
-            return Copy.COMING in self._copies.values()
+            return self._failure is None and Copy.COMING in self._copies.values()
 
     # ---- who works on what ---------------------------------------------------------------------------------------------
 
@@ -84,6 +80,14 @@ class Copies:
                 return False
             self._become(chunk_of, Copy.HELD)
             return True
+
+    def hold_as_updated(self, chunk_of: ChunkOf) -> bool:
+        """Whether the caller, who has the chunk at hand as its last update leaves it, may save it; it is HELD then."""
+        with self._changed:
+            wanted = self._failure is None and self._updated is None and self._copies.get(chunk_of.key) is Copy.COMING
+            if wanted:
+                self._become(chunk_of, Copy.HELD)
+            return wanted
 
     def hold_for_copy(self, chunk_of: ChunkOf, may_go_on: Callable[[], None]) -> Copy:
         """What is to be copied, when its time has come: HELD by the caller, or KEPT; COPIED if it is. Raises the failure.

@@ -23,8 +23,9 @@ from offload.runtime.checkpointing.manifest import Manifest, encode
 from offload.runtime.checkpointing.numbering import retire_older
 from offload.runtime.checkpointing.rank_folder import RankFolder
 from offload.runtime.checkpointing.staged_folder import MANIFEST_NAME, StagedFolder
+from offload.runtime.checkpointing.state_reading import Failures
 from offload.runtime.checkpointing.tensor_file import write_file
-from offload.runtime.checkpointing.writing import Failures, Snapshot
+from offload.runtime.checkpointing.writing import Snapshot
 from offload.runtime.parts import Parts
 
 Folder = StagedFolder | RankFolder
@@ -84,14 +85,21 @@ class Saver:
         self._last: Save | None = None
 
     def save(self, path: Path, manifest: Manifest, keep_last: int | None, failures: Failures) -> Save:
-        """Write the whole checkpoint now."""
+        """Write the whole checkpoint now, with the updates that are still to come if it `follows_updates`."""
         with self._snapshot_into(path, manifest, failures, beside=False) as (folder, snapshot):
+            if self.follows_updates:
+                self._watch(snapshot)
+                try:
+                    self._expect_updates(snapshot)
+                    self._finish_updates()
+                finally:
+                    self._watch(None)
             _write(folder, snapshot, manifest, keep_last)
         return Save(folder.target, Settled())
 
     @property
     def follows_updates(self) -> bool:
-        """Whether a save beside training can begin while updates of the last step are still to come.
+        """Whether a save can begin while updates of the last step are still to come.
 
         That takes state that all lies in stores, a thread that updates it, and no other rank that waits for this one."""
         parts = self._parts
@@ -122,12 +130,12 @@ class Saver:
         if self._lane is None:
             self._lane = self._parts.accelerator.host_lane("checkpoint", waits_for_io=True)
         self._watch(snapshot)
-        snapshot.copies.expect(self._parts.updates.coming() if self._parts.updates is not None else ())
+        self._expect_updates(snapshot)
         self._last = Save(folder.target, self._lane.submit(run), lambda: self._drive(snapshot))
         return self._last
 
     def _drive(self, snapshot: Snapshot) -> None:
-        if snapshot.copies.is_coming and snapshot.copies.failure is None:
+        if snapshot.copies.is_coming:
             try:
                 self._finish_updates()
             except UsageError:
@@ -176,6 +184,9 @@ class Saver:
                 yield folder, snapshot
             finally:
                 snapshot.close()
+
+    def _expect_updates(self, snapshot: Snapshot) -> None:
+        snapshot.copies.expect(self._parts.updates.coming() if self._parts.updates is not None else ())
 
     def _watch(self, snapshot: Snapshot | None) -> None:
         if self._parts.updates is not None:

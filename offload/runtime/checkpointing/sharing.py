@@ -40,6 +40,12 @@ class Sharing:
         self._parts, self._failures = parts, failures
         self._refused: set[Path] = set()
 
+    def may_work_in(self, folder: Path) -> bool:
+        """Whether files in `folder` may share blocks with any scratch file."""
+        stores = (self._parts.records, self._parts.places)
+        scratch = {there for places in stores if places is not None for there, _ in places.room_to_keep()}
+        return any(reflink.works_between(there, folder) for there in scratch)
+
     def chunk(self, chunk_of: ChunkOf, file: UnitFile) -> bool:
         """Share of the chunk what can be; whether anything was. Nothing may overwrite it meanwhile. Raises `StorageError`.
 

@@ -1,17 +1,20 @@
-"""The engine's state as it lies in the tiers, parameter by parameter in pieces, with one buffer of each kind at most.
+"""The engine's state as it lies in the tiers, parameter by parameter in pieces, a chunk at a time or some ahead.
 
-Extra host memory: where records (or parameters) cannot be read in place, the largest chunk's record (or values); with
-state formats other than fp32 one piece's master and moments in fp32.
+Extra host memory: where records (or parameters) cannot be read in place, the largest chunk's record (or values), as often
+as chunks are read at once; with state formats other than fp32 one piece's master and moments in fp32.
 """
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
+from offload.device.pending import AllOf, Pending
 from offload.device.records import MASTER, Record, StateFormat
 from offload.runtime.checkpointing.manifest import VALUE
 from offload.runtime.fetching import chunks_of
@@ -22,6 +25,10 @@ from offload.tiers.memory import HostMemory
 
 PURPOSE = "checkpoint"
 """Of the buffers, on the ledger."""
+
+Failures = Callable[[], AbstractContextManager[None]]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +118,31 @@ class ChunkBuffers:
         self.values.close()
 
 
+class ChunkRead:
+    """A chunk on its way into memory. Its memory may not be used for anything else before it `settle`d."""
+
+    def __init__(self, state: ChunkState, transfers: Pending, failures: Failures) -> None:
+        self._state, self._transfers, self._failures = state, transfers, failures
+
+    def wait(self) -> ChunkState:
+        """The chunk's state, when it is there; raises why it is not."""
+        with self._failures():
+            self._transfers.wait()
+        return self._state
+
+    def settle(self) -> None:
+        """For whoever does not want it any more: wait until nothing of it is in flight."""
+        settle(self._transfers)
+
+
 class StateReader:
     """See the module. Used by one thread at a time; no update may write what it reads."""
 
-    def __init__(self, parts: Parts, failures: Callable[[], AbstractContextManager[None]]) -> None:
-        """`failures()`: around every read from a tier; a failure there is the engine's, one of writing the files is not."""
+    def __init__(self, parts: Parts, failures: Failures, at_once: int = 1) -> None:
+        """`failures()`: around every read from a tier; a failure there is the engine's, one of writing the files is not.
+        `at_once`: how many chunks' states are valid at the same time."""
         self._parts, self._failures = parts, failures
-        self._buffers = ChunkBuffers(parts)
+        self._buffers = deque(ChunkBuffers(parts) for _ in range(at_once))
 
     def pieces(self, unit: Unit) -> Iterator[PieceState]:
         """Every piece of the unit, in the layout's order: each parameter's come in order and are complete at the end."""
@@ -125,34 +150,55 @@ class StateReader:
             yield from self.chunk(chunk_of).pieces()
 
     def chunk(self, chunk_of: ChunkOf, *, kept: bool = False) -> ChunkState:
-        """The chunk's state, valid until the next one's is asked for. `kept`: what its stores (`stores_of`) keep."""
-        with self._failures():
-            record = self._record(chunk_of, kept)
-            needs_values = record is None or record.format.needs_values
-            values = self._values(chunk_of, kept) if needs_values else None
-        return ChunkState(chunk_of, values, record)
+        """As `begin`, and wait for it."""
+        return self.begin(chunk_of, kept=kept).wait()
+
+    def begin(self, chunk_of: ChunkOf, *, kept: bool = False) -> ChunkRead:
+        """Have the chunk's state read; it is valid until `at_once` more have begun. `kept`: what its stores (`stores_of`)
+        keep."""
+        buffers = self._buffers[0]
+        self._buffers.rotate(-1)
+        transfers: list[Pending] = []
+        try:
+            with self._failures():
+                record = self._record(chunk_of, kept, buffers.record, transfers)
+                needs_values = record is None or record.format.needs_values
+                values = self._values(chunk_of, kept, buffers.values, transfers) if needs_values else None
+        except BaseException:
+            settle(AllOf(transfers))
+            raise
+        return ChunkRead(ChunkState(chunk_of, values, record), AllOf(transfers), self._failures)
 
     def close(self) -> None:
         """Give the buffers back. Idempotent."""
-        self._buffers.close()
+        for buffers in self._buffers:
+            buffers.close()
 
-    def _record(self, chunk_of: ChunkOf, kept: bool) -> Record | None:
+    def _record(self, chunk_of: ChunkOf, kept: bool, buffer: ChunkBuffer, transfers: list[Pending]) -> Record | None:
         records = self._parts.records
         if records is None or not chunk_of.flat.layout.trainable:
             return None
-        return records.over(chunk_of, _read(records, chunk_of, self._buffers.record, kept))
+        return records.over(chunk_of, _read(records, chunk_of, buffer, kept, transfers))
 
-    def _values(self, chunk_of: ChunkOf, kept: bool) -> torch.Tensor:
+    def _values(self, chunk_of: ChunkOf, kept: bool, buffer: ChunkBuffer, transfers: list[Pending]) -> torch.Tensor:
         """The chunk's parameters [chunk.numel] in their own dtype, in host memory."""
         nbytes, places = parameter_nbytes(chunk_of), self._parts.places
         if places is not None:
-            content = _read(places, chunk_of, self._buffers.values, kept)
+            content = _read(places, chunk_of, buffer, kept, transfers)
         elif self._parts.accelerator.unified:
             content = chunk_of.flat.chunk_bytes(chunk_of.chunk)
         else:
-            content = self._buffers.values.take(nbytes)
-            self._parts.accelerator.copy_out(content, chunk_of.flat.chunk_bytes(chunk_of.chunk)).wait()
+            content = buffer.take(nbytes)
+            transfers.append(self._parts.accelerator.copy_out(content, chunk_of.flat.chunk_bytes(chunk_of.chunk)))
         return content[:nbytes].view(chunk_of.flat.dtype)
+
+
+def settle(transfers: Pending) -> None:
+    """Wait for what another failure has made useless. A failure of its own goes to the log."""
+    try:
+        transfers.wait()
+    except Exception as error:
+        _log.warning("a further failure: %s", error)
 
 
 def stores_of(parts: Parts, chunk_of: ChunkOf) -> tuple[Places, ...]:
@@ -166,11 +212,11 @@ def stores_of(parts: Parts, chunk_of: ChunkOf) -> tuple[Places, ...]:
     return (records, parts.places) if records is not None else (parts.places,)
 
 
-def _read(places: Places, chunk_of: ChunkOf, buffer: ChunkBuffer, kept: bool) -> torch.Tensor:
-    """The chunk's bytes in host memory: where they lie, or read into the buffer."""
+def _read(places: Places, chunk_of: ChunkOf, buffer: ChunkBuffer, kept: bool, transfers: list[Pending]) -> torch.Tensor:
+    """The chunk's bytes in host memory: where they lie, or in the buffer when what joins `transfers` is over."""
     if kept:
         content = buffer.take(places.nbytes(chunk_of))
-        places.read_kept(chunk_of, content).wait()
+        transfers.append(places.read_kept(chunk_of, content))
         return content
     places.settle_write(chunk_of)
     stored = places.view(chunk_of)
@@ -179,5 +225,5 @@ def _read(places: Places, chunk_of: ChunkOf, buffer: ChunkBuffer, kept: bool) ->
     content = buffer.take(places.nbytes(chunk_of))
     if stored is not None:
         return content.copy_(stored)
-    places.read(chunk_of, content).wait()
+    transfers.append(places.read(chunk_of, content))
     return content

@@ -18,7 +18,7 @@ from offload.errors import StorageError
 from offload.runtime.checkpointing.direct_file import ALIGN, DirectFile, open_direct
 from offload.runtime.checkpointing.manifest import MOMENTS, VALUE, FileEntry, Manifest, ParameterEntry, PieceEntry, TensorEntry
 from offload.runtime.checkpointing.staged_folder import write_failure
-from offload.runtime.checkpointing.state_reading import ChunkState, PieceState
+from offload.runtime.checkpointing.state_reading import ChunkState, PieceState, settle
 from offload.runtime.checkpointing.tensor_file import DTYPE_CODES, METADATA, TensorFile, TensorSpec
 from offload.runtime.checkpointing.unit_tensors import GapPart, UnitTensors, tensor_name
 from offload.runtime.flats import ChunkOf, ParameterInfo, Unit
@@ -40,25 +40,20 @@ class UnitFile:
 
     def write(self, state: ChunkState, priority: Priority, *, shared: bool) -> None:
         """Bring one chunk to its place, with the padding in it. `shared`: some of it is there, in shared blocks."""
-        file, kinds = self.opened(), self.tensors.arrays_of(state.chunk_of)
-        arrays = {kind: state.array(kind) for kind in kinds}
-        coming = None if shared else self._start(state.chunk_of, arrays, priority)
+        writing = self.begin(state, priority, shared=shared)
         try:
-            for piece in state.pieces():
-                start = piece.start - self.tensors.owned[piece.info.index].start
-                for name, part in _parts_of(piece):
-                    bring = file.write if coming is None else file.take
-                    bring(name, start * part.element_size(), part.detach().cpu())
-        finally:
-            if coming is not None:
-                self._await(coming)
-        whole = shared or coming is not None  # whatever is in the padding is in the file too
-        for kind, array in arrays.items():
-            for gap in self.tensors.gaps(state.chunk_of, kind):
-                overwrite = whole and array is not None and _holds_any(array, gap)
-                file.pad(gap.name, gap.start_nbytes, gap.nbytes, overwrite=overwrite)
-        if coming is None:
-            file.write_back()
+            writing.bring()
+        except BaseException:
+            writing.settle()
+            raise
+        writing.finish()
+
+    def begin(self, state: ChunkState, priority: Priority, *, shared: bool) -> ChunkWrite:
+        """As `write`, as far as it goes without waiting; the chunk's memory may not change until the rest is done."""
+        self.opened()
+        arrays = {kind: state.array(kind) for kind in self.tensors.arrays_of(state.chunk_of)}
+        transfers = None if shared else self._start(state.chunk_of, arrays, priority)
+        return ChunkWrite(self, state, arrays, transfers, shared)
 
     def finish(self) -> None:
         """Make the file durable and close it. Every chunk must have been written."""
@@ -118,15 +113,56 @@ class UnitFile:
             for content, offset in writes:
                 pendings.append(self._backend.write(self._direct, content, offset, priority=priority))
         except BaseException:
-            AllOf(pendings).wait()
+            settle(AllOf(pendings))
             raise
         return pendings
 
-    def _await(self, writes: list[Pending]) -> None:
-        try:
-            AllOf(writes).wait()
-        except StorageError as error:
-            raise write_failure("writing", self.opened().path, error) from error
+
+class ChunkWrite:
+    """One chunk on its way into its unit's file: `bring` and `finish`, in this order, by one thread."""
+
+    def __init__(
+        self,
+        file: UnitFile,
+        state: ChunkState,
+        arrays: dict[str, torch.Tensor | None],
+        transfers: list[Pending] | None,
+        shared: bool,
+    ) -> None:
+        """`transfers`: those that bring all of it; None: there are none. `shared`: see `UnitFile.write`."""
+        self._file, self._state, self._arrays = file, state, arrays
+        self._transfers = AllOf(transfers) if transfers is not None else None
+        self._shared = shared
+
+    def bring(self) -> None:
+        """Write what no transfer brings, and take the checksums of everything."""
+        file, owned = self._file.opened(), self._file.tensors.owned
+        bring = file.write if self._transfers is None else file.take
+        for piece in self._state.pieces():
+            start = piece.start - owned[piece.info.index].start
+            for name, part in _parts_of(piece):
+                bring(name, start * part.element_size(), part.detach().cpu())
+
+    def finish(self) -> None:
+        """Wait for the transfers, and write the padding."""
+        file, tensors = self._file.opened(), self._file.tensors
+        if self._transfers is not None:
+            try:
+                self._transfers.wait()
+            except StorageError as error:
+                raise write_failure("writing", file.path, error) from error
+        whole = self._shared or self._transfers is not None  # whatever is in the padding is in the file too
+        for kind, array in self._arrays.items():
+            for gap in tensors.gaps(self._state.chunk_of, kind):
+                overwrite = whole and array is not None and _holds_any(array, gap)
+                file.pad(gap.name, gap.start_nbytes, gap.nbytes, overwrite=overwrite)
+        if self._transfers is None:
+            file.write_back()
+
+    def settle(self) -> None:
+        """Wait until nothing of it is in flight, however it ends."""
+        if self._transfers is not None:
+            settle(self._transfers)
 
 
 def _parts_of(state: PieceState) -> Iterator[tuple[str, torch.Tensor]]:

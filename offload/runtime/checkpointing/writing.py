@@ -1,6 +1,8 @@
-"""Writing a checkpoint's files: chunk by chunk, from the tiers through one buffer straight into their place in a file.
+"""Writing a checkpoint's files: chunk by chunk, from the tiers through a buffer straight into their place in a file.
 
-Where training goes on meanwhile, the state is that of the moment at which the `Snapshot` was made. Nobody waits for that:
+Where training waits, updates of the last step are made now and write what they leave, from the memory in which they have it,
+so that it is not read again; of the rest the next chunk is read while one is checked and written. Where training goes on
+meanwhile, the state is that of the moment at which the `Snapshot` was made. Nobody waits for that:
 
     updates of the last step    are made when training comes to them; the save takes a chunk when its update is over
     what a later update is      is kept by its store, which writes the new version elsewhere (`Store.keep`), and copied when
@@ -15,20 +17,21 @@ read for its checksums alone. How far each chunk is: `offload.runtime.checkpoint
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from offload.device.records import Record
+from offload.runtime.checkpointing.chunk_copy import ChunkCopy
 from offload.runtime.checkpointing.copies import Copies, Copy
 from offload.runtime.checkpointing.manifest import BufferEntry, Manifest, RandomEntry
 from offload.runtime.checkpointing.model_names import buffers_once
 from offload.runtime.checkpointing.random_state import CPU, DEVICE, take_random_state
 from offload.runtime.checkpointing.sharing import Sharing
-from offload.runtime.checkpointing.state_reading import ChunkState, StateReader, stores_of
+from offload.runtime.checkpointing.state_reading import ChunkState, Failures, StateReader, stores_of
 from offload.runtime.checkpointing.tensor_file import METADATA, TensorFile, TensorSpec, known_dtype
 from offload.runtime.checkpointing.unit_file import UnitFile, file_entry, tensor_entry
 from offload.runtime.checkpointing.unit_tensors import owned_elements
@@ -37,7 +40,11 @@ from offload.runtime.flats import ChunkOf, Unit
 from offload.runtime.parts import Parts
 from offload.tiers.io.backend import Priority
 
-Failures = Callable[[], AbstractContextManager[None]]
+_AT_ONCE = 2
+"""Chunks that are copied at the same time where training waits: one is read while another is checked and written. They hold
+48 MiB of fp32 states; beside training, where the drive has other things to do, one holds half of that."""
+_FINISHED_TOGETHER = 16
+"""Files: the first sync waits for all that the drive has in flight, the others find it idle."""
 
 
 class Snapshot:
@@ -53,7 +60,8 @@ class Snapshot:
         meanwhile; `expect` is to be called then."""
         self._folder, self._parts, self._manifest = folder, parts, manifest
         self._rank = parts.ranks.index if parts.ranks is not None else 0
-        self._reader, self._sharing = StateReader(parts, failures), Sharing(parts, failures)
+        self._at_once, self._finished_together = (1, 1) if beside else (_AT_ONCE, _FINISHED_TOGETHER)
+        self._reader, self._sharing = StateReader(parts, failures, self._at_once), Sharing(parts, failures)
         self._priority = Priority.BACKGROUND if beside else Priority.STATE
         moments = parts.records.moments if parts.records is not None else ()
         self._files = {
@@ -62,7 +70,11 @@ class Snapshot:
         self._order = [index for index in parts.residency.next_order() if index in self._files]
         self.copies = Copies(chunk for file in self._files.values() for chunk in chunks_of(file.unit))
         self._keeps = beside and self._has_room_to_keep()
+        # What can be shared takes neither a write nor room, once it lies in its scratch file.
+        self._writes_updated = not (beside or self._sharing.may_work_in(folder))
         self._kept: dict[tuple[int, int], ChunkOf] = {}
+        self._under_way: deque[ChunkCopy] = deque()
+        self._unfinished: list[UnitFile] = []
         self._whole: list[TensorFile] = []
         try:
             self._write_whole(model)
@@ -101,64 +113,111 @@ class Snapshot:
         A failure is the save's, not the update's.
         """
         if self.copies.hold_for_update(chunk_of):
-            end = Copy.COPIED
-            try:
-                end = self._see_to(chunk_of, lambda: ChunkState(chunk_of, values, record), Priority.STATE)
-            except Exception as error:
-                self.copies.fail(error)
-            finally:
-                self.copies.become(chunk_of, end)
+            self._by_update(ChunkState(chunk_of, values, record), self._keep_or_write)
+
+    def updated(self, chunk_of: ChunkOf, values: torch.Tensor, record: Record) -> None:
+        """The chunk's `record` and `values` (as above) are at hand as an update leaves them: if that is the one that was still
+        to come, and training waits for the save, they are written from here, and need not be read again.
+
+        A failure is the save's, not the update's.
+        """
+        if self._writes_updated and self.copies.hold_as_updated(chunk_of):
+            self._by_update(ChunkState(chunk_of, values, record), lambda state: self._write(state, shared=False))
 
     def after_update(self, chunk_of: ChunkOf) -> None:
         """The chunk's update is over."""
         self.copies.updated(chunk_of)
+
+    def _by_update(self, state: ChunkState, save: Callable[[ChunkState], Copy]) -> None:
+        end = Copy.COPIED
+        try:
+            end = save(state)
+        except Exception as error:
+            self.copies.fail(error)
+        finally:
+            self.copies.become(state.chunk_of, end)
+
+    def _keep_or_write(self, state: ChunkState) -> Copy:
+        shared, kept = self._see_to(state.chunk_of)
+        return Copy.KEPT if kept else self._write(state, shared=shared)
+
+    def _write(self, state: ChunkState, *, shared: bool) -> Copy:
+        self._file_of(state.chunk_of).write(state, Priority.STATE, shared=shared)
+        return Copy.COPIED
 
     # ---- by the thread that copies ---------------------------------------------------------------------------------
 
     def copy(self, may_go_on: Callable[[], None] = lambda: None) -> None:
         """Write every chunk that is not yet, in the order in which updates will come; make the files durable; enter them
         into the manifest. Raises the first failure of any thread. `may_go_on`: see `Copies.hold_for_copy`."""
-        written: UnitFile | None = None
-        for unit_index in self._order:
-            file = self._files[unit_index]
-            for chunk_of in chunks_of(file.unit):
-                self._copy(chunk_of, may_go_on)
-            self.copies.require_copied(chunks_of(file.unit))
-            if written is not None:
-                written.finish()  # what the drive has had a unit's time for
-            written = file
-        if written is not None:
-            written.finish()
+        try:
+            for unit_index in self._order:
+                file = self._files[unit_index]
+                for chunk_of in chunks_of(file.unit):
+                    self._copy(chunk_of, may_go_on)
+                if len(self._unfinished) == self._finished_together:
+                    self._finish()  # what the drive has had a unit's time for
+                self._unfinished.append(file)
+            self._finish()
+        except Exception as error:
+            self.copies.fail(error)
+            raise
+        finally:
+            self._abandon()
         for unit_index in sorted(self._files):
             self._files[unit_index].enter(self._manifest)
         self._finish_whole()
 
     def _copy(self, chunk_of: ChunkOf, may_go_on: Callable[[], None]) -> None:
+        """Begin to copy the chunk, with those before it as far as makes room for it."""
+        before = self._under_way[-1] if self._under_way else None
+        if before is not None:
+            before.begin_writing(self._priority)
+        while len(self._under_way) >= self._at_once:
+            self._complete_first()
+        # Beside training nothing is under way now, so what is waited for here does not wait for what this thread holds.
         state = self.copies.hold_for_copy(chunk_of, may_go_on)
-        if state is Copy.COPIED:
-            return
-        if state is Copy.HELD:
-            end = Copy.COPIED
-            try:
-                end = self._see_to(chunk_of, lambda: self._reader.chunk(chunk_of), self._priority)
-            except Exception as error:
-                self.copies.fail(error)
-                raise
-            finally:
-                self.copies.become(chunk_of, end)
-            if end is Copy.COPIED:
-                return
-        self._file_of(chunk_of).write(self._reader.chunk(chunk_of, kept=True), self._priority, shared=False)
-        self._let_go(chunk_of)
-        self.copies.become(chunk_of, Copy.COPIED)
+        if state is not Copy.COPIED:
+            one = ChunkCopy(chunk_of, self._file_of(chunk_of))
+            self._under_way.append(one)
+            shared, kept = self._see_to(chunk_of) if state is Copy.HELD else (False, True)
+            if kept:
+                self.copies.become(chunk_of, Copy.KEPT)
+            one.begin_reading(self._reader.begin(chunk_of, kept=kept), shared=shared)
+        if before is not None:
+            before.bring()
+        if self._under_way and self._at_once == 1:
+            self._complete_first()
 
-    def _see_to(self, chunk_of: ChunkOf, state: Callable[[], ChunkState], priority: Priority) -> Copy:
-        """Have the chunk shared or kept, or write it. It is held: nobody overwrites it meanwhile."""
+    def _see_to(self, chunk_of: ChunkOf) -> tuple[bool, bool]:
+        """Have the chunk shared, or else kept: whether it is (shared, kept). It is held: nobody overwrites it meanwhile."""
         shared = self._sharing.chunk(chunk_of, self._file_of(chunk_of))
-        if not shared and self._keep(chunk_of):
-            return Copy.KEPT
-        self._file_of(chunk_of).write(state(), priority, shared=shared)
-        return Copy.COPIED
+        return shared, not shared and self._keep(chunk_of)
+
+    def _complete_first(self) -> None:
+        first = self._under_way[0]
+        first.begin_writing(self._priority)
+        first.bring()
+        first.finish()
+        self._let_go(first.chunk_of)
+        self._under_way.popleft()
+        self.copies.become(first.chunk_of, Copy.COPIED)
+
+    def _finish(self) -> None:
+        """Make the files durable whose chunks are all begun."""
+        for file in self._unfinished:
+            while any(one.file is file for one in self._under_way):
+                self._complete_first()
+            self.copies.require_copied(chunks_of(file.unit))
+            file.finish()
+        self._unfinished.clear()
+
+    def _abandon(self) -> None:
+        """Let go of what a failure has left under way."""
+        for one in self._under_way:
+            one.settle()
+            self.copies.become(one.chunk_of, Copy.COPIED)  # nobody is to wait for it
+        self._under_way.clear()
 
     def _file_of(self, chunk_of: ChunkOf) -> UnitFile:
         return self._files[chunk_of.flat.layout.unit_index]

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
 import struct
+from pathlib import Path
 
 _FICLONERANGE: int = getattr(fcntl, "FICLONERANGE", 0x4020940D)  # Python has the name since 3.12
 _ARGUMENT = struct.Struct("=qQQQ")  # struct file_clone_range
+_PROBE_NBYTES = 64 * 1024  # a multiple of every block size
 
 CANNOT = frozenset(
     {
@@ -44,3 +47,18 @@ def clone_range(source_fileno: int, source_offset: int, nbytes: int, target_file
                 return False
             raise
         return True
+
+
+def works_between(source: Path, target: Path) -> bool:
+    """Whether files in two folders can share blocks, tried with two that have no name; True where they cannot be had."""
+    filenos: list[int] = []
+    try:
+        for folder in (source, target):
+            filenos.append(os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600))
+        os.ftruncate(filenos[0], _PROBE_NBYTES)
+        return clone_range(filenos[0], 0, _PROBE_NBYTES, filenos[1], 0)
+    except OSError:
+        return True
+    finally:
+        for fileno in filenos:
+            os.close(fileno)
