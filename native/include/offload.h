@@ -112,9 +112,13 @@ typedef struct offload_update_segment {
  *     Adam      AdamW first: p = p * (1 - lr * weight_decay)
  *               w = 1 - beta1;  d = g - m;  m = w < 0.5 ? fma(w, d, m) : fma(w - 1, d, g)
  *               v = v * beta2;  v = fma((1 - beta2) * g, g, v);  r = sqrt(v)
- *               FP32, SPLIT: p = p + (-(lr / bc1) * m) / (r / sqrt(bc2) + eps)
- *               BF16, 8BIT:  p = p + (-(lr / bc1 * sqrt(bc2)) * m) / (r + eps * sqrt(bc2)), a division less
+ *               p = p + (-(lr / bc1) * m) / (r / sqrt(bc2) + eps)
  *               with bc1 = 1 - beta1^step, bc2 = 1 - beta2^step
+ *     BF16, 8BIT: Adam with a division and three other operations less. `grad` without grad_factor, but with L2 the g above
+ *               and grad_factor 1 in what follows:
+ *               m = fma(m, beta1, grad * ((1 - beta1) * grad_factor));  h = grad * (sqrt(1 - beta2) * grad_factor)
+ *               v = fma(h, h, v * beta2);  8BIT: v * beta2 is formed as (code * (2^k * sqrt(beta2)))^2;  r = sqrt(v)
+ *               u = (-(lr / bc1 * sqrt(bc2)) * m) / (r + eps * sqrt(bc2));  p = fma(p, 1 - lr * weight_decay, u), L2: p + u
  *     Lion      u = fma(g, 1 - beta1, m * beta1);  p = fma(sign(u), -lr, p * (1 - lr * weight_decay))
  *               m = fma(g, 1 - beta2, m * beta2)                                           sign of a NaN is 0
  *     Adagrad   v = fma(g, g, v);  p = p + (-lr * g) / (sqrt(v) + eps)                    lr: with its decay
@@ -127,22 +131,23 @@ typedef struct offload_update_segment {
  * bf16 weight is the nearest, ties away from zero (nearest even would need 17 bits to invert), and above
  * 0x1.ffp127 it is infinite, as with any rounding to nearest, while the pair still holds the finite number.
  *
- * Random bits. Element i of the parameter has 32 at each step:
+ * Random bits. n elements (BF16: 2, 8BIT: 4) share 32 at each step: element i of the parameter
  *     z = rounding_seed + step * 0x9e3779b97f4a7c15 (mod 2^64), then SplitMix64's finaliser (Steele, Lea, Flood 2014):
  *     z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;  z = (z ^ z >> 27) * 0x94d049bb133111eb;  z = z ^ z >> 31
- *     w = low32(z) + i * 0x9e3779b9 (mod 2^32);  bits = (w ^ w >> 16) * 0x85ebca6b (mod 2^32)
- * Over the steps an element's bits are as random as SplitMix64, since for each i the rest is a bijection. exp_avg takes
- * the low 16 and exp_avg_sq the high 16. Nothing else enters, so no cut of the parameter shows.
+ *     w = low32(z) + floor(i / n) * 0x9e3779b9 (mod 2^32);  bits = (w ^ w >> 16) * 0x85ebca6b (mod 2^32)
+ * Of their n parts, the lowest first, exp_avg takes number i % n and exp_avg_sq number (i % n) ^ 1, the other one of a pair.
+ * Over the steps an element's bits are as random as SplitMix64, since for each i the rest is a bijection. Nothing else
+ * enters, so no cut of the parameter shows.
  *
  * bf16 moments. bits of the float32 (a NaN: 0x7fc00000) + 16 random bits, then >> 16: unbiased.
  *
  * 8-bit moments. A group of 64 elements has a power of two as scale, so that scaling is exact: exp_avg = code * 2^k,
- * codes -127..127, and sqrt(exp_avg_sq) = code * 2^k, codes 0..255. k is the least with max |x| <= 127 * 2^k, at
- * least -110 (roots: 255 * 2^k, at least -63), and kept as k + 110 (k + 63). code = floor(x / 2^k + u), where x / 2^k is
- * first rounded to a multiple of 2^-8 (ties to even) and u is 8 random bits / 2^8: unbiased but for those 2^-9 of a code. Here
- * two elements share random bits: those of index i / 2, their low 16 for an even i, their high 16 for an odd one, and
- * of these exp_avg takes the low 8 and exp_avg_sq the high 8. A root's code is at least 1: an element that is small
- * beside its group gets too small a step, never too large a one; 0 stands only where there was no update yet.
+ * codes -127..127, and sqrt(exp_avg_sq) = code * 2^k, codes 0..255. k is the least with max |x| < 127 * 2^k, -110 to 100
+ * (roots: 255 * 2^k, -63 to 56), and kept as k + 110 (k + 63). code = floor(x / 2^k + u), where x / 2^k is first rounded to a
+ * multiple of 2^-8 (ties to even) and u is 8 random bits / 2^8: unbiased but for those 2^-9 of a code. A root's code is at
+ * least 1: an element that is small beside its group gets too small a step, never too large a one; 0 stands only where there
+ * was no update yet. Without random bits, where an fp32 moment is taken over, max |x| <= 127 * 2^k is enough: a group whose
+ * largest code is 127 is encoded to itself.
  * Magnitudes above 127 * 2^100 (roots: 255 * 2^56) count as that, a NaN as 0 (roots: as that).
  *
  * Several callers may use one pool; they take turns.
@@ -151,9 +156,9 @@ typedef struct offload_update_segment {
  * a record lie a multiple of 4 KiB apart and share the sets of the first-level cache. Software prefetch runs 512 bytes
  * ahead of every array that is read: the hardware's follows that many streams late. Stores are ordinary ones, of lines that
  * were just read; non-temporal ones for `values` of FP32, the only array that is written without having been read, were no
- * faster. The formats with narrow arrays only (BF16, 8BIT) compute more than they move: they work on 32 elements in an
- * order of their own, in which a 16-bit number is widened by one interleaving, leave out Adam's second division, and take an
- * 8-bit group's maximum while the group after it is computed. */
+ * faster. The formats with narrow arrays only (BF16, 8BIT) compute more than they move: AVX-512 works on them in an order
+ * in which pairs of elements share a dword and nothing crosses a 128-bit lane, and encodes an 8-bit group while the square
+ * roots of the next are computed, which hides that the encoding waits for the group's maximum. */
 OFFLOAD_API int offload_update(offload_threads* threads, const offload_update_segment* segments, int64_t segment_count);
 
 /* ---- gradients and casts -------------------------------------------------------------------------------------- */

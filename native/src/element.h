@@ -337,51 +337,77 @@ template <class V> struct PlainBlock {
         split_vector(upper + 16, rest + 16, value.b);
     }
 
-    // `random`: of each element, as `lanes` orders them; its low (High: its high) 16 bits.
-    template <bool High> static void round_vector(uint16_t* address, typename V::Float value, const Int& random) {
-        const auto sixteen = High ? V::template shift_right<16>(random) : V::iand(random, V::ibroadcast(0xffffu));
-        V::store_half(address, V::narrow(V::template shift_right<16>(V::iadd(V::bits(V::one_nan(value)), sixteen))));
+    // `random`: 16 bits for each element, in order; Swapped: the elements of a pair have each other's.
+    template <bool Swapped> static void round_bf16(uint16_t* address, const Floats& value, const Int& random) {
+        uint16_t words[32];
+        const auto swapped = V::iadd(V::template shift_left<16>(random), V::template shift_right<16>(random));
+        V::store_int(reinterpret_cast<uint8_t*>(words), Swapped ? swapped : random);
+        const auto word = [&](const typename V::Float& x, const uint16_t* r) {
+            return V::narrow(V::template shift_right<16>(V::iadd(V::bits(V::one_nan(x)), V::widen(V::load_half(r)))));
+        };
+        V::store_half(address, word(value.a, words));
+        V::store_half(address + 16, word(value.b, words + 16));
     }
-    template <bool High> static void round_bf16(uint16_t* address, const Floats& value, const Int& random_a, const Int& random_b) {
-        round_vector<High>(address, value.a, random_a);
-        round_vector<High>(address + 16, value.b, random_b);
-    }
-    // step times the index of each element, of a and of b.
-    static Int lanes_a(uint32_t step) { return V::iota(step); }
-    static Int lanes_b(uint32_t step) { return V::iadd(V::iota(step), V::ibroadcast(16 * step)); }
+};
 
-    // Codes times scale, a power of two.
-    static Floats load_signed(const uint8_t* codes, float scale) {
-        const auto by = V::broadcast(scale);
-        return {V::mul(V::from_int(V::widen_byte_signed(V::load_byte(codes))), by),
-                V::mul(V::from_int(V::widen_byte_signed(V::load_byte(codes + 16))), by)};
+// 64 elements with 8-bit codes, in two blocks.
+template <class V> struct PlainGroup {
+    using Int = typename V::Int;
+    struct Floats {
+        typename PlainBlock<V>::Floats first, second;
+    };
+
+    // Codes times scale.
+    static Floats load_signed(const uint8_t* codes, float scale, float) {
+        const auto value = [&](int at) { return V::mul(V::from_int(V::widen_byte_signed(V::load_byte(codes + at))), V::broadcast(scale)); };
+        return {{value(0), value(16)}, {value(32), value(48)}};
     }
-    static Floats load_unsigned(const uint8_t* codes, float scale) {
-        const auto by = V::broadcast(scale);
-        return {V::mul(V::from_int(V::widen_byte(V::load_byte(codes))), by),
-                V::mul(V::from_int(V::widen_byte(V::load_byte(codes + 16))), by)};
+    static Floats load_unsigned(const uint8_t* codes, float scale, float) {
+        const auto value = [&](int at) { return V::mul(V::from_int(V::widen_byte(V::load_byte(codes + at))), V::broadcast(scale)); };
+        return {{value(0), value(16)}, {value(32), value(48)}};
     }
-    // value * up, rounded to an integer, plus 8 random bits, without its low 8 bits. `random`: 16 words of 32 bits, 16 bits for
-    // each element in order; signed codes take the low 8 of them, unsigned ones the high 8.
-    static void store_signed(uint8_t* codes, const Floats& value, const typename V::Float& up, const Int& random) {
-        uint16_t words[32];
-        V::store_int(reinterpret_cast<uint8_t*>(words), random);
-        const auto code = [&](const typename V::Float& x, const uint16_t* r) {
-            const auto drawn = V::iadd(V::round_to_int(V::mul(x, up)), V::iand(V::widen(V::load_half(r)), V::ibroadcast(0xffu)));
-            return V::narrow_byte(V::template shift_right_signed<8>(drawn));
+
+    // The bits of the largest magnitudes; a NaN is larger than every number. A root is never negative.
+    static uint32_t largest_average(const Floats& x) {
+        const auto magnitude = [](const typename V::Float& value) { return V::iand(V::bits(value), V::ibroadcast(0x7fffffffu)); };
+        return V::reduce_max(
+            V::umax(V::umax(magnitude(x.first.a), magnitude(x.first.b)), V::umax(magnitude(x.second.a), magnitude(x.second.b))));
+    }
+    static uint32_t largest_root(const Floats& x) {
+        return V::reduce_max(V::umax(V::umax(V::bits(x.first.a), V::bits(x.first.b)), V::umax(V::bits(x.second.a), V::bits(x.second.b))));
+    }
+    static void largest_of_both(const Floats& averages, const Floats& roots, uint32_t& average, uint32_t& root) {
+        average = largest_average(averages);
+        root = largest_root(roots);
+    }
+
+    // value / 2^(k - 8), rounded to an integer, plus 8 random bits, without its low 8 bits. `random`: those bits of each
+    // element, in order; roots take those of the other element of a pair.
+    static typename V::Float up(int k) { return V::broadcast(bits_as<float>(static_cast<uint32_t>(127 + 8 - k) << 23)); }
+    static void store_signed(uint8_t* codes, const Floats& value, int k, const Int& random) {
+        uint8_t bytes[64];
+        V::store_int(bytes, random);
+        const auto store = [&](const typename V::Float& x, int at) {
+            const auto drawn = V::iadd(V::round_to_int(V::mul(x, up(k))), V::widen_byte(V::load_byte(bytes + at)));
+            V::store_byte(codes + at, V::narrow_byte(V::template shift_right_signed<8>(drawn)));
         };
-        V::store_byte(codes, code(value.a, words));
-        V::store_byte(codes + 16, code(value.b, words + 16));
+        store(value.first.a, 0);
+        store(value.first.b, 16);
+        store(value.second.a, 32);
+        store(value.second.b, 48);
     }
-    static void store_unsigned(uint8_t* codes, const Floats& value, const typename V::Float& up, const Int& random) {
-        uint16_t words[32];
-        V::store_int(reinterpret_cast<uint8_t*>(words), random);
-        const auto code = [&](const typename V::Float& x, const uint16_t* r) {
-            const auto drawn = V::iadd(V::round_to_int(V::mul(x, up)), V::template shift_right<8>(V::widen(V::load_half(r))));
-            return V::narrow_byte(V::umax(V::template shift_right<8>(drawn), V::ibroadcast(1)));
+    static void store_unsigned(uint8_t* codes, const Floats& value, int k, const Int& random) {
+        uint8_t bytes[64];
+        const auto low = V::ibroadcast(0x00ff00ffu);
+        V::store_int(bytes, V::iadd(V::template shift_left<8>(V::iand(random, low)), V::iand(V::template shift_right<8>(random), low)));
+        const auto store = [&](const typename V::Float& x, int at) {
+            const auto drawn = V::iadd(V::round_to_int(V::mul(x, up(k))), V::widen_byte(V::load_byte(bytes + at)));
+            V::store_byte(codes + at, V::narrow_byte(V::umax(V::template shift_right<8>(drawn), V::ibroadcast(1))));
         };
-        V::store_byte(codes, code(value.a, words));
-        V::store_byte(codes + 16, code(value.b, words + 16));
+        store(value.first.a, 0);
+        store(value.first.b, 16);
+        store(value.second.a, 32);
+        store(value.second.b, 48);
     }
 };
 

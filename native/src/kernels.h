@@ -22,6 +22,9 @@ struct UpdateScalars {
     float negative_step_size;
     float folded_eps;                // eps * sqrt(bias_correction2)
     float folded_negative_step_size; // negative_step_size * sqrt(bias_correction2)
+    float average_factor;            // Adam with rounded moments: what multiplies the gradient for exp_avg
+    float square_factor;             // and before it is squared
+    float root_decay;                // what multiplies the root of exp_avg_sq: Adam: sqrt(beta2)
     uint32_t rounding_key;
     bool l2; // decay is an L2 coefficient
     bool lerp_from_grad;

@@ -105,6 +105,7 @@ struct Avx2Vector {
 
 using Vector = Together<Avx2Vector, 2>;
 using Block = PlainBlock<Vector>;
+using Group = PlainGroup<Vector>;
 
 } // namespace
 } // namespace offload

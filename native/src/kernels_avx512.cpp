@@ -93,8 +93,8 @@ struct Vector {
     };
 };
 
-// The words of 32 elements are widened by interleaving them with others, which keeps 128-bit lanes: a holds the elements
-// 0-3, 8-11, 16-19, 24-27, b the rest. Half the instructions that an order of its own would take.
+// Of the 32 elements of a block a holds the even ones and b the odd ones: the words of a pair share a dword, so that nothing
+// crosses a 128-bit lane when they are widened and narrowed.
 struct Block {
     using Int = __m512i;
     struct Floats {
@@ -102,37 +102,29 @@ struct Block {
     };
 
     static __m512i load_words(const void* address) { return _mm512_loadu_si512(address); }
-    static __m512 interleaved_low(__m512i low, __m512i high) { return _mm512_castsi512_ps(_mm512_unpacklo_epi16(low, high)); }
-    static __m512 interleaved_high(__m512i low, __m512i high) { return _mm512_castsi512_ps(_mm512_unpackhi_epi16(low, high)); }
+    static __m512i upper_words() { return _mm512_set1_epi32(static_cast<int>(0xffff0000u)); }
+    // Each dword of two words: the low one of `even` or `odd`, the high ones.
+    static __m512i low_words(__m512i even, __m512i odd) {
+        return _mm512_mask_shuffle_epi8(even, 0xccccccccccccccccu, odd, _mm512_set4_epi32(0x0d0c0000, 0x09080000, 0x05040000, 0x01000000));
+    }
+    static __m512i high_words(__m512i even, __m512i odd) {
+        return _mm512_mask_shuffle_epi8(odd, 0x3333333333333333u, even, _mm512_set4_epi32(0x0f0e, 0x0b0a, 0x0706, 0x0302));
+    }
 
     static Floats load_f32(const float* address) {
         const __m512 first = _mm512_loadu_ps(address), second = _mm512_loadu_ps(address + 16);
-        const __m512i even = _mm512_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
-        const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(4));
+        const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+        const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
         return {_mm512_permutex2var_ps(first, even, second), _mm512_permutex2var_ps(first, odd, second)};
     }
     static Floats load_bf16(const uint16_t* address) {
-        const __m512i words = load_words(address), zero = _mm512_setzero_si512();
-        return {interleaved_low(zero, words), interleaved_high(zero, words)};
+        const __m512i words = load_words(address);
+        return {_mm512_castsi512_ps(_mm512_slli_epi32(words, 16)), _mm512_castsi512_ps(_mm512_and_si512(words, upper_words()))};
     }
     static Floats load_f16(const uint16_t* address) {
-        const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
-        const __m512i words = _mm512_permutexvar_epi64(order, load_words(address));
-        return {_mm512_cvtph_ps(_mm512_castsi512_si256(words)), _mm512_cvtph_ps(_mm512_extracti64x4_epi64(words, 1))};
+        const __m512i words = load_words(address);
+        return {_mm512_cvtph_ps(_mm512_cvtepi32_epi16(words)), _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(words, 16)))};
     }
-
-    // The low (High: high) words of the elements, in their order: word w of 128-bit lane l is from dword w % 4 of lane l of a
-    // (of b, from the fifth on).
-    template <bool High> static __m512i order() {
-        alignas(64) uint16_t indices[32];
-        for (int word = 0; word < 32; ++word) {
-            const int dword = word / 8 * 4 + word % 4;
-            indices[word] = static_cast<uint16_t>((word % 8 < 4 ? 0 : 32) + 2 * dword + (High ? 1 : 0));
-        }
-        return _mm512_load_si512(indices);
-    }
-    static __m512i low_words(__m512i a, __m512i b) { return _mm512_permutex2var_epi16(a, order<false>(), b); }
-    static __m512i high_words(__m512i a, __m512i b) { return _mm512_permutex2var_epi16(a, order<true>(), b); }
     static void make_one_nan(Floats& value) {
         if (__builtin_expect(_mm512_cmp_ps_mask(value.a, value.b, _CMP_UNORD_Q) != 0, 0)) {
             value = {Vector::one_nan(value.a), Vector::one_nan(value.b)};
@@ -143,7 +135,7 @@ struct Block {
     static Floats join(const uint16_t* upper, const uint16_t* rest) {
         const __m512i low = load_words(rest);
         const __m512i high = _mm512_sub_epi16(load_words(upper), _mm512_srli_epi16(low, 15));
-        return {interleaved_low(low, high), interleaved_high(low, high)};
+        return {_mm512_castsi512_ps(low_words(low, high)), _mm512_castsi512_ps(high_words(low, high))};
     }
     static void split(uint16_t* upper, uint16_t* rest, Floats value) {
         make_one_nan(value);
@@ -153,51 +145,105 @@ struct Block {
         _mm512_storeu_si512(rest, low);
     }
 
-    template <bool High> static __m512i sixteen(__m512i random) {
-        return High ? _mm512_srli_epi32(random, 16) : _mm512_and_si512(random, _mm512_set1_epi32(0xffff));
-    }
-    template <bool High> static void round_bf16(uint16_t* address, Floats value, Int random_a, Int random_b) {
+    // `random`: 16 bits for each element, in order; Swapped: the elements of a pair have each other's.
+    template <bool Swapped> static void round_bf16(uint16_t* address, Floats value, Int random) {
         make_one_nan(value);
-        const __m512i a = _mm512_add_epi32(_mm512_castps_si512(value.a), sixteen<High>(random_a));
-        const __m512i b = _mm512_add_epi32(_mm512_castps_si512(value.b), sixteen<High>(random_b));
+        const __m512i even = _mm512_and_si512(random, _mm512_set1_epi32(0xffff)), odd = _mm512_srli_epi32(random, 16);
+        const __m512i a = _mm512_add_epi32(_mm512_castps_si512(value.a), Swapped ? odd : even);
+        const __m512i b = _mm512_add_epi32(_mm512_castps_si512(value.b), Swapped ? even : odd);
         _mm512_storeu_si512(address, high_words(a, b));
     }
-    static Int lanes_a(uint32_t step) {
-        const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
-        return _mm512_mullo_epi32(lanes, _mm512_set1_epi32(static_cast<int>(step)));
-    }
-    static Int lanes_b(uint32_t step) { return _mm512_add_epi32(lanes_a(step), _mm512_set1_epi32(static_cast<int>(4 * step))); }
+};
 
-    // A code becomes the low bits of the float 2^23 + code, from which fma subtracts 2^23 while it scales: exact.
-    static Floats scaled(__m256i codes, float offset, float scale) {
-        const __m512i words = _mm512_cvtepu8_epi16(codes);
-        const __m512i exponent = _mm512_set1_epi16(0x4b00);
-        const __m512 by = _mm512_set1_ps(scale), minus = _mm512_set1_ps(-offset * scale);
-        return {_mm512_fmadd_ps(interleaved_low(words, exponent), by, minus),
-                _mm512_fmadd_ps(interleaved_high(words, exponent), by, minus)};
-    }
-    static __m256i load_codes(const uint8_t* codes) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)); }
-    static Floats load_signed(const uint8_t* codes, float scale) {
-        return scaled(_mm256_xor_si256(load_codes(codes), _mm256_set1_epi8(-128)), 0x1p23f + 128.0f, scale);
-    }
-    static Floats load_unsigned(const uint8_t* codes, float scale) { return scaled(load_codes(codes), 0x1p23f, scale); }
+// 64 elements with 8-bit codes, in two blocks.
+struct Group {
+    using Int = __m512i;
+    struct Floats {
+        Block::Floats first, second;
+    };
 
-    static void store_codes(uint8_t* codes, __m512i words) {
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), _mm512_cvtepi16_epi8(words));
+    // A code becomes the low bits of the float 2^23 + code, and `minus` is -2^23 * scale (of signed codes, which are taken as
+    // code + 128: -(2^23 + 128) * scale), which is exact: fma rounds once, as a product of the code would.
+    static Floats scaled(__m512i codes, float scale, float minus) {
+        const __m512i exponent = _mm512_set1_epi32(0x4b000000);
+        const __m512i lanes = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), codes);
+        const __m512 by = _mm512_set1_ps(scale), and_minus = _mm512_set1_ps(minus);
+        const auto value = [&](int first) {
+            const __m512i order = _mm512_set4_epi32(first + 6, first + 4, first + 2, first);
+            const __m512i wide = _mm512_mask_shuffle_epi8(exponent, 0x1111111111111111u, lanes, order);
+            return _mm512_fmadd_ps(_mm512_castsi512_ps(wide), by, and_minus);
+        };
+        return {{value(0), value(1)}, {value(8), value(9)}};
     }
-    // value * up, rounded to an integer of at most 16 bits: the low words of 1.5 * 2^23 + it.
-    static __m512i rounded(const Floats& value, __m512 up) {
-        const __m512 magic = _mm512_set1_ps(0x1.8p23f);
-        return low_words(_mm512_castps_si512(_mm512_fmadd_ps(value.a, up, magic)),
-                         _mm512_castps_si512(_mm512_fmadd_ps(value.b, up, magic)));
+    static Floats load_signed(const uint8_t* codes, float scale, float minus) {
+        return scaled(_mm512_xor_si512(_mm512_loadu_si512(codes), _mm512_set1_epi8(-128)), scale, minus);
     }
-    static void store_signed(uint8_t* codes, Floats value, __m512 up, Int random) {
-        const __m512i drawn = _mm512_add_epi16(rounded(value, up), _mm512_and_si512(random, _mm512_set1_epi16(0xff)));
-        store_codes(codes, _mm512_srai_epi16(drawn, 8));
+    static Floats load_unsigned(const uint8_t* codes, float scale, float minus) { return scaled(_mm512_loadu_si512(codes), scale, minus); }
+
+    static __m512i largest_bits(const Floats& x) {
+        const auto larger = [](__m512 a, __m512 b) { return _mm512_max_epu32(_mm512_castps_si512(a), _mm512_castps_si512(b)); };
+        return _mm512_max_epu32(larger(x.first.a, x.first.b), larger(x.second.a, x.second.b));
     }
-    static void store_unsigned(uint8_t* codes, Floats value, __m512 up, Int random) {
-        const __m512i drawn = _mm512_add_epi16(rounded(value, up), _mm512_srli_epi16(random, 8));
-        store_codes(codes, _mm512_max_epu16(_mm512_srli_epi16(drawn, 8), _mm512_set1_epi16(1)));
+    static uint32_t largest_average(const Floats& x) {
+        const __m512 zero = _mm512_set1_ps(-0.0f);
+        const auto magnitude = [&](__m512 value) { return _mm512_andnot_ps(zero, value); };
+        return _mm512_reduce_max_epu32(
+            largest_bits({{magnitude(x.first.a), magnitude(x.first.b)}, {magnitude(x.second.a), magnitude(x.second.b)}}));
+    }
+    static uint32_t largest_root(const Floats& x) { return _mm512_reduce_max_epu32(largest_bits(x)); }
+
+    static uint32_t smallest_word(__m256i words) {
+        const __m128i half = _mm_min_epu16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+        return static_cast<uint32_t>(_mm_cvtsi128_si32(_mm_minpos_epu16(half)));
+    }
+    // Only the upper 16 bits of the two are right, which is all that a scale depends on: a search in words takes half the
+    // steps, and the processor has one for the smallest of eight. A NaN among the averages is not seen; there is one only
+    // where the gradient makes the root infinite or one too.
+    static void largest_of_both(const Floats& averages, const Floats& roots, uint32_t& average, uint32_t& root) {
+        constexpr int kLargerMagnitude = 11;
+        const auto larger = [](__m512 a, __m512 b) { return _mm512_range_ps(a, b, kLargerMagnitude); };
+        const __m512 all = larger(larger(averages.first.a, averages.first.b), larger(averages.second.a, averages.second.b));
+        __m512i words = _mm512_permutex2var_epi16(_mm512_castps_si512(all), every_other_word(1), largest_bits(roots));
+        words = _mm512_xor_si512(words, _mm512_set1_epi32(-1));
+        average = ~smallest_word(_mm512_castsi512_si256(words)) << 16;
+        root = ~smallest_word(_mm512_extracti64x4_epi64(words, 1)) << 16;
+    }
+
+    // first, first + 2, first + 4, ... first + 62.
+    static __m512i every_other_word(int first) {
+        const __m512i dwords = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        const __m512i pairs = _mm512_add_epi32(_mm512_slli_epi32(dwords, 2), _mm512_slli_epi32(dwords, 18));
+        return _mm512_add_epi32(pairs, _mm512_set1_epi32(first + ((first + 2) << 16)));
+    }
+    // value / 2^(k - 8), rounded to an integer of at most 16 bits: the low words of 1.5 * 2^(k + 15) + value.
+    struct Fixed {
+        __m512i even, odd;
+    };
+    static Fixed fixed(const Floats& value, int k) {
+        const __m512 magic = _mm512_set1_ps(bits_as<float>(static_cast<uint32_t>(127 + 15 + k) << 23 | 0x400000u));
+        const auto sum = [&](__m512 x) { return _mm512_castps_si512(_mm512_add_ps(x, magic)); };
+        const __m512i low = every_other_word(0);
+        return {_mm512_permutex2var_epi16(sum(value.first.a), low, sum(value.second.a)),
+                _mm512_permutex2var_epi16(sum(value.first.b), low, sum(value.second.b))};
+    }
+    // The high byte of each word of both, in the order of the elements.
+    static __m512i high_bytes(__m512i even, __m512i odd) {
+        constexpr int kOrAnd = 0xf8; // a | (b & c)
+        const __m512i high = _mm512_set1_epi16(static_cast<int16_t>(0xff00));
+        return _mm512_ternarylogic_epi32(_mm512_srli_epi16(even, 8), odd, high, kOrAnd);
+    }
+    static __m512i even_bytes(__m512i random) { return _mm512_and_si512(random, _mm512_set1_epi16(0xff)); }
+    static __m512i odd_bytes(__m512i random) { return _mm512_srli_epi16(random, 8); }
+    // `random`: 8 bits of each element, in order; roots take those of the other element of a pair.
+    static void store_signed(uint8_t* codes, const Floats& value, int k, __m512i random) {
+        const Fixed x = fixed(value, k);
+        const __m512i even = _mm512_add_epi16(x.even, even_bytes(random)), odd = _mm512_add_epi16(x.odd, odd_bytes(random));
+        _mm512_storeu_si512(codes, high_bytes(even, odd));
+    }
+    static void store_unsigned(uint8_t* codes, const Floats& value, int k, __m512i random) {
+        const Fixed x = fixed(value, k);
+        const __m512i even = _mm512_add_epi16(x.even, odd_bytes(random)), odd = _mm512_add_epi16(x.odd, even_bytes(random));
+        _mm512_storeu_si512(codes, _mm512_max_epu8(high_bytes(even, odd), _mm512_set1_epi8(1)));
     }
 };
 

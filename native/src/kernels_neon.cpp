@@ -97,6 +97,7 @@ struct NeonVector {
 
 using Vector = Together<NeonVector, 4>;
 using Block = PlainBlock<Vector>;
+using Group = PlainGroup<Vector>;
 
 } // namespace
 } // namespace offload

@@ -4,6 +4,7 @@ namespace offload {
 namespace {
 using Vector = Together<ElementVector, 16>;
 using Block = PlainBlock<Vector>;
+using Group = PlainGroup<Vector>;
 } // namespace
 } // namespace offload
 

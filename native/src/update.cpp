@@ -79,6 +79,10 @@ UpdateScalars scalars_of(const offload_update_segment& s) {
     scalars.negative_step_size = static_cast<float>(-step_size);
     scalars.folded_eps = static_cast<float>(s.eps * root_correction2);
     scalars.folded_negative_step_size = static_cast<float>(-(step_size * root_correction2));
+    const double gradient = scalars.l2 ? 1.0 : static_cast<double>(s.grad_factor);
+    scalars.average_factor = static_cast<float>((1.0 - s.beta1) * gradient);
+    scalars.square_factor = static_cast<float>(std::sqrt(1.0 - s.beta2) * gradient);
+    scalars.root_decay = is_adam ? static_cast<float>(std::sqrt(s.beta2)) : 1.0f;
     scalars.rounding_key = rounding_key(s.rounding_seed, s.step);
     scalars.has_momentum = has_average(s);
     scalars.nesterov = s.nesterov != 0;

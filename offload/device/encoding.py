@@ -92,6 +92,11 @@ class Code:
         return self.largest.bit_length() - 1
 
     @property
+    def last_byte(self) -> int:
+        """The scale byte of `limit`."""
+        return math.frexp(self.limit)[1] + 126 - self.first_exponent
+
+    @property
     def raised(self) -> int:
         """What takes a maximum above largest * 2^k into the next exponent."""
         return (1 << 23) - 1 - ((self.largest << (23 - self.exponent_bits)) & 0x7FFFFF)
@@ -121,12 +126,14 @@ def _groups(values: Tensor) -> Tensor:
 def codes_of(values: Tensor, code: Code, random: Tensor | None) -> tuple[Tensor, Tensor]:
     """Codes [n] and scale bytes [groups] of float32 [n] that begin at a group. `random`: int64 of 8 bits [n]; None: nearest.
 
-    For `ROOT` the values are the roots. With random bits a code of 0 becomes 1."""
+    For `ROOT` the values are the roots. With random bits a code of 0 becomes 1, and a maximum of exactly largest * 2^k takes
+    the next scale: the native search for the maximum looks at the upper half of its bits."""
     limit = f32(code.limit)
     finite = torch.where(values.isnan(), limit if code is ROOT else 0.0, values).clamp(-limit, limit)
     groups = _groups(finite)
     largest = (groups.view(torch.int32) & 0x7FFFFFFF).amax(1)
-    scale_bytes = (((largest + code.raised) >> 23) - code.first_exponent).clamp(min=0).to(torch.uint8)
+    raised = code.raised + (random is not None)
+    scale_bytes = (((largest + raised) >> 23) - code.first_exponent).clamp(0, code.last_byte).to(torch.uint8)
     fixed = (groups * code.inverse_scales_of(scale_bytes)[:, None]).round().to(torch.int64).view(-1)[: values.numel()]
     codes = (fixed + (1 << 7 if random is None else random)) >> 8
     if code is ROOT:
@@ -135,10 +142,10 @@ def codes_of(values: Tensor, code: Code, random: Tensor | None) -> tuple[Tensor,
     return codes.to(code.dtype), scale_bytes
 
 
-def values_of(codes: Tensor, scale_bytes: Tensor, code: Code) -> Tensor:
-    """float32 [n] (for `ROOT`: the roots) of codes [n] and scale bytes [groups]."""
+def values_of(codes: Tensor, scale_bytes: Tensor, code: Code, factor: float = 1.0) -> Tensor:
+    """float32 [n] (for `ROOT`: the roots) of codes [n] and scale bytes [groups], whose scales `factor` multiplies first."""
     groups = _groups(codes.to(torch.float32))
-    return (groups * code.scales_of(scale_bytes)[:, None]).view(-1)[: codes.numel()]
+    return (groups * (code.scales_of(scale_bytes) * factor)[:, None]).view(-1)[: codes.numel()]
 
 
 # ---- random bits
@@ -153,20 +160,17 @@ def rounding_key(seed: int, step: int) -> int:
     return (z ^ z >> 31) & 0xFFFFFFFF
 
 
-def random_bits(key: int, first_index: int, numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Two times 16 random bits, int64 [numel], of the elements from `first_index` on: for exp_avg, for exp_avg_sq."""
-    start = first_index % (1 << 32)
-    index = torch.arange(start, start + numel, dtype=torch.int64, device=device)
-    word = (index * 0x9E3779B9 + key) & 0xFFFFFFFF
+def random_bits(key: int, first_index: int, numel: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Two times `width` (16, 8) random bits, int64 [numel], of the elements from `first_index` on: for exp_avg, for exp_avg_sq.
+
+    32 / width elements share a word; exp_avg_sq takes the bits that are the other element's of a pair."""
+    sharing = 32 // width
+    index = torch.arange(first_index, first_index + numel, dtype=torch.int64, device=device)
+    word = ((index // sharing & 0xFFFFFFFF) * 0x9E3779B9 + key) & 0xFFFFFFFF
     mixed = ((word ^ word >> 16) * 0x85EBCA6B) & 0xFFFFFFFF
-    return mixed & _LOW, mixed >> 16
-
-
-def random_bytes(key: int, first_index: int, numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Two times 8 random bits, int64 [numel], for 8-bit moments: an even element and the next share those of half its index."""
-    low, high = random_bits(key, first_index // 2, -(-numel // 2), device)
-    both = torch.stack([low, high], dim=1).view(-1)[:numel]
-    return both & 0xFF, both >> 8
+    place = index % sharing
+    mask = (1 << width) - 1
+    return mixed >> place * width & mask, mixed >> (place ^ 1) * width & mask
 
 
 def root_of(squares: Tensor) -> Tensor:

@@ -13,10 +13,13 @@ from offload.device import encoding
 from offload.device.encoding import CODES, ROOT, SCALE_GROUP, group_count
 from offload.device.flat import chunks, f32, fma, store
 from offload.device.records import MASTER, REMAINDER, StateFormat, scale_name
-from offload.device.rules import MOMENTS, Hyper, Rule
+from offload.device.rules import MOMENTS, Rule
 
 if TYPE_CHECKING:
     from offload.device.updating import Segment
+
+_LOSSY = (StateFormat.BF16, StateFormat.EIGHT_BIT)
+"""Their moments are rounded at every update."""
 
 
 def update_torch(segment: Segment) -> None:
@@ -27,16 +30,15 @@ def update_torch(segment: Segment) -> None:
 
 def _update_chunk(segment: Segment, chunk: slice) -> None:
     hyper = segment.hyper
-    factor = f32(segment.signed_factor)
     p = _master(segment, chunk)
-    g = segment.grad[chunk].float() * factor
+    g = segment.grad[chunk].float()
     moments = {name: _moment(segment, name, chunk) for name in hyper.moments}
     p, roots = _RULES[hyper.rule](segment, p, g, moments)
     random: dict[str, Tensor] = {}
-    if segment.state_format in (StateFormat.BF16, StateFormat.EIGHT_BIT):
+    if segment.state_format in _LOSSY:
         key = encoding.rounding_key(segment.rounding_seed, segment.step)
-        draw = encoding.random_bits if segment.state_format is StateFormat.BF16 else encoding.random_bytes
-        both = draw(key, segment.first_index + chunk.start, g.numel(), g.device)
+        width = 16 if segment.state_format is StateFormat.BF16 else 8
+        both = encoding.random_bits(key, segment.first_index + chunk.start, g.numel(), width, g.device)
         random = dict(zip(MOMENTS, both, strict=True))
     for name, value in moments.items():
         _put_moment(
@@ -68,10 +70,13 @@ def _groups(chunk: slice) -> slice:
 
 
 def _moment(segment: Segment, name: str, chunk: slice) -> Tensor:
-    array = segment.arrays[name][chunk]
+    """Adam's rounded exp_avg_sq: times beta2."""
+    hyper, array = segment.hyper, segment.arrays[name][chunk]
+    decays = CODES[name] is ROOT and hyper.rule is Rule.ADAM
     if segment.state_format is not StateFormat.EIGHT_BIT:
-        return array.float()
-    values = encoding.values_of(array, segment.arrays[scale_name(name)][_groups(chunk)], CODES[name])
+        return array.float() * f32(hyper.beta2) if decays and segment.state_format in _LOSSY else array.float()
+    factor = f32(math.sqrt(hyper.beta2)) if decays else 1.0
+    values = encoding.values_of(array, segment.arrays[scale_name(name)][_groups(chunk)], CODES[name], factor)
     return values * values if CODES[name] is ROOT else values
 
 
@@ -88,40 +93,54 @@ def _put_moment(segment: Segment, name: str, chunk: slice, root: Tensor, value: 
         array.copy_(value)
 
 
-# ---- rules: (segment, p, g, moments) -> the new p and the root of the new exp_avg_sq; moments are replaced
+# ---- rules: (segment, p, the gradient without its factor, moments) -> the new p and the root of the new exp_avg_sq;
+# ---- moments are replaced
 
 _Moments = dict[str, Tensor]
 
 
-def _l2(hyper: Hyper, p: Tensor, g: Tensor) -> Tensor:
-    return fma(f32(hyper.weight_decay), p, g) if hyper.weight_decay != 0 else g
+def _scaled(segment: Segment, g: Tensor) -> Tensor:
+    return g * f32(segment.signed_factor)
+
+
+def _with_l2(segment: Segment, p: Tensor, g: Tensor) -> Tensor:
+    """The gradient times its factor, with weight decay as L2."""
+    decay = segment.hyper.weight_decay
+    return fma(f32(decay), p, _scaled(segment, g)) if decay != 0 else _scaled(segment, g)
 
 
 def _adam(segment: Segment, p: Tensor, g: Tensor, moments: _Moments) -> tuple[Tensor, Tensor | None]:
     hyper = segment.hyper
     step_size = hyper.lr / (1.0 - hyper.beta1**segment.step)
     root_correction2 = math.sqrt(1.0 - hyper.beta2**segment.step)
-    weight = f32(1.0 - hyper.beta1)
-    if not hyper.decoupled:
-        g = _l2(hyper, p, g)
-    elif hyper.weight_decay != 0:
-        p = p * f32(1.0 - hyper.lr * hyper.weight_decay)
+    is_l2 = not hyper.decoupled and hyper.weight_decay != 0
+    decay = 1.0 if not hyper.decoupled or hyper.weight_decay == 0 else f32(1.0 - hyper.lr * hyper.weight_decay)
     m, v = moments["exp_avg"], moments["exp_avg_sq"]
-    m = fma(weight, g - m, m) if abs(weight) < 0.5 else fma(f32(weight - 1.0), g - m, g)
-    v = fma(g * f32(1.0 - hyper.beta2), g, v * f32(hyper.beta2))
-    moments["exp_avg"], moments["exp_avg_sq"] = m, v
-    root = encoding.root_of(v)
-    if segment.state_format in (StateFormat.BF16, StateFormat.EIGHT_BIT):
-        negative_step, denominator = f32(-(step_size * root_correction2)), root + f32(hyper.eps * root_correction2)
+    if segment.state_format in _LOSSY:
+        factor = 1.0 if is_l2 else f32(segment.signed_factor)
+        g = _with_l2(segment, p, g) if is_l2 else g
+        m = fma(f32(hyper.beta1), m, g * f32((1.0 - hyper.beta1) * factor))
+        g = g * f32(math.sqrt(1.0 - hyper.beta2) * factor)
+        v = fma(g, g, v)
+        root = encoding.root_of(v)
+        step = (m * f32(-(step_size * root_correction2))) / (root + f32(hyper.eps * root_correction2))
+        p = fma(decay, p, step)
     else:
+        weight = f32(1.0 - hyper.beta1)
+        g = _with_l2(segment, p, g) if is_l2 else _scaled(segment, g)
+        m = fma(weight, g - m, m) if abs(weight) < 0.5 else fma(f32(weight - 1.0), g - m, g)
+        v = fma(g * f32(1.0 - hyper.beta2), g, v * f32(hyper.beta2))
+        root = encoding.root_of(v)
         # A tensor, because torch multiplies by the reciprocal of a number on some devices.
         divisor = torch.full((1,), f32(root_correction2), device=p.device)
-        negative_step, denominator = f32(-step_size), root / divisor + f32(hyper.eps)
-    return p + (m * negative_step) / denominator, root
+        p = p * decay + (m * f32(-step_size)) / (root / divisor + f32(hyper.eps))
+    moments["exp_avg"], moments["exp_avg_sq"] = m, v
+    return p, root
 
 
 def _lion(segment: Segment, p: Tensor, g: Tensor, moments: _Moments) -> tuple[Tensor, Tensor | None]:
     hyper, m = segment.hyper, moments["exp_avg"]
+    g = _scaled(segment, g)
     direction = fma(f32(1.0 - hyper.beta1), g, m * f32(hyper.beta1))
     sign = (direction > 0).float() - (direction < 0).float()
     moments["exp_avg"] = fma(f32(1.0 - hyper.beta2), g, m * f32(hyper.beta2))
@@ -130,7 +149,7 @@ def _lion(segment: Segment, p: Tensor, g: Tensor, moments: _Moments) -> tuple[Te
 
 def _adagrad(segment: Segment, p: Tensor, g: Tensor, moments: _Moments) -> tuple[Tensor, Tensor | None]:
     hyper = segment.hyper
-    g = _l2(hyper, p, g)
+    g = _with_l2(segment, p, g)
     moments["exp_avg_sq"] = fma(g, g, moments["exp_avg_sq"])
     root = encoding.root_of(moments["exp_avg_sq"])
     return p + (g * f32(-hyper.lr_at(segment.step))) / (root + f32(hyper.eps)), root
@@ -138,7 +157,7 @@ def _adagrad(segment: Segment, p: Tensor, g: Tensor, moments: _Moments) -> tuple
 
 def _sgd(segment: Segment, p: Tensor, g: Tensor, moments: _Moments) -> tuple[Tensor, Tensor | None]:
     hyper = segment.hyper
-    g = _l2(hyper, p, g)
+    g = _with_l2(segment, p, g)
     if "exp_avg" in moments:
         momentum, buffer = f32(hyper.beta1), moments["exp_avg"]
         buffer = g if segment.step == 1 else fma(f32(1.0 - hyper.beta2), g, buffer * momentum)

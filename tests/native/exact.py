@@ -73,6 +73,26 @@ def adam_element(g: float, p: float, m: float, v: float, settings: dict[str, flo
     return float(p32), float(m32), float(v32)
 
 
+def rounded_adam_element(
+    g: float, p: float, m: float, decayed: np.float32, settings: dict[str, float], step: int
+) -> tuple[np.float32, np.float32, np.float32, np.float32]:
+    """(p, m, v, its root) after one step with moments that are rounded afterwards. `decayed`: exp_avg_sq times beta2."""
+    f = np.float32
+    lr, beta1, beta2 = settings["lr"], settings["beta1"], settings["beta2"]
+    decay = settings["weight_decay"]
+    correction1, root_correction2 = 1 - beta1**step, math.sqrt(1 - beta2**step)
+    g32, p32, factor = f(g), f(p), float(f(settings["factor"]))
+    if not settings["decoupled"]:
+        g32, factor = fma(p32, f(decay), g32 * f(factor)), 1.0
+    m32 = fma(f(m), f(beta1), g32 * f((1 - beta1) * factor))
+    h = g32 * f(math.sqrt(1 - beta2) * factor)
+    v32 = fma(h, h, decayed)
+    root = sqrt(v32)
+    move = (f(-(lr / correction1 * root_correction2)) * m32) / (root + f(settings["eps"] * root_correction2))
+    p32 = fma(p32, f(1 - lr * decay), move) if settings["decoupled"] else p32 + move
+    return p32, m32, v32, root
+
+
 def block_sums(values: np.ndarray, start_index: int) -> np.ndarray:
     """The definition of the sums of squares, word for word. `values`: float32."""
     sums = []

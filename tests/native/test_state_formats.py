@@ -153,32 +153,33 @@ def test_split_states_follow_fp32_states_to_the_bit(hyper: Hyper) -> None:
 # ---- stochastic rounding
 
 
-def _random(seed: int, step: int, index: int) -> tuple[int, int]:
+def _random(seed: int, step: int, index: int, width: int) -> tuple[int, int]:
     """The definition in offload.h, word for word."""
     z = (seed + step * 0x9E3779B97F4A7C15) % 2**64
     z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) % 2**64
     z = ((z ^ z >> 27) * 0x94D049BB133111EB) % 2**64
-    w = ((z ^ z >> 31) % 2**32 + index * 0x9E3779B9) % 2**32
+    sharing = 32 // width
+    w = ((z ^ z >> 31) % 2**32 + index // sharing * 0x9E3779B9) % 2**32
     bits = ((w ^ w >> 16) * 0x85EBCA6B) % 2**32
-    return bits % 2**16, bits >> 16
+    parts = [(bits >> width * part) % 2**width for part in range(sharing)]
+    return parts[index % sharing], parts[index % sharing ^ 1]
 
 
-def test_random_bits_are_the_defined_ones() -> None:
-    key = encoding.rounding_key(7, 12)
-    low, high = encoding.random_bits(key, 2**32 - 3, 10, torch.device("cpu"))
-    expected = [_random(7, 12, 2**32 - 3 + i) for i in range(10)]
+@pytest.mark.parametrize("width", [16, 8])
+@pytest.mark.parametrize("first", [0, 5, 2**32 - 3, 3 * 2**33 + 1])
+def test_random_bits_are_the_defined_ones(width: int, first: int) -> None:
+    low, high = encoding.random_bits(encoding.rounding_key(7, 12), first, 10, width, torch.device("cpu"))
+    expected = [_random(7, 12, first + i, width) for i in range(10)]
     assert list(zip(low.tolist(), high.tolist(), strict=True)) == expected
-    first, second = encoding.random_bytes(key, 64, 5, torch.device("cpu"))
-    halves = [_random(7, 12, (64 + i) // 2)[i % 2] for i in range(5)]
-    assert list(zip(first.tolist(), second.tolist(), strict=True)) == [(half & 0xFF, half >> 8) for half in halves]
 
 
-def test_random_bits_are_uniform_over_steps_and_over_elements() -> None:
+@pytest.mark.parametrize("width", [16, 8])
+def test_random_bits_are_uniform_over_steps_and_over_elements(width: int) -> None:
     for name in range(2):
-        over_elements = encoding.random_bits(encoding.rounding_key(1, 1), 0, 65536, torch.device("cpu"))[name]
-        over_steps = torch.tensor([_random(1, step, 77)[name] for step in range(1, 20_001)])
+        over_elements = encoding.random_bits(encoding.rounding_key(1, 1), 0, 65536, width, torch.device("cpu"))[name]
+        over_steps = torch.tensor([_random(1, step, 77, width)[name] for step in range(1, 20_001)])
         for draws in (over_elements, over_steps):
-            counts = torch.bincount(draws >> 12, minlength=16).double()
+            counts = torch.bincount(draws >> width - 4, minlength=16).double()
             expected = len(draws) / 16
             assert float(((counts - expected) ** 2 / expected).sum()) < 45  # chi squared of 15 degrees: p < 1e-4
             serial = torch.corrcoef(torch.stack([draws[1:].double(), draws[:-1].double()]))[0, 1]
@@ -197,7 +198,7 @@ def test_bf16_moments_round_up_as_often_as_they_should() -> None:
     assert set(moments.float().tolist()) == {low, high}
     assert abs(float((moments.float() == high).double().mean()) - 0.3) < 0.01
     for index in (0, 1, 77, 49_999):
-        expected = (_bits(value) + _random(5, 1, index)[0]) >> 16
+        expected = (_bits(value) + _random(5, 1, index, 16)[0]) >> 16
         assert int(moments[index].view(torch.int16)) == expected
 
 
@@ -208,7 +209,7 @@ def _expected_codes(group: list[float], code: Code, draws: list[int]) -> tuple[l
     """Codes and k by rational arithmetic."""
     k = {AVERAGE: -110, ROOT: -63}[code]
     largest = max(abs(Fraction(value)) for value in group)
-    while largest > code.largest * Fraction(2) ** k:
+    while largest >= code.largest * Fraction(2) ** k:
         k += 1
     codes = []
     for value, draw in zip(group, draws, strict=True):
@@ -223,13 +224,16 @@ def _expected_codes(group: list[float], code: Code, draws: list[int]) -> tuple[l
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("scale", [1.0, 3e-30, 1e-44, 2e14, 0.0])
-def test_codes_are_the_defined_ones(moment: str, scale: float) -> None:
+@pytest.mark.parametrize("scale", [1.0, 3e-30, 1e-44, 2e14, 0.0, None])
+def test_codes_are_the_defined_ones(moment: str, scale: float | None) -> None:
+    """None: a maximum of exactly the largest code times a power of two."""
     code = CODES[moment]
     generator = torch.Generator().manual_seed(4)
-    values = torch.randn(3 * SCALE_GROUP + 9, generator=generator) * scale
+    values = torch.randn(3 * SCALE_GROUP + 9, generator=generator) * (1.0 if scale is None else scale)
     values = values.abs() if code is ROOT else values
     values[5] = 0.0
+    if scale is None:
+        values[[7, 70, 140, 199]] = code.largest * torch.exp2(torch.tensor([0.0, 3.0, -1.0, -2.0]))
     draws = torch.randint(0, 1 << 8, values.shape, generator=generator)
     codes, scale_bytes = encoding.codes_of(values, code, draws)
     for group in range(4):
@@ -258,6 +262,47 @@ def test_what_an_update_left_is_kept_exactly_by_fp32(seed: int, exponent: int, m
     record.put_moment(moment, 0, 200, kept)
     assert exact.same_bits(record.moment(moment, 0, 200), kept)
     assert bool(kept.isfinite().all())
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("state_format", [StateFormat.BF16, StateFormat.EIGHT_BIT], ids=lambda one: one.value)
+def test_every_operation_of_a_rounded_update_is_the_defined_one(state_format: StateFormat, decoupled: bool) -> None:
+    numbers = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.05}
+    hyper = Hyper(Rule.ADAM, *numbers.values(), decoupled=decoupled)
+    numel, step = SCALE_GROUP * 2 + 37, 3
+    state = State(state_format, numel, 8, grad=torch.float32)
+    state.grad.copy_(torch.randn(numel, generator=torch.Generator().manual_seed(9)))
+    is_8bit = state_format is StateFormat.EIGHT_BIT
+    width = 8 if is_8bit else 16
+    grads, masters = state.grad.tolist(), state.record.master(0, numel, state.values).tolist()
+    averages = state.record.moment("exp_avg", 0, numel).tolist()
+    if is_8bit:
+        scales = ROOT.scales_of(state.record.arrays["exp_avg_sq_scale"]) * float(np.float32(math.sqrt(0.95)))
+        roots = state.record.arrays["exp_avg_sq"][:numel].float() * scales.repeat_interleave(SCALE_GROUP)[:numel]
+        decayed = (roots * roots).numpy()
+    else:
+        decayed = state.record.moment("exp_avg_sq", 0, numel).numpy() * np.float32(0.95)
+    settings = numbers | {"factor": 0.5, "decoupled": decoupled}
+    expected = [exact.rounded_adam_element(grads[i], masters[i], averages[i], decayed[i], settings, step) for i in range(numel)]
+    update([state.segment(hyper, step)])
+    weights, average, square, root = (torch.tensor([float(one[part]) for one in expected]) for part in range(4))
+    assert exact.same_bits(state.record.master(0, numel, state.values), weights)
+    draws = [_random(5, step, i, width) for i in range(numel)]
+    for part, name in enumerate(MOMENTS):
+        stored = state.record.arrays[name][:numel]
+        if not is_8bit:
+            bits = [
+                (_bits(value) + draw[part]) >> 16 for value, draw in zip((average, square)[part].tolist(), draws, strict=True)
+            ]
+            assert (stored.view(torch.int16).int() & 0xFFFF).tolist() == bits
+            continue
+        for start in range(0, numel, SCALE_GROUP):
+            group = slice(start, start + SCALE_GROUP)
+            values = (average, root)[part][group].tolist()
+            codes, k = _expected_codes(values, CODES[name], [draw[part] for draw in draws[group]])
+            assert stored[group].tolist() == codes
+            scale_bytes = state.record.arrays[f"{name}_scale"][start // SCALE_GROUP :][:1]
+            assert float(CODES[name].scales_of(scale_bytes)) == 2.0**k
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 3.4e38, -3.4e38])
