@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from train_step import SEQUENCE, SHAPES, VOCABULARY, build, describe_machine, memory_rate, nvme_rates, status_nbytes
+from train_step import SHAPES, VOCABULARY, build, describe_machine, memory_rate, nvme_rates, status_nbytes
 
 CASES = ("offload", "torch.save", "offload, waiting", "deepspeed", "offload, not verified")
 
@@ -48,6 +48,7 @@ class Loop:
         self.draw = torch.Generator().manual_seed(1)
         self.wait: Callable[[], None] = lambda: None
         self.engine: Any = None
+        self.token_count = SHAPES[shape]["n_positions"]
         getattr(self, "_open_" + case.split(",")[0].replace(".", "_"))(case, shape, folder)
         self.numel = sum(parameter.numel() for parameter in self.model.parameters())
 
@@ -104,7 +105,7 @@ class Loop:
     def step(self) -> None:
         import torch
 
-        tokens = torch.randint(0, VOCABULARY, (1, SEQUENCE), generator=self.draw)
+        tokens = torch.randint(0, VOCABULARY, (1, self.token_count), generator=self.draw)
         loss = self.model(input_ids=tokens, labels=tokens).loss
         if self.optimizer is None:
             self.model.backward(loss)
@@ -191,7 +192,7 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=options.nvme or ".", prefix="bench-") as folder:
         rates = {"memory": memory_rate(), "nvme": nvme_rates(folder)}
-        report = {"machine": describe_machine(), "rates": rates, "batch": 1, "sequence": SEQUENCE, "results": results}
+        report = {"machine": describe_machine(), "rates": rates, "batch": 1, "results": results}
         for shape in options.shapes.split(","):
             for case in CASES:
                 result = child({"case": case, "shape": shape, "steps": options.steps, "nvme": folder})

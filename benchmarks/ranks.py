@@ -27,10 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from machine import describe_machine, status_nbytes
-from train_step import CLIP, SEQUENCE, SHAPES, VOCABULARY, build, model_config
+from train_step import CLIP, SHAPES, VOCABULARY, build, model_config
 
 CONTENDERS = ("offload stage 3", "offload stage 2", "fsdp2", "deepspeed stage 3", "compute", "wire")
 LEARNING_RATE = 1e-4
+
+
+SEQUENCE = SHAPES["125M"]["n_positions"]
 
 
 def tokens_of(step: int, rank: int, world: int) -> Any:

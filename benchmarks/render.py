@@ -43,7 +43,8 @@ def machine_line(report: dict[str, Any]) -> str:
 def train_step(report: dict[str, Any]) -> str:
     """The table of benchmarks/train_step.py."""
     introduction = (
-        "GPT-2-shaped, batch 1 x 128, fp32, clip 1.0, no GPU; medians of steps, each model in one run. " + machine_line(report)
+        "GPT-2-shaped, one sequence of 64 tokens (125M also of 128), fp32, clip 1.0, no GPU; medians of steps, each model in one "
+        "run. " + machine_line(report)
     )
     columns = "| model | how | s/step | x plain | floor s | hidden: NVMe read, write, Adam | peak RSS |"
     rows = []
@@ -88,7 +89,7 @@ def memory_sweep(report: dict[str, Any]) -> str:
 
 def checkpoint(report: dict[str, Any]) -> str:
     """The table of benchmarks/checkpoint.py."""
-    introduction = "A save beside training, against a step of the same run; fp32, batch 1 x 128, no GPU. "
+    introduction = "A save beside training, against a step of the same run; fp32, one sequence of 128 tokens (1B: 64), no GPU. "
     columns = "| model | how | s/step | next step held up, s (share of a step) | whole save, s | extra peak RSS |"
     rows = []
     for result in report["results"]:

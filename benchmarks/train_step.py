@@ -3,7 +3,8 @@
     python benchmarks/train_step.py --out docs/performance/train_step.json
     python benchmarks/train_step.py --shapes 125M --memory-sweep 6 --out docs/performance/memory_sweep.json
 
-GPT-2-shaped models, batch 1 x 128, fp32, gradient norm clipped to 1.0. Every case is a process of its own, so its peak
+GPT-2-shaped models, one sequence of 128 tokens (64 from 1B on, and at 125M again so that steps of the same tokens can be
+compared for each parameter), fp32, gradient norm clipped to 1.0. Every case is a process of its own, so its peak
 resident size (VmHWM) is its own; the ratios are to plain PyTorch with fused AdamW on the same model where it fits. Beside
 each step stands the floor: the largest of compute, memory and NVMe time at rates measured in the same run; and for each
 link the share of its work that was hidden, from the engine's own timeline. --memory-sweep measures the step against
@@ -25,14 +26,15 @@ from typing import Any
 from machine import describe_machine, status_nbytes
 
 SHAPES = {
-    "tiny": {"n_embd": 64, "n_layer": 4, "n_head": 4},
-    "125M": {"n_embd": 768, "n_layer": 12, "n_head": 12},
-    "1B": {"n_embd": 2048, "n_layer": 18, "n_head": 16},
-    "2B": {"n_embd": 2560, "n_layer": 24, "n_head": 20},
-    "3B": {"n_embd": 3072, "n_layer": 25, "n_head": 24},
+    "tiny": {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 128},
+    "125M": {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 128},
+    "125M, 64 tokens": {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 64},
+    "1B": {"n_embd": 2048, "n_layer": 18, "n_head": 16, "n_positions": 64},
+    "2B": {"n_embd": 2560, "n_layer": 24, "n_head": 20, "n_positions": 64},
+    "3B": {"n_embd": 3072, "n_layer": 25, "n_head": 24, "n_positions": 64},
 }
+"""`n_positions`: the tokens of a batch, too."""
 VOCABULARY = 50257
-SEQUENCE = 128
 CLIP = 1.0
 NO_STRIKE = 1e6
 """A norm to clip to that no step reaches: what `update="backward"` gains shows in steps whose norm changes nothing."""
@@ -51,7 +53,7 @@ CASES: dict[str, dict[str, Any]] = {
 def model_config(shape: str) -> dict[str, Any]:
     """The fields of transformers.GPT2Config."""
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return {"vocab_size": VOCABULARY, "n_positions": SEQUENCE, **dropout, **SHAPES[shape]}
+    return {"vocab_size": VOCABULARY, **dropout, **SHAPES[shape]}
 
 
 def build(shape: str) -> Any:
@@ -104,7 +106,7 @@ def measure(case: str, shape: str, steps: int, nvme: str, overrides: dict[str, A
     losses: list[float] = []
     uncounted = LOOKS_ON.get(case, 2)
     for index in range(steps + uncounted):
-        tokens = torch.randint(0, VOCABULARY, (1, SEQUENCE), generator=generator)
+        tokens = torch.randint(0, VOCABULARY, (1, SHAPES[shape]["n_positions"]), generator=generator)
         start = time.perf_counter()
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
@@ -121,6 +123,7 @@ def measure(case: str, shape: str, steps: int, nvme: str, overrides: dict[str, A
         "case": case,
         "shape": shape,
         "parameters": numel,
+        "tokens": SHAPES[shape]["n_positions"],
         "median_seconds": statistics.median(seconds[uncounted:]),
         "seconds": seconds,
         "losses": losses,
@@ -217,7 +220,7 @@ class Compute:
     """Forward and backward of plain PyTorch without an optimizer, in a process of its own; of a model that is too large for
     that, scaled by parameters from the largest that was measured."""
 
-    IN_MEMORY = ("tiny", "125M", "1B")
+    IN_MEMORY = ("tiny", "125M", "125M, 64 tokens", "1B")
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[float, int]] = {}
@@ -255,16 +258,17 @@ PEER_SECONDS = 900
 RUNS: dict[str, tuple[str, ...]] = {
     "tiny": ("plain", "cpu", "nvme", "nvme, backward"),
     "125M": ("plain", "cpu", "nvme", "nvme, backward", "deepspeed cpu", "deepspeed nvme"),
+    "125M, 64 tokens": ("nvme", "nvme, backward"),
     "1B": ("plain", "nvme", "nvme, backward", "deepspeed nvme"),
-    "2B": ("nvme", "deepspeed nvme"),
-    "3B": ("nvme",),
+    "2B": ("nvme", "nvme, backward", "deepspeed nvme"),
+    "3B": ("nvme", "nvme, backward"),
 }
 
 
 def compare(options: argparse.Namespace, folder: str, rates: dict[str, Any]) -> list[dict[str, Any]]:
     """A result for every shape and case."""
     compute, results = Compute(), []
-    for shape in options.shapes.split(","):
+    for shape in options.shapes.split(";"):
         common = {"shape": shape, "steps": options.steps, "nvme": folder, "overrides": {}}
         plain: float | None = None
         for case in RUNS[shape]:
@@ -292,7 +296,7 @@ def others(before: dict[str, Any], report: dict[str, Any]) -> list[dict[str, Any
 def sweep(options: argparse.Namespace, folder: str, rates: dict[str, Any]) -> list[dict[str, Any]]:
     """The step of the first shape on NVMe, for `cpu_memory` from the smallest to what keeps everything."""
     compute, results = Compute(), []
-    common = {"shape": options.shapes.split(",")[0], "steps": options.steps, "nvme": folder, "case": "nvme"}
+    common = {"shape": options.shapes.split(";")[0], "steps": options.steps, "nvme": folder, "case": "nvme"}
     limits = child({**common, "case": "limits", "overrides": {}})
     for index in range(options.memory_sweep):
         share = index / max(options.memory_sweep - 1, 1)
@@ -315,7 +319,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="the figures as JSON (of a sweep the plot beside it); other shapes in it stay")
     parser.add_argument("--nvme", help="folder on the drive to use; default: a temporary one in the current folder")
-    parser.add_argument("--shapes", default="125M,1B", help="which models, of " + ", ".join(SHAPES))
+    parser.add_argument("--shapes", default="125M;1B", help="which models, of " + "; ".join(SHAPES))
     parser.add_argument("--steps", type=int, default=8, help="steps that count, after some that do not")
     parser.add_argument("--memory-sweep", type=int, default=0, metavar="N", help="instead: N budgets of the first shape")
     parser.add_argument("--deepspeed-python", help="an interpreter that has DeepSpeed")
@@ -323,7 +327,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.nvme or ".", prefix="bench-") as folder:
         rates = {"memory": memory_rate(), "nvme": nvme_rates(folder)}
         results = sweep(options, folder, rates) if options.memory_sweep else compare(options, folder, rates)
-    report = {"machine": describe_machine(), "rates": rates, "batch": 1, "sequence": SEQUENCE, "clip": CLIP, "results": results}
+    report = {"machine": describe_machine(), "rates": rates, "batch": 1, "clip": CLIP, "results": results}
     if options.out is not None:
         if options.out.exists() and not options.memory_sweep:
             before = json.loads(options.out.read_text())

@@ -1,8 +1,9 @@
 """From a trace and a budget to a schedule: which unit is fetched and which is evicted before each event. Pure.
 
-The policy is Belady's: what is evicted is what is used again last (of what this step is done with, in a next one like it),
-and nothing is evicted before its room is needed, so a budget above the minimum saves transfers and one that holds everything makes none. A fetch is issued as early as
-`prefetch` uses ahead, but never at the cost of a unit that is used sooner.
+The policy is Belady's: what is evicted is what is used again last (of what this step is done with, in a next one like
+it), and nothing is evicted before its room is needed, so a budget above the minimum saves transfers and one that holds
+everything makes none. A fetch is issued as early as `prefetch` uses ahead, but never at the cost of a unit that is used
+sooner.
 
 What always holds (checked by `simulate`, and by property tests): at every prefix the resident and arriving bytes are
 within the capacity; a unit is resident during each of its uses; every fetch has one evict; a unit in use is never
