@@ -43,8 +43,8 @@ def machine_line(report: dict[str, Any]) -> str:
 def train_step(report: dict[str, Any]) -> str:
     """The table of benchmarks/train_step.py."""
     introduction = (
-        "GPT-2-shaped, one sequence of 64 tokens (125M also of 128), fp32, clip 1.0, no GPU; medians of steps, each model in one "
-        "run. " + machine_line(report)
+        "GPT-2-shaped, one sequence of 64 tokens (125M also of 128), fp32, clip 1.0, no GPU; medians of steps, each model in "
+        "one run. " + machine_line(report)
     )
     columns = "| model | how | s/step | x plain | floor s | hidden: NVMe read, write, Adam | peak RSS |"
     rows = []
