@@ -326,7 +326,7 @@ class Shift(nn.Module):
 class Shifts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        weight = nn.Parameter(torch.randn(2, 64))
+        weight = nn.Parameter(torch.randn(64, 64))
         self.first, self.second, self.third = Shift(weight), Shift(weight), Shift(weight)
         self.outlet = nn.Linear(64, 64)
 
@@ -339,7 +339,7 @@ class Shifts(nn.Module):
 def test_a_part_that_others_hold_is_not_added_to(opened: Any, setup: Setup, taken: Taken) -> None:
     def shifting(run: Run) -> list[float]:
         losses = []
-        for x, y in vector_batches(3, width=64, rows=2):
+        for x, y in vector_batches(3, width=64, rows=64):
             loss = F.mse_loss(run.model(x), y)
             loss.backward()
             run.optimizer.step()
@@ -361,7 +361,7 @@ def test_the_gradient_is_there_twice_at_most(opened: Any, monkeypatch: pytest.Mo
     assert answers == [True] * 2 * 3
 
 
-@everywhere
+@pytest.mark.parametrize("setup", [one for one in SETUPS if one.update == "step"], ids=lambda setup: setup.name)
 def test_a_backward_that_is_cut_short_leaves_no_part(opened: Any, setup: Setup) -> None:
     def interrupted(run: Run) -> list[float]:
         def refuse(*_: Any) -> None:

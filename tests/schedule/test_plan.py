@@ -5,8 +5,17 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from offload.schedule.plan import Op, Schedule, Verb, plan, required_nbytes, simulate
-from offload.schedule.trace import Edge, Event, Recorder, Trace, Use, guess
+from offload.schedule.plan import (
+    Op,
+    Schedule,
+    Verb,
+    expected_nbytes,
+    plan,
+    required_nbytes,
+    simulate,
+    worthwhile_nbytes,
+)
+from offload.schedule.trace import Edge, Event, Expected, Recorder, Trace, Use, guess
 
 UNITS = 6
 sizes = st.lists(st.integers(0, 20), min_size=UNITS, max_size=UNITS)
@@ -111,3 +120,56 @@ def test_a_trace_that_does_not_balance_is_refused() -> None:
         Trace((Event(Edge.START, 0),))
     with pytest.raises(AssertionError, match="before it starts"):
         Trace((Event(Edge.END, 0),))
+
+
+def written(trace: Trace) -> str:
+    return " ".join(("+" if event.edge is Edge.START else "-") + str(event.unit_index) for event in trace)
+
+
+TIED = [Use(1, read_in_backward=False), Use(2, behind_root=True), Use(3), Use(1, behind_root=True)]
+"""An embedding and its head around two blocks, with parameters of the root before the first and behind the last."""
+
+
+def test_what_a_step_of_a_tied_model_probably_does() -> None:
+    assert written(guess(0, TIED)) == "+0 +1 -1 +2 -2 +3 -3 +1 -1 -0 +0 +1 -1 +3 +2 -3 -2 -0"
+    assert written(guess(0, TIED, overlapping=True)) == "+0 +1 -1 +2 -2 +3 -3 +1 -1 -0 +0 +1 +3 -1 +2 -3 -2 -0"
+    assert Expected.of(0, TIED).late_units == {0, 1}
+
+
+any_uses = st.lists(st.builds(Use, st.integers(1, UNITS - 1), st.booleans(), st.booleans()), max_size=12)
+
+
+@given(any_uses, sizes, st.integers(0, 3))
+def test_the_expected_capacity_is_enough_however_uses_overlap(uses: list[Use], unit_nbytes: list[int], prefetch: int) -> None:
+    expected = Expected.of(0, uses)
+    capacity = expected_nbytes(expected, unit_nbytes, prefetch)
+    for trace, ahead in ((expected.trace, prefetch), (expected.overlapping, 0)):
+        assert simulate(plan(trace, unit_nbytes, capacity, ahead), unit_nbytes) <= capacity
+
+
+@given(any_uses, sizes, st.integers(0, 3))
+def test_memory_is_taken_unasked_only_where_it_saves_much(uses: list[Use], unit_nbytes: list[int], prefetch: int) -> None:
+    """Counted by going through two steps in a row, which begins the second with what the first left."""
+    expected = Expected.of(0, uses)
+    least, taken = (needed(expected, unit_nbytes, prefetch) for needed in (expected_nbytes, worthwhile_nbytes))
+    fetched = []
+    for capacity in (least, taken):
+        twice = plan(Trace(expected.trace.events * 2), unit_nbytes, capacity, prefetch)
+        ops = [op for before in twice.before[len(expected.trace) :] for op in before]
+        fetched.append(sum(unit_nbytes[op.unit_index] for op in ops if op.verb is Verb.FETCH))
+    assert taken == least or fetched[0] - fetched[1] >= 6 * (taken - least) > 0
+
+
+def test_a_large_embedding_stays_beside_small_blocks_and_not_beside_large_ones() -> None:
+    uses = [TIED[0], *(Use(unit) for unit in range(2, 8)), TIED[-1]]
+    expected = Expected.of(0, uses)
+    small, large = [0, 50] + [10] * 6, [0, 50] + [25] * 6
+    assert worthwhile_nbytes(expected, small, 1) == 50 + 3 * 10 > expected_nbytes(expected, small, 1)
+    assert worthwhile_nbytes(expected, large, 1) == expected_nbytes(expected, large, 1) == 75
+
+
+def test_what_the_next_step_needs_first_stays_at_the_end_of_one() -> None:
+    uses = [TIED[0], *(Use(unit) for unit in range(2, 8)), TIED[-1]]
+    schedule = plan(guess(0, uses), [0, 50] + [10] * 6, 80, 1)
+    assert [op for op in schedule.ops if op == Op(Verb.EVICT, 1)] == [Op(Verb.EVICT, 1)], "it goes when the step is over"
+    assert {op.unit_index for op in schedule.closing} == {0, 1, 2, 3, 4}
