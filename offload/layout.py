@@ -188,11 +188,16 @@ class FlatLayout:
 
     @property
     def open_chunk_count(self) -> int:
-        """How many chunks can hold an incomplete gradient at once: those that more than one slot shares.
+        """How many chunks can hold an incomplete gradient at once: those that more than one slot shares. Of the rank that has
+        the most of them, so that all ranks need the same.
 
         A chunk that lies wholly inside one slot is filled and finished by that slot's gradient alone.
         """
-        return sum(1 for chunk in self.chunks if sum(1 for _ in self.pieces(chunk)) > 1)
+        numel = self.updated_numel
+        parts = (
+            [self.chunks] if numel == self.numel else [self.cut(start, start + numel) for start in range(0, self.numel, numel)]
+        )
+        return max(sum(1 for chunk in chunks if sum(1 for _ in self.pieces(chunk)) > 1) for chunks in parts)
 
 
 @dataclass(frozen=True, slots=True)
