@@ -27,6 +27,7 @@ from typing import Any
 import psutil
 from train_step import SHAPES, VOCABULARY, build, describe_machine, memory_rate, nvme_rates, status_nbytes
 
+SEQUENCE = 128
 CASES = ("offload", "torch.save", "offload, waiting", "deepspeed", "offload, not verified")
 
 
@@ -48,7 +49,6 @@ class Loop:
         self.draw = torch.Generator().manual_seed(1)
         self.wait: Callable[[], None] = lambda: None
         self.engine: Any = None
-        self.token_count = SHAPES[shape]["n_positions"]
         getattr(self, "_open_" + case.split(",")[0].replace(".", "_"))(case, shape, folder)
         self.numel = sum(parameter.numel() for parameter in self.model.parameters())
 
@@ -58,7 +58,7 @@ class Loop:
         import offload
 
         with offload.deferred_init():
-            self.model = build(shape)
+            self.model = build(shape, SEQUENCE)
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         config = offload.Config(parameters="nvme", optimizer_states="nvme", nvme=folder)
         self.engine = offload.initialize(self.model, optimizer, config)
@@ -72,7 +72,7 @@ class Loop:
     def _open_torch_save(self, case: str, shape: str, folder: str) -> None:
         import torch
 
-        self.model = build(shape)
+        self.model = build(shape, SEQUENCE)
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
 
         def save() -> None:
@@ -90,7 +90,7 @@ class Loop:
         import deepspeed
         import torch
 
-        model = build(shape)
+        model = build(shape, SEQUENCE)
         config = {"train_batch_size": 1, "zero_optimization": {"stage": 2}, "zero_force_ds_cpu_optimizer": False}
         adamw = torch.optim.AdamW(model.parameters(), lr=1e-4)
         self.model, *_ = deepspeed.initialize(model=model, optimizer=adamw, config=config)
@@ -105,7 +105,7 @@ class Loop:
     def step(self) -> None:
         import torch
 
-        tokens = torch.randint(0, VOCABULARY, (1, self.token_count), generator=self.draw)
+        tokens = torch.randint(0, VOCABULARY, (1, SEQUENCE), generator=self.draw)
         loss = self.model(input_ids=tokens, labels=tokens).loss
         if self.optimizer is None:
             self.model.backward(loss)
@@ -192,7 +192,7 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=options.nvme or ".", prefix="bench-") as folder:
         rates = {"memory": memory_rate(), "nvme": nvme_rates(folder)}
-        report = {"machine": describe_machine(), "rates": rates, "batch": 1, "results": results}
+        report = {"machine": describe_machine(), "rates": rates, "batch": 1, "sequence": SEQUENCE, "results": results}
         for shape in options.shapes.split(","):
             for case in CASES:
                 result = child({"case": case, "shape": shape, "steps": options.steps, "nvme": folder})

@@ -89,7 +89,7 @@ def memory_sweep(report: dict[str, Any]) -> str:
 
 def checkpoint(report: dict[str, Any]) -> str:
     """The table of benchmarks/checkpoint.py."""
-    introduction = "A save beside training, against a step of the same run; fp32, one sequence of 128 tokens (1B: 64), no GPU. "
+    introduction = "A save beside training, against a step of the same run; fp32, batch 1 x 128, no GPU. "
     columns = "| model | how | s/step | next step held up, s (share of a step) | whole save, s | extra peak RSS |"
     rows = []
     for result in report["results"]:

@@ -56,11 +56,12 @@ def model_config(shape: str) -> dict[str, Any]:
     return {"vocab_size": VOCABULARY, **dropout, **SHAPES[shape]}
 
 
-def build(shape: str) -> Any:
-    """A GPT-2-shaped causal language model with random weights."""
+def build(shape: str, sequence: int | None = None) -> Any:
+    """A GPT-2-shaped causal language model with random weights, for the shape's number of tokens or another one."""
     import transformers
 
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**model_config(shape)))
+    changed = {} if sequence is None else {"n_positions": sequence}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**model_config(shape) | changed))
 
 
 def memory_limits(shape: str, nvme: str) -> dict[str, int]:
