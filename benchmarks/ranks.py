@@ -31,8 +31,6 @@ from train_step import CLIP, SHAPES, VOCABULARY, build, model_config
 
 CONTENDERS = ("offload stage 3", "offload stage 2", "fsdp2", "deepspeed stage 3", "compute", "wire")
 LEARNING_RATE = 1e-4
-
-
 SEQUENCE = SHAPES["125M"]["n_positions"]
 
 

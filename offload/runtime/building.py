@@ -22,7 +22,7 @@ from offload.runtime.placement import KEPT_PARAMETERS, KEPT_RECORDS, Placement, 
 from offload.runtime.places import ParameterPlaces, RecordPlaces
 from offload.runtime.reduction import Reduction
 from offload.runtime.rendezvous import Rendezvous
-from offload.runtime.residency import Residency
+from offload.runtime.residency import Capacity, Residency
 from offload.runtime.shard_exchange import ShardExchange
 from offload.runtime.sinks import CopyInSink, CopyOutSink, InPlaceSink, ParameterSink, ResidentSink, StoreSink
 from offload.runtime.storage import Storage
@@ -111,8 +111,7 @@ class Building:
             fetcher,
             updates,
             trace=expected.trace,
-            capacity_nbytes=placement.unit_capacity_nbytes or 0,
-            capacity_is_fixed=self._has_unit_budget,
+            capacity=Capacity(placement.unit_capacity_nbytes or 0, self._has_unit_budget),
             prefetch=placement.prefetch,
             timeline=timeline,
         )

@@ -13,6 +13,7 @@ again where the trace next shows the same event.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 from offload.errors import BudgetError, ParameterAccessError
@@ -39,6 +40,14 @@ LEGAL: dict[UnitState, frozenset[UnitState]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Bytes for units that are in use or on their way. `is_fixed`: a budget; else it grows where a step needs more."""
+
+    nbytes: int
+    is_fixed: bool
+
+
 class Residency:
     """See the module. Owned by the thread that drives the model (backward's thread during backward, never both)."""
 
@@ -49,15 +58,14 @@ class Residency:
         updates: Updates | None,
         *,
         trace: Trace,
-        capacity_nbytes: int,
-        capacity_is_fixed: bool,
+        capacity: Capacity,
         prefetch: int,
         timeline: Timeline,
     ) -> None:
         self._units, self._fetcher, self._updates = units, fetcher, updates
         self._prefetch, self._timeline = prefetch, timeline
         self._nbytes = [fetcher.fetched_nbytes(unit) for unit in units]
-        self._fixed_capacity, self.capacity_nbytes = capacity_is_fixed, capacity_nbytes
+        self._fixed_capacity, self.capacity_nbytes = capacity.is_fixed, capacity.nbytes
         self._states = [UnitState.ABSENT if nbytes else UnitState.RESIDENT for nbytes in self._nbytes]
         self._use_counts = [0] * len(units)
         self._held_counts = [0] * len(units)

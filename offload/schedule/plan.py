@@ -96,9 +96,10 @@ def worthwhile_nbytes(expected: Expected, unit_nbytes: Sequence[int], prefetch: 
     shared = [unit for unit in expected.late_units if unit_nbytes[unit]]
     first, last = (tuple(Event(edge, unit) for unit in shared) for edge in Edge)
     more = required_nbytes(Trace((*first, *expected.trace.events, *last)), unit_nbytes, prefetch)
+    if more <= least:
+        return least
     fetched = [_fetched_nbytes(expected.trace, unit_nbytes, capacity, prefetch) for capacity in (least, more)]
-    saved = fetched[0] - fetched[1]
-    return more if more > least and saved >= WORTHWHILE * (more - least) else least
+    return more if fetched[0] - fetched[1] >= WORTHWHILE * (more - least) else least
 
 
 def _fetched_nbytes(trace: Trace, unit_nbytes: Sequence[int], capacity_nbytes: int, prefetch: int) -> int:

@@ -128,9 +128,9 @@ def compare(
     return start, weights
 
 
-def simple_loop(steps: int = 6, width: int = 16, clip: float | None = None) -> Loop:
+def simple_loop(steps: int = 6, width: int = 16, clip: float | None = None, rows: int = 6) -> Loop:
     """Regression on random vectors, one backward a step. `clip`: for plain torch only; engines clip by their config."""
-    batches = vector_batches(steps, width)
+    batches = vector_batches(steps, width, rows)
 
     def loop(run: Run) -> list[float]:
         losses = []

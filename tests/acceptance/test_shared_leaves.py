@@ -15,8 +15,8 @@ from offload.runtime import assembly, gradient_parts
 from offload.runtime.units import ModuleUnit, fold_for_ranks, partition, uses_of
 from offload.schedule.trace import Edge, Use
 
-from .models import IN_MEMORY, ON_CPU, ON_CPU_IN_PLACE, ON_NVME, ON_NVME_IN_BACKWARD, Setup, adamw, gpt2, llama, vector_batches
-from .runs import Run, assert_same_bits, bitwise_loop, run_engine, run_plain, token_loop
+from .models import IN_MEMORY, ON_CPU, ON_CPU_IN_PLACE, ON_NVME, ON_NVME_IN_BACKWARD, Setup, adamw, gpt2, llama
+from .runs import Run, assert_same_bits, bitwise_loop, run_engine, run_plain, simple_loop, token_loop
 
 ON_NVME_IN_PLACE = Setup("nvme", "nvme", "cpu")
 IN_PLACE_IN_BACKWARD = Setup("nvme", "nvme", "cpu", "backward")
@@ -337,17 +337,7 @@ class Shifts(nn.Module):
 
 @everywhere
 def test_a_part_that_others_hold_is_not_added_to(opened: Any, setup: Setup, taken: Taken) -> None:
-    def shifting(run: Run) -> list[float]:
-        losses = []
-        for x, y in vector_batches(3, width=64, rows=64):
-            loss = F.mse_loss(run.model(x), y)
-            loss.backward()
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
-    same_as_plain(Shifts, setup, opened, shifting)
+    same_as_plain(Shifts, setup, opened, simple_loop(3, width=64, rows=64))
     assert taken.count == 3 * 3
 
 
