@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ON_NVME = {"parameters": "nvme", "optimizer_states": "nvme"}
 
 HEAD = """
-import argparse, atexit, json, sys, torch
+import argparse, atexit, json, os, sys, torch
 import offload.deepspeed as deepspeed
 from tests.acceptance.models import gpt2
 from tests.acceptance.runs import digest
@@ -32,26 +32,28 @@ def data(seed, *shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 def show(**values):
-    print("RESULT " + json.dumps(values))
+    with open(os.environ["SHOWN"], "a") as shown:
+        shown.write(json.dumps(values) + "\\n")
 """
 
 
 def run(body: str, *arguments: object, launcher: tuple[str, ...] = ()) -> list[dict[str, Any]]:
-    """What the script showed, on every rank."""
+    """What the script showed, on every rank: in a file, each a write of its own, as on one stdout the ranks' lines may mix."""
     path = Path(os.environ["PYTEST_SCRIPT_FOLDER"]) / "script.py"
+    shown = path.with_name("shown")
+    shown.write_text("")
     path.write_text(HEAD + body)
     done = subprocess.run(
         [sys.executable, *launcher, str(path), *map(str, arguments)],
         cwd=ROOT,
-        env=os.environ | {"OFFLOAD_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"OFFLOAD_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "SHOWN": str(shown)},
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr + done.stdout
-    marked = [line[line.index("RESULT ") + 7 :] for line in done.stdout.splitlines() if "RESULT " in line]
-    return [json.loads(line) for line in marked]
+    return [json.loads(line) for line in shown.read_text().splitlines()]
 
 
 @pytest.fixture(autouse=True)
