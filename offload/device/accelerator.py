@@ -145,7 +145,10 @@ class Accelerator(ABC):
         del address, nbytes
         return None
 
-    def about_to_drop(self, nbytes: int) -> None:  # noqa: B027 - most allocators reuse what is freed
+    def about_to_allocate(self, nbytes: int) -> None:  # noqa: B027 - most allocators reuse what is freed
+        """Tensors of `nbytes` in all are about to be computed: what was freed must not stay with the allocator beside them."""
+
+    def about_to_free(self, nbytes: int) -> None:  # noqa: B027 - as above
         """Tensors of `nbytes` in all are about to be freed and must not stay with the allocator."""
 
     def free_nbytes(self) -> int | None:

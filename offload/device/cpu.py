@@ -43,8 +43,11 @@ class CpuAccelerator(Accelerator):
         # Work that waits for files overlaps with the model; work that only computes would compete with it.
         return ThreadLane(name) if waits_for_io else InlineLane()
 
-    def about_to_drop(self, nbytes: int) -> None:
+    def about_to_allocate(self, nbytes: int) -> None:
         freed_memory.about_to_allocate(nbytes)
+
+    def about_to_free(self, nbytes: int) -> None:
+        freed_memory.about_to_free(nbytes)
 
     def close(self) -> None:
         if self._pages is not None:

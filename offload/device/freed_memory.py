@@ -1,10 +1,12 @@
-"""Giving freed memory back to the system where tensors come and go: initialisers, replays, gradients.
+"""Giving freed memory back to the system where tensors come and go: initialisers, replays, activations, gradients.
 
 glibc takes blocks of up to 32 MiB from its heap. Each tensor that is computed and freed leaves a hole there, which the
 next small object makes too small for the next tensor: the resident size would grow towards that of the whole model.
-`malloc_trim` returns the pages of such holes. Other C libraries return large blocks by themselves.
+`malloc_trim` returns the pages of such holes, at a millisecond or more a call. So it is called where the process would
+otherwise grow beyond what it was seen to need; below that, holes cost nobody anything. Other C libraries return large
+blocks by themselves.
 
-Thread-safety: any thread; an update of the count that is lost to a race only moves the next trim.
+Thread-safety: any thread; an update of the counts that is lost to a race only moves the next trim.
 """
 
 from __future__ import annotations
@@ -13,27 +15,46 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
-TRIM_NBYTES = 16 * 2**20
+import psutil
+
+LOOK_NBYTES = 16 * 2**20
 
 
 class FreedMemory:
-    """Counts what was allocated for tensors that are freed soon, and trims when it is worth it."""
+    """Counts what was allocated for tensors that are freed soon, and trims where it is worth it."""
 
     def __init__(self) -> None:
         self._trim: Callable[[int], Any] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
         self._nbytes = 0
+        self._needed_nbytes = 0
+        """The largest resident size without holes that was seen."""
 
     def about_to_allocate(self, nbytes: int) -> None:
         """To be called before `nbytes` bytes of tensors are allocated."""
-        if self._nbytes >= TRIM_NBYTES:
-            self.give_back()
-        self._nbytes += nbytes
+        self._look(nbytes, coming_nbytes=nbytes)
+
+    def about_to_free(self, nbytes: int) -> None:
+        """To be called before `nbytes` bytes of tensors are freed."""
+        self._look(nbytes, coming_nbytes=0)
 
     def give_back(self) -> None:
         """Return the pages of free memory now."""
         self._nbytes = 0
         if self._trim is not None:
             self._trim(0)
+
+    def _look(self, nbytes: int, *, coming_nbytes: int) -> None:
+        self._nbytes += nbytes
+        if self._nbytes < LOOK_NBYTES or self._trim is None:
+            return
+        self._nbytes = 0
+        if _resident_nbytes() + coming_nbytes > self._needed_nbytes:
+            self._trim(0)
+            self._needed_nbytes = max(self._needed_nbytes, _resident_nbytes() + coming_nbytes)
+
+
+def _resident_nbytes() -> int:
+    return int(psutil.Process().memory_info().rss)
 
 
 freed_memory = FreedMemory()

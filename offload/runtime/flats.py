@@ -142,6 +142,11 @@ class Unit:
     def name(self) -> str:
         return self.layout.name or "(root)"
 
+    @property
+    def largest_gradient_nbytes(self) -> int:
+        """As autograd computes it: whole, in the parameter's dtype."""
+        return max((info.numel * info.dtype.itemsize for info in self.parameters if info.trainable), default=0)
+
     def point_parameters_at_flats(self) -> None:
         """Make every parameter of the unit a view of its flat."""
         for flat in self.flats:

@@ -2,8 +2,11 @@
 
     forward      a pre-hook starts the unit's use, a hook ends it
     backward     when a gradient reaches an output of the unit its use starts; when the gradients of all its inputs are
-                 computed, or (for a unit whose inputs need none) when all its parameters have theirs, the use ends;
-                 whatever is still open ends with the backward
+                 computed, or (for a unit whose inputs need none) when all its parameters have theirs, the use ends. It
+                 also ends before the use of a call starts that forward made earlier: autograd goes through what one
+                 thread recorded from the last to the first. An input that several units share (of a decoder the
+                 encoder's output) has its gradient only when backward is through with all of them. Whatever is still
+                 open ends with the backward
     gradients    right before PyTorch accumulates into `p.grad` the token of an earlier gradient is taken out; right
                  after, the gradient is handed over and a token put in its place; the parts of a shared parameter's are
                  added by `offload.runtime.gradient_parts`
@@ -14,6 +17,8 @@ Recomputation (activation checkpointing, reentrant or not) is a forward inside b
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -67,6 +72,12 @@ class _BackwardUse:
         self.open = False
         self.inputs_need_gradients = False
         self.awaited: set[int] = set()
+        self.thread = threading.get_ident()
+        self.began, self.ended = next(hooks.clock), 0
+
+    def is_behind(self, other: _BackwardUse) -> bool:
+        """Whether forward made this call, in the same thread, when it was through with that one."""
+        return self.thread == other.thread and self.began > other.ended
 
     def start(self, *_: Any) -> None:
         if not self.open:
@@ -108,6 +119,8 @@ class Hooks:
         self._listener = listener
         self._removers: list[Callable[[], None]] = []
         self._calls: list[_Call] = []
+        self.clock = itertools.count(1)
+        """Numbers the begins and ends of calls."""
         self._open_uses: dict[_BackwardUse, None] = {}
         self._graph_tasks: list[int] = []
         self._root = self._units[0].modules[0]
@@ -172,6 +185,7 @@ class Hooks:
             return
         if call.use is not None:
             outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+            call.use.ended = next(self.clock)
             if outputs:
                 register_multi_grad_hook(outputs, call.use.start, mode="any")
                 self._parts.watch(call.unit, call.inputs, outputs)
@@ -216,6 +230,8 @@ class Hooks:
 
     def backward_use_started(self, use: _BackwardUse) -> None:
         self._enter_backward()
+        for other in [other for other in self._open_uses if other.is_behind(use)]:
+            other.end()
         self._open_uses[use] = None
         with self._listener.failures():
             self._listener.backward_reaches(use.unit)
@@ -227,9 +243,13 @@ class Hooks:
             return  # its backward was abandoned
         with self._listener.failures():
             if use.reads_values:
-                self._residency.end_use(use.unit.index, recorded=True)
-            if not self._residency.in_use(use.unit.index):
-                self._listener.backward_leaves(use.unit)
+                self._residency.end_use(use.unit.index, recorded=True, then=lambda: self._left(use.unit))
+            else:
+                self._left(use.unit)
+
+    def _left(self, unit: Unit) -> None:
+        if not self._residency.in_use(unit.index):
+            self._listener.backward_leaves(unit)
 
     def _hook_parameter(self, unit: Unit, info: ParameterInfo) -> None:
         # The hooks of a parameter lie where Python's collector does not look: what they hold strongly, and lead back to the

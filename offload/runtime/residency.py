@@ -21,7 +21,7 @@ from offload.runtime.fetching import Fetcher
 from offload.runtime.flats import ParameterInfo, Unit
 from offload.runtime.timeline import Timeline
 from offload.runtime.update import Updates
-from offload.schedule.plan import Schedule, Verb, plan, required_nbytes
+from offload.schedule.plan import Op, Schedule, Verb, plan, required_nbytes
 from offload.schedule.trace import Edge, Event, Recorder, Trace
 
 
@@ -95,7 +95,8 @@ class Residency:
         for companion in self._companions.get(unit_index, ()):
             self.start_use(companion, recorded=recorded)
 
-    def end_use(self, unit_index: int, *, recorded: bool) -> None:
+    def end_use(self, unit_index: int, *, recorded: bool, then: Callable[[], None] | None = None) -> None:
+        """`then`: what the end of the use leads to, before other units take the room."""
         for companion in self._companions.get(unit_index, ()):
             self.end_use(companion, recorded=recorded)
         self._use_counts[unit_index] -= 1
@@ -103,6 +104,8 @@ class Residency:
             self.close_off(unit_index)
         if recorded:
             self._recorder.end(unit_index)
+        if then is not None:
+            then()
         self._reach(Event(Edge.END, unit_index))
 
     def hold(self, unit_index: int) -> None:
@@ -253,12 +256,14 @@ class Residency:
     def _follow(self, schedule: Schedule) -> None:
         self._schedule = schedule
         self._cursor = 0
+        self._deferred: tuple[Op, ...] = ()
         self._positions: dict[Event, list[int]] = {}
         for position, event in enumerate(schedule.trace):
             self._positions.setdefault(event, []).append(position)
 
     def _reach(self, event: Event) -> None:
-        """Do what the schedule says comes before `event`."""
+        """Do what the schedule says comes with `event`."""
+        self._deferred = ()
         events = self._schedule.trace.events
         if self._cursor >= len(events) or events[self._cursor] != event:
             self._went_as_planned = False
@@ -267,12 +272,30 @@ class Residency:
                 return
             ahead = [position for position in positions if position >= self._cursor]
             self._cursor = (ahead or positions)[0]
-        for op in self._schedule.before[self._cursor]:
-            if op.verb is Verb.FETCH:
-                self._start_fetch(op.unit_index, optional=op.unit_index != event.unit_index)
+        ops, asked_for = self._schedule.at[self._cursor], Op(Verb.FETCH, event.unit_index)
+        self._cursor += 1
+        urgent = ops.index(asked_for) + 1 if asked_for in ops else 0
+        for op in ops[:urgent]:
+            if op == asked_for:
+                self._start_fetch(op.unit_index, optional=False)
             elif self._may_evict(op.unit_index):
                 self._evict(op.unit_index)
-        self._cursor += 1
+        self._deferred = ops[urgent:]
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Do what is left of what the schedule says for now: what is fetched ahead of its use does not wait for a unit whose
+        update runs to make room. To be called now and then while a unit is in use."""
+        while self._deferred:
+            op = self._deferred[0]
+            if op.verb is Verb.FETCH:
+                self._start_fetch(op.unit_index, optional=True)
+            elif self._may_evict(op.unit_index):
+                updates = self._updates
+                if updates is not None and updates.needs_residency and updates.is_running(op.unit_index):
+                    return
+                self._evict(op.unit_index)
+            self._deferred = self._deferred[1:]
 
     def _may_evict(self, unit_index: int) -> bool:
         return bool(self._nbytes[unit_index]) and (

@@ -99,6 +99,8 @@ class Training(Usable):
                 f"backward reached unit {unit.name} through a forward that ran before optimizer.step(): its parameters have "
                 "changed since. Run the forward again after the step."
             )
+        if self._memory_is_short:
+            self._accelerator.about_to_allocate(unit.largest_gradient_nbytes)
 
     def gradient_coming(self, unit: Unit, info: ParameterInfo) -> None:
         if self._gradients is None:
@@ -127,8 +129,9 @@ class Training(Usable):
             return  # a function of the user's has none to give
         with self._timeline.working("gradients"):
             self._take_over(unit, info, gradient, owned=True)
+        self._residency.go_on()
         if self._memory_is_short:
-            self._accelerator.about_to_drop(gradient.nbytes)
+            self._accelerator.about_to_free(gradient.nbytes)
 
     def _take_over(self, unit: Unit, info: ParameterInfo, gradient: torch.Tensor, *, owned: bool) -> None:
         assert self._gradients is not None

@@ -132,16 +132,8 @@ def _join_sharing(chosen: dict[int, ModuleUnit], leaves: Iterable[nn.Module]) ->
 def uses_of(units: list[ModuleUnit]) -> list[Use]:
     """The uses of the units in a forward of the model, as the order of its modules has them."""
     unit_of = {id(module): index for index, unit in enumerate(units) if index for module in unit.modules}
-    root_parameters = {id(parameter) for _, parameter in units[0].parameters}
-    uses: list[Use] = []
-    behind_root = False
-    for module in _outside(units[0].modules[0], set(unit_of)):
-        if id(module) in unit_of:
-            uses.append(Use(unit_of[id(module)], behind_root, not is_lookup(module)))
-            behind_root = False
-        else:
-            behind_root = behind_root or any(id(one) in root_parameters for one in module.parameters(recurse=False))
-    return uses
+    used = (module for module in _outside(units[0].modules[0], set(unit_of)) if id(module) in unit_of)
+    return [Use(unit_of[id(module)], not is_lookup(module)) for module in used]
 
 
 def is_lookup(module: nn.Module) -> bool:

@@ -139,6 +139,11 @@ class Updates:
     def is_pending(self, unit_index: int) -> bool:
         return unit_index in self._units
 
+    def is_running(self, unit_index: int) -> bool:
+        """Whether the lane has the unit's update and is not done with it."""
+        update = self._units.get(unit_index)
+        return update is not None and update.job is not None and not update.job.done()
+
     def enqueue(self, unit: Unit, chunks: list[ChunkUpdate]) -> None:
         """Add a unit's update. Its gradients belong to the update from now on."""
         if unit.index in self._units:

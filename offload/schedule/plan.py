@@ -1,4 +1,4 @@
-"""From a trace and a budget to a schedule: which unit is fetched and which is evicted before each event. Pure.
+"""From a trace and a budget to a schedule: which unit is fetched and which is evicted with each event. Pure.
 
 The policy is Belady's: what is evicted is what is used again last (of what this step is done with, in a next one like
 it), and nothing is evicted before its room is needed, so a budget above the minimum saves transfers and one that holds
@@ -35,10 +35,11 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """For each event of `trace`, the evicts and fetches issued just before it; then the evicts that end the step."""
+    """For each event of `trace`, the evicts and fetches issued with it: just before a use starts, just after one ends. Then
+    the evicts that end the step."""
 
     trace: Trace
-    before: tuple[tuple[Op, ...], ...]
+    at: tuple[tuple[Op, ...], ...]
     closing: tuple[Op, ...]
     capacity_nbytes: int
 
@@ -46,8 +47,8 @@ class Schedule:
     def ops(self) -> tuple[Op, ...]:
         """The whole step as one list of ops."""
         steps: list[Op] = []
-        for event, before in zip(self.trace, self.before, strict=True):
-            steps.extend(before)
+        for event, ops in zip(self.trace, self.at, strict=True):
+            steps.extend(ops)
             if event.edge is Edge.START:
                 steps.append(Op(Verb.COMPUTE, event.unit_index))
         return (*steps, *self.closing)
@@ -63,20 +64,25 @@ def _starts(trace: Trace, unit_count: int) -> list[list[int]]:
 
 
 def required_nbytes(trace: Trace, unit_nbytes: Sequence[int], prefetch: int) -> int:
-    """The smallest capacity with which `prefetch` distinct coming units always fit beside those in use."""
+    """The smallest capacity with which `prefetch` distinct coming units always fit beside those in use.
+
+    Where a use starts as another ends nothing is computed with both: what comes next finds room when the other has ended.
+    """
     largest = 0
     in_use: dict[int, int] = {}
     events = trace.events
     for position, event in enumerate(events):
-        if event.edge is Edge.END:
-            in_use[event.unit_index] -= 1
-            continue
-        in_use[event.unit_index] = in_use.get(event.unit_index, 0) + 1
+        in_use[event.unit_index] = in_use.get(event.unit_index, 0) + (1 if event.edge is Edge.START else -1)
         held = {unit for unit, count in in_use.items() if count}
-        for coming in _coming(events, position + 1, prefetch, held):
-            held.add(coming)
+        if event.edge is Edge.END or not _ends_another(events, position + 1, event.unit_index):
+            held.update(_coming(events, position + 1, prefetch, held))
         largest = max(largest, sum(unit_nbytes[unit] for unit in held))
     return largest
+
+
+def _ends_another(events: Sequence[Event], position: int, unit_index: int) -> bool:
+    """Whether the event at `position` ends the use of a unit other than `unit_index`."""
+    return position < len(events) and events[position].edge is Edge.END and events[position].unit_index != unit_index
 
 
 def expected_nbytes(expected: Expected, unit_nbytes: Sequence[int], prefetch: int) -> int:
@@ -105,7 +111,7 @@ def worthwhile_nbytes(expected: Expected, unit_nbytes: Sequence[int], prefetch: 
 def _fetched_nbytes(trace: Trace, unit_nbytes: Sequence[int], capacity_nbytes: int, prefetch: int) -> int:
     """Of one step of many: it begins with what the one before left."""
     twice = plan(Trace(trace.events * 2), unit_nbytes, capacity_nbytes, prefetch)
-    second = (op for before in twice.before[len(trace) :] for op in before)
+    second = (op for ops in twice.at[len(trace) :] for op in ops)
     return sum(unit_nbytes[op.unit_index] for op in second if op.verb is Verb.FETCH)
 
 
@@ -174,6 +180,11 @@ class _Planner:
                 raise AssertionError(f"a capacity of {self.capacity_nbytes} bytes cannot hold unit {unit_index} here")
             ops.extend(brought)
         self.in_use[unit_index] = self.in_use.get(unit_index, 0) + 1
+        return ops + self.ahead(position)
+
+    def ahead(self, position: int) -> list[Op]:
+        """Ops that bring in the units that come next, as far as there is room."""
+        ops: list[Op] = []
         busy = {unit for unit, count in self.in_use.items() if count}
         for coming in _coming(self.trace.events, position + 1, self.prefetch, busy):
             if coming in self.resident:
@@ -185,15 +196,15 @@ class _Planner:
         return ops
 
     def run(self) -> Schedule:
-        before: list[tuple[Op, ...]] = []
+        at: list[tuple[Op, ...]] = []
         for position, event in enumerate(self.trace):
             if event.edge is Edge.START:
-                before.append(tuple(self.before_start(event.unit_index, position)))
+                at.append(tuple(self.before_start(event.unit_index, position)))
             else:
                 self.in_use[event.unit_index] -= 1
-                before.append(())
+                at.append(tuple(self.ahead(position)))
         closing = tuple(Op(Verb.EVICT, unit) for unit in self.resident)
-        return Schedule(self.trace, tuple(before), closing, self.capacity_nbytes)
+        return Schedule(self.trace, tuple(at), closing, self.capacity_nbytes)
 
 
 def plan(trace: Trace, unit_nbytes: Sequence[int], capacity_nbytes: int, prefetch: int) -> Schedule:
@@ -225,14 +236,14 @@ def simulate(schedule: Schedule, unit_nbytes: Sequence[int]) -> int:
             used_nbytes -= unit_nbytes[op.unit_index]
         assert used_nbytes <= schedule.capacity_nbytes, "over budget"
 
-    for event, before in zip(schedule.trace, schedule.before, strict=True):
-        for op in before:
+    for event, ops in zip(schedule.trace, schedule.at, strict=True):
+        if event.edge is Edge.END:
+            in_use[event.unit_index] -= 1
+        for op in ops:
             apply(op)
         if event.edge is Edge.START:
             assert event.unit_index in resident, f"unit {event.unit_index} is used while absent"
             in_use[event.unit_index] = in_use.get(event.unit_index, 0) + 1
-        else:
-            in_use[event.unit_index] -= 1
     for op in schedule.closing:
         apply(op)
     assert not resident, f"units {sorted(resident)} are never evicted"

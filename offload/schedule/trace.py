@@ -52,14 +52,10 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One use of a unit besides the root in a forward, as the model's structure has it.
-
-    `behind_root`: parameters of the root lie between this use and the one before, so that backward has left this one when it
-    reaches that. `read_in_backward`: backward computes with the values; of a lookup it does not.
-    """
+    """One use of a unit besides the root in a forward, as the model's structure has it. `read_in_backward`: backward computes
+    with the values; of a lookup it does not."""
 
     unit_index: int
-    behind_root: bool = False
     read_in_backward: bool = True
 
 
@@ -70,17 +66,12 @@ def guess(root_index: int, uses: Sequence[Use], *, overlapping: bool = False) ->
     """
     start, end = Event(Edge.START, root_index), Event(Edge.END, root_index)
     forward = [Event(edge, use.unit_index) for use in uses for edge in (Edge.START, Edge.END)]
-    backward: list[Event] = []
-    reverse = [use for use in reversed(uses) if use.read_in_backward]
-    started = False
-    for use, earlier in zip(reverse, [*reverse[1:], None], strict=False):
-        if not started:
-            backward.append(Event(Edge.START, use.unit_index))
-        # Without the root in between the gradient that ends one unit's use is the one that starts the next's.
-        started = earlier is not None and (overlapping or not use.behind_root)
-        if earlier is not None and started:
-            backward.append(Event(Edge.START, earlier.unit_index))
-        backward.append(Event(Edge.END, use.unit_index))
+    reverse = [use.unit_index for use in reversed(uses) if use.read_in_backward]
+    if overlapping:
+        starts, ends = ([Event(edge, unit_index) for unit_index in reverse] for edge in Edge)
+        backward = [*starts[:1], *(event for pair in zip(starts[1:], ends, strict=False) for event in pair), *ends[-1:]]
+    else:
+        backward = [Event(edge, unit_index) for unit_index in reverse for edge in (Edge.START, Edge.END)]
     return Trace((start, *forward, end, start, *backward, end))
 
 

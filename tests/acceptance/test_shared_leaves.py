@@ -135,19 +135,14 @@ def test_tied_leaves_are_one_unit_with_two_uses() -> None:
     assert [unit.name for unit in units] == ["", "transformer.wte", "transformer.h.0", "transformer.h.1"]
     assert units[1].modules == [model.transformer.wte, model.lm_head]
     assert names(units)["transformer.wte"] == ["transformer.wte.weight"]
-    assert uses_of(units) == [
-        Use(1, behind_root=False, read_in_backward=False),
-        Use(2, behind_root=True),  # the embedding of positions is the root's
-        Use(3, behind_root=False),
-        Use(1, behind_root=True),  # the last norm is too
-    ]
+    assert uses_of(units) == [Use(1, read_in_backward=False), Use(2), Use(3), Use(1)]
 
 
 def test_a_head_that_is_not_tied_is_read_once() -> None:
     units = partition(llama(layers=1))
     assert [unit.name for unit in units] == ["", "model.embed_tokens", "model.layers.0", "lm_head"]
     assert [len(unit.modules) for unit in units[1:]] == [1, 1, 1]
-    assert uses_of(units) == [Use(1, read_in_backward=False), Use(2), Use(3, behind_root=True)]
+    assert uses_of(units) == [Use(1, read_in_backward=False), Use(2), Use(3)]
 
 
 def test_a_bias_of_one_of_them_comes_along() -> None:
@@ -169,7 +164,7 @@ def test_a_chain_of_ties_is_one_unit() -> None:
 def test_between_ranks_what_is_shared_is_the_roots() -> None:
     units = fold_for_ranks(partition(Reader()), 0)
     assert names(units)[""] == ["norm.weight", "norm.bias", "words.weight"]
-    assert uses_of(units) == [Use(1, behind_root=True), Use(2), Use(3)]
+    assert uses_of(units) == [Use(1), Use(2), Use(3)]
 
 
 def test_a_parameter_that_is_used_without_its_module_is_the_roots() -> None:

@@ -1,0 +1,198 @@
+"""How long backward keeps a unit: until it reaches what forward computed before it, whatever else the unit shares with others;
+and how it goes on meanwhile, with room for two units, while an update still has one of them."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
+
+import offload
+from offload.runtime.update import Updates
+from offload.schedule.trace import Edge, Event
+
+from .models import IN_MEMORY, ON_NVME, Setup, adamw
+from .runs import assert_same_bits, digest, run_engine, token_loop
+
+ON_NVME_IN_PLACE = Setup("nvme", "nvme", "cpu")
+IN_PLACE_IN_BACKWARD = Setup("nvme", "nvme", "cpu", "backward")
+
+BLOCKS = 5
+TEXT = {"vocab_size": 256, "d_model": 32}
+
+
+class Half(nn.Module):
+    """Stands between the two layers of a block: backward is half through with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached = threading.Event()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.register_hook(lambda _: self.reached.set())
+        return x.tanh()
+
+
+def train(engine: Any, model: nn.Sequential) -> str:
+    for step in range(4):
+        for block in model:
+            block[1].reached.clear()
+        inputs = torch.randn(3, 32, generator=torch.Generator().manual_seed(step))
+        model(inputs).square().mean().backward()
+        engine.step()
+        engine.zero_grad()
+    return digest(engine.state_dict())
+
+
+def blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), Half(), nn.Linear(64, 32)) for _ in range(BLOCKS)))
+
+
+def opened_with(model: nn.Module, **config: Any) -> Any:
+    return offload.initialize(model, torch.optim.AdamW(model.parameters(), lr=0.01), config)
+
+
+def test_backward_computes_while_the_unit_behind_it_is_updated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", "cpu")
+    model = blocks()
+    with opened_with(model, parameters="device", optimizer_states="cpu") as engine:
+        in_memory = train(engine, model)
+    model, run, waited = blocks(), Updates._run, []
+
+    def run_late(updates: Updates, update: Any) -> None:
+        index = update.unit.index - 1  # units 1 to 5 are the blocks 0 to 4
+        if index:
+            waited.append(model[index - 1][1].reached.wait(30))
+        run(updates, update)
+
+    monkeypatch.setattr(Updates, "_run", run_late)
+    with opened_with(model, parameters="nvme", optimizer_states="nvme", nvme=tmp_path, update="backward") as engine:
+        residency = engine._parts.residency
+        assert residency.capacity_nbytes == 2 * engine._parts.layout.units[1].nbytes
+        assert train(engine, model) == in_memory
+        assert residency.peak_resident_nbytes == residency.capacity_nbytes == 2 * engine._parts.layout.units[1].nbytes
+    assert waited == [True] * 4 * (BLOCKS - 1)
+
+
+# ---- order --------------------------------------------------------------------------------------------------------------
+
+
+def test_where_one_gradient_ends_a_use_and_starts_the_next_the_end_comes_first(tmp_path: Path) -> None:
+    model = blocks()
+    with opened_with(model, parameters="nvme", optimizer_states="cpu", nvme=tmp_path) as engine:
+        train(engine, model)
+        trace = [event for event in engine._parts.residency._schedule.trace if event.unit_index]
+        open_units: set[int] = set()
+        for event in trace:
+            open_units ^= {event.unit_index}
+            assert len(open_units) <= 1
+        assert len(trace) == 2 * 2 * BLOCKS
+
+
+def t5() -> Any:
+    """Every layer of the decoder reads what the encoder ends with, and all share a bias that the first of them computes."""
+    sizes = {"num_layers": 4, "num_decoder_layers": 5, "num_heads": 2, "d_kv": 16, "d_ff": 64}
+    torch.manual_seed(0)
+    return T5ForConditionalGeneration(T5Config(**TEXT, **sizes, dropout_rate=0.0, decoder_start_token_id=0))
+
+
+def bart() -> Any:
+    """The same without the bias."""
+    sides = {f"{side}_{what}": size for side in ("encoder", "decoder") for what, size in (("layers", 4), ("ffn_dim", 64))}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    torch.manual_seed(0)
+    return BartForConditionalGeneration(BartConfig(**TEXT, **sides, **heads, max_position_embeddings=32, dropout=0.0))
+
+
+@pytest.mark.parametrize("setup", [ON_NVME_IN_PLACE, IN_PLACE_IN_BACKWARD, ON_NVME], ids=lambda setup: setup.name)
+@pytest.mark.parametrize("build", [t5, bart])
+@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["whole", "recomputed", "recomputed reentrant"])
+def test_a_decoder_goes_as_backward_leaves_its_layers(
+    opened: Any, setup: Setup, build: Any, checkpointing: bool | None
+) -> None:
+    """The gradient of the encoder's output is complete only when backward is through with the decoder."""
+    runs = []
+    for where in (IN_MEMORY, setup):
+        model = build()
+        if checkpointing is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+        engine = opened(model, adamw(model), where, max_grad_norm=0.5)
+        planned = engine._parts.residency.capacity_nbytes
+        runs.append(run_engine(engine, token_loop(steps=4)))
+    assert_same_bits(runs[1], runs[0])
+    residency = engine._parts.residency
+    sizes = [unit.nbytes for unit in engine._parts.layout.units]
+    assert residency.peak_resident_nbytes <= residency.capacity_nbytes == planned
+    assert planned <= sizes[0] + 2 * max(sizes[1:]) < sum(sizes) / 2
+
+
+class Towers(nn.Module):
+    """Two stacks that take turns, and meet at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left, right = x, -x
+        for index in range(0, 8, 2):
+            left, right = self.layers[index](left).tanh(), self.layers[index + 1](right).tanh()
+        return left * right
+
+
+def test_branches_end_in_the_order_in_which_forward_began_them(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Towers()
+    with opened_with(model, parameters="nvme", optimizer_states="cpu", nvme=tmp_path) as engine:
+        for _ in range(2):
+            model(torch.ones(2, 16)).sum().backward()
+            engine.step()
+            engine.zero_grad()
+        residency = engine._parts.residency
+        events = [event for event in residency._schedule.trace if event.unit_index]
+        assert [event.unit_index for event in events] == [unit for unit in (*range(1, 9), *range(8, 0, -1)) for _ in range(2)]
+        assert residency.peak_resident_nbytes == 2 * engine._parts.layout.units[1].nbytes
+
+
+class Slow(nn.Module):
+    """Autograd numbers what a thread records; this makes the second layer's number higher than any of `above`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.above = nn.Linear(16, 16), nn.Linear(16, 16), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        while number(torch.ones(1, requires_grad=True) * 1) < self.above:
+            pass
+        return self.second(h)
+
+
+def number(made: torch.Tensor) -> int:
+    assert made.grad_fn is not None
+    return int(made.grad_fn._sequence_nr())
+
+
+def test_what_another_thread_recorded_is_in_no_order_with_the_rest(tmp_path: Path) -> None:
+    """Backward reaches the quick call while it is in the middle of the slow one, which forward made later."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), Slow())
+    quick, slow = model
+    x = torch.ones(2, 16, requires_grad=True) * 1
+    with opened_with(model, parameters="nvme", optimizer_states="cpu", nvme=tmp_path) as engine:
+        found: list[torch.Tensor] = []
+        y = quick(x)
+        slow.above = number(y) + 100
+        thread = threading.Thread(target=lambda: found.append(slow(x)))
+        thread.start()
+        thread.join()
+        (y * found[0]).sum().backward()
+        events = engine._parts.residency._recorder.take().events[4:]
+        assert events[:2] == (Event(Edge.START, 2), Event(Edge.START, 1))
+        assert {event.edge for event in events[2:]} == {Edge.END}

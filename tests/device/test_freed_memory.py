@@ -1,0 +1,62 @@
+"""When freed memory is given back to the system."""
+
+from __future__ import annotations
+
+from unittest.mock import Mock
+
+import pytest
+
+from offload.device import freed_memory
+from offload.device.freed_memory import LOOK_NBYTES, FreedMemory
+
+MIB = 2**20
+
+
+class Process:
+    """Of `needed` bytes in use and `holes` bytes that a trim gives back."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.needed = self.holes = 0
+        self.freed = FreedMemory()
+        self.trim = Mock(side_effect=lambda _: setattr(self, "holes", 0))
+        monkeypatch.setattr(self.freed, "_trim", self.trim)
+        monkeypatch.setattr(freed_memory, "_resident_nbytes", lambda: self.needed + self.holes)
+
+
+def test_small_amounts_are_only_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(monkeypatch)
+    process.needed = 100 * MIB
+    for _ in range(15):
+        process.freed.about_to_free(MIB)
+    assert not process.trim.called
+    process.freed.about_to_allocate(MIB)
+    assert process.trim.call_count == 1
+
+
+def test_holes_stay_as_long_as_they_are_below_what_was_needed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(monkeypatch)
+    process.needed = 300 * MIB
+    process.freed.about_to_allocate(100 * MIB)  # from now on 400 MiB is known to be needed
+    process.needed, process.holes = 200 * MIB, 150 * MIB
+    process.freed.about_to_free(LOOK_NBYTES)
+    process.freed.about_to_allocate(50 * MIB)
+    assert process.trim.call_count == 1
+    process.freed.about_to_allocate(51 * MIB)
+    assert process.trim.call_count == 2 and process.holes == 0
+
+
+def test_what_is_freed_is_not_counted_as_coming(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(monkeypatch)
+    process.needed = 300 * MIB
+    process.freed.about_to_free(100 * MIB)
+    process.needed = 301 * MIB
+    process.freed.about_to_free(100 * MIB)
+    assert process.trim.call_count == 2
+
+
+def test_where_the_c_library_has_no_trim_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(monkeypatch)
+    monkeypatch.setattr(process.freed, "_trim", None)
+    monkeypatch.setattr(freed_memory, "_resident_nbytes", Mock(side_effect=AssertionError))
+    process.freed.about_to_allocate(100 * MIB)
+    process.freed.give_back()
