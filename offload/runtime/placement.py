@@ -31,7 +31,9 @@ from offload.schedule.budget import (
     MemoryPlan,
     Placement as Placement,
     Tier,
+    UndoRoom,
 )
+from offload.tiers import scratch
 
 AUTO_ORDER: tuple[tuple[Tier, Tier], ...] = (
     ("device", "device"),
@@ -43,6 +45,8 @@ AUTO_ORDER: tuple[tuple[Tier, Tier], ...] = (
 KEPT_PARAMETERS = "parameters kept in memory"
 KEPT_RECORDS = "optimizer states kept in memory"
 _FREE_SHARE = 0.8
+_DRIVE_RESERVE = 0.02
+"""Of what is free on the drives, what is left to others by what may be there and need not."""
 """Of the free memory, where "auto" has no budget to go by: the rest is for activations and everybody else."""
 
 
@@ -172,8 +176,9 @@ def _place(
         lines.append(MemoryLine("nvme", "gradients", gradient_nbytes))
     else:
         lines.append(MemoryLine(gradients_in, "gradients", gradient_nbytes))
-    undo_rooms = footprint.undo_rooms if problem.speculates(parameters, states) else ()
-    undo_rooms = tuple(room for room in undo_rooms if room.is_beside(kept) and room.unit_index not in problem.late_units)
+    undo_rooms: tuple[UndoRoom, ...] = ()
+    if problem.speculates(parameters, states):
+        undo_rooms = _undo_rooms(problem, footprint, kept, MemoryPlan(tuple(lines)).total_nbytes("nvme"))
     lines.append(MemoryLine("nvme", "room to undo updates", sum(room.nbytes for room in undo_rooms)))
     lines.extend(MemoryLine("cpu", purpose, count * nbytes) for purpose, (count, nbytes) in staging.items())
     transit = 0
@@ -185,6 +190,17 @@ def _place(
     plan = MemoryPlan(tuple(line for line in lines if line.nbytes))
     undoable = frozenset(room.unit_index for room in undo_rooms)
     return Placement(parameters, states, gradients_in, retained, staging, capacity, prefetch, plan, transit, kept, undoable)
+
+
+def _undo_rooms(problem: _Problem, footprint: Footprint, kept: Kept, other_nbytes: int) -> tuple[UndoRoom, ...]:
+    """As many as the drives have room for besides what must be there; of the last units first, which backward reaches first."""
+    left = int(scratch.free_nbytes(problem.config.nvme_paths) * (1 - _DRIVE_RESERVE)) - other_nbytes
+    found: list[UndoRoom] = []
+    for room in reversed(footprint.undo_rooms):
+        if room.is_beside(kept) and room.unit_index not in problem.late_units and room.nbytes <= left:
+            found.append(room)
+            left -= room.nbytes
+    return tuple(reversed(found))
 
 
 def _transit_buffer_count(problem: _Problem, footprint: Footprint, other_nbytes: int) -> int:

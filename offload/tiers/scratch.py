@@ -25,9 +25,28 @@ from offload.tiers.io.failure import storage_error
 from offload.tiers.scratch_file import ScratchFile, create_file, refuses_direct_io, reserve
 from offload.tiers.scratch_lock import FOLDER_PREFIX, LOCK_NAME, RunFolder, make_run_folder, remove_abandoned
 
-__all__ = ["FOLDER_PREFIX", "LOCK_NAME", "ScratchFile", "ScratchFolder"]
+__all__ = ["FOLDER_PREFIX", "LOCK_NAME", "ScratchFile", "ScratchFolder", "free_nbytes"]
 
 _log = logging.getLogger(__name__)
+
+
+def free_nbytes(paths: Sequence[str | os.PathLike[str]]) -> int:
+    """What could be written to the paths in equal shares; paths on one file system share its room. A path that does not exist
+    yet counts as the folder that it would be made in. 0 where nobody can say."""
+    try:
+        existing = [next(one for one in (path, *path.parents) if one.exists()) for path in map(_absolute, paths)]
+        devices = [os.stat(path).st_dev for path in existing]
+        free: list[int] = []
+        for path, device in zip(existing, devices, strict=True):
+            status = os.statvfs(path)
+            free.append(status.f_bavail * status.f_frsize // devices.count(device))
+    except OSError:
+        return 0
+    return min(free, default=0) * len(free)
+
+
+def _absolute(path: str | os.PathLike[str]) -> Path:
+    return Path(path).expanduser().absolute()
 
 
 class ScratchFolder:
@@ -43,7 +62,7 @@ class ScratchFolder:
         it is left."""
         if not paths:
             raise ConfigError("no path was given for NVMe: expected one or more folders in Config(nvme=...)")
-        self.paths = tuple(Path(path).expanduser().absolute() for path in paths)
+        self.paths = tuple(map(_absolute, paths))
         run_name = f"{FOLDER_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
         self._folders: list[RunFolder] = []
         self._finalizer = weakref.finalize(self, _remove_all, self._folders, os.getpid())

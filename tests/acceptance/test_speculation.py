@@ -16,9 +16,10 @@ from torch import nn
 import offload
 from offload.runtime import assembly, strikes
 from offload.runtime.gradient_buffers import RETAINED
+from offload.tiers import scratch
 
 from . import test_working_set
-from .models import IN_MEMORY, Setup, Sometimes, Tied, adamw, llama, stack, two_groups, vector_batches
+from .models import IN_MEMORY, Setup, Sometimes, Tied, adamw, gpt2, llama, stack, two_groups, vector_batches
 from .runs import Run, allocated_nbytes, assert_same_bits, bitwise_loop, refused, run_engine
 from .speculating import (
     ALWAYS,
@@ -379,6 +380,32 @@ def test_only_where_it_can_be_undone(opened: Any) -> None:
         engine = opened(model, adamw(model), setup, **fields)
         assert not engine._parts.placement.undoable_units
         assert all("undo" not in line["purpose"] for line in engine.stats()["planned"])
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+@both
+def test_a_drive_has_room_for_a_part(
+    opened: Any, monkeypatch: pytest.MonkeyPatch, speculating: None, setup: Setup, share: float
+) -> None:
+    """Second places are made of what is left, for the units that backward reaches first; the others wait for `step`."""
+
+    def run() -> tuple[Any, Any]:
+        model = gpt2(layers=6)
+        engine = opened(model, adamw(model), setup, max_grad_norm=0.5)
+        return engine, run_engine(engine, lambda run: bitwise_loop(run, steps=6))
+
+    whole, expected = run()
+    needed = {line["purpose"]: line["nbytes"] for line in whole.stats()["planned"] if line["tier"] == "nvme"}
+    second = needed.pop("room to undo updates")
+    free = (sum(needed.values()) + share * second) / 0.98 + 4096
+    monkeypatch.setattr(scratch, "free_nbytes", lambda paths: int(free))
+    engine, found = run()
+    assert_same_bits(found, expected)
+    placement, all_units = engine._parts.placement, sorted(whole._parts.placement.undoable_units)
+    count = len(placement.undoable_units)
+    assert sorted(placement.undoable_units) == all_units[len(all_units) - count :]
+    assert count == len(all_units) // 2 if share else count == 0
+    assert placement.plan.total_nbytes("nvme") <= free
 
 
 @both

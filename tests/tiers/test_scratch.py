@@ -13,12 +13,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from offload.errors import ConfigError, StorageError
 from offload.tiers import ScratchFolder, scratch_file
-from offload.tiers.scratch import file_system_of
+from offload.tiers.scratch import file_system_of, free_nbytes
 from offload.tiers.scratch_file import give_back
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -404,3 +405,15 @@ def test_removal_where_a_descriptor_lists_what_was_there_when_it_was_opened(
         file.close()
     scratch.close()
     assert listdir(tmp_path) == []
+
+
+def test_free_room_is_what_equal_shares_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two paths on one file system share it; one that is not there yet counts as its folder."""
+    status = os.statvfs(tmp_path)
+    free = status.f_bavail * status.f_frsize
+    monkeypatch.setattr(os, "statvfs", lambda path: status)
+    assert free_nbytes([tmp_path / "later" / "deeper"]) == free
+    assert free - 2 < free_nbytes([tmp_path, tmp_path / "later"]) <= free
+    assert free_nbytes([]) == 0
+    monkeypatch.setattr(os, "statvfs", Mock(side_effect=PermissionError))
+    assert free_nbytes([tmp_path]) == 0
