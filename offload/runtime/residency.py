@@ -169,6 +169,7 @@ class Residency:
     def abandon_uses(self) -> None:
         """End every use: an exception cut a forward or backward short."""
         self._open_forward.clear()
+        self._deferred = ()
         for unit_index, held in enumerate(self._held_counts):
             if self._use_counts[unit_index] > held:
                 self._use_counts[unit_index] = held
@@ -191,7 +192,7 @@ class Residency:
                 self.capacity_nbytes = max(self.capacity_nbytes, needed_nbytes)
             if required_nbytes(trace, self._nbytes, 0) <= self.capacity_nbytes:
                 self._follow(plan(trace, self._nbytes, self.capacity_nbytes, self._prefetch))
-        self._cursor = 0
+        self._cursor, self._deferred = 0, ()
         self._went_as_planned = True
 
     def bring_first(self) -> None:
