@@ -71,6 +71,7 @@ class Residency:
         self._held_counts = [0] * len(units)
         self._companions: dict[int, list[int]] = {}
         self._open_forward: list[int] = []
+        self._deferred: tuple[Op, ...] = ()
         self._resident_nbytes = 0
         self.peak_resident_nbytes = 0
         self._recorder = Recorder()
@@ -257,7 +258,7 @@ class Residency:
     def _follow(self, schedule: Schedule) -> None:
         self._schedule = schedule
         self._cursor = 0
-        self._deferred: tuple[Op, ...] = ()
+        self._deferred = ()
         self._positions: dict[Event, list[int]] = {}
         for position, event in enumerate(schedule.trace):
             self._positions.setdefault(event, []).append(position)
