@@ -72,7 +72,8 @@ class _Problem:
     """What a placement is decided for.
 
     `capacity_of(prefetch, n, budget)`: device bytes of the units in use and coming at once, the first n units not counted.
-    `late_units`: those whose gradients are complete only when backward is over."""
+    `late_units`: those whose gradients are complete only when backward is over.
+    `drive_nbytes`: what is free on the drives."""
 
     config: Config
     accelerator: Accelerator
@@ -80,6 +81,7 @@ class _Problem:
     footprint_of: Callable[[Tier, Tier], Footprint]
     capacity_of: Callable[[int, int, int | None], int]
     late_units: frozenset[int]
+    drive_nbytes: int
 
     def keeps_whole(self, parameters: Tier) -> bool:
         """Whether parameters in that tier are for good where the device computes on them."""
@@ -194,7 +196,7 @@ def _place(
 
 def _undo_rooms(problem: _Problem, footprint: Footprint, kept: Kept, other_nbytes: int) -> tuple[UndoRoom, ...]:
     """As many as the drives have room for besides what must be there; of the last units first, which backward reaches first."""
-    left = int(scratch.free_nbytes(problem.config.nvme_paths) * (1 - _DRIVE_RESERVE)) - other_nbytes
+    left = int(problem.drive_nbytes * (1 - _DRIVE_RESERVE)) - other_nbytes
     found: list[UndoRoom] = []
     for room in reversed(footprint.undo_rooms):
         if room.is_beside(kept) and room.unit_index not in problem.late_units and room.nbytes <= left:
@@ -353,7 +355,8 @@ def decide(
     late_units: frozenset[int] = frozenset({0}),
 ) -> Placement:
     """The placement for this model, these budgets, this device. Raises `BudgetError` with the smallest that would do."""
-    problem = _Problem(config, accelerator, sharing, footprint_of, capacity_of, late_units)
+    drive_nbytes = scratch.free_nbytes(config.nvme_paths)
+    problem = _Problem(config, accelerator, sharing, footprint_of, capacity_of, late_units, drive_nbytes)
     if config.parameters != "auto" and not problem.can_hold(config.parameters):
         raise ConfigError(
             f"parameters={config.parameters!r} contradicts stage={config.stage} on {sharing.world_size} ranks: below stage 3 "

@@ -258,7 +258,6 @@ class Residency:
     def _follow(self, schedule: Schedule) -> None:
         self._schedule = schedule
         self._cursor = 0
-        self._deferred = ()
         self._positions: dict[Event, list[int]] = {}
         for position, event in enumerate(schedule.trace):
             self._positions.setdefault(event, []).append(position)

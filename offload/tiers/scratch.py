@@ -15,6 +15,7 @@ import errno
 import logging
 import os
 import secrets
+import shutil
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -36,10 +37,8 @@ def free_nbytes(paths: Sequence[str | os.PathLike[str]]) -> int:
     try:
         existing = [next(one for one in (path, *path.parents) if one.exists()) for path in map(_absolute, paths)]
         devices = [os.stat(path).st_dev for path in existing]
-        free: list[int] = []
-        for path, device in zip(existing, devices, strict=True):
-            status = os.statvfs(path)
-            free.append(status.f_bavail * status.f_frsize // devices.count(device))
+        shares = zip(existing, devices, strict=True)
+        free = [shutil.disk_usage(path).free // devices.count(device) for path, device in shares]
     except OSError:
         return 0
     return min(free, default=0) * len(free)
@@ -96,12 +95,11 @@ class ScratchFolder:
             needed_nbytes[device] = needed_nbytes.get(device, 0) + nbytes
         for path, folder in zip(self.paths, self._folders, strict=True):
             needed = needed_nbytes[os.fstat(folder.fileno).st_dev]
-            status = os.statvfs(folder.path)
-            free_nbytes = status.f_bavail * status.f_frsize
-            if needed > free_nbytes:
+            free = shutil.disk_usage(folder.path).free
+            if needed > free:
                 raise ConfigError(
                     f"{str(path)!r} is too small: the run needs {needed} bytes ({needed / 2**30:.2f} GiB) on its file "
-                    f"system and {free_nbytes} bytes ({free_nbytes / 2**30:.2f} GiB) are free; free space there, name "
+                    f"system and {free} bytes ({free / 2**30:.2f} GiB) are free; free space there, name "
                     "a larger file system in Config(nvme=...), or keep more on cpu"
                 )
 

@@ -16,11 +16,8 @@ import offload
 from offload.runtime.update import Updates
 from offload.schedule.trace import Edge, Event
 
-from .models import IN_MEMORY, ON_NVME, Setup, adamw
+from .models import IN_MEMORY, IN_PLACE_IN_BACKWARD, ON_NVME, ON_NVME_IN_PLACE, Setup, adamw
 from .runs import assert_same_bits, digest, run_engine, token_loop
-
-ON_NVME_IN_PLACE = Setup("nvme", "nvme", "cpu")
-IN_PLACE_IN_BACKWARD = Setup("nvme", "nvme", "cpu", "backward")
 
 BLOCKS = 5
 TEXT = {"vocab_size": 256, "d_model": 32}
@@ -59,7 +56,6 @@ def opened_with(model: nn.Module, **config: Any) -> Any:
 
 
 def test_backward_computes_while_the_unit_behind_it_is_updated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OFFLOAD_ACCELERATOR", "cpu")
     model = blocks()
     with opened_with(model, parameters="device", optimizer_states="cpu") as engine:
         in_memory = train(engine, model)
@@ -147,7 +143,6 @@ class Towers(nn.Module):
 
 
 def test_branches_end_in_the_order_in_which_forward_began_them(tmp_path: Path) -> None:
-    torch.manual_seed(0)
     model = Towers()
     with opened_with(model, parameters="nvme", optimizer_states="cpu", nvme=tmp_path) as engine:
         for _ in range(2):
@@ -181,7 +176,6 @@ def number(made: torch.Tensor) -> int:
 
 def test_what_another_thread_recorded_is_in_no_order_with_the_rest(tmp_path: Path) -> None:
     """Backward reaches the quick call while it is in the middle of the slow one, which forward made later."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), Slow())
     quick, slow = model
     x = torch.ones(2, 16, requires_grad=True) * 1

@@ -15,11 +15,21 @@ from offload.runtime import assembly, gradient_parts
 from offload.runtime.units import ModuleUnit, fold_for_ranks, partition, uses_of
 from offload.schedule.trace import Edge, Use
 
-from .models import IN_MEMORY, ON_CPU, ON_CPU_IN_PLACE, ON_NVME, ON_NVME_IN_BACKWARD, Setup, adamw, gpt2, llama
+from .models import (
+    IN_MEMORY,
+    IN_PLACE_IN_BACKWARD,
+    ON_CPU,
+    ON_CPU_IN_PLACE,
+    ON_NVME,
+    ON_NVME_IN_BACKWARD,
+    ON_NVME_IN_PLACE,
+    Setup,
+    adamw,
+    gpt2,
+    llama,
+)
 from .runs import Run, assert_same_bits, bitwise_loop, run_engine, run_plain, simple_loop, token_loop
 
-ON_NVME_IN_PLACE = Setup("nvme", "nvme", "cpu")
-IN_PLACE_IN_BACKWARD = Setup("nvme", "nvme", "cpu", "backward")
 SETUPS = (IN_MEMORY, ON_CPU, ON_CPU_IN_PLACE, ON_NVME, ON_NVME_IN_BACKWARD, ON_NVME_IN_PLACE, IN_PLACE_IN_BACKWARD)
 everywhere = pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.name)
 

@@ -23,11 +23,10 @@ from offload.runtime.fetching import chunks_of
 from offload.tiers import NvmeStore, held_room
 from offload.tiers.io import reflink
 
-from ..acceptance.models import ON_CPU, ON_NVME, ON_NVME_IN_BACKWARD, Setup, adamw, stack
+from ..acceptance.models import ON_CPU, ON_NVME, ON_NVME_IN_BACKWARD, ON_NVME_IN_PLACE, Setup, adamw, stack
 from ..acceptance.runs import Run, assert_same_bits, one_step, refused
 from .loops import Resumable, files_of
 
-ON_NVME_IN_PLACE = Setup("nvme", "nvme", "cpu")
 SETUPS = (
     ON_NVME,
     ON_NVME_IN_PLACE,
