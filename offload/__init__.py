@@ -1,6 +1,7 @@
 """Trains PyTorch models that do not fit in GPU memory: parameters, gradients and optimizer states in CPU memory or on NVMe."""
 
 from offload.config import Config
+from offload.deferred_init.deferred_init import deferred_init
 from offload.engine import Engine, initialize
 from offload.errors import (
     BudgetError,
@@ -15,8 +16,7 @@ from offload.errors import (
     StorageError,
     UsageError,
 )
-from offload.runtime.deferred_init import deferred_init
-from offload.runtime.lion import Lion
+from offload.model.lion import Lion
 
 __version__ = "0.1.0"
 

@@ -126,6 +126,12 @@ class Config:
         if len(set(paths)) != len(paths):
             raise ConfigError(f"nvme={self.nvme!r} names one folder twice: name each drive's folder once.")
 
+    @property
+    def needs_norm_first(self) -> bool:
+        """Whether what a gradient is multiplied by, and whether it counts at all, depends on all gradients of the step."""
+        skips = self.loss_scale in ("dynamic", "skip") or (self.loss_scale is None and self.dtype == "fp16")
+        return skips or self.max_grad_norm is not None
+
     def _check_loss_scale(self) -> None:
         scale = self.loss_scale
         if scale is None or scale == "skip":

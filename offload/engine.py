@@ -13,28 +13,28 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from offload.build.assembly import DTYPES, Assembly, rebuild
+from offload.build.ownership import check_free, guard_parameters, let_go, move_buffers, take
+from offload.checkpoint.checkpoint import Checkpointing
+from offload.checkpoint.preemption import Preemption
+from offload.checkpoint.saving import Save
 from offload.config import Config, parse_nbytes
 from offload.deepspeed_config import read_settings
-from offload.device.ranks import join_ranks
 from offload.errors import EngineFailedError, ParameterAccessError, UsageError
-from offload.runtime.agreement import Point
-from offload.runtime.assembly import DTYPES, Assembly, rebuild
-from offload.runtime.checkpoint import Checkpointing
-from offload.runtime.checkpointing.saving import Save
-from offload.runtime.flats import ParameterInfo
-from offload.runtime.gathering import Gathering
-from offload.runtime.handshake import together
-from offload.runtime.hooks import Hooks
-from offload.runtime.loss_scale import LossScale, needs_norm_first
-from offload.runtime.optimizer import OffloadOptimizer
-from offload.runtime.ownership import check_free, guard_parameters, let_go, move_buffers, take
-from offload.runtime.parts import Parts
-from offload.runtime.preemption import Preemption
-from offload.runtime.timeline import LinkMeter
-from offload.runtime.training import Training
-from offload.runtime.unchanged import Unchanged
-from offload.runtime.value_loading import ValueLoading
-from offload.runtime.weights import open_weights
+from offload.model.flats import ParameterInfo
+from offload.model.optimizer import OffloadOptimizer
+from offload.model.unchanged import Unchanged
+from offload.model.weights import open_weights
+from offload.ranks.agreement import Point
+from offload.ranks.consensus import together
+from offload.ranks.transport import join_ranks
+from offload.step.gathering import Gathering
+from offload.step.hooks import Hooks
+from offload.step.loss_scale import LossScale
+from offload.step.parts import Parts
+from offload.step.timeline import LinkMeter
+from offload.step.training import Training
+from offload.step.value_loading import ValueLoading
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -106,7 +106,7 @@ class Engine:
         self._training.max_grad_norm = config.max_grad_norm
         self._training.backward_updates = config.update == "backward"
         self._training.input_dtype = DTYPES[config.dtype] if config.dtype is not None else None
-        self._training.update_in_backward = config.update == "backward" and not needs_norm_first(config)
+        self._training.update_in_backward = config.update == "backward" and not config.needs_norm_first
         if self.optimizer is not None:
             optimizer = self.optimizer
             optimizer.stepper = self._training

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from offload import _native
+from offload.build.assembly import choose_accelerator
 from offload.device import updating
 from offload.device.accelerator import Accelerator
 from offload.device.pending import Pending
 from offload.device.rules import Hyper, Rule
-from offload.runtime.assembly import choose_accelerator
 from offload.tiers.memory import HostMemory
 
 COPY_NBYTES = 4 * 2**20

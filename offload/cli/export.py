@@ -11,10 +11,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from offload.build.assembly import DTYPES
+from offload.checkpoint.offline_export import export_checkpoint
 from offload.cli.text import format_nbytes
 from offload.config import parse_nbytes
-from offload.runtime.assembly import DTYPES
-from offload.runtime.checkpointing.offline_export import export_checkpoint
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ import argparse
 from pathlib import Path
 
 from offload.cli.text import format_count
-from offload.runtime.checkpointing.importing.converting import KINDS, import_checkpoint
+from offload.importing.converting import KINDS, import_checkpoint
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 import offload
+from offload.build.assembly import DTYPES, LEAST_UNIT_NUMEL, choose_accelerator, lay_out
 from offload.errors import BudgetError
 from offload.layout import Layout
-from offload.runtime.assembly import DTYPES, LEAST_UNIT_NUMEL, choose_accelerator, lay_out
-from offload.runtime.description import check_state_format, describe_parameters, parameter_specs
-from offload.runtime.optimizer_kinds import moments_of
-from offload.runtime.placement import Placement, Sharing, record_format
-from offload.runtime.units import fold_for_ranks, partition, uses_of
-from offload.schedule.budget import MASTER_ITEMSIZE, Footprint, Tier, spilled_nbytes
-from offload.schedule.trace import Expected
+from offload.model.description import check_state_format, describe_parameters, parameter_specs
+from offload.model.optimizer_kinds import moments_of
+from offload.model.units import fold_for_ranks, partition, uses_of
+from offload.planning.budget import MASTER_ITEMSIZE, Footprint, Tier, spilled_nbytes
+from offload.planning.placement import Placement, Sharing, record_format
+from offload.planning.trace import Expected
 
 
 @dataclass(frozen=True, slots=True)

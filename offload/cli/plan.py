@@ -22,8 +22,8 @@ from offload.cli.models import build_outline, choose_model, make_optimizer
 from offload.cli.outline import Outline, Traffic
 from offload.cli.text import format_count, format_nbytes, table
 from offload.errors import BudgetError, ConfigError
-from offload.runtime.placement import AUTO_ORDER, Placement
-from offload.schedule.budget import Tier
+from offload.planning.budget import Tier
+from offload.planning.placement import AUTO_ORDER, Placement
 
 _TIERS: tuple[Tier, ...] = ("device", "cpu", "nvme")
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from offload.errors import ConfigError
-from offload.runtime.lion import Lion
+from offload.model.lion import Lion
 
 
 @dataclass(frozen=True, slots=True)

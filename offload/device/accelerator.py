@@ -5,7 +5,7 @@ Streams, as every implementation has them (on `cpu` they are empty words, the or
     compute   the caller's current stream; forward, backward and device-side updates run on it
     fetch     H2D copies of parameters
     drain     D2H copies of gradients
-    ranks     collectives (a thread of its own hands them over, see `offload.runtime.rendezvous`)
+    ranks     collectives (a thread of its own hands them over, see `offload.ranks.rendezvous`)
     host      the lane of CPU work: optimizer updates, additions of accumulated gradients
 
 Rules. A copy or job settles its `Pending`. `join(pending)` makes *compute* wait for it without blocking the host

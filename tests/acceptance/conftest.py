@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.runtime import assembly
+from offload.build import assembly
 
 from .models import Setup
 from .speculating import at_once

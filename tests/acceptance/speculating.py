@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from offload.runtime import strikes
-from offload.runtime.update import Updates
+from offload.step import strikes
+from offload.step.update import Updates
 
 from .models import Setup
 

@@ -13,8 +13,8 @@ from torch import nn
 from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
 
 import offload
-from offload.runtime.update import Updates
-from offload.schedule.trace import Edge, Event
+from offload.planning.trace import Edge, Event
+from offload.step.update import Updates
 
 from .models import IN_MEMORY, IN_PLACE_IN_BACKWARD, ON_NVME, ON_NVME_IN_PLACE, Setup, adamw
 from .runs import assert_same_bits, digest, run_engine, token_loop

@@ -14,7 +14,7 @@ import pytest
 import torch.nn.functional as F
 
 import offload
-from offload.runtime import assembly, storage
+from offload.build import assembly, storage
 from tests.tiers.faulty_io import Fault, FaultyBackend, seeded_faults
 
 from .models import IN_MEMORY, ON_NVME, ON_NVME_IN_BACKWARD, Setup, adamw, stack, vector_batches

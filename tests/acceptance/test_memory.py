@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from offload.runtime.strikes import QUIET_STEPS
+from offload.step.strikes import QUIET_STEPS
 
 from . import worker
 from .models import Setup

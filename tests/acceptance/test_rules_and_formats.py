@@ -126,7 +126,7 @@ def test_lion_in_every_format(opened: Any, state_format: str) -> None:
 
 def test_chunks_never_show(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stochastic rounding takes its bits by the parameter's element, not by where a chunk begins."""
-    from offload.runtime import assembly
+    from offload.build import assembly
 
     monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
     for state_format in ("bf16", "8bit"):

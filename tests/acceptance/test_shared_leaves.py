@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from offload.runtime import assembly, gradient_parts
-from offload.runtime.units import ModuleUnit, fold_for_ranks, partition, uses_of
-from offload.schedule.trace import Edge, Use
+from offload.build import assembly
+from offload.model.units import ModuleUnit, fold_for_ranks, partition, uses_of
+from offload.planning.trace import Edge, Use
+from offload.step import gradient_parts
 
 from .models import (
     IN_MEMORY,

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
-from offload.runtime import assembly, strikes
-from offload.runtime.gradient_buffers import RETAINED
+from offload.build import assembly
+from offload.step import strikes
+from offload.step.gradient_buffers import RETAINED
 from offload.tiers import scratch
 
 from . import test_working_set

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 import offload
-from offload.runtime import storage, strikes
+from offload.build import storage
+from offload.step import strikes
 from tests.tiers.faulty_io import Fault, FaultyBackend, seeded_faults
 
 from .models import IN_MEMORY, Setup, adamw, stack, vector_batches

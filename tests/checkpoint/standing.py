@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from offload.runtime.checkpointing import state_reading
+from offload.checkpoint import state_reading
 
 from .loops import Resumable
 

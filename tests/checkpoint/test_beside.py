@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 import offload
+from offload.build import assembly, storage
+from offload.checkpoint import unit_file, writing
 from offload.device.pending import Pending
-from offload.runtime import assembly, storage
-from offload.runtime.checkpointing import unit_file, writing
-from offload.runtime.fetching import chunks_of
+from offload.step.fetching import chunks_of
 from tests.tiers.faulty_io import Fault, FaultyBackend, seeded_faults
 
 from ..acceptance.models import (
@@ -200,7 +200,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, in_updates: bool, met: threading.
         try:
             return begin(file, state, *given, **named)
         except OSError as error:
-            from offload.runtime.checkpointing.staged_folder import write_failure
+            from offload.checkpoint.staged_folder import write_failure
 
             raise write_failure("writing", Path("there"), error) from error
 

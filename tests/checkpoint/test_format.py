@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 import offload
-from offload.runtime.checkpointing import writing
-from offload.runtime.checkpointing.manifest import encode
-from offload.runtime.checkpointing.manifest_decoding import decode
+from offload.checkpoint import writing
+from offload.checkpoint.manifest import encode
+from offload.checkpoint.manifest_decoding import decode
 
 from ..acceptance.models import IN_MEMORY, ON_CPU, ON_NVME, Setup
 from ..acceptance.runs import assert_same_bits

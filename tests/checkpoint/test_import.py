@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import offload
+from offload.checkpoint.manifest_decoding import decode
 from offload.cli.main import main
-from offload.runtime.checkpointing.importing.converting import import_checkpoint
-from offload.runtime.checkpointing.manifest_decoding import decode
+from offload.importing.converting import import_checkpoint
 
 from ..acceptance.models import ADAM_OPTIONS, ON_CPU, ON_NVME, adamw, stack
 from ..acceptance.runs import assert_close, assert_same_bits, refused

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import offload
-from offload.runtime import storage
+from offload.build import storage
 from tests.tiers.faulty_io import Fault, FaultyBackend
 
 from ..acceptance.models import Setup, adamw, stack

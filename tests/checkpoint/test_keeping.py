@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import offload
-from offload.runtime import storage
+from offload.build import storage
 from offload.tiers import aside
 from tests.tiers.faulty_io import Fault, FaultyBackend
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import offload
-from offload.runtime.checkpointing.staged_folder import StagedFolder, remove_leftovers, take_back
+from offload.checkpoint.staged_folder import StagedFolder, remove_leftovers, take_back
 
 from ..acceptance.models import ON_CPU, adamw, stack
 from ..acceptance.runs import refused
@@ -148,7 +148,7 @@ def test_leftovers_with_files_of_others_stay(saves: Path) -> None:
 
 
 def test_a_checkpoint_that_is_being_read_is_not_removed(saves: Path, opened: Any) -> None:
-    from offload.runtime.checkpointing.opened import OpenedCheckpoint
+    from offload.checkpoint.opened import OpenedCheckpoint
 
     model = stack(blocks=1)
     engine = opened(model, adamw(model), ON_CPU)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from offload.build import assembly
 from offload.device.freed_memory import freed_memory
-from offload.runtime import assembly
 
 from ..acceptance.models import ON_CPU, ON_CPU_IN_PLACE, ON_NVME, adamw, stack
 from ..acceptance.worker import resident_nbytes

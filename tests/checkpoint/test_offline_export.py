@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 import offload
+from offload.checkpoint import opened as opening
+from offload.checkpoint.offline_export import export_checkpoint
 from offload.cli.main import main
-from offload.runtime.checkpointing import opened as opening
-from offload.runtime.checkpointing.offline_export import export_checkpoint
 
 from ..acceptance.models import ON_CPU, ON_NVME, Normalized, adamw, gpt2, llama, stack
 from ..acceptance.runs import Run, assert_same_bits, one_step, refused

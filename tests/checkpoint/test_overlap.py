@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import offload
-from offload.runtime import assembly, storage
-from offload.runtime.checkpointing import copies, writing
-from offload.runtime.checkpointing.staged_folder import write_failure
+from offload.build import assembly, storage
+from offload.checkpoint import copies, writing
+from offload.checkpoint.staged_folder import write_failure
 from offload.tiers.io import reflink
 
 from ..acceptance.models import Setup

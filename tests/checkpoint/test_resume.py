@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
-from offload.runtime import assembly
-from offload.runtime.fetching import chunks_of
+from offload.build import assembly
+from offload.step.fetching import chunks_of
 
 from ..acceptance.models import (
     IN_MEMORY,

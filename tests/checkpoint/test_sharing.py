@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import offload
-from offload.runtime import assembly
-from offload.runtime.checkpointing.tensor_file import TensorFile
-from offload.runtime.checkpointing.unit_file import UnitFile
-from offload.runtime.fetching import chunks_of
+from offload.build import assembly
+from offload.checkpoint.tensor_file import TensorFile
+from offload.checkpoint.unit_file import UnitFile
+from offload.step.fetching import chunks_of
 from offload.tiers import NvmeStore, held_room
 from offload.tiers.io import reflink
 

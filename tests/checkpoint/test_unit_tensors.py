@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from hypothesis import given, strategies as st
 
+from offload.checkpoint.manifest import VALUE
+from offload.checkpoint.tensor_file import METADATA, lay_out
+from offload.checkpoint.unit_tensors import UnitTensors, tensor_name
 from offload.device.records import MASTER, MOMENTS, RecordFormat, StateFormat
 from offload.layout import BLOCK, EXTENT_ALIGN, Layout, ParameterSpec, build_layout
-from offload.runtime.checkpointing.manifest import VALUE
-from offload.runtime.checkpointing.tensor_file import METADATA, lay_out
-from offload.runtime.checkpointing.unit_tensors import UnitTensors, tensor_name
-from offload.runtime.flats import ChunkOf
+from offload.model.flats import ChunkOf
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64, "u8": torch.uint8}
 NUMELS = st.one_of(st.integers(0, 300), st.integers(1, 5 * BLOCK), st.sampled_from([64, BLOCK, 2 * BLOCK, 3 * BLOCK + 1]))

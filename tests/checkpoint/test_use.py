@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
-from offload.runtime.checkpointing import restoring
+from offload.checkpoint import restoring
 
 from ..acceptance.models import IN_MEMORY, ON_CPU, ON_NVME, ON_NVME_IN_BACKWARD, adamw, stack, two_groups, vector_batches
 from ..acceptance.runs import Run, assert_same_bits, one_step, refused

@@ -30,7 +30,7 @@ from offload.device import device_kernels, kernels, updating
 from offload.device.cuda import CudaAccelerator
 from offload.device.lane import HostLane, ThreadLane
 from offload.device.pending import Pending
-from offload.runtime.guard import TakenGradient
+from offload.model.guard import TakenGradient
 from offload.tiers import memory
 
 Clock = dict[Any, int]

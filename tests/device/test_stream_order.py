@@ -17,10 +17,10 @@ import torch
 import offload
 from offload.device import cuda
 from offload.device.cuda import CudaAccelerator
-from offload.runtime import placement
-from offload.runtime.gradient_transit import GradientTransit
-from offload.runtime.gradients import Gradients
-from offload.runtime.places import ParameterPlaces
+from offload.planning import placement
+from offload.step.gradient_transit import GradientTransit
+from offload.step.gradients import Gradients
+from offload.step.places import ParameterPlaces
 from offload.tiers.memory import HostMemory
 from tests.acceptance.models import Stack, stack, vector_batches
 from tests.device import played_cuda
@@ -92,7 +92,7 @@ def test_no_race_on_a_stream_of_the_users(
 def test_no_race_with_few_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient waits for its device buffer, on the device."""
     play(monkeypatch)
-    monkeypatch.setattr("offload.runtime.placement._transit_buffer_count", lambda *_: 1)
+    monkeypatch.setattr("offload.planning.placement._transit_buffer_count", lambda *_: 1)
     train(tmp_path, "cpu", "cpu")
 
 
@@ -140,7 +140,7 @@ def _now() -> played_cuda.Event:
 
 def test_a_buffer_that_is_packed_while_it_leaves_is_a_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     play(monkeypatch)
-    monkeypatch.setattr("offload.runtime.placement._transit_buffer_count", lambda *_: 1)
+    monkeypatch.setattr("offload.planning.placement._transit_buffer_count", lambda *_: 1)
 
     def buffer(self: GradientTransit) -> torch.Tensor:
         if not self._free:
@@ -190,7 +190,7 @@ def test_memory_that_cannot_be_registered_is_said_once_and_used_all_the_same(
 @pytest.mark.parametrize("share", [1.0, 0.6], ids=["room for two units", "little room"])
 def test_chunks_that_leave_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     """Parameters of many chunks: packed in one launch, copied in one, added chunk by chunk; the bits are the same."""
-    monkeypatch.setattr("offload.runtime.assembly.CHUNK_NUMELS", (4096,))
+    monkeypatch.setattr("offload.build.assembly.CHUNK_NUMELS", (4096,))
     with monkeypatch.context() as patch:
         patch.setenv("OFFLOAD_ACCELERATOR", "cpu")
         expected = train(tmp_path, "device", "device", width=96)
@@ -213,7 +213,7 @@ def test_chunks_that_leave_together(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_unit_comes_in_one_copy_for_each_flat(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many chunks it is cut into: on a fast link the call of a copy takes as long as a chunk's bytes."""
     play(monkeypatch)
-    monkeypatch.setattr("offload.runtime.assembly.CHUNK_NUMELS", (4096,))
+    monkeypatch.setattr("offload.build.assembly.CHUNK_NUMELS", (4096,))
     copied: list[int] = []
     copy_in = CudaAccelerator.copy_in
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from offload.runtime.deferred_init import deferred_init, is_deferred, materialize
+from offload.deferred_init.deferred_init import deferred_init, is_deferred, materialize
 
 
 def built_deferred(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload.runtime.deferred_init import deferred_init, is_deferred
+from offload.deferred_init.deferred_init import deferred_init, is_deferred
 from tests.materialize.ordinary import assert_like_ordinary
 
 transformers = pytest.importorskip("transformers")

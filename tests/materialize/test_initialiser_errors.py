@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from offload.deferred_init.deferred_init import deferred_init, is_deferred, materialize, name_parameters
 from offload.errors import InitializerError, UsageError
-from offload.runtime.deferred_init import deferred_init, is_deferred, materialize, name_parameters
 
 
 class Inner(nn.Module):

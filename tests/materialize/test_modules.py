@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from offload.deferred_init.deferred_init import deferred_init, is_deferred, materialize
 from offload.errors import InitializerError
-from offload.runtime.deferred_init import deferred_init, is_deferred, materialize
 from tests.materialize.ordinary import assert_like_ordinary, bits_equal, built_deferred
 
 ZOO: dict[str, Callable[[], nn.Module]] = {

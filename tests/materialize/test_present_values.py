@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload.runtime import present_values
-from offload.runtime.deferred_init import deferred_init, materialize
+from offload.deferred_init import present_values
+from offload.deferred_init.deferred_init import deferred_init, materialize
 from tests.materialize.ordinary import bits_equal
 
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload.runtime import deferred_init as module_under_test
-from offload.runtime.deferred_init import deferred_init, is_deferred, materialize, materialize_buffers
-from offload.runtime.recording import GeneratorState, Operation
-from offload.runtime.replay import needed_operations
+from offload.deferred_init import deferred_init as module_under_test
+from offload.deferred_init.deferred_init import deferred_init, is_deferred, materialize, materialize_buffers
+from offload.deferred_init.recording import GeneratorState, Operation
+from offload.deferred_init.replay import needed_operations
 from tests.materialize.ordinary import bits_equal, built_deferred
 
 
@@ -190,7 +190,7 @@ def test_memory_of_recording_and_of_replay() -> None:
     script = """
         import resource, torch
         from torch import nn
-        from offload.runtime.deferred_init import deferred_init, materialize
+        from offload.deferred_init.deferred_init import deferred_init, materialize
         torch.set_num_threads(2)
         peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         build = lambda width, count: nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))

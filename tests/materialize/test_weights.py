@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from safetensors.torch import save_file, save_model
 from torch import nn
 
+from offload.deferred_init.deferred_init import deferred_init
 from offload.errors import InitializerError
-from offload.runtime.deferred_init import deferred_init
-from offload.runtime.weights import INDEX_FILE, SINGLE_FILE, open_weights
+from offload.model.weights import INDEX_FILE, SINGLE_FILE, open_weights
 
 
 def _model() -> nn.Module:
@@ -237,7 +237,7 @@ def test_memory_of_loading(tmp_path: Path) -> None:
     save_file({str(index): torch.zeros(8_000_000) for index in range(10)}, tmp_path / SINGLE_FILE)  # 10 x 32 MB
     script = f"""
         import resource, torch
-        from offload.runtime.weights import open_weights
+        from offload.model.weights import open_weights
         peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         source = open_weights({str(tmp_path)!r})
         base = peak()

@@ -11,7 +11,7 @@ import torch
 import offload
 from offload.device.rules import Hyper, Rule
 from offload.device.updating import Segment, update
-from offload.runtime.optimizer_kinds import hyper_of_group
+from offload.model.optimizer_kinds import hyper_of_group
 from tests.native import exact
 
 OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [

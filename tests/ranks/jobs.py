@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
-from offload.runtime import assembly
-from offload.schedule.plan import Verb
+from offload.build import assembly
+from offload.planning.plan import Verb
 
 from ..acceptance.models import adamw, byte_batches, gpt2, llama, vector_batches
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import given, settings, strategies as st
 
-from offload.runtime.agreement import Announcement, Blocked, Point, decide
+from offload.ranks.agreement import Announcement, Blocked, Point, decide
 
 UNITS = 5
 

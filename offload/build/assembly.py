@@ -1,0 +1,218 @@
+"""Building the engine's parts for one model: everything that can be wrong is looked at before anything is allocated."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from offload import _native
+from offload.config import Config
+from offload.device.accelerator import Accelerator
+from offload.device.cpu import CpuAccelerator
+from offload.device.cuda import CudaAccelerator
+from offload.device.deferred import DeferredAccelerator
+from offload.ranks.transport import Ranks
+from offload.device.records import RecordFormat
+from offload.errors import BudgetError, ConfigError
+from offload.layout import CHUNK_NUMELS, Layout, ParameterSpec, build_layout
+from offload.build.building import Building
+from offload.deferred_init.deferred_init import name_parameters
+from offload.model.description import check_state_format, check_values, describe_parameters, parameter_specs
+from offload.model.flats import ParameterInfo
+from offload.build.handshake import agree_on_least, config_facts, parameter_facts
+from offload.ranks.consensus import Facts, together
+from offload.build.materialize import InitialValues, NoValues
+from offload.model.optimizer_kinds import InitialState, check_optimizer, initial_state, moments_of
+from offload.step.parts import Parts
+from offload.planning.placement import ALONE, Placement, Sharing, decide, record_format
+from offload.step.reduction import AVERAGE_VARIABLE, average_dtype
+from offload.model.units import ModuleUnit, fold_for_ranks, partition, uses_of
+from offload.model.weights import WeightSource, load_buffers
+from offload.planning.budget import Footprint, Tier
+from offload.planning.plan import expected_nbytes, worthwhile_nbytes
+from offload.planning.trace import Expected
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+LEAST_UNIT_NUMEL = 64 * 1024
+"""Elements that are worth a message of their own between ranks."""
+
+ACCELERATOR_VARIABLE = "OFFLOAD_ACCELERATOR"
+
+
+def choose_accelerator() -> Accelerator:
+    """CUDA where torch finds a device, else the CPU; the environment variable OFFLOAD_ACCELERATOR overrides it."""
+    name = os.environ.get(ACCELERATOR_VARIABLE, "") or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda":
+        return CudaAccelerator()
+    if name == "cpu":
+        return CpuAccelerator()
+    if name == "deferred":
+        return DeferredAccelerator(seed=int(os.environ.get("OFFLOAD_SEED", "0")))
+    raise ConfigError(f"{ACCELERATOR_VARIABLE}={name!r} is unknown: expected cuda, cpu or deferred.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    module_units: list[ModuleUnit]
+    infos: list[ParameterInfo]
+    covered: Mapping[str, str]
+
+    @property
+    def by_unit(self) -> list[list[ParameterInfo]]:
+        return [[info for info in self.infos if info.unit_index == index] for index in range(len(self.module_units))]
+
+
+class Assembly:
+    """Builds `Parts`; if anything fails on the way, what was made is closed again."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        config: Config,
+        weights: WeightSource | None,
+        ranks: Ranks | None,
+    ) -> None:
+        self._model, self._optimizer, self._config, self._source = model, optimizer, config, weights
+        self._ranks = ranks
+
+    def build(self) -> Parts:
+        """The parts. On several ranks collective: what fails on one fails on all."""
+        ranks, config = self._ranks, self._config
+        described = together(ranks, self._describe, self._facts)
+        accelerator = together(ranks, choose_accelerator, lambda made: {"accelerator": made.name})
+        if ranks is not None:
+            ranks.use_devices(accelerator.device)
+        _native.warn_if_missing()
+        expected = Expected.of(0, uses_of(described.module_units))
+        layout, placement = self._lay_out(accelerator, described, expected)
+        building = Building(accelerator, layout, placement, config, ranks, moments_of(self._optimizer))
+        try:
+            return together(ranks, lambda: self._finish(building, described, expected), lambda _: building.value_facts)
+        except BaseException:
+            building.close()
+            raise
+
+    def _facts(self, described: _Described) -> Facts:
+        return config_facts(self._config) | parameter_facts(described.infos) | {AVERAGE_VARIABLE: average_dtype()}
+
+    def _describe(self) -> _Described:
+        config, model = self._config, self._model
+        if self._optimizer is not None:
+            check_optimizer(self._optimizer)
+        module_units = partition(model)
+        if self._ranks is not None:
+            module_units = fold_for_ranks(module_units, LEAST_UNIT_NUMEL)
+        dtype = DTYPES[config.dtype] if config.dtype is not None else None
+        infos = describe_parameters(model, module_units, self._optimizer, dtype)
+        if not infos:
+            raise ConfigError(f"{type(model).__name__} has no parameters.")
+        check_state_format(config, infos)
+        name_parameters(model)
+        covered = self._source.match(model) if self._source is not None else {}
+        check_values(infos, covered)
+        return _Described(module_units, infos, covered)
+
+    def _lay_out(self, accelerator: Accelerator, described: _Described, expected: Expected) -> tuple[Layout, Placement]:
+        """The same on all ranks: the most that every one of them can do."""
+        ranks, config, moments = self._ranks, self._config, moments_of(self._optimizer)
+        by_unit = described.by_unit
+        specs = [(unit.name, parameter_specs(members)) for unit, members in zip(described.module_units, by_unit, strict=True)]
+        if ranks is None:
+            return lay_out(config, accelerator, specs, expected, moments)
+        sharing = Sharing(config.stage, ranks.shard_count, ranks.local_world_size)
+        found: list[tuple[Layout, Placement]] = []
+        together(
+            ranks,
+            lambda: found.append(lay_out(config, accelerator, specs, expected, moments, sharing, ranks.shard_index)),
+            lambda _: {},
+        )
+        layout, placement = found[0]
+        least = agree_on_least(ranks, layout, placement)
+        if least.is_of(layout, placement):
+            agreed = lambda: (layout, placement)  # noqa: E731
+        else:
+            fixed = replace(config, parameters=least.parameters, optimizer_states=least.optimizer_states)
+            agreed = lambda: lay_out(  # noqa: E731
+                fixed, accelerator, specs, expected, moments, sharing, ranks.shard_index, (least.chunk_numel,)
+            )
+        return together(ranks, agreed, lambda made: {"placement": [made[1].parameters, made[1].optimizer_states]})
+
+    def _finish(self, building: Building, described: _Described, expected: Expected) -> Parts:
+        if self._source is not None:
+            load_buffers(self._model, self._source, described.covered)
+        values = InitialValues(self._source, described.covered, keeps_checksums=self._ranks is not None)
+        return building.finish(described.module_units, described.by_unit, expected, values, self._state_of)
+
+    def _state_of(self, info: ParameterInfo) -> InitialState:
+        assert self._optimizer is not None
+        return initial_state(self._optimizer, info.parameter, info.fqn)
+
+
+def rebuild(parts: Parts, config: Config, moments: tuple[str, ...]) -> Parts:
+    """Parts like these, which are closed, for the same model on one rank: parameters and states are zeros, to be loaded."""
+    building = Building(choose_accelerator(), parts.layout, parts.placement, config, None, moments)
+    modules = [ModuleUnit(unit.name, unit.modules) for unit in parts.units]
+    by_unit = [list(unit.parameters) for unit in parts.units]
+    for unit in parts.units:
+        unit.open_up()  # their guards ask the engine that failed
+    try:
+        return building.finish(modules, by_unit, parts.expected, NoValues(), lambda _: InitialState({}, 0))
+    except BaseException:
+        building.close()
+        for unit in parts.units:
+            unit.close_off(readable=False)
+        raise
+
+
+def lay_out(
+    config: Config,
+    accelerator: Accelerator,
+    specs: list[tuple[str, list[ParameterSpec]]],
+    expected: Expected,
+    moments: tuple[str, ...],
+    sharing: Sharing = ALONE,
+    rank: int = 0,
+    chunk_numels: Sequence[int] = (),
+) -> tuple[Layout, Placement]:
+    """The layout with the largest chunks with which the placement fits the budgets. Raises `BudgetError` if none does.
+
+    `moments`: what the optimizer keeps.
+
+    `rank`: this one's index among those that share the shards. `chunk_numels`: what to try instead of the usual.
+    """
+    failure: BudgetError | None = None
+    for chunk_numel in chunk_numels or CHUNK_NUMELS:
+        layout = build_layout(specs, chunk_numel=chunk_numel, world_size=sharing.world_size, rank=rank, stage=sharing.stage)
+        try:
+            return layout, _decide(config, accelerator, layout, expected, moments, sharing)
+        except BudgetError as error:
+            failure = error
+    assert failure is not None
+    largest = max(layout.units, key=lambda unit: unit.nbytes)
+    refusal = BudgetError(f"{failure} The largest unit is {largest.name or '(root)'} with {largest.nbytes} bytes.")
+    refusal.smallest_nbytes = failure.smallest_nbytes
+    raise refusal from failure
+
+
+def _decide(
+    config: Config, accelerator: Accelerator, layout: Layout, expected: Expected, moments: tuple[str, ...], sharing: Sharing
+) -> Placement:
+    known: dict[tuple[RecordFormat, ...], Footprint] = {}
+
+    def footprint_of(parameters: Tier, states: Tier) -> Footprint:
+        formats = tuple(record_format(accelerator, config, moments, parameters, states, flat.dtype) for flat in layout.flats)
+        if formats not in known:  # a large model has many chunks, and most placements have their records in common
+            known[formats] = Footprint.of(layout, formats)
+        return known[formats]
+
+    def capacity_of(prefetch: int, kept_unit_count: int, budget: int | None) -> int:
+        fetched = [0 if unit.index < kept_unit_count else unit.nbytes for unit in layout.units]
+        needed_nbytes = worthwhile_nbytes if budget is None else expected_nbytes
+        return needed_nbytes(expected, fetched, prefetch)
+
+    return decide(config, accelerator, footprint_of, capacity_of, sharing, expected.late_units)

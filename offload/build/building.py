@@ -1,0 +1,229 @@
+"""Making the engine's parts for one decided placement: the only place that allocates, and that knows which goes with which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from offload.config import Config
+from offload.device.accelerator import Accelerator, UnitMemory
+from offload.ranks.transport import Ranks
+from offload.device.records import RecordFormat
+from offload.layout import FlatLayout, Layout, UnitLayout
+from offload.deferred_init.deferred_init import materialize_buffers
+from offload.step.fetching import DirectFetcher, Fetcher, GatheredFetcher, HomeFetcher, StagedFetcher, chunks_of
+from offload.model.flats import ChunkOf, Flat, ParameterInfo, Unit
+from offload.step.gradients import Gradients
+from offload.build.materialize import InitialValues, Materializer
+from offload.model.optimizer_kinds import InitialState
+from offload.step.parts import Closable, Parts, close_all
+from offload.planning.placement import KEPT_PARAMETERS, KEPT_RECORDS, Placement, record_format
+from offload.step.places import ParameterPlaces, RecordPlaces
+from offload.step.reduction import Reduction
+from offload.ranks.rendezvous import Rendezvous
+from offload.step.residency import Capacity, Residency
+from offload.step.shard_exchange import ShardExchange
+from offload.step.sinks import CopyInSink, CopyOutSink, InPlaceSink, ParameterSink, ResidentSink, StoreSink
+from offload.build.storage import Storage
+from offload.step.timeline import Timeline
+from offload.model.units import ModuleUnit
+from offload.step.update import Updates
+from offload.planning.trace import Expected
+from offload.tiers.memory import MemoryLedger
+from offload.tiers.staging import StagingPool
+
+
+class Building:
+    """The parts while they are made, so that a failure can take them down."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        layout: Layout,
+        placement: Placement,
+        config: Config,
+        ranks: Ranks | None,
+        moments: tuple[str, ...],
+    ) -> None:
+        """`moments`: what the optimizer keeps (`offload.device.rules.MOMENTS`)."""
+        self._accelerator, self._layout, self._placement, self._config = accelerator, layout, placement, config
+        self._ranks, self._moments = ranks, moments
+        self.value_facts: dict[str, int] = {}
+        self._ledger = MemoryLedger()
+        self._made: list[Closable] = [accelerator]
+
+    def close(self) -> None:
+        """Take down what was made, last first."""
+        close_all(self._made)
+
+    def finish(
+        self,
+        module_units: list[ModuleUnit],
+        by_unit: list[list[ParameterInfo]],
+        expected: Expected,
+        values: InitialValues,
+        state_of: Callable[[ParameterInfo], InitialState],
+    ) -> Parts:
+        accelerator, placement = self._accelerator, self._placement
+        self._storage = storage = Storage(self._config, accelerator, placement, self._ledger, self._made)
+        units = [
+            self._unit(unit, layout, infos)
+            for unit, layout, infos in zip(module_units, self._layout.units, by_unit, strict=True)
+        ]
+        chunks = [chunk_of for unit in units for chunk_of in chunks_of(unit)]
+        trainable = [chunk_of for chunk_of in chunks if chunk_of.flat.layout.trainable]
+        kept = placement.kept
+        make_places = storage.stores(placement.parameters, kept.parameter_count, KEPT_PARAMETERS)
+        places = ParameterPlaces(chunks, make_places, self._is_undoable) if self._fetches_or_stores else None
+        make_records = storage.stores(placement.optimizer_states, kept.record_count, KEPT_RECORDS)
+        records = None
+        if trainable:
+            records = RecordPlaces(trainable, make_records, self._format_of, self._states_device, self._is_undoable)
+        pool = storage.staging_pool()
+        timeline = Timeline()
+        materializer = Materializer(accelerator, places, records, values, state_of, self._ledger)
+        for unit in units:
+            materializer.unit(unit)
+            unit.point_parameters_at_flats()
+        self.value_facts = values.facts()
+        materialize_buffers(module_units[0].modules[0])
+        gradients = updates = None
+        if records is not None:
+            make_gradients = storage.stores(placement.gradients)
+            gradients = Gradients(
+                trainable,
+                make_gradients,
+                pool,
+                accelerator,
+                reduced=self._ranks is not None,
+                transit_buffer_count=placement.transit_buffer_count,
+            )
+            updates = Updates(records, gradients, self._sink(places, pool), pool, accelerator, timeline)
+            self._made.extend((gradients, updates))
+        fetcher = self._fetcher(places, pool, updates)
+        self._made.append(fetcher)
+        rendezvous = reduction = None
+        if self._ranks is not None:
+            rendezvous, reduction, fetcher = self._join(self._ranks, units, places, gradients, updates, fetcher)
+        residency = Residency(
+            units,
+            fetcher,
+            updates,
+            trace=expected.trace,
+            capacity=Capacity(placement.unit_capacity_nbytes or 0, self._has_unit_budget),
+            prefetch=placement.prefetch,
+            timeline=timeline,
+        )
+        parameters = [info for infos in by_unit for info in infos]
+        made, self._made = self._made, []
+        return Parts(
+            accelerator=accelerator, layout=self._layout, placement=placement, units=units, parameters=parameters, pool=pool,
+            ledger=self._ledger, timeline=timeline, fetcher=fetcher, residency=residency, places=places, records=records,
+            gradients=gradients, updates=updates, backend=storage.backend, made=made, expected=expected,
+            ranks=self._ranks, rendezvous=rendezvous, reduction=reduction,
+        )  # fmt: skip
+
+    # ---- units ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _fetches_or_stores(self) -> bool:
+        """Whether parameters have a home in a store, rather than for good in memory that the device computes on."""
+        return self._placement.unit_capacity_nbytes is not None
+
+    @property
+    def _has_unit_budget(self) -> bool:
+        limits = [self._config.device_memory, self._config.cpu_memory if self._accelerator.unified else None]
+        return any(limit is not None for limit in limits)
+
+    def _unit(self, module_unit: ModuleUnit, layout: UnitLayout, infos: list[ParameterInfo]) -> Unit:
+        by_index = {info.index: info for info in infos}
+        flats = []
+        for flat_layout in layout.flats:
+            members = [by_index[slot.parameter_index] for slot in flat_layout.slots]
+            memory = self._memory(flat_layout)
+            flats.append(Flat(flat_layout, memory, members[0].dtype, members))
+            if self._fetches_or_stores and memory.filled and not memory.stays:
+                memory.empty()
+        return Unit(layout, module_unit.modules, flats, infos)
+
+    def _memory(self, flat: FlatLayout) -> UnitMemory:
+        units, kept_count = self._layout.units, self._placement.kept.unit_count
+        if self._accelerator.unified and not self._fetches_or_stores:
+            return self._storage.home(units, flat.nbytes)
+        if flat.unit_index < kept_count:
+            return self._storage.kept_home(units[:kept_count], flat.nbytes)
+        return self._accelerator.unit_memory(flat.nbytes)
+
+    # ---- ways ----------------------------------------------------------------------------------------------------
+
+    def _is_undoable(self, chunk_of: ChunkOf) -> bool:
+        flat = chunk_of.flat.layout
+        return flat.trainable and flat.unit_index in self._placement.undoable_units
+
+    @property
+    def _states_device(self) -> torch.device | None:
+        """Where records lie, if that is memory out of the host's reach."""
+        on_device = self._placement.optimizer_states == "device" and not self._accelerator.unified
+        return self._accelerator.device if on_device else None
+
+    def _format_of(self, flat: FlatLayout) -> RecordFormat:
+        tiers = self._placement
+        return record_format(
+            self._accelerator, self._config, self._moments, tiers.parameters, tiers.optimizer_states, flat.dtype
+        )
+
+    def _sink(self, places: ParameterPlaces | None, pool: StagingPool) -> ParameterSink:
+        accelerator, placement = self._accelerator, self._placement
+        on_device = placement.optimizer_states == "device"
+        if self._layout.shards_parameters:
+            assert places is not None
+            return self._shard_sink(places, pool)
+        if accelerator.unified:
+            return InPlaceSink() if places is None else ResidentSink(places)
+        if places is None:
+            return InPlaceSink() if on_device else CopyInSink(accelerator, pool)
+        return CopyOutSink(accelerator, places, pool) if on_device else StoreSink(places, pool)
+
+    def _shard_sink(self, places: ParameterPlaces, pool: StagingPool) -> ParameterSink:
+        """Shards are updated at home: what is resident holds the other ranks' too, and is gathered anew."""
+        accelerator, placement = self._accelerator, self._placement
+        if accelerator.unified or (placement.parameters == "device") == (placement.optimizer_states == "device"):
+            return StoreSink(places, pool)
+        if placement.parameters == "device":
+            return CopyInSink(accelerator, pool, places)
+        return CopyOutSink(accelerator, places, pool)
+
+    def _fetcher(self, places: ParameterPlaces | None, pool: StagingPool, updates: Updates | None) -> Fetcher:
+        if places is None:
+            return HomeFetcher()
+        if self._accelerator.unified and not self._layout.shards_parameters:
+            return DirectFetcher(places)
+        return StagedFetcher(self._accelerator, places, pool, updates)
+
+    # ---- ranks ---------------------------------------------------------------------------------------------------
+
+    def _join(
+        self,
+        ranks: Ranks,
+        units: list[Unit],
+        places: ParameterPlaces | None,
+        gradients: Gradients | None,
+        updates: Updates | None,
+        fetcher: Fetcher,
+    ) -> tuple[Rendezvous, Reduction | None, Fetcher]:
+        exchange = ShardExchange(ranks, self._accelerator, units, self._ledger)
+        rendezvous = Rendezvous(ranks, [unit.name for unit in units], exchange)
+        exchange.places, exchange.updates = places, updates
+        if isinstance(fetcher, StagedFetcher):
+            exchange.fetcher = fetcher
+            if self._layout.shards_parameters:
+                fetcher = GatheredFetcher(self._accelerator, fetcher, rendezvous)
+        reduction = None
+        if gradients is not None and updates is not None:
+            reduction = Reduction(units, gradients, ranks, self._accelerator, self._ledger, stage=self._layout.stage)
+            reduction.rendezvous, exchange.reduction = rendezvous, reduction
+            if self._layout.stage in (1, 2):
+                updates.ask_gather = rendezvous.ask_gather
+        self._made.append(rendezvous)
+        return rendezvous, reduction, fetcher

@@ -1,0 +1,60 @@
+"""What must be the same on all ranks when an engine is initialized, and what the one with least memory decides for all."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from offload.config import Config
+from offload.ranks.transport import Ranks
+from offload.errors import ConfigError, RankError
+from offload.layout import Layout
+from offload.model.flats import ParameterInfo
+from offload.planning.placement import Placement
+from offload.planning.budget import Tier
+
+_TIERS: tuple[Tier, ...] = ("device", "cpu", "nvme")
+_MAY_DIFFER = ("nvme",)
+"""Fields of `Config` that may name other things on other nodes."""
+
+
+def config_facts(config: Config) -> dict[str, Any]:
+    """What must be equal of a configuration."""
+    fields = [field.name for field in dataclasses.fields(config) if field.name not in _MAY_DIFFER]
+    return {f"config {name}": getattr(config, name) for name in fields} | {"config nvme": bool(config.nvme_paths)}
+
+
+def parameter_facts(infos: Sequence[ParameterInfo]) -> dict[str, Any]:
+    """What must be equal of a model's parameters."""
+    described = {
+        f"parameter {info.fqn!r}": [list(info.shape), list(info.stride), str(info.dtype), info.trainable, info.group_index]
+        for info in infos
+    }
+    return {"the number of parameters": len(infos), **described}
+
+
+@dataclass(frozen=True, slots=True)
+class Least:
+    """The smallest chunks, and the placement furthest from the device, that any rank decided on."""
+
+    chunk_numel: int
+    parameters: Tier
+    optimizer_states: Tier
+
+    def is_of(self, layout: Layout, placement: Placement) -> bool:
+        """Whether they are those of this rank's own decision."""
+        return self == Least(layout.chunk_numel, placement.parameters, placement.optimizer_states)
+
+
+def agree_on_least(ranks: Ranks, layout: Layout, placement: Placement) -> Least:
+    """Ranks see different free memory: what all of them use is what the one with least can. Collective."""
+    own = [layout.chunk_numel, _TIERS.index(placement.parameters), _TIERS.index(placement.optimizer_states)]
+    said = torch.stack(ranks.exchange(torch.tensor(own, dtype=torch.int64)))
+    furthest = said[:, 1:].amax(0).tolist()
+    return Least(int(said[:, 0].min()), _TIERS[furthest[0]], _TIERS[furthest[1]])

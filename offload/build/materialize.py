@@ -1,0 +1,145 @@
+"""Bringing a model's initial values into the tiers, one unit at a time, one chunk at a time.
+
+Values come from the parameter itself, from the replay of its recorded initialiser (`deferred_init`), or from a
+safetensors file; records from the user's optimizer where that has state already. Peak host memory beside the tiers is
+one unit's values and one chunk's record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from offload.device.accelerator import Accelerator
+from offload.deferred_init.deferred_init import materialize
+from offload.step.fetching import chunks_of, homes_of
+from offload.model.flats import ChunkOf, ParameterInfo, Unit
+from offload.ranks.consensus import checksum
+from offload.model.optimizer_kinds import InitialState
+from offload.step.places import ParameterPlaces, RecordPlaces
+from offload.model.weights import WeightSource
+from offload.tiers.memory import HostMemory, MemoryLedger
+
+
+class InitialValues:
+    """Where each parameter's initial value comes from."""
+
+    def __init__(self, source: WeightSource | None, names: Mapping[str, str], *, keeps_checksums: bool = False) -> None:
+        """`keeps_checksums`: so that ranks can tell whether they start from the same values."""
+        self._source, self._names = source, names
+        self._checksums: dict[str, int] | None = {} if keeps_checksums else None
+
+    def facts(self) -> dict[str, int]:
+        """What must be equal on all ranks: the checksums of all values asked for so far."""
+        return {f"the initial value of {fqn!r}": value for fqn, value in (self._checksums or {}).items()}
+
+    def of(self, infos: Sequence[ParameterInfo]) -> dict[int, torch.Tensor]:
+        """Values by parameter index: CPU (or the parameter's own device), the parameter's shape, the dtype they come in."""
+        values: dict[int, torch.Tensor] = {}
+        replayed: list[ParameterInfo] = []
+        for info in infos:
+            name = next((self._names[fqn] for fqn in info.fqns if fqn in self._names), None)
+            if name is not None and self._source is not None:
+                values[info.index] = self._source.load(name)
+            elif info.parameter.is_meta:
+                replayed.append(info)
+            else:
+                values[info.index] = info.parameter.detach()
+        for info, value in zip(replayed, materialize([info.parameter for info in replayed]), strict=True):
+            values[info.index] = value
+        if self._checksums is not None:
+            self._checksums.update({info.fqn: checksum(values[info.index]) for info in infos})
+        return values
+
+
+class NoValues(InitialValues):
+    """Zeros: a load is about to bring the values."""
+
+    def __init__(self) -> None:
+        super().__init__(None, {})
+
+    def of(self, infos: Sequence[ParameterInfo]) -> dict[int, torch.Tensor]:
+        return {info.index: torch.zeros(1, dtype=info.dtype).expand(info.shape) for info in infos}
+
+
+class Materializer:
+    """Fills the tiers unit by unit. Used once, by `initialize`."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        places: ParameterPlaces | None,
+        records: RecordPlaces | None,
+        values: InitialValues,
+        state_of: Callable[[ParameterInfo], InitialState],
+        ledger: MemoryLedger,
+    ) -> None:
+        self._accelerator, self._places, self._records = accelerator, places, records
+        self._values, self._state_of, self._ledger = values, state_of, ledger
+
+    def unit(self, unit: Unit) -> None:
+        """Bring one unit's values and records into their tiers, and let go of what its parameters held before."""
+        values = self._values.of(unit.parameters)
+        states = {info.index: self._initial_moments(info) for info in unit.parameters if info.trainable}
+        for chunk_of in homes_of(unit) if self._places is None else chunks_of(unit):
+            self._chunk_parameters(chunk_of, values)
+        for chunk_of in chunks_of(unit):
+            if self._records is not None and chunk_of.flat.layout.trainable:
+                self._chunk_record(self._records, chunk_of, values, states)
+
+    def _initial_moments(self, info: ParameterInfo) -> dict[str, torch.Tensor]:
+        """What the user's optimizer holds for this parameter already, in slot order; takes over its step count."""
+        state = self._state_of(info)
+        info.step = state.step
+        return {name: info.in_memory_order(moment) for name, moment in state.moments.items()}
+
+    def _chunk_parameters(self, chunk_of: ChunkOf, values: Mapping[int, torch.Tensor]) -> None:
+        nbytes = chunk_of.chunk.numel * chunk_of.flat.layout.itemsize
+        in_place = self._places is None and self._accelerator.unified
+        stored = self._places.view(chunk_of) if self._places is not None else None
+        if in_place:
+            target = chunk_of.flat.chunk_bytes(chunk_of.chunk)
+        elif stored is not None:
+            target = stored[:nbytes]
+        else:
+            target = HostMemory(nbytes, "initial values", ledger=self._ledger).tensor
+        typed = target.view(chunk_of.flat.dtype)
+        for info, piece in chunk_of.pieces():
+            low, high = piece.start - chunk_of.chunk.start, piece.stop - chunk_of.chunk.start
+            ordered = info.in_memory_order(values[info.index])
+            part = ordered[piece.start - piece.slot.start : piece.stop - piece.slot.start]
+            if self._records is not None and info.trainable and self._records.format(chunk_of).state_format.is_split:
+                self._records.format(chunk_of).round_values(typed[low:high], part.float())
+            else:
+                typed[low:high].copy_(part)
+        if self._places is None and not in_place:
+            self._accelerator.copy_in(chunk_of.flat.chunk_bytes(chunk_of.chunk), target).wait()
+        elif self._places is not None and stored is None:
+            self._places.write(chunk_of, target).wait()
+
+    def _chunk_record(
+        self,
+        records: RecordPlaces,
+        chunk_of: ChunkOf,
+        values: Mapping[int, torch.Tensor],
+        states: Mapping[int, Mapping[str, torch.Tensor]],
+    ) -> None:
+        pieces = chunk_of.pieces()
+        has_master = records.format(chunk_of).own_master
+        if not has_master and not any(states.get(info.index) for info, _ in pieces):
+            return  # a store reads as zeros where nothing was written, and zero is what moments start from
+        buffer = records.view(chunk_of)
+        home = buffer is not None
+        if buffer is None:
+            buffer = HostMemory(records.nbytes(chunk_of), "initial records", ledger=self._ledger).tensor
+        record = records.over(chunk_of, buffer)
+        for info, piece in pieces:
+            low, high = piece.start - chunk_of.chunk.start, piece.stop - chunk_of.chunk.start
+            part = slice(piece.start - piece.slot.start, piece.stop - piece.slot.start)
+            record.put_master(low, high, info.in_memory_order(values[info.index])[part])
+            for name, moment in states.get(info.index, {}).items():
+                if name in record.arrays:
+                    record.put_moment(name, low, high, moment[part])
+        if not home:
+            records.write(chunk_of, buffer).wait()

@@ -1,0 +1,334 @@
+"""Saving and loading the state of one engine, and exporting its weights. The format: docs/checkpoint-format.md.
+
+A save is whole or not there: everything is written into a folder of another name, synced, and only then renamed. A load
+checks everything first; a checkpoint that is refused has changed nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from offload.checkpoint.client_state import checked_client_state
+from offload.checkpoint.export import Exporter
+from offload.checkpoint.manifest import LossScaleEntry, Manifest, ModelEntry, OptimizerEntry
+from offload.checkpoint.matching import Matching
+from offload.checkpoint.model_names import buffers_once, kept_fqn, model_configs
+from offload.checkpoint.numbering import check_keep_last, newest_number, numbered
+from offload.checkpoint.opened import OpenedCheckpoint
+from offload.checkpoint.param_groups import group_numbers, restore_group_numbers
+from offload.checkpoint.random_state import CPU, DEVICE, put_random_state
+from offload.checkpoint.restoring import StateWriter, StoredParameter
+from offload.checkpoint.saving import Save, Saver
+from offload.checkpoint.state_reading import StateReader
+from offload.errors import CheckpointError, EngineFailedError, RankError, StorageError, UsageError
+from offload.model.flats import ParameterInfo
+from offload.model.optimizer import OffloadOptimizer
+from offload.ranks.agreement import Point
+from offload.step.gathering import Gathering
+from offload.step.hooks import in_backward
+from offload.step.parts import Parts
+from offload.step.training import Training
+
+T = TypeVar("T")
+
+
+class Checkpointing:
+    """See the module. Owned by the thread that drives the model."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        training: Training,
+        gathering: Gathering,
+        model: nn.Module,
+        optimizer: OffloadOptimizer | None,
+    ) -> None:
+        self._parts, self._training, self._model, self._optimizer = parts, training, model, optimizer
+        self._gathering = gathering
+        self.saver = Saver(parts, model, self._finish_updates)
+
+    # ---- save ----------------------------------------------------------------------------------------------------
+
+    def save(self, path: Path, client_state: Mapping[str, Any] | None, keep_last: int | None, *, wait: bool = True) -> Save:
+        """See `Engine.save_checkpoint`."""
+        check_keep_last(path, keep_last)
+        client = checked_client_state(client_state)
+        self._training.check()
+        self.saver.finish()
+        self._require_between_steps("save_checkpoint")
+        if not self.saver.follows_updates:
+            with self._training.failures():
+                self._training.settle()
+        manifest = self._manifest(client)
+        if wait:
+            return self.saver.save(path, manifest, keep_last, self._training.failures)
+        return self.saver.start(path, manifest, keep_last)
+
+    def _finish_updates(self) -> None:
+        """Of the last step. Raises `EngineFailedError` where one failed already."""
+        training = self._training
+        self._require_outside("waiting for a save")
+        if training.closed:  # by `close`, which raises what fails here
+            if training.failure is not None:
+                raise EngineFailedError(f"the engine failed: {training.failure}") from training.failure
+            training.settle()
+            return
+        with training.failures():
+            training.settle()
+
+    def _require_between_steps(self, what: str) -> None:
+        self._training.check()
+        if self._training.is_within_step:
+            raise UsageError(
+                f"{what} was called while gradients wait for a step, which checkpoints do not hold: call it after "
+                "optimizer.step() (and before zero_grad(set_to_none=False)), or drop them by optimizer.zero_grad()."
+            )
+        self._require_outside(what)
+
+    def _require_outside(self, what: str) -> None:
+        if self._parts.residency.in_forward or in_backward():
+            raise UsageError(f"{what} was called inside a forward or backward of the model: call it between steps.")
+        if self._parts.residency.holds_any:
+            raise UsageError(f"{what} was called inside `with engine.gathered(...)`: call it after the block.")
+
+    def _manifest(self, client_state: dict[str, Any]) -> Manifest:
+        scale, optimizer = self._training.loss_scale, self._optimizer
+        entry = None
+        if optimizer is not None:
+            entry = OptimizerEntry(optimizer.source_class.__name__, group_numbers(optimizer.param_groups))
+        tied = [info for info in self._parts.parameters if len(info.fqns) > 1]
+        return Manifest(
+            world_size=self._parts.ranks.world_size if self._parts.ranks is not None else 1,
+            step_count=self._training.step_count,
+            loss_scale=LossScaleEntry(scale.value, scale.dynamic, scale.good_step_count, scale.skipped_step_count),
+            optimizer=entry,
+            model=ModelEntry(
+                type(self._model).__name__,
+                model_configs(self._model),
+                [kept_fqn(self._model, info.fqns) for info in tied],
+            ),
+            parameters=[],
+            buffers=[],
+            random=[],
+            files=[],
+            client_state=client_state,
+        )
+
+    # ---- load ----------------------------------------------------------------------------------------------------
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """See `Engine.load_checkpoint`."""
+        self._training.check()
+        self.saver.finish()
+        self._require_outside("load_checkpoint")
+        return self._load(path)
+
+    def _load(self, path: Path) -> dict[str, Any]:
+        """Check and restore; on several ranks none of them changes anything unless all of them can."""
+        with ExitStack() as stack:
+            opened, matching = self._together(lambda: self._open_checked(stack, path))
+            self._restore(opened, matching)
+            return opened.manifest.client_state
+
+    def _open_checked(self, stack: ExitStack, path: Path) -> tuple[OpenedCheckpoint, Matching]:
+        opened = stack.enter_context(OpenedCheckpoint(path))
+        return opened, self._check(opened)
+
+    def _together(self, step: Callable[[], T]) -> T:
+        """On several ranks: what fails with a `CheckpointError` on one fails so on all."""
+        ranks, rendezvous = self._parts.ranks, self._parts.rendezvous
+        if ranks is None or rendezvous is None:
+            return step()
+        failure: CheckpointError | None = None
+        try:
+            value = step()
+        except CheckpointError as error:
+            failure = error
+        said = str(failure).encode() if failure is not None else b""
+        with self._training.failures():
+            answers = rendezvous.meet(Point.LOADING, lambda: ranks.exchange_bytes(said))
+        if failure is not None:
+            raise failure
+        for index, answer in enumerate(answers):
+            if answer:
+                raise CheckpointError(f"on rank {index}: {answer.decode()}")
+        return value
+
+    def save_next(self, folder: Path, client_state: Mapping[str, Any] | None, keep_last: int | None) -> None:
+        """Save as the newest checkpoint in `folder`: "step-<steps done>", or one more than the newest number there."""
+        done = self._training.step_count + self._training.loss_scale.skipped_step_count
+        newest = newest_number(folder)
+        self.save(folder / f"step-{done if newest <= done else newest + 1}", client_state, keep_last)
+
+    def resume_or_start(self, path: Path) -> dict[str, Any] | None:
+        """See `Engine.resume_or_start`."""
+        self._training.check()
+        self.saver.finish()
+        self._require_outside("resume_or_start")
+        failures: list[CheckpointError] = []
+        for candidate in self._candidates(path):
+            try:
+                state = self._load(candidate)
+                for failure in failures:
+                    warnings.warn(f"an older checkpoint was resumed from: {failure}", RuntimeWarning, stacklevel=3)
+                return state
+            except CheckpointError as error:
+                if self._training.failure is not None:
+                    raise
+                failures.append(error)
+        if failures:
+            raise CheckpointError(
+                f"none of the {len(failures)} checkpoints in {str(path)!r} can be resumed from; the newest: {failures[0]} "
+                "To start anew, name an empty folder."
+            ) from failures[0]
+        return None
+
+    def _candidates(self, path: Path) -> list[Path]:
+        """The numbered checkpoints in a folder, the newest first; on several ranks those that the first one sees."""
+        ranks = self._parts.ranks
+        if ranks is None:
+            return numbered(path)
+        failure: Exception | None = None
+        names: list[str] = []
+        if ranks.index == 0:
+            try:
+                names = [one.name for one in numbered(path)]
+            except StorageError as error:
+                failure = error
+        said = json.dumps(names if failure is None else str(failure)).encode()
+        answer = json.loads(self._gathering.meet(Point.LOADING, lambda: ranks.exchange_bytes(said))[0])
+        if failure is not None:
+            raise failure
+        if isinstance(answer, str):
+            raise RankError(f"rank 0 could not look for checkpoints: {answer}")
+        return [path / name for name in answer]
+
+    def agree_to_end(self, requested: bool) -> bool:
+        """Whether any rank is to end."""
+        ranks = self._parts.ranks
+        if ranks is None:
+            return requested
+        return any(self._gathering.meet(Point.SAVING, lambda: ranks.exchange_bytes(b"!" if requested else b"")))
+
+    def _check(self, opened: OpenedCheckpoint) -> Matching:
+        matching = Matching(opened.manifest, str(opened.path), self._parts)
+        optimizer = self._optimizer
+        kind = optimizer.source_class.__name__ if optimizer is not None else None
+        matching.check(self._model, kind, optimizer.param_groups if optimizer is not None else ())
+        opened.check_files()
+        ranks = self._parts.ranks
+        opened.check_contents(ranks.index if ranks is not None else 0, ranks.world_size if ranks is not None else 1)
+        return matching
+
+    def _restore(self, opened: OpenedCheckpoint, matching: Matching) -> None:
+        """Overwrite the engine's state. From here on a failure leaves it undefined."""
+        training, residency, manifest = self._training, self._parts.residency, opened.manifest
+        infos = {info.index: info for info in self._parts.parameters}
+        stored = {index: StoredParameter(opened, entry, infos[index]) for index, entry in matching.entries.items()}
+        with training.failures():
+            residency.abandon_uses()
+            training.settle()
+            training.restart(manifest.step_count)
+            residency.evict_all()
+            for info in self._parts.parameters:
+                info.step = stored[info.index].entry.step
+            with closing(StateWriter(self._parts, stored)) as writer:
+                for unit in self._parts.units:
+                    writer.unit(unit)
+            self._restore_buffers(opened, matching)
+            if manifest.imported is not None:
+                return  # it has no loss scale, no numbers of groups and no random states: the engine's own stay
+            self._restore_loss_scale(manifest.loss_scale)
+            if self._optimizer is not None and manifest.optimizer is not None:
+                restore_group_numbers(self._optimizer.param_groups, manifest.optimizer.param_groups)
+            self._restore_random(opened)
+
+    def _restore_buffers(self, opened: OpenedCheckpoint, matching: Matching) -> None:
+        for fqn, buffer in buffers_once(self._model):
+            if fqn in matching.buffers:
+                value = torch.empty(buffer.shape, dtype=buffer.dtype)
+                opened.read_elements(matching.buffers[fqn], 0, value)
+                with torch.no_grad():
+                    buffer.copy_(value)
+
+    def _restore_loss_scale(self, saved: LossScaleEntry) -> None:
+        scale = self._training.loss_scale
+        scale.good_step_count, scale.skipped_step_count = saved.good_step_count, saved.skipped_step_count
+        if scale.dynamic and saved.dynamic:  # a fixed scale is the configuration's
+            scale.value = saved.value
+
+    def _restore_random(self, opened: OpenedCheckpoint) -> None:
+        rank = self._parts.ranks.index if self._parts.ranks is not None else 0
+        entry = next((one for one in opened.manifest.random if one.rank == rank), None)
+        if entry is None:
+            return  # more ranks than saved: two of them must not draw the same numbers, so this one keeps its own
+        states = {}
+        for name, tensor in ((CPU, entry.cpu), (DEVICE, entry.device)):
+            if tensor is not None:
+                states[name] = torch.empty(tensor.nbytes, dtype=torch.uint8)
+                opened.read_elements(tensor, 0, states[name])
+        put_random_state(self._parts.accelerator.device, states)
+
+    # ---- export --------------------------------------------------------------------------------------------------
+
+    def export(self, path: Path, dtype: torch.dtype | None, max_shard_nbytes: int) -> None:
+        """See `Engine.export`."""
+        self._require_outside("export")
+        with self._training.failures():
+            self._training.settle()
+        exporter = Exporter(path, dtype, max_shard_nbytes)
+        if self._parts.ranks is None:
+            self._export(exporter, self._own_pieces())
+        else:
+            self._export_first(exporter)
+
+    def _export(self, exporter: Exporter, pieces: Iterable[tuple[ParameterInfo, torch.Tensor]]) -> None:
+        """`pieces`: of each parameter all elements in slot order, in any number of parts."""
+        model, parameters = self._model, self._parts.parameters
+        names = {info.index: kept_fqn(model, info.fqns) for info in parameters}
+        for info in parameters:
+            exporter.add(names[info.index], info.shape, info.stride, info.dtype)
+        for fqn, buffer in buffers_once(model):
+            exporter.add_buffer(fqn, buffer.shape, buffer.dtype)
+        with exporter:
+            for info, values in pieces:
+                exporter.append(names[info.index], values)
+            for fqn, buffer in buffers_once(model):
+                exporter.append(fqn, buffer.detach().cpu().contiguous().reshape(-1))
+            exporter.commit(type(model).__name__, model_configs(model))
+
+    def _own_pieces(self) -> Iterator[tuple[ParameterInfo, torch.Tensor]]:
+        with closing(StateReader(self._parts, self._training.failures)) as reader:
+            for unit in self._parts.units:
+                for state in reader.pieces(unit):
+                    yield state.info, state.value
+
+    def _export_first(self, exporter: Exporter) -> None:
+        """On several ranks: all of them gather unit by unit, the first writes."""
+        ranks = self._parts.ranks
+        assert ranks is not None
+        gathered = self._gathering.values_by_unit(Point.EXPORTING)
+        failure: Exception | None = None
+        if ranks.index == 0:
+            try:
+                self._export(exporter, gathered)
+            except EngineFailedError:
+                raise
+            except Exception as error:
+                failure = error
+        for _ in gathered:
+            pass  # the other ranks, and this one after a failure: the gathers are everybody's
+        said = f"{type(failure).__name__}: {failure}".encode() if failure is not None else b""
+        word = self._gathering.meet(Point.EXPORTING, lambda: ranks.exchange_bytes(said))[0]
+        if failure is not None:
+            raise failure
+        if word:
+            raise RankError(f"rank 0 could not write the export: {word.decode()}")

@@ -1,0 +1,47 @@
+"""What a checkpoint and an export call things: the model's buffers, and which name of a tied parameter is kept."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from offload.model.weight_names import persistent_buffers
+
+CONFIGS = {"config": "config.json", "generation_config": "generation_config.json"}
+"""Attributes of a Hugging Face model that its `save_pretrained` writes, and the files."""
+
+
+def buffers_once(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every persistent buffer once, under its first name."""
+    seen: set[int] = set()
+    for fqn, buffer in persistent_buffers(model):
+        if id(buffer) not in seen:
+            seen.add(id(buffer))
+            yield fqn, buffer
+
+
+def kept_fqn(model: nn.Module, fqns: Sequence[str]) -> str:
+    """The one name that a file of weights holds a tied parameter under.
+
+    Hugging Face models say in `_tied_weights_keys` which names are made from others when the model is loaded.
+    """
+    patterns: list[str] = []
+    for prefix, module in model.named_modules():
+        keys = getattr(module, "_tied_weights_keys", None)
+        if isinstance(keys, (list, tuple, dict)):
+            start = re.escape(f"{prefix}." if prefix else "")
+            patterns += [f"{start}{key}" for key in keys]
+    made = [fqn for fqn in fqns if any(re.search(f"^{pattern}$", fqn) for pattern in patterns)]
+    return next((fqn for fqn in fqns if fqn not in made), fqns[0])
+
+
+def model_configs(model: nn.Module) -> dict[str, str]:
+    """The model's configurations as JSON text, by attribute, as Hugging Face's `save_pretrained` has them; else empty."""
+    return {
+        attribute: getattr(model, attribute).to_json_string()
+        for attribute in CONFIGS
+        if hasattr(getattr(model, attribute, None), "to_json_string")
+    }

@@ -1,0 +1,160 @@
+"""From an opened, checked checkpoint into the engine's tiers, whatever its placement, chunks and strides.
+
+Every chunk is put together from byte ranges of its parameters: nothing of the saving run's layout is needed. Extra host
+memory: one chunk's record and values, and where a parameter's order of elements differs, that parameter twice.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from offload.checkpoint.consistency import same_order
+from offload.checkpoint.manifest import VALUE, ParameterEntry, TensorEntry
+from offload.checkpoint.opened import OpenedCheckpoint
+from offload.checkpoint.state_reading import ChunkBuffers, parameter_nbytes
+from offload.checkpoint.tensor_file import DTYPES
+from offload.device.records import MASTER
+from offload.device.rounding import round_into
+from offload.layout import Piece
+from offload.model.flats import ChunkOf, ParameterInfo, Unit
+from offload.step.fetching import chunks_of, homes_of
+from offload.step.parts import Parts
+
+
+class StoredParameter:
+    """One parameter in the checkpoint, read in the engine's own order of elements."""
+
+    def __init__(self, opened: OpenedCheckpoint, entry: ParameterEntry, info: ParameterInfo) -> None:
+        self._opened, self.entry, self._info = opened, entry, info
+        self._pieces = sorted(entry.pieces, key=lambda piece: piece.start)
+        self._same_order = same_order(entry.shape, entry.stride, info.stride)
+        self._reordered: dict[str, torch.Tensor] = {}
+
+    def read(self, kind: str, start: int, into: torch.Tensor) -> None:
+        """Fill `into` (contiguous, host memory) with elements from `start` of `kind`, rounded to its dtype if need be.
+
+        Moments that an imported checkpoint lacks are zeros, as before the first step."""
+        if kind != VALUE and self.entry.group is None:
+            into.zero_()
+            return
+        if self._same_order:
+            self._read_stored(kind, start, into)
+            return
+        if kind not in self._reordered:
+            whole = torch.empty(self.entry.numel, dtype=into.dtype)
+            self._read_stored(kind, 0, whole)
+            shaped = whole.as_strided(self.entry.shape, self.entry.stride)
+            self._reordered[kind] = self._info.in_memory_order(shaped)
+        into.copy_(self._reordered[kind][start : start + into.numel()])
+
+    def _read_stored(self, kind: str, start: int, into: torch.Tensor) -> None:
+        stop = start + into.numel()
+        for piece in self._pieces:
+            low, high = max(start, piece.start), min(stop, piece.stop)
+            if low < high:
+                self._read_range(getattr(piece, kind), low - piece.start, into[low - start : high - start])
+
+    def _read_range(self, tensor: TensorEntry, start: int, into: torch.Tensor) -> None:
+        dtype = DTYPES[tensor.dtype]
+        if dtype == into.dtype:
+            self._opened.read_elements(tensor, start, into)
+            return
+        step = 2**20
+        for low in range(0, into.numel(), step):
+            part = into[low : low + step]
+            stored = self._opened.slab(part.numel() * dtype.itemsize).view(dtype)
+            self._opened.read_elements(tensor, start + low, stored)
+            round_into(part, stored)
+
+
+class StateWriter:
+    """Fills the tiers. Owned by the thread that drives the model; nothing is resident that a store is the home of."""
+
+    def __init__(self, parts: Parts, stored: dict[int, StoredParameter]) -> None:
+        self._parts, self._stored = parts, stored
+        self._buffers = ChunkBuffers(parts)
+
+    def unit(self, unit: Unit) -> None:
+        """Overwrite the unit's parameters and records."""
+        for chunk_of in chunks_of(unit):
+            masters = self._fill_record(chunk_of)
+            if self._parts.places is not None:
+                self._fill_values(chunk_of, masters)
+        if self._parts.places is None:
+            # They stay on the device, whole on every rank, whatever part of them this one updates.
+            for chunk_of in homes_of(unit):
+                self._fill_values(chunk_of, None)
+        for info in unit.parameters:
+            del self._stored[info.index]  # with what it may have reordered
+
+    def close(self) -> None:
+        """Give the buffers back. Idempotent."""
+        self._buffers.close()
+
+    def _fill_record(self, chunk_of: ChunkOf) -> torch.Tensor | None:
+        """Overwrite the chunk's record. Returns its fp32 masters, unless the parameters are those."""
+        records = self._parts.records
+        if records is None or not chunk_of.flat.layout.trainable:
+            return None
+        records.settle_write(chunk_of)
+        home = records.view(chunk_of)
+        in_place = home is not None and home.device.type == "cpu"
+        content = home if home is not None and in_place else self._buffers.record.take(records.nbytes(chunk_of)).zero_()
+        record = records.over(chunk_of, content)
+        masters = record.arrays.get(MASTER)
+        if masters is None and record.format.own_master:
+            masters = torch.zeros(chunk_of.chunk.numel)
+        for info, piece in chunk_of.pieces():
+            low, high = piece.start - chunk_of.chunk.start, piece.stop - chunk_of.chunk.start
+            stored, start = self._stored[info.index], piece.start - piece.slot.start
+            if masters is not None:
+                stored.read(VALUE, start, masters[low:high])
+                record.put_master(low, high, masters[low:high])
+            for name in record.format.moments:
+                direct = record.arrays[name][low:high]
+                exact = direct if direct.dtype == torch.float32 else torch.empty(high - low)
+                stored.read(name, start, exact)
+                if exact is not direct:
+                    record.put_moment(name, low, high, exact)
+        if not in_place:
+            records.write(chunk_of, content).wait()
+        return masters
+
+    def _fill_values(self, chunk_of: ChunkOf, masters: torch.Tensor | None) -> None:
+        nbytes, places = parameter_nbytes(chunk_of), self._parts.places
+        home: torch.Tensor | None
+        if places is not None:
+            places.settle_write(chunk_of)
+            places.settle_copies(chunk_of)
+            home = places.view(chunk_of)
+        else:
+            home = chunk_of.flat.chunk_bytes(chunk_of.chunk) if self._parts.accelerator.unified else None
+        content = home
+        if content is None:
+            content = self._buffers.values.take(places.nbytes(chunk_of) if places is not None else nbytes).zero_()
+        values = content[:nbytes].view(chunk_of.flat.dtype)
+        for info, piece in chunk_of.pieces():
+            low, high = piece.start - chunk_of.chunk.start, piece.stop - chunk_of.chunk.start
+            if masters is not None:
+                self._round(chunk_of, values[low:high], masters[low:high])
+            else:
+                self._read_values(chunk_of, info, piece, values[low:high])
+        if home is None and places is not None:
+            places.write(chunk_of, content).wait()
+        elif home is None:
+            chunk_of.flat.chunk_bytes(chunk_of.chunk).copy_(content)  # on the stream of compute, after what it does now
+
+    def _read_values(self, chunk_of: ChunkOf, info: ParameterInfo, piece: Piece, into: torch.Tensor) -> None:
+        stored, start = self._stored[info.index], piece.start - piece.slot.start
+        records = self._parts.records
+        if records is None or not info.trainable or not records.format(chunk_of).state_format.is_split:
+            stored.read(VALUE, start, into)
+            return
+        exact = torch.empty(into.numel())
+        stored.read(VALUE, start, exact)
+        self._round(chunk_of, into, exact)
+
+    def _round(self, chunk_of: ChunkOf, into: torch.Tensor, masters: torch.Tensor) -> None:
+        """The parameters of fp32 masters, as an update would leave them."""
+        assert self._parts.records is not None
+        self._parts.records.format(chunk_of).round_values(into, masters)

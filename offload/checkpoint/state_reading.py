@@ -1,0 +1,229 @@
+"""The engine's state as it lies in the tiers, parameter by parameter in pieces, a chunk at a time or some ahead.
+
+Extra host memory: where records (or parameters) cannot be read in place, the largest chunk's record (or values), as often
+as chunks are read at once; with state formats other than fp32 one piece's master and moments in fp32.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+from offload.checkpoint.manifest import VALUE
+from offload.device.pending import AllOf, Pending
+from offload.device.records import MASTER, Record, StateFormat
+from offload.model.flats import ChunkOf, ParameterInfo, Unit
+from offload.step.fetching import chunks_of
+from offload.step.parts import Parts
+from offload.step.places import Places
+from offload.tiers.memory import HostMemory
+
+PURPOSE = "checkpoint"
+"""Of the buffers, on the ledger."""
+
+Failures = Callable[[], AbstractContextManager[None]]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PieceState:
+    """Elements [start, start + numel) of a parameter, in slot order, in host memory; valid until the next one is asked for.
+
+    `value`: the fp32 master of a trained parameter, else the parameter in its own dtype. The moments are fp32, and None
+    where the parameter is not trained or its optimizer keeps none.
+    """
+
+    info: ParameterInfo
+    start: int
+    value: torch.Tensor
+    exp_avg: torch.Tensor | None
+    exp_avg_sq: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkState:
+    """A chunk's state at hand. `values`: the parameters' [chunk.numel], not looked at where the record has the whole master."""
+
+    chunk_of: ChunkOf
+    values: torch.Tensor | None
+    record: Record | None
+
+    def pieces(self) -> Iterator[PieceState]:
+        """Every piece of the chunk, in the layout's order."""
+        values, record, start = self.values, self.record, self.chunk_of.chunk.start
+        for info, piece in self.chunk_of.pieces():
+            low, high = piece.start - start, piece.stop - start
+            part = values[low:high] if values is not None else torch.empty(0)
+            moments = {name: record.moment(name, low, high) for name in record.format.moments} if record is not None else {}
+            yield PieceState(
+                info,
+                piece.start - piece.slot.start,
+                record.master(low, high, part) if record is not None else part,
+                moments.get("exp_avg"),
+                moments.get("exp_avg_sq"),
+            )
+
+    def array(self, kind: str) -> torch.Tensor | None:
+        """`VALUE` or a moment as it lies in its store, padding included; None where what is there has another format."""
+        if self.record is None:
+            return self.values
+        if self.record.format.state_format is not StateFormat.FP32:
+            return None
+        return self.record.arrays.get(MASTER, self.values) if kind == VALUE else self.record.arrays[kind]
+
+
+class ChunkBuffer:
+    """One host buffer that every chunk of a `Places` (or every chunk's parameters) fits into, made when first needed."""
+
+    def __init__(self, parts: Parts, nbytes: Iterable[int]) -> None:
+        self._parts = parts
+        self._nbytes = max(nbytes, default=0)
+        self._memory: HostMemory | None = None
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes], the same memory every time."""
+        if self._memory is None:
+            self._memory = HostMemory(self._nbytes, PURPOSE, ledger=self._parts.ledger, direct_io=True)
+        return self._memory.tensor[:nbytes]
+
+    def close(self) -> None:
+        self._memory = None
+
+
+def parameter_nbytes(chunk_of: ChunkOf) -> int:
+    """Bytes of a chunk's parameters in compute precision."""
+    return chunk_of.chunk.numel * chunk_of.flat.layout.itemsize
+
+
+class ChunkBuffers:
+    """The buffers for one pass over the whole state, reading or writing."""
+
+    def __init__(self, parts: Parts) -> None:
+        chunks = [chunk_of for unit in parts.units for chunk_of in chunks_of(unit)]
+        records, places = parts.records, parts.places
+        trained = [chunk_of for chunk_of in chunks if chunk_of.flat.layout.trainable] if records is not None else []
+        self.record = ChunkBuffer(parts, (records.nbytes(one) for one in trained) if records is not None else ())
+        self.values = ChunkBuffer(
+            parts, (places.nbytes(one) if places is not None else parameter_nbytes(one) for one in chunks)
+        )
+
+    def close(self) -> None:
+        self.record.close()
+        self.values.close()
+
+
+class ChunkRead:
+    """A chunk on its way into memory. Its memory may not be used for anything else before it `settle`d."""
+
+    def __init__(self, state: ChunkState, transfers: Pending, failures: Failures) -> None:
+        self._state, self._transfers, self._failures = state, transfers, failures
+
+    def wait(self) -> ChunkState:
+        """The chunk's state, when it is there; raises why it is not."""
+        with self._failures():
+            self._transfers.wait()
+        return self._state
+
+    def settle(self) -> None:
+        """For whoever does not want it any more: wait until nothing of it is in flight."""
+        settle(self._transfers)
+
+
+class StateReader:
+    """See the module. Used by one thread at a time; no update may write what it reads."""
+
+    def __init__(self, parts: Parts, failures: Failures, at_once: int = 1) -> None:
+        """`failures()`: around every read from a tier; a failure there is the engine's, one of writing the files is not.
+        `at_once`: how many chunks' states are valid at the same time."""
+        self._parts, self._failures = parts, failures
+        self._buffers = deque(ChunkBuffers(parts) for _ in range(at_once))
+
+    def pieces(self, unit: Unit) -> Iterator[PieceState]:
+        """Every piece of the unit, in the layout's order: each parameter's come in order and are complete at the end."""
+        for chunk_of in chunks_of(unit):
+            yield from self.chunk(chunk_of).pieces()
+
+    def chunk(self, chunk_of: ChunkOf, *, kept: bool = False) -> ChunkState:
+        """As `begin`, and wait for it."""
+        return self.begin(chunk_of, kept=kept).wait()
+
+    def begin(self, chunk_of: ChunkOf, *, kept: bool = False) -> ChunkRead:
+        """Have the chunk's state read; it is valid until `at_once` more have begun. `kept`: what its stores (`stores_of`)
+        keep."""
+        buffers = self._buffers[0]
+        self._buffers.rotate(-1)
+        transfers: list[Pending] = []
+        try:
+            with self._failures():
+                record = self._record(chunk_of, kept, buffers.record, transfers)
+                needs_values = record is None or record.format.needs_values
+                values = self._values(chunk_of, kept, buffers.values, transfers) if needs_values else None
+        except BaseException:
+            settle(AllOf(transfers))
+            raise
+        return ChunkRead(ChunkState(chunk_of, values, record), AllOf(transfers), self._failures)
+
+    def close(self) -> None:
+        """Give the buffers back. Idempotent."""
+        for buffers in self._buffers:
+            buffers.close()
+
+    def _record(self, chunk_of: ChunkOf, kept: bool, buffer: ChunkBuffer, transfers: list[Pending]) -> Record | None:
+        records = self._parts.records
+        if records is None or not chunk_of.flat.layout.trainable:
+            return None
+        return records.over(chunk_of, _read(records, chunk_of, buffer, kept, transfers))
+
+    def _values(self, chunk_of: ChunkOf, kept: bool, buffer: ChunkBuffer, transfers: list[Pending]) -> torch.Tensor:
+        """The chunk's parameters [chunk.numel] in their own dtype, in host memory."""
+        nbytes, places = parameter_nbytes(chunk_of), self._parts.places
+        if places is not None:
+            content = _read(places, chunk_of, buffer, kept, transfers)
+        elif self._parts.accelerator.unified:
+            content = chunk_of.flat.chunk_bytes(chunk_of.chunk)
+        else:
+            content = buffer.take(nbytes)
+            transfers.append(self._parts.accelerator.copy_out(content, chunk_of.flat.chunk_bytes(chunk_of.chunk)))
+        return content[:nbytes].view(chunk_of.flat.dtype)
+
+
+def settle(transfers: Pending) -> None:
+    """Wait for what another failure has made useless. A failure of its own goes to the log."""
+    try:
+        transfers.wait()
+    except Exception as error:
+        _log.warning("a further failure: %s", error)
+
+
+def stores_of(parts: Parts, chunk_of: ChunkOf) -> tuple[Places, ...]:
+    """Those that hold the chunk's state among them; none where a part of it is not in a store."""
+    records = parts.records if chunk_of.flat.layout.trainable else None
+    needs_values = records is None or records.format(chunk_of).needs_values
+    if not needs_values:
+        return (records,) if records is not None else ()
+    if parts.places is None:
+        return ()
+    return (records, parts.places) if records is not None else (parts.places,)
+
+
+def _read(places: Places, chunk_of: ChunkOf, buffer: ChunkBuffer, kept: bool, transfers: list[Pending]) -> torch.Tensor:
+    """The chunk's bytes in host memory: where they lie, or in the buffer when what joins `transfers` is over."""
+    if kept:
+        content = buffer.take(places.nbytes(chunk_of))
+        transfers.append(places.read_kept(chunk_of, content))
+        return content
+    places.settle_write(chunk_of)
+    stored = places.view(chunk_of)
+    if stored is not None and stored.device.type == "cpu":
+        return stored
+    content = buffer.take(places.nbytes(chunk_of))
+    if stored is not None:
+        return content.copy_(stored)
+    transfers.append(places.read(chunk_of, content))
+    return content

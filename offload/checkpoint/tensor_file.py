@@ -1,0 +1,226 @@
+"""Writing safetensors files piece by piece: the header first, from the sizes alone, then bytes at any offset.
+
+The file is one that every safetensors reader opens. Beyond what that format asks for, the header is padded with spaces
+so that the data begins at a multiple of 4096 bytes, and tensors come in the order of falling item size, so that each is
+aligned to its own.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.checkpoint.crc32 import combine, crc32
+from offload.checkpoint.staged_folder import write_failure
+from offload.errors import UsageError
+from offload.layout import round_up
+
+DATA_ALIGN = 4096
+"""Bytes. Where a file's data begins: what direct I/O and shared extents (reflinks) can start at."""
+
+DTYPE_CODES: dict[torch.dtype, str] = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
+
+METADATA = {"format": "pt"}
+"""Of every data file; Hugging Face's reader asks for it."""
+
+
+def known_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """`dtype`, if files can hold it; else `UsageError`."""
+    if dtype not in DTYPE_CODES:
+        raise UsageError(f"{name!r} is of dtype {dtype}, which checkpoints cannot hold: convert it before saving.")
+    return dtype
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, without a copy. The tensor must outlive it."""
+    if not tensor.numel():
+        return memoryview(b"")  # numpy's empty arrays may have no memory to view
+    content: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(content)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor to be written: its name, dtype and shape in the file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def lay_out(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """The header (with its length in front) and each tensor's offset in the file."""
+    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    relative: dict[str, int] = {}
+    end = 0
+    for spec in sorted(specs, key=lambda spec: -spec.dtype.itemsize):
+        relative[spec.name] = end
+        entries[spec.name] = {
+            "dtype": DTYPE_CODES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [end, end + spec.nbytes],
+        }
+        end += spec.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    nbytes = round_up(8 + len(text), DATA_ALIGN)
+    header = (nbytes - 8).to_bytes(8, "little") + text.ljust(nbytes - 8)
+    return header, {name: nbytes + offset for name, offset in relative.items()}
+
+
+class TensorFile:
+    """One file in writing. Parts of tensors come in any order, from any threads, each byte once.
+
+    Bytes that are there already, in blocks shared with another file, come like all others, for their checksum alone.
+    """
+
+    def __init__(self, folder: Path, name: str, specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> None:
+        self.name = name
+        self.path = folder / name
+        self._specs = {spec.name: spec for spec in specs}
+        header, self.offsets = lay_out(specs, metadata)
+        self.header_nbytes, self.header_crc32 = len(header), crc32(header)
+        self.nbytes = self.header_nbytes + sum(spec.nbytes for spec in specs)
+        self._ends = dict.fromkeys(self._specs, 0)
+        self._parts: dict[str, list[tuple[int, int, int]]] = {name: [] for name in self._specs}  # (start, nbytes, crc32)
+        self._shared: list[range] = []
+        self._lock = threading.Lock()  # for what is shared
+        self._fileno = -1
+        try:
+            self._fileno = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+            self._write(memoryview(header), 0)
+            os.ftruncate(self._fileno, self.nbytes)  # what `pad` leaves out reads as zeros, at the end too
+        except OSError as error:
+            self.close()
+            raise write_failure("writing", self.path, error) from error
+
+    @property
+    def specs(self) -> list[TensorSpec]:
+        return list(self._specs.values())
+
+    def append(self, name: str, tensor: torch.Tensor) -> None:
+        """Write the next elements of the tensor `name`: contiguous, in host memory, of its dtype. From one thread."""
+        start = self._ends[name]
+        self._ends[name] = start + self.write(name, start, tensor)
+
+    def write(self, name: str, start_nbytes: int, tensor: torch.Tensor) -> int:
+        """Write elements of the tensor `name` from its byte `start_nbytes` on, as in `append`; returns their bytes."""
+        view = raw_bytes(tensor)
+        begin = self.offsets[name] + start_nbytes
+        try:
+            for missing in self._not_shared(range(begin, begin + len(view))):
+                self._write(view[missing.start - begin : missing.stop - begin], missing.start)
+        except OSError as error:
+            raise write_failure("writing", self.path, error) from error
+        return self.take(name, start_nbytes, tensor)
+
+    def take(self, name: str, start_nbytes: int, tensor: torch.Tensor) -> int:
+        """As `write`, of elements that somebody else brings to their place in the file: for their checksum alone."""
+        view = raw_bytes(tensor)
+        if start_nbytes + len(view) > self._specs[name].nbytes:
+            raise AssertionError(f"{self.path}: more bytes for {name!r} than its shape holds")
+        self._parts[name].append((start_nbytes, len(view), crc32(view)))
+        return len(view)
+
+    def pad(self, name: str, start_nbytes: int, nbytes: int, *, overwrite: bool) -> None:
+        """Bytes of the tensor `name` are zeros. `overwrite`: something else is there, in shared blocks."""
+        zeros = bytes(nbytes)
+        if overwrite:
+            try:
+                self._write(memoryview(zeros), self.offsets[name] + start_nbytes)
+            except OSError as error:
+                raise write_failure("writing", self.path, error) from error
+        self._parts[name].append((start_nbytes, nbytes, crc32(zeros)))
+
+    def fileno(self) -> int:
+        """The descriptor, for whoever shares blocks with the file; he says so by `shares`."""
+        return self._fileno
+
+    def shares(self, part: range) -> None:
+        """These bytes of the file are there. Before any of them is written; in any order."""
+        with self._lock:
+            bisect.insort(self._shared, part, key=lambda known: known.start)
+
+    def crc32(self, name: str) -> int:
+        """Of all bytes of the tensor, which must be there."""
+        position, total = 0, 0
+        for start, nbytes, checksum in sorted(self._parts[name]):
+            if start != position:
+                raise AssertionError(f"{self.path}: bytes of {name!r} from {position} on came twice or not at all")
+            position, total = start + nbytes, combine(total, checksum, nbytes)
+        if position != self._specs[name].nbytes:
+            raise AssertionError(f"{self.path}: {position} of {self._specs[name].nbytes} bytes of {name!r} came")
+        return total
+
+    def write_back(self) -> None:
+        """Have the drive begin with what is written so far, so that `finish` finds little left."""
+        try:
+            os.posix_fadvise(self._fileno, 0, 0, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise write_failure("writing", self.path, error) from error
+
+    def finish(self) -> None:
+        """Make the file durable and close it. Every tensor must be complete (`crc32` says so)."""
+        try:
+            os.fsync(self._fileno)
+        except OSError as error:
+            raise write_failure("syncing", self.path, error) from error
+        finally:
+            self.close()
+
+    def _not_shared(self, part: range) -> Iterator[range]:
+        position = part.start
+        with self._lock:
+            first = bisect.bisect_right(self._shared, position, key=lambda known: known.stop)
+            behind = self._shared[first:]
+        for shared in behind:
+            if shared.start >= part.stop:
+                break
+            if shared.start > position:
+                yield range(position, shared.start)
+            position = shared.stop
+        if position < part.stop:
+            yield range(position, part.stop)
+
+    def close(self) -> None:
+        """Close the file as it is. Idempotent."""
+        if self._fileno >= 0:
+            os.close(self._fileno)
+            self._fileno = -1
+
+    def _write(self, view: memoryview, offset: int) -> None:
+        while view:
+            written = os.pwrite(self._fileno, view, offset)
+            view, offset = view[written:], offset + written
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """A small file, durable when this returns."""
+    try:
+        fileno = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        try:
+            view = memoryview(content)
+            while view:
+                view = view[os.write(fileno, view) :]
+            os.fsync(fileno)
+        finally:
+            os.close(fileno)
+    except OSError as error:
+        raise write_failure("writing", path, error) from error

@@ -1,0 +1,140 @@
+"""The two torch modes under which `deferred_init` runs a constructor, and how it names tensors in errors.
+
+Thread-safety: torch modes belong to the thread that entered them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from offload.deferred_init.parameter_names import ModuleWatch, modules_under_construction
+from offload.deferred_init.recording import Registry, touched_memories
+from offload.deferred_init.replay import needed_operations
+from offload.deferred_init.tape import Tape
+from offload.errors import InitializerError
+
+
+def describer(registry: Registry, watch: ModuleWatch) -> Callable[[Tensor], str]:
+    """A function which says what a deferred tensor is: the fqn of the parameter from which or for which it was made as
+    far as the model is built, else its shape; and which modules are being built."""
+
+    def describe(tensor: Tensor) -> str:
+        value = registry.value(tensor)
+        memories = set() if value is None else {value.memory}.union(
+            *(touched_memories(operation) for operation in needed_operations([value]))
+        )  # fmt: skip
+        text = f"a tensor of shape {tuple(tensor.shape)}"
+        for root in watch.roots():
+            for fqn, parameter in root.named_parameters():
+                found = registry.value(parameter)
+                if found is not None and found.memory in memories:
+                    text = f"parameter {fqn!r} of {type(root).__name__}"
+        building = " > ".join(type(module).__name__ for module in modules_under_construction())
+        return f"{text} (while building {building})" if building else text
+
+    return describe
+
+
+class RecordOperators(TorchDispatchMode):
+    """Hands every operator call to the tape."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tape = tape
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():
+            return self._tape.call(func, tuple(args), kwargs or {})
+
+
+class AnswerAsOnCpu(TorchFunctionMode):
+    """Answers what a constructor asks of its tensors as if they were on the CPU."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._tape = tape
+        self._answers: dict[Any, Callable[..., Any]] = {
+            Tensor.device.__get__: lambda tensor, *_: torch.device("cpu"),
+            Tensor.is_meta.__get__: lambda tensor, *_: False,  # type: ignore[attr-defined]
+            Tensor.is_cpu.__get__: lambda tensor, *_: True,  # type: ignore[attr-defined]
+            Tensor.data.__set__: self._set_data,  # type: ignore[attr-defined]
+            Tensor.to: self._to,
+            Tensor.cpu: self._cpu,
+            Tensor.new_tensor: self._new_tensor,
+            Tensor.__getitem__: lambda tensor, index: tensor[_tensor_indices(index)],
+            Tensor.__setitem__: self._set_item,
+            Tensor.tolist: lambda tensor: tape.real(tensor).tolist(),
+        }
+        for function in (Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.__dlpack__, Tensor.__dlpack_device__):
+            self._answers[function] = self._refuser(function.__name__)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        answer = self._answers.get(func)
+        if answer is not None and any(self._tape.is_deferred(arg) for arg in args[:2]):
+            return answer(*args, **kwargs)
+        if "device" not in kwargs or torch.device(kwargs["device"] or "cpu").type != "meta":
+            return func(*args, **kwargs)
+        self._tape.meta_requested = True
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._tape.meta_requested = False
+
+    def _set_data(self, tensor: Tensor, data: Tensor) -> None:
+        if not self._tape.is_deferred(tensor):
+            data = self._tape.real(data)
+        elif not data.is_meta:
+            data = self._tape.lift(data)
+        Tensor.data.__set__(tensor, data)  # type: ignore[attr-defined]
+
+    def _set_item(self, tensor: Tensor, index: Any, value: Any) -> None:
+        tensor[_tensor_indices(index)] = value
+
+    def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args and isinstance(args[0], Tensor):
+            args = (args[0].dtype, *args[1:])
+        if isinstance(kwargs.get("other"), Tensor):
+            kwargs["dtype"] = kwargs.pop("other").dtype
+        if self._tape.is_deferred(tensor):
+            args = tuple(torch.device("meta") if _is_cpu_device(arg) else arg for arg in args)
+            kwargs = {name: torch.device("meta") if _is_cpu_device(arg) else arg for name, arg in kwargs.items()}
+        return tensor.to(*args, **kwargs)
+
+    def _cpu(self, tensor: Tensor, **kwargs: Any) -> Tensor:
+        return tensor.to(torch.device("meta"), **kwargs)
+
+    def _new_tensor(self, tensor: Tensor, data: Any, **kwargs: Any) -> Tensor:
+        result = tensor.new_tensor(data, **{"device": "cpu", **kwargs})
+        return result if result.is_meta else self._tape.lift(result)
+
+    def _refuser(self, function_name: str) -> Callable[..., Any]:
+        def refuse(tensor: Tensor, *_: Any, **__: Any) -> None:
+            raise InitializerError(
+                f"{self._tape.describe(tensor)} cannot be initialised under deferred_init(): {function_name}() gives "
+                "its memory to code that cannot be recorded; use torch operations (tolist() and item() are fine), or "
+                "build this model outside of deferred_init()"
+            )
+
+        return refuse
+
+
+def _tensor_indices(index: Any) -> Any:
+    # torch would put a list of indices on the device of the indexed tensor, unseen by any mode, and lose it there.
+    if type(index) is tuple:
+        return tuple(_tensor_indices(item) for item in index)
+    if isinstance(index, list) or (hasattr(index, "__array__") and not isinstance(index, Tensor)):
+        return torch.tensor(index)
+    return index
+
+
+def _is_cpu_device(argument: Any) -> bool:
+    if isinstance(argument, str):
+        argument = torch.device(argument)
+    return isinstance(argument, torch.device) and argument.type == "cpu"

@@ -1,0 +1,237 @@
+"""Models which never were in memory: built on the meta device, with their initialisers remembered.
+
+    with deferred_init():
+        model = Transformer(config)         # parameters on the meta device, buffers real
+    [weight] = materialize([model.head.weight])
+
+Inside the block the constructor runs as it always does, and believes its tensors to be on the CPU (`tensor.device`
+and `tensor.is_meta` say so), so nothing in it is skipped because of the meta device. What it computes is recorded by
+`offload.deferred_init.tape`, and computed by `offload.deferred_init.replay` when a value is asked for.
+
+The values are, bit for bit, those of ordinary construction on the CPU from the same seed and with the same number of
+torch threads, and so is the state of torch's CPU generator after the block. Random operators therefore run once in the
+block, on memory which is freed at once: recording costs about the time of ordinary construction and the memory of its
+largest tensor.
+
+When the block ends, buffers and other tensors that modules hold (as attributes, or in lists, tuples and dicts which are
+attributes) become real tensors; parameters stay on the meta device.
+
+Limits. `.numpy()`, `data_ptr()` and DLPack give memory to others, which a recording cannot follow: `InitializerError`.
+Values changed through `parameter.data` after the block cannot be noticed; changes made on the parameter itself are, and
+are an error. A cast after the block (`model.to(torch.bfloat16)`) is applied to the replayed values. Parameters made
+of memory from elsewhere (`torch.from_numpy`, `torch.load`) are real from the start.
+
+Thread-safety: a block concerns the thread that entered it. The other functions may be called from any thread, but two
+threads should not change one model at once; see `offload.deferred_init.replay` for what a replay touches.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from offload.deferred_init.construction_modes import AnswerAsOnCpu, RecordOperators, describer
+from offload.deferred_init.held_tensors import held_tensors, replace_held_tensors
+from offload.deferred_init.parameter_names import ModuleWatch, Note, ParameterNotes
+from offload.deferred_init.recording import Memory, Operation, Output, Registry, Value, next_index, view_over
+from offload.deferred_init.replay import plain_torch, replay
+from offload.deferred_init.tape import Tape
+from offload.device.freed_memory import freed_memory
+from offload.errors import InitializerError, UsageError
+
+_registry = Registry()
+_notes = ParameterNotes()
+_depth = threading.local()
+
+
+@contextmanager
+def deferred_init() -> Iterator[None]:
+    """Models built in this block have their parameters on the meta device, and remember how each is initialised.
+
+    Blocks nest (an inner one changes nothing) and may follow each other: a later block can change the initial values of
+    an earlier one's model. An exception passes through and leaves torch as it was.
+
+    Errors: `InitializerError` for an initialiser that cannot be replayed; `UsageError` where the default device is not
+    the CPU.
+    """
+    if getattr(_depth, "entered", False):
+        yield
+        return
+    if torch.get_default_device().type != "cpu":
+        raise UsageError(
+            f"deferred_init() records construction on the CPU, but the default device is {torch.get_default_device()}; "
+            "leave torch.set_default_device() and torch.device() out around it"
+        )
+    for parameter, note in _notes.deferred():
+        _adopt(parameter, note)
+    watch = ModuleWatch()
+    tape = Tape(_registry, describer(_registry, watch))
+    _depth.entered = True
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(watch.watching())
+            stack.enter_context(RecordOperators(tape))
+            stack.enter_context(AnswerAsOnCpu(tape))
+            yield
+    finally:
+        _depth.entered = False
+    _close(tape, watch)
+
+
+def is_deferred(tensor: Tensor) -> bool:
+    """Whether `tensor` is on the meta device with a recorded initial value, so that `materialize` can compute it."""
+    with torch._C.DisableTorchFunction():
+        return tensor.is_meta and (_registry.value(tensor) is not None or _castable(tensor, _notes.find(tensor)))
+
+
+def materialize(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The initial values of deferred parameters and buffers: real CPU tensors of their shapes, dtypes and strides.
+
+    Only the operations that these values need are run; memory is bounded by the results and what one of these
+    operations reads and writes. The given tensors, the recording and the global generator stay as they are, so a second
+    call gives the same values. A tensor that is not on the meta device is returned detached. Results share memory only
+    where the given tensors do. The caller owns the results.
+
+    Errors: `InitializerError`, naming the parameter.
+    """
+    with plain_torch():
+        values = [_checked_value(tensor) if tensor.is_meta else None for tensor in tensors]
+        try:
+            storages = replay([value for value in values if value is not None])
+        except InitializerError as error:
+            raise InitializerError(f"{_culprit(tensors, values)} cannot be initialised: {error}") from error
+        results = [
+            tensor.detach() if value is None else _registry.view(tensor).of(storages[value.memory])
+            for tensor, value in zip(tensors, values, strict=True)
+        ]
+        memories = [value.memory for value in values if value is not None]
+        for index, (result, value) in enumerate(zip(results, values, strict=True)):
+            is_part = result.numel() * result.element_size() < result.untyped_storage().nbytes()
+            if value is not None and is_part and memories.count(value.memory) == 1:
+                results[index] = result.clone()
+    return results
+
+
+def materialize_buffers(model: nn.Module) -> None:
+    """Replace the deferred buffers of `model`, and deferred tensors that its modules hold as attributes, by real ones.
+
+    The end of a `deferred_init` block does this by itself for the modules built in it. Buffers which share memory still
+    do afterwards.
+
+    Errors: `InitializerError`, also for a buffer which shares memory with a parameter.
+    """
+    _materialize_held(list(model.modules()))
+
+
+def name_parameters(model: nn.Module) -> None:
+    """Let errors name the parameters of `model` by their fqns in it, not by those they had at the end of the block."""
+    _notes.name(model)
+
+
+def _close(tape: Tape, watch: ModuleWatch) -> None:
+    for root in watch.roots():
+        _notes.name(root)
+    for parameter, note in _notes.deferred():
+        value = _registry.value(parameter)
+        if value is not None and (note.value is None or value.memory in tape.written):
+            note.value, note.view = value, _registry.view(parameter)
+            note.version = parameter._version
+    _materialize_held(watch.modules())
+    _registry.sweep()
+    _notes.sweep()
+    freed_memory.give_back()
+
+
+def _materialize_held(modules: list[nn.Module]) -> None:
+    held = [tensor for tensor in held_tensors(modules) if is_deferred(tensor)]
+    owned = _names_by_memory(modules)
+    for tensor in held:
+        value = _registry.value(tensor)
+        if value is not None and value.memory in owned:
+            raise InitializerError(
+                f"a buffer or attribute of shape {tuple(tensor.shape)} shares memory with {owned[value.memory]}; "
+                "give it a clone()"
+            )
+    real = {
+        id(tensor): result.requires_grad_(tensor.requires_grad) for tensor, result in zip(held, materialize(held), strict=True)
+    }
+    replace_held_tensors(modules, real)
+
+
+def _names_by_memory(modules: list[nn.Module]) -> dict[Memory, str]:
+    names = {}
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            value = None if parameter is None else _registry.value(parameter)
+            if value is not None:
+                names[value.memory] = f"parameter {name!r} of {type(module).__name__}"
+    return names
+
+
+def _castable(tensor: Tensor, note: Note | None) -> bool:
+    return (
+        note is not None
+        and note.view is not None
+        and note.view.size == tuple(tensor.size())
+        and note.view.dtype != tensor.dtype
+        and note.view.dtype.is_floating_point
+        and tensor.dtype.is_floating_point
+    )
+
+
+def _adopt(parameter: Tensor, note: Note | None) -> None:
+    """Record the cast which gave `parameter` another dtype outside of any block."""
+    if _registry.value(parameter) is not None or note is None or not _castable(parameter, note):
+        return
+    assert note.value is not None and note.view is not None
+    output = Output(0, view_over(Memory(), parameter), parameter.untyped_storage().nbytes())
+    cast = Operation(
+        index=next_index(),
+        function=torch.ops.aten._to_copy.default,
+        args=(note.view,),
+        kwargs={"dtype": parameter.dtype},
+        reads=(note.value,),
+        writes=(),
+        outputs=(output,),
+        default_dtype=torch.get_default_dtype(),
+    )
+    value = Value(output.view.memory, cast, output.nbytes)
+    _registry.assign(parameter, value)
+    note.value, note.view = value, output.view
+
+
+def _checked_value(tensor: Tensor) -> Value:
+    note = _notes.find(tensor)
+    _adopt(tensor, note)
+    value = _registry.value(tensor)
+    name = f"a tensor of shape {tuple(tensor.shape)}" if note is None else f"parameter {note.fqn!r}"
+    if value is None:
+        raise InitializerError(
+            f"{name} is on the meta device but has no recorded initialiser; build the whole model inside "
+            "deferred_init(), and neither copy it nor replace its parameters on the meta device afterwards"
+        )
+    if note is not None and note.value is not None and tensor._version != note.version and not _is_recording():
+        raise InitializerError(
+            f"{name} was changed in place outside of deferred_init(), where it is not recorded; move that change into "
+            "a `with deferred_init():` block (a second one is fine)"
+        )
+    return value
+
+
+def _is_recording() -> bool:
+    return bool(getattr(_depth, "entered", False))
+
+
+def _culprit(tensors: Sequence[Tensor], values: Sequence[Value | None]) -> str:
+    """Names the first of `tensors` which fails by itself."""
+    for tensor, value in zip(tensors, values, strict=True):
+        try:
+            replay([] if value is None else [value])
+        except InitializerError:
+            note = _notes.find(tensor)
+            return f"a tensor of shape {tuple(tensor.shape)}" if note is None else f"parameter {note.fqn!r}"
+    return "one of the tensors"

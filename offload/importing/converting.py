@@ -1,0 +1,170 @@
+"""From another project's checkpoint into ours, one shard after another. The format: docs/checkpoint-format.md, version 2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import torch
+
+from offload.checkpoint.consistency import row_major
+from offload.checkpoint.manifest import (
+    MOMENTS,
+    BufferEntry,
+    FileEntry,
+    LossScaleEntry,
+    Manifest,
+    ModelEntry,
+    ParameterEntry,
+    PieceEntry,
+    TensorEntry,
+    encode,
+)
+from offload.checkpoint.staged_folder import MANIFEST_NAME, StagedFolder
+from offload.checkpoint.tensor_file import DTYPE_CODES, METADATA, TensorFile, TensorSpec, known_dtype, write_file
+from offload.device.rounding import round_into
+from offload.errors import CheckpointError
+from offload.importing import deepspeed_universal, torch_distributed
+from offload.importing.source import Source, SourceParameter, SourceTensor, refused
+
+KINDS: dict[str, Callable[[Path], Source]] = {
+    deepspeed_universal.KIND: deepspeed_universal.open_source,
+    torch_distributed.KIND: torch_distributed.open_source,
+}
+_RECOGNISED: dict[str, Callable[[Path], bool]] = {
+    deepspeed_universal.KIND: deepspeed_universal.recognises,
+    torch_distributed.KIND: torch_distributed.recognises,
+}
+_FILE_NBYTES = 2**30
+_STEP_NUMEL = 2**20
+
+
+def import_checkpoint(source: Path, target: Path, kind: str | None = None) -> Source:
+    """Convert the folder `source` into a checkpoint at `target`; returns what was found in it.
+
+    kind  a key of `KINDS`; None: the one that the folder looks like
+
+    Host memory: one shard of the source, 1 Mi elements beside it. Raises `CheckpointError`, `StorageError`.
+    """
+    found = open_source(source, kind)
+    with StagedFolder(target, replace=True) as folder:
+        manifest = _Converter(folder.path, found).convert()
+        write_file(folder.path / MANIFEST_NAME, encode(manifest))
+        folder.commit()
+    return found
+
+
+def open_source(path: Path, kind: str | None) -> Source:
+    """What is in the folder, before its tensors are read. Raises `CheckpointError`."""
+    if kind is not None:
+        return KINDS[kind](path)
+    for name, recognises in _RECOGNISED.items():
+        if recognises(path):
+            return KINDS[name](path)
+    raise CheckpointError(
+        f"{str(path)!r} is no checkpoint that can be imported: expected a folder with 'zero' in it (DeepSpeed's universal "
+        f"checkpoint: run its ds_to_universal first) or with {torch_distributed.METADATA!r} (torch.distributed.checkpoint)."
+    )
+
+
+class _Converter:
+    """Writes the data files of one source into a folder."""
+
+    def __init__(self, folder: Path, source: Source) -> None:
+        self._folder, self._source = folder, source
+        self._manifest = Manifest(
+            world_size=1,
+            step_count=source.step_count,
+            loss_scale=LossScaleEntry(1.0, False, 0, 0),
+            optimizer=None,
+            model=ModelEntry("", {}, [parameter.fqns[0] for parameter in source.parameters if len(parameter.fqns) > 1]),
+            parameters=[],
+            buffers=[],
+            random=[],
+            files=[],
+            imported=source.kind,
+        )
+
+    def convert(self) -> Manifest:
+        for index, parameters in enumerate(_batches(self._source.parameters)):
+            self._write_parameters(f"part-{index:05d}.safetensors", parameters)
+        if self._source.buffers:
+            entries = self._write("buffers.safetensors", self._source.buffers)
+            shapes = {fqn: list(tensor.shape) for fqn, tensor in self._source.buffers}
+            self._manifest.buffers = [BufferEntry(fqn, shapes[fqn], entry) for fqn, entry in entries.items()]
+        return self._manifest
+
+    def _write_parameters(self, file_name: str, parameters: list[SourceParameter]) -> None:
+        tensors = [named for parameter in parameters for named in _tensors_of(parameter)]
+        entries = self._write(file_name, tensors)
+        for parameter in parameters:
+            fqn, value = parameter.fqns[0], parameter.value
+            moments = [entries[f"{name}/{fqn}"] if parameter.trained else None for name in MOMENTS]
+            self._manifest.parameters.append(
+                ParameterEntry(
+                    fqns=parameter.fqns,
+                    shape=list(value.shape),
+                    stride=list(row_major(value.shape)),
+                    dtype=DTYPE_CODES[value.dtype],
+                    group=0 if parameter.trained else None,
+                    step=parameter.step,
+                    pieces=[PieceEntry(0, value.numel, entries[fqn], *moments)],
+                )
+            )
+
+    def _write(self, file_name: str, tensors: list[tuple[str, SourceTensor]]) -> dict[str, TensorEntry]:
+        specs = [TensorSpec(name, known_dtype(name, tensor.dtype), tensor.shape) for name, tensor in tensors]
+        if len({spec.name for spec in specs}) != len(specs):
+            raise refused(Path(file_name), "two of its tensors have one name")
+        with closing(TensorFile(self._folder, file_name, specs, METADATA)) as file:
+            for (name, tensor), spec in zip(tensors, specs, strict=True):
+                for part in tensor.parts():
+                    _append(file, name, spec.dtype, part)
+            file.finish()
+        self._manifest.files.append(FileEntry(file.name, file.nbytes, file.header_nbytes, file.header_crc32))
+        return {
+            spec.name: TensorEntry(
+                file.name, DTYPE_CODES[spec.dtype], file.offsets[spec.name], spec.nbytes, file.crc32(spec.name)
+            )
+            for spec in specs
+        }
+
+
+def _append(file: TensorFile, name: str, dtype: torch.dtype, part: torch.Tensor) -> None:
+    for low in range(0, part.numel(), _STEP_NUMEL):
+        values = part[low : low + _STEP_NUMEL]
+        if values.dtype != dtype:
+            rounded = torch.empty(values.numel(), dtype=dtype)
+            round_into(rounded, values)
+            values = rounded
+        file.append(name, values)
+
+
+def _tensors_of(parameter: SourceParameter) -> Iterator[tuple[str, SourceTensor]]:
+    """By name, as they are written: everything of a trained parameter in fp32."""
+    fqn = parameter.fqns[0]
+    yield fqn, _in_fp32(parameter.value) if parameter.trained else parameter.value
+    for name in MOMENTS:
+        moment: SourceTensor | None = getattr(parameter, name)
+        if moment is not None:
+            yield f"{name}/{fqn}", _in_fp32(moment)
+
+
+def _in_fp32(tensor: SourceTensor) -> SourceTensor:
+    return SourceTensor(tensor.shape, torch.float32, tensor.parts)
+
+
+def _batches(parameters: list[SourceParameter]) -> Iterator[list[SourceParameter]]:
+    """Parameters of at most 1 GiB at a time, a larger one alone."""
+    batch: list[SourceParameter] = []
+    filled_nbytes = 0
+    for parameter in parameters:
+        nbytes = parameter.value.numel * (12 if parameter.trained else parameter.value.dtype.itemsize)
+        if batch and filled_nbytes + nbytes > _FILE_NBYTES:
+            yield batch
+            batch, filled_nbytes = [], 0
+        batch.append(parameter)
+        filled_nbytes += nbytes
+    if batch:
+        yield batch

@@ -1,0 +1,210 @@
+"""A folder of torch.distributed.checkpoint: `.metadata` and `*.distcp`, from any number of ranks, read shard by shard.
+
+Weights are the tensors of one mapping in the saved state (`{"model": model.state_dict(), ...}`, or the state itself);
+moments are those under `state.<fqn>.exp_avg`, `.exp_avg_sq` and `.step`, as `get_state_dict` and
+`get_optimizer_state_dict` name them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.importing.restricted_load import load_metadata, load_plain_bytes
+from offload.importing.source import (
+    Source,
+    SourceParameter,
+    SourceTensor,
+    as_step,
+    check_moments,
+    refused,
+)
+
+KIND = "torch-dcp"
+METADATA = ".metadata"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+_Path = tuple[object, ...]
+
+
+def recognises(path: Path) -> bool:
+    """Whether the folder is one."""
+    return (path / METADATA).is_file()
+
+
+@dataclass(slots=True)
+class _Shard:
+    """Where a part of a tensor lies: [offset, offset + nbytes) of `file` is what torch.save wrote of it."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class _Stored:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    shards: list[_Shard] = field(default_factory=list)
+
+
+def open_source(path: Path) -> Source:
+    """Raises `CheckpointError`."""
+    metadata = load_metadata(path / METADATA)
+    try:
+        stored = _stored(metadata)
+        paths = {name: _path_of(metadata, name) for name in stored}
+    except (AttributeError, TypeError, KeyError, ValueError) as error:
+        raise refused(path / METADATA, f"its parts do not fit together ({error!r})") from error
+    states = {state: name for name, parts in paths.items() if (state := _optimizer_state(parts)) is not None}
+    trained = {fqn for fqn, _ in states}
+    weights = _weights({name: parts for name, parts in paths.items() if _optimizer_state(parts) is None}, trained, path)
+    folder = _Folder(path)
+    parameters = []
+    for fqn, name in weights.items():
+        parameter = SourceParameter([fqn], folder.tensor(stored[name], name))
+        if fqn in trained:
+            for kind in _MOMENTS:
+                if (fqn, kind) in states:
+                    moment = states[fqn, kind]
+                    setattr(parameter, kind, folder.tensor(stored[moment], moment))
+            check_moments(parameter, path)
+            parameter.step = _step(folder, stored, states.get((fqn, "step")), fqn, path)
+        parameters.append(parameter)
+    missing = ["the states of random generators", "the loss scale", "the numbers in param_groups", "anything else in the state"]
+    return Source(KIND, parameters, [], max((one.step for one in parameters), default=0), missing)
+
+
+def _stored(metadata: Any) -> dict[str, _Stored]:
+    """Every tensor, with its shards in the order of their place in it."""
+    found: dict[str, _Stored] = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        if not hasattr(entry, "chunks"):
+            continue  # bytes: numbers of param_groups and other objects, which are left alone
+        tensor = _Stored(tuple(map(int, entry.size)), entry.properties.dtype)
+        for chunk in entry.chunks:
+            found_at = metadata.storage_data[_index(name, chunk.offsets)]
+            if getattr(found_at, "transform_descriptors", None):
+                raise ValueError(f"{name} was compressed when it was saved, which is not supported")
+            start, shape = tuple(map(int, chunk.offsets)), tuple(map(int, chunk.sizes))
+            place = (str(found_at.relative_path), int(found_at.offset), int(found_at.length))
+            tensor.shards.append(_Shard(start, shape, *place))
+        tensor.shards.sort(key=lambda shard: shard.start)
+        if not _covers(tensor):
+            raise ValueError(f"the shards of {name} do not make up {list(tensor.shape)}")
+        found[str(name)] = tensor
+    return found
+
+
+def _covers(tensor: _Stored) -> bool:
+    """Whether every element is in one shard: all lie inside, no two overlap, and their sizes add up."""
+    boxes = [(shard.start, shard.shape) for shard in tensor.shards if math.prod(shard.shape)]
+    dimensions = range(len(tensor.shape))
+    inside = all(
+        len(start) == len(shape) == len(tensor.shape)
+        and all(start[d] >= 0 and shape[d] >= 0 and start[d] + shape[d] <= tensor.shape[d] for d in dimensions)
+        for start, shape in boxes
+    )
+    disjoint = inside and not any(
+        all(start[d] < other[d] + size[d] and other[d] < start[d] + shape[d] for d in dimensions)
+        for index, (start, shape) in enumerate(boxes)
+        for other, size in boxes[index + 1 :]
+    )
+    return disjoint and sum(math.prod(shape) for _, shape in boxes) == math.prod(tensor.shape)
+
+
+def _index(name: str, offsets: Any) -> Any:
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    return MetadataIndex(name, offsets)
+
+
+def _path_of(metadata: Any, name: str) -> _Path:
+    """The keys that lead to a tensor in the state that was saved."""
+    paths = metadata.planner_data
+    parts = paths.get(name) if isinstance(paths, dict) else None
+    return tuple(parts) if isinstance(parts, (tuple, list)) and parts else (name,)
+
+
+def _optimizer_state(parts: _Path) -> tuple[str, str] | None:
+    """(fqn, kind) of a tensor that is an optimizer's state."""
+    if len(parts) >= 3 and parts[-3] == "state" and parts[-1] in (*_MOMENTS, "step") and isinstance(parts[-2], str):
+        return parts[-2], str(parts[-1])
+    return None
+
+
+def _weights(paths: dict[str, _Path], trained: set[str], path: Path) -> dict[str, str]:
+    """fqn -> name of the tensors of the one mapping that holds the model."""
+    mappings: dict[_Path, dict[str, str]] = {}
+    for name, parts in paths.items():
+        mappings.setdefault(parts[:-1], {})[str(parts[-1])] = name
+    holding = [key for key, names in mappings.items() if trained <= names.keys()]
+    if len(holding) != 1:
+        listed = ", ".join(".".join(map(str, key)) or "(the state itself)" for key in mappings)
+        raise refused(
+            path, f"{len(holding)} of its mappings of tensors ({listed}) hold every parameter of the optimizer: expected one, "
+            "as {'model': model.state_dict(), 'optim': ...} saved with get_state_dict has it"
+        )  # fmt: skip
+    return mappings[holding[0]]
+
+
+def _step(folder: _Folder, stored: dict[str, _Stored], name: str | None, fqn: str, path: Path) -> int:
+    if name is None:
+        raise refused(path, f"nothing says how many steps the moments of {fqn!r} have had")
+    (part,) = folder.tensor(stored[name], name).parts()
+    return as_step(part, f"the step of {fqn!r}", path)
+
+
+class _Folder:
+    """The data files, opened by plain names below the folder's descriptor; links are not followed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def tensor(self, stored: _Stored, name: str) -> SourceTensor:
+        return SourceTensor(stored.shape, stored.dtype, lambda: self._parts(stored, name))
+
+    def _parts(self, stored: _Stored, name: str) -> Iterator[torch.Tensor]:
+        """Shards that follow one another along the first dimension come one by one; others are put together first."""
+        rest = stored.shape[1:]
+        if all(shard.shape[1:] == rest and not any(shard.start[1:]) for shard in stored.shards):
+            for shard in stored.shards:
+                yield self._load(shard, stored.dtype, name).reshape(-1)
+            return
+        whole = torch.empty(stored.shape, dtype=stored.dtype)
+        for shard in stored.shards:
+            place = tuple(slice(low, low + size) for low, size in zip(shard.start, shard.shape, strict=True))
+            whole[place] = self._load(shard, stored.dtype, name)
+        yield whole.reshape(-1)
+
+    def _load(self, shard: _Shard, dtype: torch.dtype, name: str) -> torch.Tensor:
+        tensor = load_plain_bytes(self._read(shard), f"a shard of {name!r}", self._path / shard.file)
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or tuple(tensor.shape) != shard.shape:
+            raise refused(self._path / shard.file, f"a shard of {name!r} is not a tensor of {list(shard.shape)}, {dtype}")
+        return tensor.contiguous()
+
+    def _read(self, shard: _Shard) -> bytes:
+        path = self._path / shard.file
+        if shard.file != os.path.basename(shard.file) or shard.file in ("", ".", ".."):
+            raise refused(self._path, f"its metadata names the file {shard.file!r}, which is no plain name")
+        try:
+            fileno = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                status = os.fstat(fileno)
+                end = shard.offset + shard.nbytes
+                if not stat.S_ISREG(status.st_mode) or min(shard.offset, shard.nbytes) < 0 or end > status.st_size:
+                    raise refused(path, f"it is no file of at least {end} bytes")
+                return os.pread(fileno, shard.nbytes, shard.offset)
+            finally:
+                os.close(fileno)
+        except OSError as error:
+            raise refused(path, f"it cannot be read ({error.strerror})") from error

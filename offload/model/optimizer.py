@@ -1,0 +1,106 @@
+"""The optimizer that the user's loop sees."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from offload.device.rules import Hyper
+from offload.errors import UsageError
+from offload.model.optimizer_kinds import hyper_of_group, moments_of
+
+
+class Stepper(Protocol):
+    """What the facade needs of the engine."""
+
+    def step(self) -> None: ...
+
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
+
+
+class _StateInTiers(defaultdict[torch.Tensor, Any]):
+    """Empty, and says why where somebody asks for a parameter's state."""
+
+    def __missing__(self, key: torch.Tensor) -> Any:
+        raise UsageError(
+            "optimizer.state holds nothing: moments and step counts lie in the engine's tiers. "
+            "engine.save_checkpoint(dir) writes them."
+        )
+
+
+class OffloadOptimizer(torch.optim.Optimizer):
+    """A `torch.optim.Optimizer` over the user's own `param_groups`, whose state lies in the engine's tiers.
+
+    Learning-rate schedulers work on it as on any other; `step()` and `zero_grad()` are the engine's. `param_groups` is
+    the very list of the optimizer that was passed to `initialize`, so a scheduler built on that one works too.
+    """
+
+    # GradScaler hands an optimizer with this flag its scale instead of reading `p.grad`: then `step` can say what to
+    # do.
+    _step_supports_amp_scaling = True
+
+    stepper: Stepper
+    """The engine's; set before the optimizer is used."""
+
+    def __init__(self, source: torch.optim.Optimizer) -> None:
+        super().__init__([torch.nn.Parameter(torch.empty(0))], dict(source.defaults))
+        self.state = _StateInTiers()
+        self.param_groups = source.param_groups
+        self.defaults = source.defaults
+        self.source_class = type(source)
+        self.moments = moments_of(source)
+        self._is_complete = True
+
+    def hyper_of(self, group_index: int) -> Hyper:
+        """The numbers of one parameter group, as they stand now. Raises `UsageError` where its records cannot follow them."""
+        hyper = hyper_of_group(self.source_class, self.param_groups[group_index])
+        if not set(hyper.moments) <= set(self.moments):
+            raise UsageError(
+                f"momentum={hyper.beta1:g} of parameter group {group_index} was set after initialize, and without "
+                "momentum no buffer was made for it: give the optimizer a momentum above 0 from the start."
+            )
+        return hyper
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Begin the update of every parameter that has a gradient. It runs on under the next forward."""
+        if getattr(self, "grad_scale", None) is not None:
+            raise UsageError(
+                "torch.amp.GradScaler cannot scale gradients that the engine took over: drop the scaler, set "
+                "Config(dtype='fp16') "
+                "(loss_scale defaults to dynamic) and call engine.backward(loss)."
+            )
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        self.stepper.step()
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients; with `set_to_none=False` those that were there become zeros, which a step then applies."""
+        self.stepper.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only during construction: the engine's layout is fixed by `initialize`."""
+        if hasattr(self, "_is_complete"):
+            raise UsageError("a param_group was added after initialize: make all groups first, then call offload.initialize.")
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Not to be had in one piece: the state lies in the tiers."""
+        raise UsageError(
+            "optimizer.state_dict() would gather every moment in memory at once: use engine.save_checkpoint(dir), "
+            "which streams "
+            "weights, moments and step counts."
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See `state_dict`."""
+        raise UsageError(
+            "optimizer.load_state_dict() cannot reach state that lies in the tiers: load it into the torch "
+            "optimizer before "
+            "offload.initialize (its moments and step counts are taken over), or use engine.load_checkpoint(dir)."
+        )

@@ -1,0 +1,145 @@
+"""Which optimizers have an exact counterpart here, and what is read out of the one that the user made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from offload.device.rules import MOMENTS, Hyper, Rule
+from offload.errors import ConfigError
+from offload.model.lion import Lion
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerKind:
+    """One kind of optimizer. `state_names`: moment -> its key in the optimizer's own state. `refused`: options (of a
+    group, or attributes of the optimizer) with no counterpart, and the value that they must have."""
+
+    rule: Rule
+    state_names: Mapping[str, str]
+    decoupled: bool = False
+    counts_steps: bool = True
+    refused: Mapping[str, Any] = field(default_factory=dict)
+
+
+_ADAM = {name: name for name in MOMENTS}
+_KINDS: dict[type, OptimizerKind] = {
+    torch.optim.AdamW: OptimizerKind(Rule.ADAM, _ADAM, decoupled=True, refused={"amsgrad": False, "differentiable": False}),
+    torch.optim.Adam: OptimizerKind(Rule.ADAM, _ADAM, refused={"amsgrad": False, "differentiable": False}),
+    torch.optim.Adagrad: OptimizerKind(Rule.ADAGRAD, {"exp_avg_sq": "sum"}, refused={"differentiable": False}),
+    torch.optim.SGD: OptimizerKind(
+        Rule.SGD, {"exp_avg": "momentum_buffer"}, counts_steps=False, refused={"differentiable": False}
+    ),
+}
+_LION = OptimizerKind(
+    Rule.LION,
+    {"exp_avg": "exp_avg"},
+    decoupled=True,
+    counts_steps=False,
+    # Of lion-pytorch and of timm: variants that compute something else.
+    refused={"decoupled_wd": False, "cautious_factor": 1.0, "caution": False, "corrected_weight_decay": False},
+)
+_LION_PACKAGES = ("lion_pytorch", "timm")
+
+
+def kind_of(optimizer_class: type) -> OptimizerKind | None:
+    """The kind of a class of optimizers: torch's own, or a Lion: `offload.Lion`, lion-pytorch's, timm's."""
+    package = optimizer_class.__module__.partition(".")[0]
+    if optimizer_class is Lion or (optimizer_class.__name__ == "Lion" and package in _LION_PACKAGES):
+        return _LION
+    return _KINDS.get(optimizer_class)
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `ConfigError` for an optimizer that has no exact counterpart here."""
+    kind = kind_of(type(optimizer))
+    if kind is None:
+        names = ", ".join(f"torch.optim.{one.__name__}" for one in _KINDS)
+        raise ConfigError(
+            f"optimizer {type(optimizer).__module__}.{type(optimizer).__qualname__} is not supported: pass {names} or "
+            "offload.Lion (or the Lion of lion-pytorch or timm). foreach, fused and capturable make no difference and are "
+            "accepted."
+        )
+    for index, group in enumerate(optimizer.param_groups):
+        for option, neutral in kind.refused.items():
+            value = group.get(option, getattr(optimizer, option, neutral))
+            if value != neutral:
+                raise ConfigError(
+                    f"optimizer option {option}={value!r} of parameter group {index} is not supported: pass {option}={neutral}."
+                )
+
+
+def hyper_of_group(optimizer_class: type, group: Mapping[str, Any]) -> Hyper:
+    """The numbers of one parameter group, as they stand now."""
+    kind = kind_of(optimizer_class)
+    assert kind is not None
+    if kind.rule is Rule.SGD:
+        beta1, beta2 = group["momentum"], group["dampening"]
+    else:
+        beta1, beta2 = group.get("betas", (0.0, 0.0))
+    return Hyper(
+        rule=kind.rule,
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=float(group.get("eps", 0.0)),
+        weight_decay=float(group["weight_decay"]),
+        lr_decay=float(group.get("lr_decay", 0.0)),
+        decoupled=kind.decoupled or bool(group.get("decoupled_weight_decay", False)),
+        nesterov=bool(group.get("nesterov", False)),
+        maximize=bool(group.get("maximize", False)),
+    )
+
+
+def moments_of(optimizer: torch.optim.Optimizer | None) -> tuple[str, ...]:
+    """What records keep for this optimizer: the moments of all its groups."""
+    groups = optimizer.param_groups if optimizer is not None else []
+    used = {name for group in groups for name in hyper_of_group(type(optimizer), group).moments}
+    return tuple(name for name in MOMENTS if name in used)
+
+
+def moments_saved_by(kind_name: str, groups: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """What a checkpoint of an optimizer whose class has this name holds of every trained parameter."""
+    known = {**{one.__name__: one for one in _KINDS}, Lion.__name__: Lion}
+    if kind_name not in known:
+        return MOMENTS
+    if known[kind_name] is torch.optim.SGD:
+        return MOMENTS[:1] if any(group.get("momentum") for group in groups) else ()
+    kind = kind_of(known[kind_name])
+    assert kind is not None
+    return tuple(kind.state_names)
+
+
+@dataclass(frozen=True, slots=True)
+class InitialState:
+    """What the user's optimizer holds for one parameter already: moments in the parameter's shape, and a step count."""
+
+    moments: Mapping[str, torch.Tensor]
+    step: int
+
+
+def initial_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, fqn: str) -> InitialState:
+    """Raises `ConfigError` where the state is incomplete."""
+    kind = kind_of(type(optimizer))
+    state: Mapping[str, Any] = optimizer.state.get(parameter, {})
+    assert kind is not None
+    found = {moment: state[name] for moment, name in kind.state_names.items() if state.get(name) is not None}
+    if not state or (kind.rule is Rule.SGD and not found):
+        return InitialState({}, 0)
+    missing = [name for moment, name in kind.state_names.items() if moment not in found]
+    missing += ["step"] if kind.counts_steps and "step" not in state else []
+    if missing:
+        expected = ", ".join([*kind.state_names.values(), *(["step"] if kind.counts_steps else [])])
+        raise ConfigError(f"the optimizer's state of {fqn!r} has no {', '.join(missing)}: expected {expected}.")
+    if kind.rule is Rule.ADAGRAD and found["exp_avg_sq"].is_meta:
+        # Adagrad makes its sums when it is made; of a parameter on the meta device only their value is known.
+        value = next(
+            group["initial_accumulator_value"]
+            for group in optimizer.param_groups
+            if any(one is parameter for one in group["params"])
+        )
+        return InitialState({"exp_avg_sq": torch.full((), float(value)).expand(parameter.shape)} if value else {}, 0)
+    return InitialState(found, int(state["step"]) if kind.counts_steps else 1)

@@ -1,0 +1,58 @@
+"""What `initialize` was told of a model and its optimizer, and whether that still holds: looked at before every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from offload.errors import UsageError
+from offload.model.flats import ParameterInfo
+
+Groups = Callable[[], Sequence[Mapping[str, Any]]]
+
+
+class Unchanged:
+    """See the module. `groups()`: the optimizer's parameter groups as they are now."""
+
+    def __init__(self, model: nn.Module, parameters: Sequence[ParameterInfo], groups: Groups) -> None:
+        self._model, self._parameters, self._groups = model, parameters, groups
+        self._required_grad = {info.index: info.parameter.requires_grad for info in parameters}
+        self._group_of = self._group_indices()
+
+    def check(self) -> None:
+        """A parameter added, removed, replaced, frozen, unfrozen or regrouped since `initialize` is in no flat: say so."""
+        known = {id(info.parameter): info for info in self._parameters}
+        for fqn, parameter in self._model.named_parameters():
+            info = known.pop(id(parameter), None)
+            if info is None:
+                raise UsageError(
+                    f"parameter {fqn!r} was added or replaced after initialize: close the engine and initialize again."
+                )
+            if parameter.requires_grad != self._required_grad[info.index]:
+                now = "unfrozen" if parameter.requires_grad else "frozen"
+                raise UsageError(f"parameter {fqn!r} was {now} after initialize: close the engine and initialize again.")
+        if known:
+            gone = next(iter(known.values()))
+            raise UsageError(
+                f"parameter {gone.fqn!r} was removed from the model after initialize: close the engine and initialize again."
+            )
+        self._check_groups()
+
+    def _group_indices(self) -> dict[int, int]:
+        return {id(parameter): index for index, group in enumerate(self._groups()) for parameter in group["params"]}
+
+    def _check_groups(self) -> None:
+        now, before = self._group_indices(), self._group_of
+        if now != before:
+            names = {id(info.parameter): info.fqn for info in self._parameters}
+            moved = [
+                names.get(key, "one unknown to the model")
+                for key in now.keys() | before.keys()
+                if now.get(key) != before.get(key)
+            ]
+            raise UsageError(
+                f"optimizer.param_groups changed after initialize (parameter {', '.join(sorted(moved)[:5])}): make all groups "
+                "first, then call offload.initialize; their numbers (lr, betas, ...) may change at any time."
+            )

@@ -1,0 +1,173 @@
+"""Which parameters are fetched together: the partition of a model into units.
+
+    block      an outermost module whose class the model names in `_no_split_modules` (Hugging Face), else an element
+               of an outermost `nn.ModuleList` or `nn.Sequential`
+    big leaf   a module without children outside every block that holds much (an embedding, a head); leaves that share
+               a parameter (tied weights) are one unit, which is used wherever one of them is
+    root       the model itself, with every parameter that is in no other unit
+
+Any other parameter that several modules share belongs to the unit that holds all of them: a block if they all lie inside
+it, else the root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from offload.planning.trace import Use
+
+
+@dataclass(slots=True, eq=False)
+class ModuleUnit:
+    """One unit of a model: the modules whose forward uses it, and the parameters, as (fqn, parameter), in model order."""
+
+    name: str
+    modules: list[nn.Module]
+    parameters: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+
+    @property
+    def numel(self) -> int:
+        return sum(parameter.numel() for _, parameter in self.parameters)
+
+
+def _block_class_names(model: nn.Module) -> set[str]:
+    names: set[str] = set()
+    for module in model.modules():
+        declared = getattr(module, "_no_split_modules", None)
+        if isinstance(declared, (list, tuple, set)):
+            names.update(str(name) for name in declared)
+    return names
+
+
+def _outermost(module: nn.Module, prefix: str, class_names: set[str]) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if type(child).__name__ in class_names:
+            yield path, child
+        else:
+            yield from _outermost(child, f"{path}.", class_names)
+
+
+def _elements(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if isinstance(child, (nn.ModuleList, nn.Sequential)) and len(child) > 1:
+            yield from ((f"{path}.{index}", element) for index, element in enumerate(child))
+        else:
+            yield from _elements(child, f"{path}.")
+
+
+def _blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    named = list(_outermost(model, "", _block_class_names(model)))
+    if not named and isinstance(model, (nn.ModuleList, nn.Sequential)):
+        named = [(str(index), element) for index, element in enumerate(model)]
+    found = named or list(_elements(model, ""))
+    # One module listed twice (weight sharing between layers) is one unit.
+    unique = {id(module): (name, module) for name, module in reversed(found)}
+    return [entry for entry in reversed(unique.values()) if next(entry[1].parameters(), None) is not None]
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _big_leaves(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    inside = {id(module) for _, block in blocks for module in block.modules()}
+    big_numel = max(_numel(block) for _, block in blocks) // 4 if blocks else _numel(model) // 8
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if module is not model
+        and id(module) not in inside
+        and next(module.children(), None) is None
+        and _numel(module) >= max(big_numel, 1)
+    ]
+
+
+def partition(model: nn.Module) -> list[ModuleUnit]:
+    """The units of `model`: the root first, the others in the order in which the model holds them.
+
+    Every parameter is in exactly one unit, under the first of its names. Units that end up without parameters of
+    their own (all of them shared with others) are left out, except the root.
+    """
+    blocks = _blocks(model)
+    leaves = _big_leaves(model, blocks)
+    chosen = {id(module): ModuleUnit(name, [module]) for name, module in blocks + leaves}
+    _join_sharing(chosen, [module for _, module in leaves])
+    root = ModuleUnit("", [model])
+    order = dict.fromkeys(id(module) for module in model.modules())
+    units = list(dict.fromkeys([root, *(chosen[key] for key in order if key in chosen and key != id(model))]))
+
+    owners: dict[int, dict[ModuleUnit, None]] = {}
+    for unit in units[1:]:
+        for module in unit.modules:
+            for parameter in module.parameters():
+                owners.setdefault(id(parameter), {})[unit] = None
+    outside = {id(parameter) for parameter in _parameters_outside(model, set(chosen))}
+    for fqn, parameter in model.named_parameters():
+        holders = list(owners.get(id(parameter), ()))
+        if len(holders) == 1 and id(parameter) not in outside:
+            holders[0].parameters.append((fqn, parameter))
+        else:
+            root.parameters.append((fqn, parameter))
+    return [root, *(unit for unit in units[1:] if unit.parameters)]
+
+
+def _join_sharing(chosen: dict[int, ModuleUnit], leaves: Iterable[nn.Module]) -> None:
+    """Of leaves that share a parameter make the unit of the first that of all."""
+    first: dict[int, ModuleUnit] = {}
+    for leaf in leaves:
+        for parameter in leaf.parameters():
+            unit, other = first.setdefault(id(parameter), chosen[id(leaf)]), chosen[id(leaf)]
+            if unit is not other:
+                unit.modules.extend(other.modules)
+                for module in other.modules:
+                    chosen[id(module)] = unit
+                first.update({key: unit for key, value in first.items() if value is other})
+
+
+def uses_of(units: list[ModuleUnit]) -> list[Use]:
+    """The uses of the units in a forward of the model, as the order of its modules has them."""
+    unit_of = {id(module): index for index, unit in enumerate(units) if index for module in unit.modules}
+    used = (module for module in _outside(units[0].modules[0], set(unit_of)) if id(module) in unit_of)
+    return [Use(unit_of[id(module)], not is_lookup(module)) for module in used]
+
+
+def is_lookup(module: nn.Module) -> bool:
+    """Whether backward through the module does not read its parameters: it takes rows of them by index."""
+    return isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
+
+
+def _outside(module: nn.Module, chosen: set[int]) -> Iterator[nn.Module]:
+    """The modules from `module` on in the model's order, without going into those of a chosen unit."""
+    yield module
+    if id(module) not in chosen:
+        for child in module.children():
+            yield from _outside(child, chosen)
+
+
+def _parameters_outside(module: nn.Module, chosen: set[int]) -> Iterator[nn.Parameter]:
+    """Parameters reachable from `module` without passing through a chosen unit's module."""
+    for reached in _outside(module, chosen):
+        if id(reached) not in chosen:
+            yield from reached.parameters(recurse=False)
+
+
+def fold_for_ranks(units: list[ModuleUnit], least_numel: int) -> list[ModuleUnit]:
+    """The same parameters in fewer units, of which each is a message between ranks: what several modules share joins the
+    root, so that it travels once for all its uses, and so do units with fewer than `least_numel` elements, as long as these
+    are together no more than the largest unit: small messages cost as much as larger ones."""
+    room = max(unit.numel for unit in units)
+    root, kept = units[0], []
+    for unit in units[1:]:
+        if len(unit.modules) > 1:
+            root.parameters.extend(unit.parameters)
+        elif unit.numel < least_numel and unit.numel <= room:
+            room -= unit.numel
+            root.parameters.extend(unit.parameters)
+        else:
+            kept.append(unit)
+    return [root, *kept]

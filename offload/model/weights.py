@@ -1,0 +1,188 @@
+"""Local safetensors as a source of weights: one tensor at a time.
+
+A source is a file, a directory with `model.safetensors`, or a directory with `model.safetensors.index.json` (or that
+index itself) and the files it names. Opening reads headers only. Loading one tensor reads that tensor only.
+
+The index is data, not a path language: a file which it names must lie in the index's own directory, so a name with a
+separator or `..` in it is refused. A symbolic link is followed, since whoever owns the directory made it (model hubs
+lay out their downloads as links). Files must not be truncated while they are being read: they are memory-mapped.
+
+Thread-safety: a `WeightSource` does not change after it was opened; any thread may load.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from offload.errors import InitializerError
+from offload.model.weight_names import match_names
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_COMPARE_NBYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    file: Path
+    shape: tuple[int, ...]
+
+
+class WeightSource:
+    """The tensors of one checkpoint, by name. Made by `open_weights`."""
+
+    def __init__(self, path: Path, entries: Mapping[str, _Entry]) -> None:
+        self.path = path
+        self._entries = dict(entries)
+
+    def names(self) -> list[str]:
+        """The names of all tensors, sorted."""
+        return sorted(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of one tensor, known without reading it."""
+        return self._entry(name).shape
+
+    def load(self, name: str) -> Tensor:
+        """One tensor: on the CPU, contiguous, in the dtype of the file, in memory that the caller owns.
+
+        Errors: `InitializerError` for a name that is not there or a file that cannot be read.
+        """
+        with _opened(self._entry(name).file) as file:
+            # What the file gives may be a view of its mapping; the copy outlives the file and can be written to.
+            return _checked_tensor(file.get_tensor(name)).clone()
+
+    def match(self, model: nn.Module) -> dict[str, str]:
+        """Which tensor goes where: {fqn in `model`: name in the source}, without reading them.
+
+        The fqns are those of the parameters and persistent buffers, a tied one under the first of its fqns. Nothing may
+        be missing, left over or of another shape; dtypes may differ, casting is up to the caller. Any of the names
+        of a tied parameter will do; if several are there, they must be equal (they are compared in pieces).
+        As in Hugging Face's `from_pretrained`, names may lack the model's `base_model_prefix` or have it in excess, and
+        names which the model declares as ignorable (`_keys_to_ignore_on_load_missing`, `..._unexpected`) are: an fqn
+        of the former kind is absent from the result and keeps its own initial value.
+
+        Errors: `InitializerError` which lists the differences, with shapes, and says what to do.
+        """
+        shapes = {name: entry.shape for name, entry in self._entries.items()}
+        found = match_names(model, shapes, str(self.path))
+        for fqn, (first, *others) in found.items():
+            for other in others:
+                if not self._equal(first, other):
+                    raise InitializerError(
+                        f"{self.path} holds different values for {first!r} and {other!r}, which are one tied parameter "
+                        f"({fqn}) of {type(model).__name__}; untie them in the model's configuration "
+                        "(tie_word_embeddings=False in Hugging Face), or drop one of the two from the checkpoint"
+                    )
+        return {fqn: names[0] for fqn, names in found.items()}
+
+    def _equal(self, first: str, second: str) -> bool:
+        one, two = self._entry(first), self._entry(second)
+        if not one.shape or 0 in one.shape:
+            return self.load(first).equal(self.load(second))
+        with _opened(one.file) as file, _opened(two.file) as other_file:
+            slices, other_slices = file.get_slice(first), other_file.get_slice(second)
+            row_nbytes = max(1, _checked_tensor(slices[:1]).nbytes)
+            step = max(1, _COMPARE_NBYTES // row_nbytes)
+            return all(
+                _checked_tensor(slices[row : row + step]).equal(_checked_tensor(other_slices[row : row + step]))
+                for row in range(0, one.shape[0], step)
+            )
+
+    def _entry(self, name: str) -> _Entry:
+        try:
+            return self._entries[name]
+        except KeyError:
+            raise InitializerError(f"{self.path} holds no tensor {name!r}; names() lists what it holds") from None
+
+
+def load_buffers(model: nn.Module, source: WeightSource, names: Mapping[str, str]) -> None:
+    """Give `model`'s persistent buffers the values that the source holds; `names` is what `match` returned."""
+    for prefix, module in model.named_modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            fqn = f"{prefix}.{name}" if prefix else name
+            if fqn in names:
+                module._buffers[name] = source.load(names[fqn]).to(buffer.dtype)
+
+
+def open_weights(path: str | os.PathLike[str]) -> WeightSource:
+    """The weights at `path`: a safetensors file, a directory with one or with a sharded index, or such an index.
+
+    Where a directory has both, the single file is taken. Errors: `InitializerError`, naming the file at fault.
+    """
+    path = Path(path)
+    if path.is_dir():
+        chosen = next((path / name for name in (SINGLE_FILE, INDEX_FILE) if (path / name).exists()), None)
+        if chosen is None:
+            raise InitializerError(
+                f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}; name the safetensors file itself, or convert the "
+                "checkpoint (in Hugging Face: save_pretrained)"
+            )
+    elif path.exists():
+        chosen = path
+    else:
+        raise InitializerError(f"{path} does not exist; give a safetensors file, or a directory with {SINGLE_FILE}")
+    return WeightSource(path, _indexed(chosen) if chosen.suffix == ".json" else _file_entries(chosen))
+
+
+def _file_entries(file: Path) -> dict[str, _Entry]:
+    with _opened(file) as opened:
+        return {name: _Entry(file, tuple(opened.get_slice(name).get_shape())) for name in opened.keys()}  # noqa: SIM118
+
+
+def _indexed(index: Path) -> dict[str, _Entry]:
+    entries: dict[str, _Entry] = {}
+    weight_map = _weight_map(index)
+    by_file = {name: _file_entries(index.parent / name) for name in sorted(set(weight_map.values()))}
+    for name, file_name in weight_map.items():
+        if name not in by_file[file_name]:
+            raise InitializerError(
+                f"{index} says that {name!r} is in {file_name}, which does not hold it; the files are of different "
+                "checkpoints or incomplete, fetch them again"
+            )
+        entries[name] = by_file[file_name][name]
+    return entries
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InitializerError(f"{index} cannot be read as JSON: {error}; fetch it again") from error
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise InitializerError(f"{index} is not an index of safetensors: 'weight_map' must map tensor names to file names")
+    for file_name in weight_map.values():
+        if file_name in ("", ".", "..") or any(character in file_name for character in "/\\\0"):
+            raise InitializerError(
+                f"{index} names the file {file_name!r}; only plain names of files beside the index are accepted"
+            )
+    return weight_map
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    # safe_open reports a bad header, a bad offset and an unreadable file by different types.
+    try:
+        with safe_open(str(file), framework="pt", device="cpu") as opened:
+            yield opened
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        if isinstance(error, InitializerError):
+            raise
+        raise InitializerError(
+            f"{file} cannot be read as safetensors: {error}; fetch it again, or name another file"
+        ) from error
+
+
+def _checked_tensor(value: Any) -> Tensor:
+    assert isinstance(value, Tensor)
+    return value

@@ -1,0 +1,20 @@
+"""What staging buffers are lent for. The plan counts them by these names, and whoever leases one gives its name."""
+
+from __future__ import annotations
+
+FETCHED = "fetched parameters"
+"""A shard or a chunk of parameters on its way to the device."""
+EMITTED = "updated parameters"
+"""What an update leaves, on its way to where parameters lie."""
+RECORDS = "optimizer records"
+"""A record that is read ahead, updated or written."""
+RECORDS_ON_DEMAND = "optimizer records out of order"
+"""The one that somebody waits for, where all others are taken."""
+RETAINED = "gradients"
+"""A chunk's gradient until its update."""
+RELOADED = "gradients read back"
+"""A chunk's gradient that was spilled."""
+LANDING = "gradients to add"
+"""A micro-batch's gradient that came from the device and is to be added to the sum."""
+SUMS = "gradient sums"
+"""Sums of squares on their way from the device."""

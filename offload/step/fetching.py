@@ -1,0 +1,225 @@
+"""How a unit's parameters come into device memory and leave it: one fetcher per way.
+
+HomeFetcher    they are there for good
+DirectFetcher  device memory is host memory: the store reads straight into it
+StagedFetcher  store -> (staging buffer ->) H2D, on a lane of its own, after the update of the unit if one runs
+GatheredFetcher  this rank's shard by one of the above, those of the other ranks by an all-gather into the same memory
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+
+from torch import Tensor
+
+from offload.device.accelerator import Accelerator
+from offload.device.pending import Pending
+from offload.model.flats import ChunkOf, Unit
+from offload.planning.purposes import FETCHED
+from offload.ranks.rendezvous import Asked, Rendezvous
+from offload.step.places import ParameterPlaces
+from offload.step.update import Updates
+from offload.tiers.staging import Lease, StagingPool
+
+
+def chunks_of(unit: Unit) -> list[ChunkOf]:
+    return [ChunkOf(flat, chunk) for flat in unit.flats for chunk in flat.layout.chunks]
+
+
+def homes_of(unit: Unit) -> list[ChunkOf]:
+    """The whole of every flat in pieces of the chunks' size: where parameters stay on the device they do so on every rank."""
+    return [ChunkOf(flat, chunk) for flat in unit.flats for chunk in flat.layout.cut(0, flat.layout.numel)]
+
+
+class Fetcher(ABC):
+    """See the module. Called by the thread that drives the model."""
+
+    @abstractmethod
+    def fetched_nbytes(self, unit: Unit) -> int:
+        """Device memory that the unit takes while it is resident; 0 if it is there for good."""
+
+    @abstractmethod
+    def start(self, unit: Unit) -> None:
+        """Fill the unit's memory and begin to bring its values in."""
+
+    @abstractmethod
+    def finish(self, unit: Unit) -> None:
+        """Make compute wait until the values are there; raise the failure if they cannot be had."""
+
+    @abstractmethod
+    def evict(self, unit: Unit) -> None:
+        """Empty the unit's memory. Nothing is written back: parameters change only by updates, which write."""
+
+    def close(self) -> None:  # noqa: B027 - most hold nothing
+        """Stop what runs. Idempotent."""
+
+
+class HomeFetcher(Fetcher):
+    """Parameters that never leave."""
+
+    def fetched_nbytes(self, unit: Unit) -> int:
+        return 0
+
+    def start(self, unit: Unit) -> None:
+        raise AssertionError(f"unit {unit.name} is always resident")
+
+    def finish(self, unit: Unit) -> None:
+        raise AssertionError(f"unit {unit.name} is always resident")
+
+    def evict(self, unit: Unit) -> None:
+        raise AssertionError(f"unit {unit.name} is always resident")
+
+
+class DirectFetcher(Fetcher):
+    """Device memory where updates happen: the store can address it, or (units kept in memory) it is the store's own."""
+
+    def __init__(self, places: ParameterPlaces) -> None:
+        self._places = places
+
+    def fetched_nbytes(self, unit: Unit) -> int:
+        return sum(flat.memory.nbytes for flat in unit.flats if not flat.memory.stays)
+
+    def start(self, unit: Unit) -> None:
+        for flat in unit.flats:
+            flat.memory.fill()
+        for chunk_of in chunks_of(unit):
+            self._places.fetch(chunk_of)
+
+    def finish(self, unit: Unit) -> None:
+        for chunk_of in chunks_of(unit):
+            self._places.settle_fetch(chunk_of)
+
+    def evict(self, unit: Unit) -> None:
+        for chunk_of in chunks_of(unit):
+            self._places.settle_write(chunk_of)  # an update's write still reads this memory
+        for flat in unit.flats:
+            flat.memory.empty()
+
+
+class StagedFetcher(Fetcher):
+    """Device memory of its own, reached by H2D copies (or, where it is host memory, by reads straight into it)."""
+
+    def __init__(self, accelerator: Accelerator, places: ParameterPlaces, pool: StagingPool, updates: Updates | None) -> None:
+        self._accelerator, self._places, self._pool, self._updates = accelerator, places, pool, updates
+        self._lane = accelerator.host_lane("fetch", waits_for_io=True)
+        self._jobs: dict[int, Pending] = {}
+        self._copies: dict[int, list[Pending]] = {}
+
+    def fetched_nbytes(self, unit: Unit) -> int:
+        return sum(flat.memory.nbytes for flat in unit.flats)
+
+    def start(self, unit: Unit) -> None:
+        for flat in unit.flats:
+            flat.memory.fill()
+        updates = self._updates
+        update = updates.launch(unit.index) if updates is not None and updates.is_pending(unit.index) else None
+        self._copies[unit.index] = []
+        self._jobs[unit.index] = self._lane.submit(lambda: self._bring(unit, update))
+
+    def finish(self, unit: Unit) -> None:
+        self._jobs.pop(unit.index).wait()
+        for copy in self._copies.pop(unit.index):
+            self._accelerator.join(copy)
+
+    def arrive(self, unit: Unit) -> None:
+        """Block until what `start` brings is there; `finish` is still to come. From any thread."""
+        self._jobs[unit.index].wait()
+        for copy in self._copies[unit.index]:
+            copy.wait()
+
+    def evict(self, unit: Unit) -> None:
+        for flat in unit.flats:
+            flat.memory.empty()
+
+    def close(self) -> None:
+        self._lane.close()
+        self._copies.clear()
+        self._places.settle_all_copies()
+
+    def _bring(self, unit: Unit, update: Pending | None) -> None:
+        if update is not None:
+            update.wait()
+        copies = self._copies[unit.index]
+        reading: deque[tuple[ChunkOf, Lease, Pending]] = deque()
+        side_by_side: list[tuple[ChunkOf, Tensor]] = []
+        for chunk_of in chunks_of(unit):
+            stored = self._places.view(chunk_of)
+            if side_by_side and (stored is None or not _continues(side_by_side, chunk_of, stored)):
+                copies.append(self._copy_together(side_by_side))
+                side_by_side = []
+            if stored is not None:
+                side_by_side.append((chunk_of, stored[: chunk_of.chunk.numel * chunk_of.flat.layout.itemsize]))
+                continue
+            if self._accelerator.unified:
+                copies.append(self._places.read(chunk_of, chunk_of.flat.chunk_bytes(chunk_of.chunk)))
+                continue
+            lease = self._pool.try_lease(FETCHED)
+            while lease is None:
+                if reading:
+                    copies.append(self._copy(*reading.popleft()))
+                    lease = self._pool.try_lease(FETCHED)
+                else:
+                    lease = self._pool.lease(FETCHED)
+            nbytes = chunk_of.chunk.numel * chunk_of.flat.layout.itemsize
+            reading.append((chunk_of, lease, self._places.read(chunk_of, lease.tensor[:nbytes])))
+        if side_by_side:
+            copies.append(self._copy_together(side_by_side))
+        while reading:
+            copies.append(self._copy(*reading.popleft()))
+
+    def _copy_together(self, run: list[tuple[ChunkOf, Tensor]]) -> Pending:
+        """Chunks that lie side by side on both sides, in one copy: a call for each takes as long as its bytes."""
+        (first, stored), (last, _) = run[0], run[-1]
+        itemsize = first.flat.layout.itemsize
+        target = first.flat.memory.flat[first.chunk.start * itemsize : last.chunk.stop * itemsize]
+        source = stored.as_strided((target.numel(),), (1,), stored.storage_offset())
+        copied = self._accelerator.copy_in(target, source)
+        for chunk_of, _ in run:
+            self._places.copying(chunk_of, copied)
+        return copied
+
+    def _copy(self, chunk_of: ChunkOf, lease: Lease, read: Pending) -> Pending:
+        read.wait()
+        nbytes = chunk_of.chunk.numel * chunk_of.flat.layout.itemsize
+        copied = self._accelerator.copy_in(chunk_of.flat.chunk_bytes(chunk_of.chunk), lease.tensor[:nbytes])
+        lease.release(after=copied)
+        return copied
+
+
+def _continues(run: list[tuple[ChunkOf, Tensor]], chunk_of: ChunkOf, stored: Tensor) -> bool:
+    """Whether the chunk lies right behind the run, in its flat and in host memory."""
+    last, before = run[-1]
+    follows = last.flat is chunk_of.flat and last.chunk.stop == chunk_of.chunk.start
+    return follows and (
+        stored.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
+        and stored.storage_offset() == before.storage_offset() + before.numel()
+    )
+
+
+class GatheredFetcher(Fetcher):
+    """Parameters of which each rank keeps its shard (ZeRO stage 3)."""
+
+    def __init__(self, accelerator: Accelerator, own: StagedFetcher, rendezvous: Rendezvous) -> None:
+        self._accelerator, self._own, self._rendezvous = accelerator, own, rendezvous
+        self._asked: dict[int, Asked] = {}
+
+    def fetched_nbytes(self, unit: Unit) -> int:
+        return self._own.fetched_nbytes(unit)
+
+    def start(self, unit: Unit) -> None:
+        self._own.start(unit)
+        self._asked[unit.index] = self._rendezvous.ask_gather(unit.index)
+
+    def finish(self, unit: Unit) -> None:
+        asked = self._asked.pop(unit.index)
+        asked.wait()
+        self._own.finish(unit)
+        if asked.result is not None:
+            self._accelerator.join(asked.result)
+
+    def evict(self, unit: Unit) -> None:
+        self._own.evict(unit)
+
+    def close(self) -> None:
+        self._own.close()

@@ -1,0 +1,215 @@
+"""Parameters as ordinary tensors between steps: `engine.gathered` and `engine.state_dict`."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.device.records import MASTER
+from offload.errors import RankError
+from offload.layout import Chunk
+from offload.model.flats import ChunkOf, Flat, ParameterInfo, Unit
+from offload.model.weight_names import persistent_buffers
+from offload.ranks.agreement import Point
+from offload.ranks.consensus import checksum
+from offload.step.fetching import chunks_of
+from offload.step.parts import Parts
+from offload.step.training import Training
+from offload.tiers.memory import HostMemory
+
+
+class Gathering:
+    """See the module. Owned by the thread that drives the model."""
+
+    def __init__(self, parts: Parts, training: Training) -> None:
+        self._parts, self._training = parts, training
+
+    @contextmanager
+    def gathered(self, infos: Sequence[ParameterInfo]) -> Iterator[None]:
+        """Bring the parameters' units in, open them up, and on the way out carry what was written to its home."""
+        residency = self._parts.residency
+        unit_indices = sorted({info.unit_index for info in infos})
+        self.meet(Point.GATHERED, argument=_digest(infos))
+        with self._training.failures():
+            residency.finish_updates()
+            for unit_index in unit_indices:
+                residency.hold(unit_index)
+        before = {info.index: info.parameter.detach().clone() for info in infos}
+        try:
+            yield
+        finally:
+            with self._training.failures():
+                self._require_same_writes(infos)
+                for info in infos:
+                    # Bits, not values: a NaN that was there before is no change.
+                    written = _bits(info.parameter.detach()) != _bits(before[info.index])
+                    if bool(written.any()):
+                        self._write_home(info, info.in_memory_order(written))
+                for unit_index in unit_indices:
+                    residency.let_go(unit_index)
+
+    def _require_same_writes(self, infos: Sequence[ParameterInfo]) -> None:
+        """Each rank carries its shard home, so all must have written the same."""
+        ranks = self._parts.ranks
+        if ranks is None:
+            return
+        sums = torch.tensor([checksum(info.parameter) for info in infos], dtype=torch.int64)
+        said = self.meet(Point.WRITTEN, lambda: ranks.exchange(sums), argument=_digest(infos))
+        for index, other in enumerate(said):
+            for info, here, there in zip(infos, sums.tolist(), other.tolist(), strict=True):
+                if here != there:
+                    raise RankError(
+                        f"parameter {info.fqn!r} holds other values on rank {index} than on rank {ranks.index} at the end of "
+                        "engine.gathered(): write the same on all ranks. The engine's state is undefined now."
+                    )
+
+    def meet(self, point: Point, action: Callable[[], Any] | None = None, *, argument: int = 0) -> Any:
+        """On several ranks, wait until all are here."""
+        rendezvous = self._parts.rendezvous
+        if rendezvous is None:
+            return action() if action is not None else None
+        with self._training.failures():
+            return rendezvous.meet(point, action, argument=argument)
+
+    def state_dict(self, model: nn.Module, keeps: Callable[[int], bool]) -> dict[str, torch.Tensor]:
+        """See `Engine.state_dict`. `keeps(position)`: whether this rank returns the parameter, or buffer, of that number."""
+        self.meet(Point.STATE_DICT)
+        residency = self._parts.residency
+        values: dict[int, torch.Tensor] = {}
+        with self._training.failures():
+            residency.finish_updates()
+            for unit in self._parts.units:
+                self._unit_values(unit, values)
+                for info in unit.parameters:
+                    if not keeps(info.index):
+                        del values[info.index]
+        named = {fqn: values[info.index] for info in self._parts.parameters if info.index in values for fqn in info.fqns}
+        for position, (fqn, buffer) in enumerate(persistent_buffers(model)):
+            if keeps(position):
+                named[fqn] = buffer.detach().to("cpu", copy=True)
+        return named
+
+    def values_by_unit(self, point: Point) -> Iterator[tuple[ParameterInfo, torch.Tensor]]:
+        """Every parameter's value as `state_dict` has it, [numel] in slot order; collective, one unit after the other."""
+        self.meet(point)
+        with self._training.failures():
+            self._parts.residency.finish_updates()
+        for unit in self._parts.units:
+            values: dict[int, torch.Tensor] = {}
+            with self._training.failures():
+                self._unit_values(unit, values)
+            for info in unit.parameters:
+                yield info, info.in_memory_order(values[info.index])
+
+    def _unit_values(self, unit: Unit, values: dict[int, torch.Tensor]) -> None:
+        residency = self._parts.residency
+        residency.hold(unit.index)
+        for info in unit.parameters:
+            values[info.index] = info.parameter.detach().to("cpu", copy=True)
+        residency.let_go(unit.index)
+        records = self._parts.records
+        for flat in unit.flats:
+            if not flat.layout.trainable or records is None:
+                continue
+            if records.flat_format(flat).own_master:
+                self._overlay_masters(flat, values)
+
+    def _overlay_masters(self, flat: Flat, values: dict[int, torch.Tensor]) -> None:
+        """Replace the values of a flat's parameters by their fp32 masters, those of other ranks' shards too."""
+        narrow = {info.index: values[info.index] for info in flat.parameters}
+        for info in flat.parameters:
+            if values[info.index].dtype != torch.float32:
+                values[info.index] = torch.empty_strided(info.shape, info.stride, dtype=torch.float32)
+        if self._parts.ranks is None or self._parts.layout.stage == 0:
+            for chunk in flat.layout.chunks:
+                self._put_master(flat, chunk, self._master(ChunkOf(flat, chunk), narrow), values)
+            return
+        shard = flat.layout.shard
+        whole = torch.empty(flat.layout.numel, dtype=torch.float32)
+        for chunk in flat.layout.chunks:
+            whole[chunk.start : chunk.stop].copy_(self._master(ChunkOf(flat, chunk), narrow))
+        ranks = self._parts.ranks
+        own, everybody = whole[shard.start : shard.stop].view(torch.uint8), frozenset(range(ranks.world_size))
+        self.meet(Point.STATE_DICT, lambda: ranks.gather(own, whole.view(torch.uint8), everybody, whole.nbytes))
+        for chunk in flat.layout.cut(0, flat.layout.numel):
+            self._put_master(flat, chunk, whole[chunk.start : chunk.stop], values)
+
+    def _master(self, chunk_of: ChunkOf, values: dict[int, torch.Tensor]) -> torch.Tensor:
+        """The chunk's fp32 masters [chunk.numel]; `values`: those of the flat's parameters, by parameter index."""
+        records = self._parts.records
+        assert records is not None
+        buffer = self._read_record(chunk_of)
+        record = records.over(chunk_of, buffer)
+        if MASTER in record.arrays:
+            return record.arrays[MASTER]
+        master = torch.zeros(chunk_of.chunk.numel)
+        for info, piece in chunk_of.pieces():
+            low, high = piece.start - chunk_of.chunk.start, piece.stop - chunk_of.chunk.start
+            part = info.in_memory_order(values[info.index])[piece.start - piece.slot.start : piece.stop - piece.slot.start]
+            master[low:high].copy_(record.master(low, high, part.to(buffer.device)))
+        return master
+
+    def _put_master(self, flat: Flat, chunk: Chunk, master: torch.Tensor, values: dict[int, torch.Tensor]) -> None:
+        for info, piece in ChunkOf(flat, chunk).pieces():
+            low, high = piece.start - chunk.start, piece.stop - chunk.start
+            part = info.in_memory_order(values[info.index])[piece.start - piece.slot.start : piece.stop - piece.slot.start]
+            part.copy_(master[low:high])
+
+    def _read_record(self, chunk_of: ChunkOf) -> torch.Tensor:
+        """The chunk's record in memory: where it lies, or read into a buffer of its own."""
+        records = self._parts.records
+        assert records is not None
+        stored = records.view(chunk_of)
+        if stored is not None:
+            return stored
+        buffer = HostMemory(records.nbytes(chunk_of), "gathered records", ledger=self._parts.ledger).tensor
+        records.read(chunk_of, buffer).wait()
+        return buffer
+
+    def _write_home(self, info: ParameterInfo, written: torch.Tensor) -> None:
+        """Carry the written elements (`written`: bool [numel] in slot order) to the parameter's home and its master."""
+        unit = self._parts.units[info.unit_index]
+        places, records = self._parts.places, self._parts.records
+        ordered = info.in_memory_order(info.parameter.detach())
+        for chunk_of in chunks_of(unit):
+            for other, piece in chunk_of.pieces():
+                if other is not info:
+                    continue
+                part = slice(piece.start - piece.slot.start, piece.stop - piece.slot.start)
+                if records is not None and info.trainable and records.format(chunk_of).own_master:
+                    buffer = self._read_record(chunk_of)
+                    record = records.over(chunk_of, buffer)
+                    low, high = piece.start - chunk_of.chunk.start, piece.stop - chunk_of.chunk.start
+                    record.replace_master(low, high, written[part].to(buffer.device), ordered[part].to(buffer.device))
+                    if records.view(chunk_of) is None:
+                        records.write(chunk_of, buffer).wait()
+                if places is not None:
+                    self._write_chunk(chunk_of)
+
+    def _write_chunk(self, chunk_of: ChunkOf) -> None:
+        places = self._parts.places
+        assert places is not None
+        values = chunk_of.flat.chunk_bytes(chunk_of.chunk)
+        stored = places.view(chunk_of)
+        if stored is not None:
+            self._parts.accelerator.copy_out(stored[: values.numel()], values).wait()
+        elif self._parts.accelerator.unified:
+            places.write(chunk_of, values).wait()
+        else:
+            buffer = HostMemory(values.numel(), "gathered parameters", ledger=self._parts.ledger).tensor
+            self._parts.accelerator.copy_out(buffer, values).wait()
+            places.write(chunk_of, buffer).wait()
+
+
+def _digest(infos: Sequence[ParameterInfo]) -> int:
+    return zlib.crc32(repr([info.index for info in infos]).encode())
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(integers[tensor.element_size()])

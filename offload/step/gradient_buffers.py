@@ -1,0 +1,174 @@
+"""Where the gradients of chunks lie: in the store's own memory, or in buffers that the store takes over when they run out.
+
+Where the store offers a view, a chunk's buffer is that view for good. Where it does not (NVMe), buffers are leased. When they
+run out, what is needed last is written to the store, and read back for its update, or to be added to:
+
+    1. what an update has read already that may have to be undone: it is most likely never read again
+    2. of what is complete the chunk whose gradient arrived longest ago: it belongs to the last layers, whose update comes last
+    3. what an update is about to read that began before the others, the last in its line first
+    4. the oldest
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from offload.layout import Extent
+from offload.model.flats import ChunkOf
+from offload.planning.budget import spare_count
+from offload.planning.purposes import RELOADED, RETAINED
+from offload.step.chunk_gradient import ChunkGradient
+from offload.tiers.io import Priority
+from offload.tiers.staging import Lease, StagingPool
+from offload.tiers.store import Store
+
+
+class GradientBuffers:
+    """See the module. Everything runs under the lock of `Gradients`."""
+
+    def __init__(
+        self, states: Mapping[tuple[int, int], ChunkGradient], pool: StagingPool, store: Store, wide_store: Store
+    ) -> None:
+        """`wide_store`: of the fp32 sums, at `ChunkGradient.wide`."""
+        self._states, self._pool, self._store, self._wide_store = states, pool, store, wide_store
+        self._occupied: dict[tuple[int, int], None] = {}
+        """Chunks with a buffer of their own, the one added to longest ago first."""
+        buffers = pool.stats.consumers.get(RETAINED)
+        self._spare_count = 0 if buffers is None else spare_count(buffers.count, len(states))
+        self.before_spill: Callable[[ChunkOf], None] | None = None
+        """Sends what of the chunk is still packed on the device."""
+
+    # ---- for gradients that arrive -------------------------------------------------------------------------------
+
+    def for_adding(self, state: ChunkGradient, dtype: torch.dtype) -> torch.Tensor:
+        """The chunk's buffer: what is there, in the dtype that it has, or a new one in `dtype`."""
+        if state.buffer is None and state.spilled is not None:
+            self._read_back(state, self._retaining_lease(state))
+        if state.buffer is None:
+            self.take(state, dtype)
+        elif state.transfer is not None:
+            transfer, state.transfer = state.transfer, None
+            transfer.wait()
+        self._occupied[state.chunk_of.key] = self._occupied.pop(state.chunk_of.key, None)
+        assert state.buffer is not None
+        return state.buffer
+
+    def take(self, state: ChunkGradient, dtype: torch.dtype) -> torch.Tensor:
+        """A new buffer for the chunk; the lease of an earlier one is the caller's to release."""
+        store, extent = self._place(state, dtype)
+        view, state.lease = store.view(extent), None
+        if view is None:
+            state.lease = self._retaining_lease(state)
+            view = state.lease.tensor
+        self._occupied[state.chunk_of.key] = None
+        state.buffer = view[: state.chunk_of.chunk.numel * dtype.itemsize].view(dtype)
+        return state.buffer
+
+    # ---- for updates ---------------------------------------------------------------------------------------------
+
+    def prefetch(self, state: ChunkGradient) -> bool:
+        """See `Gradients.prefetch`."""
+        if state.spilled is None or state.buffer is not None:
+            return True
+        lease = self._pool.try_lease(RELOADED) if self._pool.free_count(RELOADED) > 1 else None
+        if lease is None:
+            return False
+        self._read_back(state, lease)
+        return True
+
+    def bring(self, state: ChunkGradient) -> None:
+        """Begin to read the chunk back, if it is not there."""
+        if state.buffer is None and not state.kept:
+            self._read_back(state, self._pool.lease(RELOADED))
+
+    def put_back(self, state: ChunkGradient) -> None:
+        """What was read back for an update stays a gradient: what lies in the store is still it."""
+        if state.lease is None or state.chunk_of.key in self._occupied:
+            return
+        assert state.buffer is not None
+        state.spilled = state.buffer.dtype
+        self._release(state)
+
+    def give_back(self, state: ChunkGradient) -> None:
+        """Nothing of the chunk is needed any more."""
+        state.settle()
+        self._release(state)
+        state.spilled = None
+        self._occupied.pop(state.chunk_of.key, None)
+
+    def _release(self, state: ChunkGradient) -> None:
+        if state.lease is not None:
+            transfer, state.transfer = state.transfer, None
+            if transfer is not None:
+                transfer.wait()  # now: what a read brought is compared with what was written while the buffer is still its own
+            state.lease.release()
+        # Without a lease a write may be going on: the next transfer of its extent waits for it.
+        state.buffer, state.lease = None, None
+
+    # ---- spilling ------------------------------------------------------------------------------------------------
+
+    def _retaining_lease(self, state: ChunkGradient) -> Lease:
+        lease = self._pool.try_lease(RETAINED)
+        if lease is None and not self._pool.free_count(RETAINED):
+            leaving = self._needed_last(besides=state)
+            assert leaving is not None, "no gradient buffer can be spilled"
+            self._spill(leaving)
+        lease = lease or self._pool.lease(RETAINED)
+        # Spill before the buffers run out, so that the next gradient need not wait for a write.
+        while self._pool.free_count(RETAINED) < self._spare_count:
+            coming = self._needed_last(besides=state, at_leisure=True)
+            if coming is None:
+                break
+            self._spill(coming)
+        return lease
+
+    def _needed_last(self, besides: ChunkGradient, *, at_leisure: bool = False) -> ChunkGradient | None:
+        """What to spill, in the order of the module.
+
+        `at_leisure`: nothing that is read back soon: while updates wait for their turn only what others have read.
+        """
+        complete = awaited = oldest = None
+        for key in self._occupied:
+            state = self._states[key]
+            if state is besides or state.lease is None or state.opened:
+                continue
+            if state.applied:
+                return state
+            if state.held:
+                awaited = state
+            elif complete is None and state.is_complete:
+                complete = state
+            oldest = oldest or state
+        if at_leisure:
+            return complete if awaited is None else None
+        return complete or awaited or oldest
+
+    def _spill(self, state: ChunkGradient) -> None:
+        if self.before_spill is not None:
+            self.before_spill(state.chunk_of)
+        state.settle()
+        assert state.buffer is not None and state.lease is not None
+        if state.transfer is not None:
+            state.transfer.wait()
+        store, extent = self._place(state, state.buffer.dtype)
+        state.transfer = store.write(extent, state.lease.tensor[: extent.nbytes])
+        state.lease.release(after=state.transfer)
+        state.spilled, state.buffer, state.lease = state.buffer.dtype, None, None
+        del self._occupied[state.chunk_of.key]
+
+    def _read_back(self, state: ChunkGradient, lease: Lease) -> None:
+        assert state.spilled is not None, "a chunk without gradient was asked for"
+        if state.transfer is not None:
+            state.transfer.wait()
+        store, extent = self._place(state, state.spilled)
+        state.transfer = store.read(extent, lease.tensor[: extent.nbytes], priority=Priority.STATE)
+        state.lease = lease
+        state.buffer = lease.tensor[: state.chunk_of.chunk.numel * state.spilled.itemsize].view(state.spilled)
+        state.spilled = None
+
+    def _place(self, state: ChunkGradient, dtype: torch.dtype) -> tuple[Store, Extent]:
+        if state.wide is None or dtype != torch.float32:
+            return self._store, state.narrow
+        return self._wide_store, state.wide

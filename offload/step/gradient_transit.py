@@ -1,0 +1,274 @@
+"""Gradients between the device's backward and host memory: packed by chunk, summed and cast in one pass, one D2H a chunk.
+
+    arrive   a parameter's gradient is packed into device buffers: one kernel reads it, casts it to the compute dtype, stores it
+             and adds its squares. The gradient itself is free again at once.
+    leave    chunks that lie wholly in one parameter leave together, in one copy; a chunk that several share leaves when it
+             has all its pieces, or piece by piece if it waits too long (its buffer is needed) or the next gradient comes
+    norm     the sums of squares of the whole step stay on the device and come over in one copy when the norm is asked for
+
+There is no un-scaling here: in 16 bits it would round. It is part of the one factor that Adam multiplies gradients with as it
+reads them; the norm is divided by it. A sum of squares is finite exactly if its elements are: that is the finite check.
+
+Why by parameter and not by unit: backward hands over one parameter at a time and wants its memory back, and a unit may be
+gigabytes. What is fused is what would each be a pass over the gradient.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from offload.device import kernels
+from offload.device.accelerator import Accelerator
+from offload.device.lane import HostLane
+from offload.device.pending import Pending
+from offload.layout import Piece, Slot
+from offload.model.flats import ChunkOf
+from offload.planning.purposes import LANDING, SUMS
+from offload.tiers.staging import StagingPool
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPiece:
+    """One piece in a device buffer. `accumulate`: it is to be added to what the host has of it."""
+
+    piece: Piece
+    accumulate: bool
+
+    @property
+    def parameter_index(self) -> int:
+        return self.piece.slot.parameter_index
+
+
+@dataclass(slots=True, eq=False)
+class _Packing:
+    chunk_of: ChunkOf
+    memory: torch.Tensor
+    pieces: list[PackedPiece] = field(default_factory=list)
+
+    @property
+    def values(self) -> torch.Tensor:
+        """[chunk.numel] in the compute dtype."""
+        flat = self.chunk_of.flat
+        return self.memory[: self.chunk_of.chunk.numel * flat.layout.itemsize].view(flat.dtype)
+
+
+class Receiver(Protocol):
+    """The host's side. Each settles when the device values may be overwritten."""
+
+    def receive_pieces(self, chunk_of: ChunkOf, pieces: list[PackedPiece], values: torch.Tensor) -> Pending:
+        """Pieces of one chunk, from device values [chunk.numel]."""
+        ...
+
+    def receive_chunks(self, chunks: list[ChunkOf], slot: Slot, values: torch.Tensor, *, accumulate: bool) -> Pending:
+        """Chunks that lie side by side in one slot, from device values of all of them."""
+        ...
+
+
+class GradientTransit:
+    """The device buffers. Everything runs in the thread that runs backward or drives the model."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        receiver: Receiver,
+        sums: DeviceSums,
+        *,
+        shared_nbytes: tuple[int, int],
+        whole_nbytes: int,
+    ) -> None:
+        """`shared_nbytes`: (count, bytes) of the buffers for single chunks; `whole_nbytes`: for chunks that leave together."""
+        self._accelerator, self._receiver, self._sums = accelerator, receiver, sums
+        memory = torch.empty(shared_nbytes, dtype=torch.uint8, device=accelerator.device)
+        self._free: deque[tuple[torch.Tensor, Pending | None]] = deque((buffer, None) for buffer in memory)
+        self._open: dict[tuple[int, int], _Packing] = {}
+        self._ring = torch.empty(whole_nbytes, dtype=torch.uint8, device=accelerator.device)
+        self._cursor_nbytes = 0
+        self._leaving: deque[tuple[int, int, Pending]] = deque()
+
+    def arrive(self, chunks: list[ChunkOf], slot: Slot, source: torch.Tensor, *, accumulate: bool) -> None:
+        """Take in a gradient: `source` [slot.numel], and the chunks that hold the slot."""
+        together: list[ChunkOf] = []
+        for chunk_of in chunks:
+            chunk = chunk_of.chunk
+            is_whole = slot.start <= chunk.start and chunk.stop <= slot.stop
+            # Two of what leaves at once must fit, so that one may arrive while the other leaves.
+            nbytes = (chunk.stop - (together[0].chunk.start if together else chunk.start)) * chunk_of.flat.layout.itemsize
+            if together and (not is_whole or 2 * nbytes > self._ring.numel()):
+                self._arrive_together(together, slot, source, accumulate)
+                together = []
+            if is_whole and 2 * chunk.numel * chunk_of.flat.layout.itemsize <= self._ring.numel():
+                together.append(chunk_of)
+                continue
+            piece = Piece(slot, max(slot.start, chunk.start), min(slot.stop, chunk.stop))
+            if piece.numel:
+                part = source[piece.start - slot.start : piece.stop - slot.start]
+                self._arrive_alone(chunk_of, piece, part, self._sums.part(slot.parameter_index, chunk.index), accumulate)
+        if together:
+            self._arrive_together(together, slot, source, accumulate)
+
+    def _arrive_together(self, chunks: list[ChunkOf], slot: Slot, source: torch.Tensor, accumulate: bool) -> None:
+        flat, start, stop = chunks[0].flat, chunks[0].chunk.start, chunks[-1].chunk.stop
+        nbytes = (stop - start) * flat.layout.itemsize
+        low, memory = self._ring_part(nbytes)
+        values = memory.view(flat.dtype)
+        sums = self._sums.parts(slot.parameter_index, chunks[0].chunk.index, chunks[-1].chunk.index)
+        kernels.ingest_async(values, source[start - slot.start : stop - slot.start], start, False, sums)
+        copied = self._receiver.receive_chunks(chunks, slot, values, accumulate=accumulate)
+        self._leaving.append((low, low + nbytes, copied))
+
+    def _ring_part(self, nbytes: int) -> tuple[int, torch.Tensor]:
+        """The next bytes of the ring, and where they begin; compute waits until what was there has left."""
+        if self._cursor_nbytes + nbytes > self._ring.numel():
+            self._cursor_nbytes = 0
+        low, high = self._cursor_nbytes, self._cursor_nbytes + nbytes
+        while any(start < high and low < stop for start, stop, _ in self._leaving):
+            self._accelerator.join(self._leaving.popleft()[2])
+        self._cursor_nbytes = high
+        return low, self._ring[low:high]
+
+    def _arrive_alone(
+        self, chunk_of: ChunkOf, piece: Piece, source: torch.Tensor, sums: torch.Tensor, accumulate: bool
+    ) -> None:
+        packing = self._open.get(chunk_of.key)
+        if packing is not None and any(packed.piece.slot == piece.slot for packed in packing.pieces):
+            self.leave(chunk_of)
+            packing = None
+        if packing is None:
+            packing = self._open[chunk_of.key] = _Packing(chunk_of, self._buffer())
+        start = chunk_of.chunk.start
+        kernels.ingest_async(packing.values[piece.start - start : piece.stop - start], source, piece.start, False, sums)
+        packing.pieces.append(PackedPiece(piece, accumulate))
+        if len(packing.pieces) == len(chunk_of.pieces()):
+            self.leave(chunk_of)
+
+    def leave(self, chunk_of: ChunkOf) -> None:
+        """Send what is packed of the chunk to the host."""
+        packing = self._open.pop(chunk_of.key, None)
+        if packing is not None:
+            packing.pieces.sort(key=lambda packed: packed.piece.start)
+            copied = self._receiver.receive_pieces(chunk_of, packing.pieces, packing.values)
+            self._free.append((packing.memory, copied))
+
+    def leave_all(self) -> None:
+        """Send everything that is packed."""
+        for packing in list(self._open.values()):
+            self.leave(packing.chunk_of)
+
+    def _buffer(self) -> torch.Tensor:
+        if not self._free:
+            self.leave(next(iter(self._open.values())).chunk_of)
+        memory, copied = self._free.popleft()
+        if copied is not None:
+            self._accelerator.join(copied)  # on the device: the host goes on
+        return memory
+
+
+def runs(chunk_of: ChunkOf, pieces: list[PackedPiece]) -> list[list[PackedPiece]]:
+    """`pieces` (in order) cut where the chunk has another piece between two of them: what one copy may bring over."""
+    positions = {piece.slot.parameter_index: position for position, (_, piece) in enumerate(chunk_of.pieces())}
+    found: list[list[PackedPiece]] = []
+    for packed in pieces:
+        last = found[-1][-1] if found else None
+        if last is not None and positions[packed.parameter_index] == positions[last.parameter_index] + 1:
+            found[-1].append(packed)
+        else:
+            found.append([packed])
+    return found
+
+
+def joined(tensors: list[torch.Tensor]) -> list[tuple[int, int, torch.Tensor]]:
+    """Tensors [numel], made one wherever they lie side by side in memory: (index of the first, of the last, all of them)."""
+    found: list[tuple[int, int, torch.Tensor]] = []
+    for index, tensor in enumerate(tensors):
+        if found:
+            first, _, whole = found[-1]
+            same = whole.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+            if same and whole.storage_offset() + whole.numel() == tensor.storage_offset():
+                longer = whole.as_strided((whole.numel() + tensor.numel(),), (1,), whole.storage_offset())
+                found[-1] = (first, index, longer)
+                continue
+        found.append((index, index, tensor))
+    return found
+
+
+class DeviceSums:
+    """The sums of squares of all gradients of a step, on the device: float64, block after block, piece after piece."""
+
+    def __init__(self, accelerator: Accelerator, chunks: Iterable[ChunkOf], pool: StagingPool) -> None:
+        self._accelerator = accelerator
+        self._ranges: dict[tuple[int, int], slice] = {}
+        count = 0
+        for chunk_of in chunks:
+            for info, piece in chunk_of.pieces():
+                blocks = kernels.touched_block_count(piece.start, piece.numel)
+                self._ranges[info.index, chunk_of.chunk.index] = slice(count, count + blocks)
+                count += blocks
+        self._device = torch.zeros(count, dtype=torch.float64, device=accelerator.device)
+        self._lease = pool.lease(SUMS)
+        self._host = self._lease.tensor[: count * 8].view(torch.float64)
+        self._unread: slice | None = None
+
+    def part(self, parameter_index: int, chunk_index: int) -> torch.Tensor:
+        """Where the sums of one piece are to be written, on the device."""
+        return self.parts(parameter_index, chunk_index, chunk_index)
+
+    def parts(self, parameter_index: int, first_chunk_index: int, last_chunk_index: int) -> torch.Tensor:
+        """The same for the pieces of one parameter in chunks that it fills alone, which lie one after the other."""
+        low = self._ranges[parameter_index, first_chunk_index].start
+        part = slice(low, self._ranges[parameter_index, last_chunk_index].stop)
+        unread = self._unread
+        self._unread = part if unread is None else slice(min(unread.start, part.start), max(unread.stop, part.stop))
+        return self._device[part]
+
+    def read(self) -> None:
+        """Bring over what was written since the last call, and wait for it."""
+        part, self._unread = self._unread, None
+        if part is not None:
+            self._accelerator.copy_out(self._host[part], self._device[part]).wait()
+
+    def values(self, parameter_index: int, chunk_index: int) -> list[float]:
+        """The sums of one piece, as last read."""
+        found: list[float] = self._host[self._ranges[parameter_index, chunk_index]].tolist()
+        return found
+
+    def close(self) -> None:
+        """Give the host buffer back."""
+        self._host = self._device
+        self._lease.release()
+
+
+class Landing:
+    """Host buffers through which gradients pass that a lane adds to what the host has, or casts."""
+
+    def __init__(self, accelerator: Accelerator, pool: StagingPool, lane: HostLane) -> None:
+        self._accelerator, self._pool, self._lane = accelerator, pool, lane
+        self._jobs: deque[Pending] = deque()
+
+    def land(self, values: torch.Tensor, add: Callable[[torch.Tensor], None]) -> tuple[Pending, Pending]:
+        """Bring device values over and have the lane call `add` with them. Settle: when the values may be overwritten, and
+        when `add` ran. Waits for an earlier one if all buffers are in use."""
+        lease = self._pool.try_lease(LANDING)
+        while lease is None and self._jobs:
+            self._jobs.popleft().wait()
+            lease = self._pool.try_lease(LANDING)
+        landing = lease or self._pool.lease(LANDING)
+        landed = landing.tensor[: values.nbytes].view(values.dtype)
+        copied = self._accelerator.copy_out(landed, values)
+
+        def settle() -> None:
+            copied.wait()
+            add(landed)
+            landing.release()
+
+        job = self._lane.submit(settle)
+        self._jobs.append(job)
+        return copied, job
+
+    def settled(self) -> None:
+        """Everything that landed was added."""
+        self._jobs.clear()

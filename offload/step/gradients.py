@@ -1,0 +1,388 @@
+"""Gradients between the backward that computes them and the update that consumes them.
+
+Each gradient is copied, piece by piece, into the buffers of the chunks that hold its slot, and dropped. The sum of
+squares of what is stored is taken in the same pass. From a device to the host it goes by `GradientTransit`, and what the
+host does with it is done in a lane, so that backward waits for none of it. A chunk's buffer is in compute precision until
+a second micro-batch adds to it; sums are kept in fp32 from then on.
+
+Where the device is the CPU and gradients stay in its memory nothing is copied at all: the tensor that autograd computed is
+kept as it is until its update, or until a second micro-batch adds to it.
+
+Where the buffers lie, and what leaves them for the store when they run out, is `GradientBuffers`' matter.
+
+An update that may have to be undone (`offload.step.speculation`) does not consume what it reads: `hold` keeps it, until
+`let_go` drops it or `take_back` makes it an ordinary gradient again.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from offload.device import kernels
+from offload.device.accelerator import Accelerator
+from offload.device.lane import HostLane
+from offload.device.pending import Pending, Settled
+from offload.layout import ExtentAllocator, Piece, Slot
+from offload.model.flats import ChunkOf, Flat, ParameterInfo
+from offload.model.guard import TakenGradient
+from offload.planning.purposes import SUMS
+from offload.step.chunk_gradient import ACCUMULATED, ChunkGradient
+from offload.step.gradient_buffers import GradientBuffers
+from offload.step.gradient_transit import DeviceSums, GradientTransit, Landing, PackedPiece, joined, runs
+from offload.step.places import StoreFactory
+from offload.tiers.staging import StagingPool
+
+
+class Gradients:
+    """See the module. `add` runs in whichever thread backward runs; `open` and `close` in the update's; both lock."""
+
+    def __init__(
+        self,
+        chunks: Iterable[ChunkOf],
+        make_store: StoreFactory,
+        pool: StagingPool,
+        accelerator: Accelerator,
+        *,
+        reduced: bool = False,
+        transit_buffer_count: int = 0,
+    ) -> None:
+        """`reduced`: what arrives are averages over ranks, fp32, through `add_reduced` alone.
+
+        `transit_buffer_count`: chunks that may lie on the device on their way to the host; 0: nothing goes that way.
+        """
+        self._accelerator = accelerator
+        self._lane: HostLane = accelerator.host_lane("gradients", waits_for_io=False)
+        self._lock = threading.RLock()
+        narrow, wide = ExtentAllocator(), ExtentAllocator()
+        self._states: dict[tuple[int, int], ChunkGradient] = {}
+        for chunk_of in chunks:
+            numel, itemsize = chunk_of.chunk.numel, 4 if reduced else chunk_of.flat.layout.itemsize
+            widened = wide.take(numel * 4) if itemsize != 4 else None
+            self._states[chunk_of.key] = ChunkGradient(chunk_of, narrow.take(numel * itemsize), widened)
+        store = make_store("gradients", narrow.extents)
+        wide_store = make_store(ACCUMULATED, wide.extents) if wide.extents else store
+        self._buffers = GradientBuffers(self._states, pool, store, wide_store)
+        views = [store.view(extent) for extent in narrow.extents[:1]]
+        self.spills = any(view is None for view in views)
+        """Whether gradients may leave for the store when buffers run out."""
+        self._keeps_tensors = not reduced and accelerator.unified and not self.spills
+        self.on_device = any(view is not None and view.device.type != "cpu" for view in views)
+        """Whether they stay in the memory of a GPU."""
+        self._sums: dict[int, dict[int, torch.Tensor | None]] = {}
+        """By parameter and chunk index; None: on the device."""
+        self._live: dict[int, ParameterInfo] = {}
+        chunk_ofs = [state.chunk_of for state in self._states.values()]
+        self._device_sums = DeviceSums(accelerator, chunk_ofs, pool) if SUMS in pool.stats.consumers else None
+        self._landing = Landing(accelerator, pool, self._lane)
+        self._transit = self._made_transit(chunk_ofs, transit_buffer_count) if transit_buffer_count else None
+        if self._transit is not None:
+            self._buffers.before_spill = self._transit.leave
+
+    def _made_transit(self, chunk_ofs: list[ChunkOf], buffer_count: int) -> GradientTransit:
+        assert self._device_sums is not None
+        nbytes = max(chunk_of.chunk.numel * chunk_of.flat.layout.itemsize for chunk_of in chunk_ofs)
+        shared = Counter(one.flat.layout.unit_index for one in chunk_ofs if len(one.pieces()) > 1)
+        # Chunks that leave together are received together, which buffers that may have to be spilled in between cannot do.
+        single_count = buffer_count if self.spills else min(buffer_count, 2 * max(shared.values(), default=0) + 2)
+        return GradientTransit(
+            self._accelerator,
+            self,
+            self._device_sums,
+            shared_nbytes=(single_count, nbytes),
+            whole_nbytes=(buffer_count - single_count) * nbytes,
+        )
+
+    # ---- arrival -------------------------------------------------------------------------------------------------
+
+    def add(self, info: ParameterInfo, flat: Flat, gradient: torch.Tensor, *, owned: bool) -> None:
+        """Take over `gradient` of parameter `info`; add it to what is there (`is_live` was asked before).
+
+        `owned`: nobody else will write to the tensor, so that it may be kept.
+        """
+        accumulate = info.index in self._live
+        ordered = info.in_memory_order(gradient)
+        slot = flat.layout.slot_of(info.index)
+        self._live[info.index] = info
+        sums = self._sums.setdefault(info.index, {})
+        if self._transit is not None:
+            chunks = [ChunkOf(flat, chunk) for chunk in flat.layout.chunks_of(slot)]
+            with self._lock:
+                for chunk_of in chunks:
+                    self._states[chunk_of.key].live.add(info.index)
+                    if slot.numel:
+                        sums[chunk_of.chunk.index] = None
+                self._transit.arrive(chunks, slot, ordered, accumulate=accumulate)
+            return
+        for chunk in flat.layout.chunks_of(slot):
+            state = self._states[ChunkOf(flat, chunk).key]
+            piece = Piece(slot, max(slot.start, chunk.start), min(slot.stop, chunk.stop))
+            source = ordered[piece.start - slot.start : piece.stop - slot.start]
+            with self._lock:
+                state.live.add(info.index)
+                if piece.numel == 0:
+                    continue
+                if owned and self._keeps_tensors and not accumulate:
+                    state.kept[info.index] = source
+                    sums[chunk.index] = kernels.ingest_async(None, source, piece.start, False)
+                    continue
+                buffer = self._buffer_for_adding(state, wide=accumulate)
+                target = buffer[piece.start - chunk.start : piece.stop - chunk.start]
+                if info.index in state.kept:
+                    kernels.convert(target, state.kept.pop(info.index))
+                on_device = self._device_sums.part(info.index, chunk.index) if self._device_sums is not None else None
+                summed = kernels.ingest_async(target, source, piece.start, accumulate, on_device)
+                sums[chunk.index] = summed if on_device is None else None
+
+    def receive_pieces(self, chunk_of: ChunkOf, pieces: list[PackedPiece], values: torch.Tensor) -> Pending:
+        """See `Receiver`."""
+        state = self._states[chunk_of.key]
+        copied: Pending = Settled()
+        with self._lock:
+            accumulate = any(packed.accumulate for packed in pieces)
+            buffer = self._buffer_for_adding(state, wide=accumulate)
+            for run in runs(chunk_of, pieces):
+                low, high = run[0].piece.start - chunk_of.chunk.start, run[-1].piece.stop - chunk_of.chunk.start
+                if accumulate or buffer.dtype != values.dtype:
+                    copied = self._land(state, run, buffer[low:high], values[low:high])
+                else:
+                    copied = self._accelerator.copy_out(buffer[low:high], values[low:high])
+                    state.jobs.append(copied)
+        return copied  # copies of one stream settle in order
+
+    def receive_chunks(self, chunks: list[ChunkOf], slot: Slot, values: torch.Tensor, *, accumulate: bool) -> Pending:
+        """See `Receiver`."""
+        copied: Pending = Settled()
+        states = [self._states[chunk_of.key] for chunk_of in chunks]
+        with self._lock:
+            buffers = [self._buffer_for_adding(state, wide=accumulate) for state in states]
+            if not accumulate and all(buffer.dtype == values.dtype for buffer in buffers):
+                for first, last, target in joined(buffers):
+                    low, high = (chunks[index].chunk for index in (first, last))
+                    start = chunks[0].chunk.start
+                    copied = self._accelerator.copy_out(target, values[low.start - start : high.stop - start])
+                    for state in states[first : last + 1]:
+                        state.jobs.append(copied)
+                return copied
+            for state, buffer in zip(states, buffers, strict=True):
+                chunk = state.chunk_of.chunk
+                part = values[chunk.start - chunks[0].chunk.start : chunk.stop - chunks[0].chunk.start]
+                copied = self._land(state, [PackedPiece(Piece(slot, chunk.start, chunk.stop), accumulate)], buffer, part)
+        return copied
+
+    def _land(self, state: ChunkGradient, run: list[PackedPiece], target: torch.Tensor, values: torch.Tensor) -> Pending:
+        chunk_index, start = state.chunk_of.chunk.index, run[0].piece.start
+        sums = [self._sums[packed.parameter_index] for packed in run]
+
+        def add(landed: torch.Tensor) -> None:
+            for packed, found in zip(run, sums, strict=True):
+                part = slice(packed.piece.start - start, packed.piece.stop - start)
+                found[chunk_index] = kernels.ingest_async(target[part], landed[part], packed.piece.start, packed.accumulate)
+
+        copied, added = self._landing.land(values, add)
+        state.jobs.append(added)
+        return copied
+
+    def add_reduced(self, chunk_of: ChunkOf, values: torch.Tensor, present: set[int]) -> None:
+        """Take in averages over the ranks: fp32 [chunk.numel], host. `present`: parameters that have any.
+
+        Adds to what an earlier backward left. Runs in the rendezvous' thread; `expect` then makes the gradient count.
+        """
+        chunk, state = chunk_of.chunk, self._states[chunk_of.key]
+        with self._lock:
+            for info, piece in chunk_of.pieces():
+                if info.index not in present:
+                    continue
+                accumulate = info.index in state.live
+                state.live.add(info.index)
+                buffer = self._buffer_for_adding(state, wide=True)
+                low, high = piece.start - chunk.start, piece.stop - chunk.start
+                source = values[low:high].to(buffer.device)
+                sums = self._sums.setdefault(info.index, {})
+                sums[chunk.index] = kernels.ingest_async(buffer[low:high], source, piece.start, accumulate)
+
+    def expect(self, info: ParameterInfo) -> None:
+        """A gradient of `info` counts for the coming step, wherever it was computed and whether this rank's shard has any."""
+        self._live[info.index] = info
+
+    def is_live(self, info: ParameterInfo) -> bool:
+        """Whether a gradient taken over earlier still counts: its token is still in `p.grad`."""
+        if info.index not in self._live:
+            return False
+        if isinstance(info.parameter.grad, TakenGradient):
+            return True
+        self.drop(info)
+        return False
+
+    def live_parameters(self) -> list[ParameterInfo]:
+        """The parameters whose gradients count for the coming step, in model order."""
+        return [info for _, info in sorted(self._live.items()) if self.is_live(info)]
+
+    def is_complete(self, chunk_of: ChunkOf) -> bool:
+        """Whether every parameter of the chunk has a gradient."""
+        return self._states[chunk_of.key].is_complete
+
+    def drop(self, info: ParameterInfo) -> None:
+        """Forget the gradient of one parameter, unless an update has it; buffers that hold nothing else are given back."""
+        if self._live.pop(info.index, None) is None:
+            return
+        with self._lock:
+            for state in self._states.values():
+                if info.index in state.live:
+                    if self._transit is not None:
+                        self._transit.leave(state.chunk_of)
+                    state.live.discard(info.index)
+                    state.kept.pop(info.index, None)
+                    if not state.live:
+                        self._buffers.give_back(state)
+        self._sums.pop(info.index, None)
+
+    # ---- norm ----------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Wait until every gradient taken over has arrived in its buffer."""
+        if self._transit is not None:
+            self._transit.leave_all()
+        for state in self._states.values():
+            state.settle()
+        self._landing.settled()
+        if self._device_sums is not None:
+            self._device_sums.read()
+
+    def squares(self) -> list[float]:
+        """Sums of squares, block by block, of all live gradients. Call after `settle`."""
+        return self.squares_of(self._live.values())
+
+    def squares_of(self, parameters: Iterable[ParameterInfo]) -> list[float]:
+        """The same of some of the live gradients."""
+        return [partial for info in parameters for partial in self._sums_of(info.index)]
+
+    def non_finite_parameters(self) -> list[str]:
+        """Names of the parameters whose gradient has an inf or NaN."""
+        live = sorted(self._live.items())
+        return [info.fqn for index, info in live if not all(map(math.isfinite, self._sums_of(index)))]
+
+    def _sums_of(self, parameter_index: int) -> Iterator[float]:
+        for chunk_index, sums in self._sums.get(parameter_index, {}).items():
+            if sums is not None:
+                yield from sums.tolist()
+            else:
+                assert self._device_sums is not None
+                yield from self._device_sums.values(parameter_index, chunk_index)
+
+    # ---- consumption ---------------------------------------------------------------------------------------------
+
+    def consume(self, info: ParameterInfo) -> None:
+        """The gradient of `info` belongs to an update now: a later one starts anew."""
+        self._live.pop(info.index, None)
+        self._sums.pop(info.index, None)
+
+    def prefetch(self, chunk_of: ChunkOf) -> bool:
+        """Start reading a spilled chunk back, if a buffer is free for it. False if none is.
+
+        The last free buffer is left for `open`, where it finds one for a chunk that was not prefetched.
+        """
+        with self._lock:
+            return self._buffers.prefetch(self._states[chunk_of.key])
+
+    def open(self, chunk_of: ChunkOf, pieces: Iterable[Piece]) -> list[torch.Tensor]:
+        """The gradients of some pieces of the chunk, [piece.numel] each, where the update's kernel can address them, until
+        `release`."""
+        state = self._states[chunk_of.key]
+        state.settle()
+        with self._lock:
+            state.opened = True
+            self._buffers.bring(state)
+            transfer, state.transfer = state.transfer, None
+        if transfer is not None:
+            transfer.wait()
+        return [self._piece(state, piece) for piece in pieces]
+
+    def _piece(self, state: ChunkGradient, piece: Piece) -> torch.Tensor:
+        kept = state.kept.get(piece.slot.parameter_index)
+        if kept is not None:
+            return kept
+        assert state.buffer is not None, "an update was asked for on a chunk that has no gradient"
+        start = state.chunk_of.chunk.start
+        return state.buffer[piece.start - start : piece.stop - start]
+
+    def release(self, chunk_of: ChunkOf) -> None:
+        """The update has read the chunk's gradient: it is consumed or, where it is held, kept."""
+        state = self._states[chunk_of.key]
+        with self._lock:
+            state.opened = False
+            if state.held:
+                state.applied = True
+                self._buffers.put_back(state)
+            else:
+                self._forget(state)
+
+    def _forget(self, state: ChunkGradient) -> None:
+        state.live.clear()
+        state.kept.clear()
+        self._buffers.give_back(state)
+
+    # ---- updates that may be undone ------------------------------------------------------------------------------
+
+    def hold(self, chunks: Iterable[ChunkOf]) -> None:
+        """An update that may be undone will read these chunks, which are complete: `release` is to keep them."""
+        for chunk_of in chunks:
+            with self._lock:
+                if self._transit is not None:
+                    self._transit.leave(chunk_of)
+                self._states[chunk_of.key].held = True
+
+    def let_go(self, chunks: Iterable[ChunkOf]) -> None:
+        """Those updates stay: drop what they have read. What they are yet to read they consume."""
+        for chunk_of in chunks:
+            state = self._states[chunk_of.key]
+            with self._lock:
+                applied, state.held, state.applied = state.applied, False, False
+                if applied:
+                    self._forget(state)
+
+    def take_back(self, chunks: Iterable[ChunkOf]) -> None:
+        """Those updates were undone, or will never run: what was held counts as before."""
+        for chunk_of in chunks:
+            state = self._states[chunk_of.key]
+            with self._lock:
+                state.held = state.applied = False
+                self._buffers.put_back(state)
+
+    def close(self) -> None:
+        """Stop the lane. The store is closed by whoever made it."""
+        self._lane.close()
+        if self._device_sums is not None:
+            self._device_sums.close()
+
+    # ---- buffers (under the lock) --------------------------------------------------------------------------------
+
+    def _buffer_for_adding(self, state: ChunkGradient, *, wide: bool) -> torch.Tensor:
+        dtype = torch.float32 if wide else state.chunk_of.flat.dtype
+        buffer = self._buffers.for_adding(state, dtype)
+        if dtype == torch.float32 and buffer.dtype != torch.float32:
+            self._widen(state)
+        assert state.buffer is not None
+        return state.buffer
+
+    def _widen(self, state: ChunkGradient) -> None:
+        narrow, narrow_lease, arriving = state.buffer, state.lease, state.jobs
+        assert narrow is not None
+        wide = self._buffers.take(state, torch.float32)
+
+        def widen() -> None:
+            for job in arriving:
+                job.wait()
+            kernels.convert(wide, narrow)
+
+        if self._transit is None:
+            widen()
+            state.jobs = []
+        else:
+            state.jobs = [self._lane.submit(widen)]
+        if narrow_lease is not None:
+            narrow_lease.release(after=state.jobs[0] if state.jobs else None)

@@ -1,0 +1,357 @@
+"""The engine's ears in the model: forward hooks, gradient hooks, the end of backward.
+
+    forward      a pre-hook starts the unit's use, a hook ends it
+    backward     when a gradient reaches an output of the unit its use starts; when the gradients of all its inputs are
+                 computed, or (for a unit whose inputs need none) when all its parameters have theirs, the use ends. It
+                 also ends before the use of a call starts that forward made earlier: autograd goes through what one
+                 thread recorded from the last to the first. An input that several units share (of a decoder the
+                 encoder's output) has its gradient only when backward is through with all of them. Whatever is still
+                 open ends with the backward
+    gradients    right before PyTorch accumulates into `p.grad` the token of an earlier gradient is taken out; right
+                 after, the gradient is handed over and a token put in its place; the parts of a shared parameter's are
+                 added by `offload.step.gradient_parts`
+
+Recomputation (activation checkpointing, reentrant or not) is a forward inside backward, and simply nests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+
+from offload.model.flats import ParameterInfo, Unit
+from offload.model.units import is_lookup
+from offload.step.gradient_parts import GradientParts
+from offload.step.residency import Residency
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested tuples, lists, mappings and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))
+
+
+def cast_floating(args: Any, kwargs: Mapping[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:
+    """The arguments, with every floating-point tensor in them in `dtype`."""
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    cast_args, cast_kwargs = torch.utils._pytree.tree_map(cast, (args, dict(kwargs)))
+    return cast_args, cast_kwargs
+
+
+def in_backward() -> bool:
+    """Whether the calling thread is inside autograd's engine."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class _BackwardUse:
+    """One forward call's use of its unit in backward. `end` without `start` does nothing, and vice versa twice."""
+
+    def __init__(self, hooks: Hooks, unit: Unit, *, reads_values: bool) -> None:
+        """`reads_values`: whether backward computes with the unit's parameters."""
+        self._hooks, self.unit, self.reads_values = hooks, unit, reads_values
+        self.open = False
+        self.inputs_need_gradients = False
+        self.awaited: set[int] = set()
+        self.thread = threading.get_ident()
+        self.began, self.ended = next(hooks.clock), 0
+
+    def is_behind(self, other: _BackwardUse) -> bool:
+        """Whether forward made this call, in the same thread, when it was through with that one."""
+        return self.thread == other.thread and self.began > other.ended
+
+    def start(self, *_: Any) -> None:
+        if not self.open:
+            self.open = True
+            self.awaited = {info.index for info in self.unit.parameters if info.parameter.requires_grad}
+            self._hooks.backward_use_started(self)
+
+    def end(self, *_: Any) -> None:
+        if self.open:
+            self.open = False
+            self._hooks.backward_use_ended(self)
+
+    def gradient_arrived(self, info: ParameterInfo) -> None:
+        self.awaited.discard(info.index)
+        if not self.awaited and not self.inputs_need_gradients:
+            self.end()
+
+
+@dataclasses.dataclass(slots=True)
+class _Call:
+    """One forward call of a hooked module that is running. `unit` is None where an enclosing call covers its use."""
+
+    unit: Unit | None
+    inputs: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    use: _BackwardUse | None = None
+    recorded: bool = False
+    started: bool = False
+
+
+class Hooks:
+    """Installs the hooks, and takes them out again. `listener` hears what they report.
+
+    Everything runs in the thread that runs the model's forward or autograd's backward.
+    """
+
+    def __init__(self, units: Iterable[Unit], residency: Residency, listener: Listener) -> None:
+        self._units = list(units)
+        self._residency = residency
+        self._listener = listener
+        self._removers: list[Callable[[], None]] = []
+        self._calls: list[_Call] = []
+        self.clock = itertools.count(1)
+        """Numbers the begins and ends of calls."""
+        self._open_uses: dict[_BackwardUse, None] = {}
+        self._graph_tasks: list[int] = []
+        self._root = self._units[0].modules[0]
+        self._parts = GradientParts(self._units)
+
+    def install(self) -> None:
+        for unit in self._units:
+            for module in _use_modules(unit, unit is self._units[0]):
+                self._hook_module(unit, module)
+            for info in unit.parameters:
+                if info.parameter.requires_grad:
+                    self._hook_parameter(unit, info)
+
+    def remove(self) -> None:
+        while self._removers:
+            self._removers.pop()()
+
+    # ---- forward -------------------------------------------------------------------------------------------------
+
+    def _hook_module(self, unit: Unit, module: nn.Module) -> None:
+        @torch._dynamo.disable  # type: ignore[untyped-decorator]
+        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return self._before_forward(unit, module, args, kwargs)
+
+        @torch._dynamo.disable  # type: ignore[untyped-decorator]
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            self._after_forward(output)
+
+        self._removers.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
+        self._removers.append(module.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
+
+    def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        inside_backward = in_backward()
+        call = _Call(None)
+        self._calls.append(call)  # first of all: the hook after the forward runs even if this one raises
+        if not inside_backward and len(self._calls) == 1:
+            self._reset()
+            self._listener.forward_begins()
+        if module not in unit.modules and self._residency.in_use(unit.index):
+            return None
+        call.unit, call.recorded = unit, inside_backward or torch.is_grad_enabled()
+        changed = None
+        if module is self._root:
+            args, kwargs = changed = self._listener.cast_inputs(args, kwargs)
+        with self._listener.failures():
+            self._residency.start_use(unit.index, recorded=call.recorded)
+        self._residency.enter_forward(unit.index)
+        call.started = True
+        if torch.is_grad_enabled():
+            call.use = _BackwardUse(self, unit, reads_values=module not in unit.modules or not is_lookup(module))
+            # Before the forward: an in-place operation in it would move the hook to a place inside the unit.
+            call.inputs = inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+            call.use.inputs_need_gradients = bool(inputs)
+            # With a leaf among them PyTorch cannot tell when all are done: then the use ends with the backward.
+            if inputs and all(tensor.grad_fn is not None for tensor in inputs):
+                register_multi_grad_hook(inputs, call.use.end, mode="all")
+        return changed
+
+    def _after_forward(self, output: Any) -> None:
+        call = self._calls.pop()
+        if call.unit is None or not call.started or self._listener.has_failed:
+            return
+        if call.use is not None:
+            outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+            call.use.ended = next(self.clock)
+            if outputs:
+                register_multi_grad_hook(outputs, call.use.start, mode="any")
+                self._parts.watch(call.unit, call.inputs, outputs)
+            elif enclosing := next((other.unit for other in reversed(self._calls) if other.unit is not None), None):
+                # What it computed left by another way than its output: backward reaches it when it reaches its parent.
+                self._residency.accompany(enclosing.index, call.unit.index)
+        self._residency.leave_forward()
+        with self._listener.failures():
+            self._residency.end_use(call.unit.index, recorded=call.recorded)
+            if not self._calls and not in_backward():
+                self._listener.forward_ended()
+
+    def _reset(self) -> None:
+        """A new outermost forward: nothing of an earlier forward or backward that was cut short is still going on."""
+        self._open_uses.clear()
+        self._graph_tasks.clear()
+        self._parts.forget()
+        self._residency.abandon_uses()
+
+    # ---- backward ------------------------------------------------------------------------------------------------
+
+    def _enter_backward(self) -> None:
+        graph_task = torch._C._current_graph_task_id()
+        if graph_task not in self._graph_tasks:
+            if not self._graph_tasks:
+                self._listener.backward_begins()
+            self._graph_tasks.append(graph_task)
+            # Runs when this graph task is done; a reentrant checkpoint's backward is a graph task inside another.
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._graph_task_done(graph_task))
+
+    def _graph_task_done(self, graph_task: int) -> None:
+        self._parts.forget(graph_task)
+        if graph_task not in self._graph_tasks:
+            return
+        self._graph_tasks.remove(graph_task)
+        if self._graph_tasks:
+            return
+        for use in list(self._open_uses):
+            use.end()
+        with self._listener.failures():
+            self._listener.backward_ended()
+
+    def backward_use_started(self, use: _BackwardUse) -> None:
+        self._enter_backward()
+        for other in [other for other in self._open_uses if other.is_behind(use)]:
+            other.end()
+        self._open_uses[use] = None
+        with self._listener.failures():
+            self._listener.backward_reaches(use.unit)
+            if use.reads_values:
+                self._residency.start_use(use.unit.index, recorded=True)
+
+    def backward_use_ended(self, use: _BackwardUse) -> None:
+        if self._open_uses.pop(use, self) is self:
+            return  # its backward was abandoned
+        with self._listener.failures():
+            if use.reads_values:
+                self._residency.end_use(use.unit.index, recorded=True, then=lambda: self._left(use.unit))
+            else:
+                self._left(use.unit)
+
+    def _left(self, unit: Unit) -> None:
+        if not self._residency.in_use(unit.index):
+            self._listener.backward_leaves(unit)
+
+    def _hook_parameter(self, unit: Unit, info: ParameterInfo) -> None:
+        # The hooks of a parameter lie where Python's collector does not look: what they hold strongly, and lead back to the
+        # parameter, would never be freed. The hooks of the modules keep this object alive as long as the model lives.
+        reference = weakref.ref(self)
+        unit_position, parameter_position = self._units.index(unit), unit.parameters.index(info)
+
+        @torch._dynamo.disable  # type: ignore[untyped-decorator]
+        def before_accumulation(gradient: torch.Tensor) -> None:
+            hooks = reference()
+            if hooks is not None:
+                hooks._before_accumulation(unit_position, parameter_position)
+
+        @torch._dynamo.disable  # type: ignore[untyped-decorator]
+        def after_accumulation(parameter: torch.Tensor) -> None:
+            hooks = reference()
+            if hooks is not None:
+                hooks._after_accumulation(unit_position, parameter_position)
+
+        self._removers.append(info.parameter.register_hook(before_accumulation).remove)
+        self._removers.append(info.parameter.register_post_accumulate_grad_hook(after_accumulation).remove)
+
+    def _before_accumulation(self, unit_position: int, parameter_position: int) -> None:
+        unit = self._units[unit_position]
+        info = unit.parameters[parameter_position]
+        self._enter_backward()
+        if info.trainable:
+            with self._listener.failures():
+                self._listener.gradient_coming(unit, info)
+
+    def _after_accumulation(self, unit_position: int, parameter_position: int) -> None:
+        unit = self._units[unit_position]
+        info = unit.parameters[parameter_position]
+        if info.trainable:
+            with self._listener.failures():
+                self._parts.deliver(info)
+                self._listener.gradient_arrived(unit, info)
+        for use in [use for use in self._open_uses if use.unit is unit]:
+            use.gradient_arrived(info)
+
+
+class Listener:
+    """What the hooks report. Implemented by the engine's training loop (`offload.step.training`)."""
+
+    def failures(self) -> Any:
+        """A context manager around the engine's own work inside hooks: a failure in it fails the engine."""
+        raise NotImplementedError
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a failure has been reported already, so that nothing more need be said."""
+        raise NotImplementedError
+
+    def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The root's inputs, as the root is to see them."""
+        raise NotImplementedError
+
+    def forward_begins(self) -> None:
+        """An outermost forward starts."""
+        raise NotImplementedError
+
+    def forward_ended(self) -> None:
+        """An outermost forward is over (or was cut short by an exception)."""
+        raise NotImplementedError
+
+    def backward_begins(self) -> None:
+        """An outermost backward reached the model."""
+        raise NotImplementedError
+
+    def backward_reaches(self, unit: Unit) -> None:
+        """A backward is about to use the unit."""
+        raise NotImplementedError
+
+    def gradient_coming(self, unit: Unit, info: ParameterInfo) -> None:
+        """PyTorch is about to accumulate into the parameter's `grad`."""
+        raise NotImplementedError
+
+    def gradient_arrived(self, unit: Unit, info: ParameterInfo) -> None:
+        """PyTorch accumulated into the parameter's `grad`."""
+        raise NotImplementedError
+
+    def backward_leaves(self, unit: Unit) -> None:
+        """No use of the unit is open in this backward any more."""
+        raise NotImplementedError
+
+    def backward_ended(self) -> None:
+        """An outermost backward is over."""
+        raise NotImplementedError
+
+
+def _use_modules(unit: Unit, is_root: bool) -> list[nn.Module]:
+    """The modules whose forward is a use of the unit: its own, and for the root those that hold its parameters too.
+
+    The latter so that a part of the model that is called on its own finds the root's parameters there.
+    """
+    if not is_root:
+        return unit.modules
+    root = unit.modules[0]
+    owned = {id(info.parameter) for info in unit.parameters}
+    holders = [
+        module
+        for module in root.modules()
+        if module is not root and any(id(parameter) in owned for parameter in module.parameters(recurse=False))
+    ]
+    return [root, *holders]

@@ -1,0 +1,72 @@
+"""What an engine is made of, and how it is taken down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from offload.device.accelerator import Accelerator
+from offload.layout import Layout
+from offload.model.flats import ParameterInfo, Unit
+from offload.planning.placement import Placement
+from offload.planning.trace import Expected
+from offload.ranks.rendezvous import Rendezvous
+from offload.ranks.transport import Ranks
+from offload.step.fetching import Fetcher
+from offload.step.gradients import Gradients
+from offload.step.places import ParameterPlaces, RecordPlaces
+from offload.step.reduction import Reduction
+from offload.step.residency import Residency
+from offload.step.timeline import Timeline
+from offload.step.update import Updates
+from offload.tiers.io import IoBackend
+from offload.tiers.memory import MemoryLedger
+from offload.tiers.staging import StagingPool
+
+
+class Closable(Protocol):
+    """What holds something that must be given back."""
+
+    def close(self) -> None: ...
+
+
+def close_all(made: list[Closable]) -> None:
+    """Close what was made, last first, emptying the list. One failure does not keep the rest open; the first is raised."""
+    failure: Exception | None = None
+    while made:
+        try:
+            made.pop().close()
+        except Exception as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+
+
+@dataclass(slots=True)
+class Parts:
+    """What an engine is made of. Closed in the reverse of the order in which it was made."""
+
+    accelerator: Accelerator
+    layout: Layout
+    placement: Placement
+    units: list[Unit]
+    parameters: list[ParameterInfo]
+    pool: StagingPool
+    ledger: MemoryLedger
+    timeline: Timeline
+    fetcher: Fetcher
+    residency: Residency
+    expected: Expected
+    places: ParameterPlaces | None = None
+    records: RecordPlaces | None = None
+    gradients: Gradients | None = None
+    updates: Updates | None = None
+    backend: IoBackend | None = None
+    ranks: Ranks | None = None
+    rendezvous: Rendezvous | None = None
+    reduction: Reduction | None = None
+    made: list[Closable] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Stop and give back everything, last made first. Idempotent. Raises the first failure, after all of it."""
+        close_all(self.made)

@@ -1,0 +1,264 @@
+"""Gradients of whole units on their way to the ranks that own their shards (reduce-scatter), where there are several ranks.
+
+    arrive    each parameter's gradient is copied into the flat gradient buffer of its unit as backward computes it
+    leave     backward left the unit (ZeRO stages 2 and 3): its reduction is asked for and runs beside the backward
+    end       the end of backward: what is left (the root, units that were used in part, everything in stages 0 and 1)
+    reduce    chunk by chunk: this rank's chunk from every rank, added in the order of the ranks in fp32, divided by their
+              number, handed to `Gradients`
+
+The sum of an element never depends on stage, placement, chunk size or order of reductions: always rank 0 first, in fp32.
+A parameter that got a gradient on some ranks counts zero on the others; one that got none on any is left alone. Inside
+`no_sync()` buffers only accumulate (in fp32 from the second time on).
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from offload.device.accelerator import Accelerator
+from offload.device.pending import Pending
+from offload.errors import ConfigError
+from offload.model.flats import ChunkOf, Flat, ParameterInfo, Unit
+from offload.planning.budget import UNREDUCED_UNITS
+from offload.ranks.agreement import Point
+from offload.ranks.reducing import HostReduction, averages_on_device
+from offload.ranks.rendezvous import Asked, Rendezvous
+from offload.ranks.transport import Ranks
+from offload.step.gradients import Gradients
+from offload.tiers.memory import HostMemory, MemoryLedger
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+AVERAGE_VARIABLE = "OFFLOAD_AVERAGE"
+
+
+def average_dtype() -> str:
+    """What averages over ranks are kept in: "fp32", or (environment variable OFFLOAD_AVERAGE) "compute", the model's dtype."""
+    chosen = os.environ.get(AVERAGE_VARIABLE, "") or "fp32"
+    if chosen not in ("fp32", "compute"):
+        raise ConfigError(f"{AVERAGE_VARIABLE}={chosen!r} is unknown: expected fp32 or compute.")
+    return chosen
+
+
+@dataclass(slots=True, eq=False)
+class _UnitGradient:
+    unit: Unit
+    buffers: dict[int, Tensor] = field(default_factory=dict)
+    """By position in `unit.flats`: [flat.numel], the flat's dtype, or fp32 once something was added."""
+    arrived: set[int] = field(default_factory=set)
+    asked: Asked | None = None
+    ready: Pending | None = None
+    """When what compute does to the buffers is done."""
+    present: set[int] = field(default_factory=set)
+    """Parameters that got a gradient on some rank since the last step, as far as reduced. Written by the rendezvous' thread."""
+    told: set[int] = field(default_factory=set)
+    """Those of `present` that `newly_present` has named."""
+
+
+class Reduction:
+    """See the module. `reduce` runs in the rendezvous' thread, everything else in the training thread."""
+
+    def __init__(
+        self,
+        units: list[Unit],
+        gradients: Gradients,
+        ranks: Ranks,
+        accelerator: Accelerator,
+        ledger: MemoryLedger,
+        *,
+        stage: int,
+    ) -> None:
+        self._states = [_UnitGradient(unit) for unit in units]
+        self._accelerator, self._ledger = accelerator, ledger
+        self._landing: HostMemory | None = None
+        self._rounds = average_dtype() == "compute"
+        self._gradients, self._ranks, self._stage = gradients, ranks, stage
+        self._in_flight: deque[_UnitGradient] = deque()
+        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self.rendezvous: Rendezvous | None = None
+        self.peak_nbytes = 0
+
+    # ---- the training thread -------------------------------------------------------------------------------------
+
+    def arrive(self, info: ParameterInfo, flat: Flat, gradient: Tensor) -> None:
+        """Take in a gradient that this rank computed; add it where the unit has one of this parameter already."""
+        state = self._states[info.unit_index]
+        self._reclaim(wait_for=state)
+        position = state.unit.flats.index(flat)
+        slot = flat.layout.slot_of(info.index)
+        ordered = info.in_memory_order(gradient)
+        buffer = state.buffers.get(position)
+        if buffer is None:
+            buffer = state.buffers[position] = self._buffer(state, flat.layout.numel, flat.dtype)
+        if info.index not in state.arrived:
+            buffer[slot.start : slot.stop].copy_(ordered)
+        else:
+            if buffer.dtype != torch.float32:
+                buffer = state.buffers[position] = self._widened(buffer)
+            buffer[slot.start : slot.stop].add_(ordered)
+        state.arrived.add(info.index)
+
+    def drop(self, info: ParameterInfo) -> None:
+        """Forget what arrived of this parameter and was not reduced yet."""
+        state = self._states[info.unit_index]
+        if info.index in state.arrived:
+            self._reclaim(wait_for=state)
+            state.arrived.discard(info.index)
+        state.present.discard(info.index)
+        state.told.discard(info.index)
+
+    def leave(self, unit: Unit) -> None:
+        """Backward left the unit: reduce what it has, from stage 2 on."""
+        state = self._states[unit.index]
+        # The root waits for the end of backward: what units share may get a second gradient until then.
+        if self._stage >= 2 and unit.index != 0 and state.arrived and state.asked is None:
+            self._ask(state)
+
+    def ask_rest(self) -> None:
+        """Have everything reduced that has arrived and is not asked for."""
+        self._reclaim()
+        for state in self._states:
+            if state.arrived and state.asked is None:
+                self._ask(state)
+
+    def end(self) -> None:
+        """The end of backward: when this returns, everything that any rank had is reduced."""
+        assert self.rendezvous is not None
+        self.ask_rest()
+        self.rendezvous.meet(Point.END_OF_BACKWARD)
+        self._reclaim()
+
+    def newly_present(self) -> list[int]:
+        """Indices of the parameters that got a gradient on some rank, as far as reduced and not named before."""
+        found = [index for state in self._states for index in state.present - state.told]
+        for state in self._states:
+            state.told |= state.present
+        return found
+
+    def is_reduced(self, unit: Unit) -> bool:
+        """Whether every trained parameter of the unit got a gradient and all of it is reduced."""
+        state = self._states[unit.index]
+        asked_and_over = state.asked is None or state.asked.settled
+        trained = {info.index for info in unit.parameters if info.trainable}
+        return asked_and_over and trained <= state.present and (state.asked is not None or not state.arrived)
+
+    def forget(self, infos: list[ParameterInfo]) -> None:
+        """The gradients of these parameters belong to an update: what comes from now on is new."""
+        for info in infos:
+            self._states[info.unit_index].present.discard(info.index)
+            self._states[info.unit_index].told.discard(info.index)
+
+    def release_buffers(self) -> None:
+        """Give back what accumulation took beyond two units."""
+        self._reclaim()
+        self._free.clear()
+
+    def _ask(self, state: _UnitGradient) -> None:
+        assert self.rendezvous is not None
+        self._zero_absent(state)
+        state.ready = self._accelerator.mark()
+        state.asked = self.rendezvous.ask_reduction(state.unit.index)
+        self._in_flight.append(state)
+
+    def _zero_absent(self, state: _UnitGradient) -> None:
+        for position, buffer in state.buffers.items():
+            for slot in state.unit.flats[position].layout.slots:
+                if slot.parameter_index not in state.arrived:
+                    buffer[slot.start : slot.stop].zero_()
+
+    def _reclaim(self, wait_for: _UnitGradient | None = None) -> None:
+        """Take back the buffers of reductions that are over; wait for that of one unit, if it has one."""
+        if wait_for is not None and wait_for.asked is not None:
+            wait_for.asked.wait()
+        for state in [state for state in self._in_flight if state.asked is not None and state.asked.settled]:
+            self._in_flight.remove(state)
+            state.asked = None
+            state.arrived.clear()
+            for buffer in state.buffers.values():
+                self._free.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
+            state.buffers = {}
+
+    def _buffer(self, state: _UnitGradient, numel: int, dtype: torch.dtype) -> Tensor:
+        if state.unit.index != 0 and not state.buffers:
+            holding = [other for other in self._states[1:] if other.buffers]
+            if self._stage >= 2 and len(holding) >= UNREDUCED_UNITS and self._in_flight:
+                self._reclaim(wait_for=self._in_flight[0])
+        free = self._free.get((numel, dtype))
+        if free:
+            return free.pop()
+        self._free.clear()  # of other sizes: they would only add up
+        return self._new(numel, dtype)
+
+    def _new(self, numel: int, dtype: torch.dtype) -> Tensor:
+        in_use = sum(buffer.nbytes for state in self._states for buffer in state.buffers.values())
+        in_reserve = sum(buffer.nbytes for buffers in self._free.values() for buffer in buffers)
+        self.peak_nbytes = max(self.peak_nbytes, in_use + in_reserve + numel * dtype.itemsize)
+        return torch.zeros(numel, dtype=dtype, device=self._accelerator.device)
+
+    def _widened(self, narrow: Tensor) -> Tensor:
+        wide = self._new(narrow.numel(), torch.float32)
+        wide.copy_(narrow)
+        return wide
+
+    # ---- the rendezvous' thread ----------------------------------------------------------------------------------
+
+    def reduce(self, unit_index: int, contributors: frozenset[int]) -> None:
+        """Average the unit's gradients over all ranks, those that are no contributors counting zero."""
+        state = self._states[unit_index]
+        contributes = self._ranks.index in contributors
+        order = sorted(contributors)
+        said = self._ranks.prefixes(self._prefix(state) if contributes else None, order, 1 + len(state.unit.parameters))
+        present = {
+            info.index
+            for position, info in enumerate(state.unit.parameters)
+            if any(int(prefix[1 + position]) for prefix in said.values())
+        }
+        dtypes = {index: _DTYPES[int(prefix[0])] for index, prefix in said.items()}
+        ready = state.ready if contributes else None
+        with self._accelerator.communicating(ready):
+            for position, flat in enumerate(state.unit.flats):
+                if flat.layout.trainable and any(info.index in present for info in flat.parameters):
+                    buffer = state.buffers.get(position) if contributes else None
+                    self._reduce_flat(flat, buffer, present, dtypes)
+            self._accelerator.mark().wait()  # the buffers are the training thread's again
+        state.present |= present
+
+    def _reduce_flat(self, flat: Flat, buffer: Tensor | None, present: set[int], dtypes: dict[int, torch.dtype]) -> None:
+        on_device = self._ranks.has_devices and len(dtypes) == self._ranks.world_size and len(set(dtypes.values())) == 1
+        dtype = dtypes.get(self._ranks.index)
+        own = None
+        if dtype is not None:
+            # Zeros where this rank has gradients in other flats of the unit only.
+            own = torch.zeros(flat.layout.numel, dtype=dtype, device=self._accelerator.device) if buffer is None else buffer
+            own = own.to(dtype) if on_device else own.to("cpu", dtype)
+        if on_device:
+            assert own is not None
+            averages = averages_on_device(self._ranks, flat.layout, own, self._stage)
+        else:
+            averages = HostReduction(self._ranks, flat.layout, dtypes).averages(own, self._stage)
+        for chunk, values in averages:
+            average = values.to(flat.dtype).float() if self._rounds else values
+            self._gradients.add_reduced(ChunkOf(flat, chunk), self._within_reach(average), present)
+
+    def _within_reach(self, values: Tensor) -> Tensor:
+        """`values` where the gradients' buffers lie: on the device, or in host memory (pinned, one chunk)."""
+        if values.device.type == "cpu" or self._gradients.on_device:
+            return values
+        if self._landing is None or self._landing.nbytes < values.nbytes:
+            self._landing = HostMemory(values.nbytes, "reduced gradients", ledger=self._ledger, register=self._accelerator.pin)
+        host = self._landing.tensor[: values.nbytes].view(torch.float32)
+        self._accelerator.copy_out(host, values).wait()
+        return host
+
+    def _prefix(self, state: _UnitGradient) -> Tensor:
+        """[dtype code | one byte per parameter: has a gradient here], uint8."""
+        wide = any(buffer.dtype == torch.float32 for buffer in state.buffers.values())
+        dtype = torch.float32 if wide else next(iter(state.buffers.values())).dtype
+        flags = [info.index in state.arrived for info in state.unit.parameters]
+        return torch.tensor([_DTYPES.index(dtype), *flags], dtype=torch.uint8)

@@ -1,0 +1,379 @@
+"""Which units are in device memory, and when they come and go.
+
+Hooks report uses: a unit's use starts (its parameters must be there) and ends. The schedule made from the last step's
+trace says what to evict and what to fetch before each start; as long as the step goes as it did before, the fetch
+that a use needs was issued earlier. Where it does not, the unit is fetched on demand, and the schedule is taken up
+again where the trace next shows the same event.
+
+    ABSENT    the unit's values lie in their home only
+    FETCHING  memory is filled, reads or copies (and perhaps an update) are on their way
+    RESIDENT  the values are there
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from offload.errors import BudgetError, ParameterAccessError
+from offload.model.flats import ParameterInfo, Unit
+from offload.planning.plan import Op, Schedule, Verb, plan, required_nbytes
+from offload.planning.trace import Edge, Event, Recorder, Trace
+from offload.step.fetching import Fetcher
+from offload.step.timeline import Timeline
+from offload.step.update import Updates
+
+
+class UnitState(Enum):
+    """See the module."""
+
+    ABSENT = "absent"
+    FETCHING = "fetching"
+    RESIDENT = "resident"
+
+
+LEGAL: dict[UnitState, frozenset[UnitState]] = {
+    UnitState.ABSENT: frozenset({UnitState.FETCHING}),
+    UnitState.FETCHING: frozenset({UnitState.RESIDENT}),
+    UnitState.RESIDENT: frozenset({UnitState.ABSENT}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Bytes for units that are in use or on their way. `is_fixed`: a budget; else it grows where a step needs more."""
+
+    nbytes: int
+    is_fixed: bool
+
+
+class Residency:
+    """See the module. Owned by the thread that drives the model (backward's thread during backward, never both)."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        fetcher: Fetcher,
+        updates: Updates | None,
+        *,
+        trace: Trace,
+        capacity: Capacity,
+        prefetch: int,
+        timeline: Timeline,
+    ) -> None:
+        self._units, self._fetcher, self._updates = units, fetcher, updates
+        self._prefetch, self._timeline = prefetch, timeline
+        self._nbytes = [fetcher.fetched_nbytes(unit) for unit in units]
+        self._fixed_capacity, self.capacity_nbytes = capacity.is_fixed, capacity.nbytes
+        self._states = [UnitState.ABSENT if nbytes else UnitState.RESIDENT for nbytes in self._nbytes]
+        self._use_counts = [0] * len(units)
+        self._held_counts = [0] * len(units)
+        self._companions: dict[int, list[int]] = {}
+        self._open_forward: list[int] = []
+        self._deferred: tuple[Op, ...] = ()
+        self._resident_nbytes = 0
+        self.peak_resident_nbytes = 0
+        self._recorder = Recorder()
+        self._went_as_planned = True
+        self.before_use: Callable[[int], None] | None = None
+        """Told of a unit that is about to be used: its update may have to be undone first."""
+        self._follow(plan(trace, self._nbytes, self.capacity_nbytes, self._prefetch))
+
+    # ---- uses ----------------------------------------------------------------------------------------------------
+
+    def start_use(self, unit_index: int, *, recorded: bool) -> None:
+        """The unit's parameters must be there from now on. `recorded`: part of a training step, so of its trace."""
+        if self.before_use is not None:
+            self.before_use(unit_index)
+        if recorded:
+            self._recorder.start(unit_index)
+        self._reach(Event(Edge.START, unit_index))
+        self._bring(unit_index)
+        self._use_counts[unit_index] += 1
+        if self._use_counts[unit_index] == 1:
+            self._units[unit_index].open_up()
+        for companion in self._companions.get(unit_index, ()):
+            self.start_use(companion, recorded=recorded)
+
+    def end_use(self, unit_index: int, *, recorded: bool, then: Callable[[], None] | None = None) -> None:
+        """`then`: what the end of the use leads to, before other units take the room."""
+        for companion in self._companions.get(unit_index, ()):
+            self.end_use(companion, recorded=recorded)
+        self._use_counts[unit_index] -= 1
+        if self._use_counts[unit_index] == 0:
+            self.close_off(unit_index)
+        if recorded:
+            self._recorder.end(unit_index)
+        if then is not None:
+            then()
+        self._reach(Event(Edge.END, unit_index))
+
+    def hold(self, unit_index: int) -> None:
+        """Keep the unit resident and open, whatever forwards and backwards come and go, until `let_go`."""
+        self._held_counts[unit_index] += 1
+        self.start_use(unit_index, recorded=False)
+
+    def let_go(self, unit_index: int) -> None:
+        self._held_counts[unit_index] -= 1
+        self.end_use(unit_index, recorded=False)
+
+    def in_use(self, unit_index: int) -> bool:
+        return self._use_counts[unit_index] > 0
+
+    @property
+    def holds_any(self) -> bool:
+        """Whether a `hold` is not yet let go."""
+        return any(self._held_counts)
+
+    def enter_forward(self, unit_index: int) -> None:
+        """A forward of the unit is running: parameters read inside it without a use of their own are its companions."""
+        self._open_forward.append(unit_index)
+
+    def leave_forward(self) -> None:
+        self._open_forward.pop()
+
+    @property
+    def in_forward(self) -> bool:
+        return bool(self._open_forward)
+
+    def bring_in(self, info: ParameterInfo) -> None:
+        """A guarded parameter's value is asked for: right inside a forward, and wherever it lies in place; else an error."""
+        if not self._nbytes[info.unit_index]:
+            self._bring(info.unit_index)
+            self._units[info.unit_index].close_off(readable=True)
+            return
+        if not self._open_forward:
+            raise ParameterAccessError(
+                f"the value of parameter {info.fqn!r} is not in memory: it lies in its tier between uses. Read or "
+                "write it inside "
+                "`with engine.gathered([parameter]):`; for the whole model use engine.state_dict(); updates are "
+                "engine.optimizer's. "
+                "A part of the model that is called on its own must be called as a module, not through its weights."
+            )
+        # A parent computes with a child's weight without calling the child.
+        self.accompany(self._open_forward[-1], info.unit_index)
+
+    def accompany(self, enclosing: int, unit_index: int) -> None:
+        """From now on the unit comes and goes with `enclosing`, beside its own uses."""
+        if unit_index == enclosing or unit_index in self._companions.get(enclosing, ()):
+            return
+        self._companions.setdefault(enclosing, []).append(unit_index)
+        for _ in range(self._use_counts[enclosing] - self._held_counts[enclosing]):
+            self.start_use(unit_index, recorded=False)
+
+    def close_off(self, unit_index: int) -> None:
+        """Guard the parameters of a unit that is not in use."""
+        pending = self._updates is not None and self._updates.is_pending(unit_index)
+        self._units[unit_index].close_off(readable=not self._nbytes[unit_index] and not pending)
+
+    def abandon_uses(self) -> None:
+        """End every use: an exception cut a forward or backward short."""
+        self._open_forward.clear()
+        self._deferred = ()
+        for unit_index, held in enumerate(self._held_counts):
+            if self._use_counts[unit_index] > held:
+                self._use_counts[unit_index] = held
+                if not held:
+                    self.close_off(unit_index)
+
+    # ---- steps ---------------------------------------------------------------------------------------------------
+
+    def next_order(self) -> list[int]:
+        """All units, in the order in which the next forward is expected to use them."""
+        first_uses = dict.fromkeys(event.unit_index for event in self._schedule.trace if event.edge is Edge.START)
+        return [*first_uses, *(unit.index for unit in self._units if unit.index not in first_uses)]
+
+    def end_step(self) -> None:
+        """The step's trace is complete. If it was not as expected, the next step is planned from it."""
+        trace = self._recorder.take()
+        if not self._went_as_planned and len(trace):
+            if not self._fixed_capacity:
+                needed_nbytes = required_nbytes(trace, self._nbytes, self._prefetch)
+                self.capacity_nbytes = max(self.capacity_nbytes, needed_nbytes)
+            if required_nbytes(trace, self._nbytes, 0) <= self.capacity_nbytes:
+                self._follow(plan(trace, self._nbytes, self.capacity_nbytes, self._prefetch))
+        self._cursor, self._deferred = 0, ()
+        self._went_as_planned = True
+
+    def bring_first(self) -> None:
+        """Start the fetch of the first unit that the next forward will find missing, if its update is enqueued and needs it.
+        What is in memory of units that come later, not yet updated, goes where it is in the way."""
+        if self._updates is None or not self._updates.needs_residency:
+            return
+        begun = self._updates.launched_units
+        first = next((index for index in self._updates.pending_units if self._states[index] is UnitState.ABSENT), None)
+        if first is None:
+            return
+        while self._resident_nbytes + self._nbytes[first] > self.capacity_nbytes:
+            candidates = [index for index in range(len(self._units)) if self._may_evict(index) and index not in begun]
+            last = max(candidates, key=self._next_use, default=first)
+            if self._next_use(last) <= self._next_use(first):
+                return
+            self._drop(last)
+        self._start_fetch(first, optional=True)
+
+    def launch_resident(self) -> None:
+        """Launch the enqueued updates of units that are in memory, or that need not be.
+
+        Where an update does not reach the copy in device memory, that copy is of the old version: it goes.
+        """
+        if self._updates is None:
+            return
+        for unit_index in self._updates.pending_units:
+            if not self._updates.needs_residency:
+                if self._may_evict(unit_index):
+                    self._drop(unit_index)
+                self._updates.launch(unit_index)
+            elif self._states[unit_index] is UnitState.RESIDENT:
+                self._updates.launch(unit_index)
+
+    def finish_updates(self, besides: Collection[int] = ()) -> None:
+        """Run every update that is still enqueued, bringing in what it needs; but those of the units `besides`."""
+        if self._updates is not None:
+            for unit_index in self._updates.pending_units:
+                if unit_index in besides:
+                    continue
+                if self._updates.needs_residency or self._states[unit_index] is not UnitState.ABSENT:
+                    self._bring(unit_index)
+                else:
+                    self._updates.finish(unit_index)
+                if not self._use_counts[unit_index]:
+                    self.close_off(unit_index)
+
+    def forget(self, unit_index: int) -> None:
+        """Empty the memory of a unit that holds what an undone update left there, or was to leave. It is not in use."""
+        if self._states[unit_index] is not UnitState.ABSENT and self._nbytes[unit_index]:
+            assert not self._use_counts[unit_index], "an update was undone under a unit's use"
+            self._drop(unit_index)
+
+    def evict_all(self) -> None:
+        """Take every unit that is not in use out of device memory."""
+        for unit_index, nbytes in enumerate(self._nbytes):
+            if nbytes and self._states[unit_index] is not UnitState.ABSENT and not self._use_counts[unit_index]:
+                self._evict(unit_index)
+
+    # ---- following the schedule ----------------------------------------------------------------------------------
+
+    def _follow(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._cursor = 0
+        self._positions: dict[Event, list[int]] = {}
+        for position, event in enumerate(schedule.trace):
+            self._positions.setdefault(event, []).append(position)
+
+    def _reach(self, event: Event) -> None:
+        """Do what the schedule says comes with `event`."""
+        self._deferred = ()
+        events = self._schedule.trace.events
+        if self._cursor >= len(events) or events[self._cursor] != event:
+            self._went_as_planned = False
+            positions = self._positions.get(event)
+            if not positions:
+                return
+            ahead = [position for position in positions if position >= self._cursor]
+            self._cursor = (ahead or positions)[0]
+        ops, asked_for = self._schedule.at[self._cursor], Op(Verb.FETCH, event.unit_index)
+        self._cursor += 1
+        urgent = ops.index(asked_for) + 1 if asked_for in ops else 0
+        for op in ops[:urgent]:
+            if op == asked_for:
+                self._start_fetch(op.unit_index, optional=False)
+            elif self._may_evict(op.unit_index):
+                self._evict(op.unit_index)
+        self._deferred = ops[urgent:]
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Do what is left of what the schedule says for now: what is fetched ahead of its use does not wait for a unit whose
+        update runs to make room. To be called now and then while a unit is in use."""
+        while self._deferred:
+            op = self._deferred[0]
+            if op.verb is Verb.FETCH:
+                self._start_fetch(op.unit_index, optional=True)
+            elif self._may_evict(op.unit_index):
+                updates = self._updates
+                if updates is not None and updates.needs_residency and updates.is_running(op.unit_index):
+                    return
+                self._evict(op.unit_index)
+            self._deferred = self._deferred[1:]
+
+    def _may_evict(self, unit_index: int) -> bool:
+        return bool(self._nbytes[unit_index]) and (
+            self._states[unit_index] is not UnitState.ABSENT and not self._use_counts[unit_index]
+        )
+
+    def _next_use(self, unit_index: int) -> int:
+        positions = self._positions.get(Event(Edge.START, unit_index), [])
+        ahead = [position for position in positions if position >= self._cursor]
+        return ahead[0] if ahead else len(self._schedule.trace) + (positions or [1 << 60])[0]
+
+    # ---- transitions ---------------------------------------------------------------------------------------------
+
+    def _become(self, unit_index: int, state: UnitState) -> None:
+        before = self._states[unit_index]
+        if state not in LEGAL[before]:
+            raise AssertionError(f"unit {self._units[unit_index].name} cannot go from {before.value} to {state.value}")
+        self._states[unit_index] = state
+
+    def _start_fetch(self, unit_index: int, *, optional: bool) -> None:
+        if self._states[unit_index] is not UnitState.ABSENT or not self._nbytes[unit_index]:
+            return
+        if not self._make_room(self._nbytes[unit_index], optional=optional):
+            return
+        self._become(unit_index, UnitState.FETCHING)
+        self._resident_nbytes += self._nbytes[unit_index]
+        self.peak_resident_nbytes = max(self.peak_resident_nbytes, self._resident_nbytes)
+        self._fetcher.start(self._units[unit_index])
+        if self._updates is not None and self._updates.needs_residency and self._updates.is_pending(unit_index):
+            self._updates.launch(unit_index)
+
+    def _bring(self, unit_index: int) -> None:
+        """Make the unit resident with the values of the last step, now."""
+        self._start_fetch(unit_index, optional=False)
+        if self._updates is not None:
+            self._updates.finish(unit_index)
+        if self._states[unit_index] is UnitState.FETCHING:
+            with self._timeline.waiting("fetch"):
+                self._fetcher.finish(self._units[unit_index])
+            self._become(unit_index, UnitState.RESIDENT)
+
+    def _make_room(self, nbytes: int, *, optional: bool) -> bool:
+        while self._resident_nbytes + nbytes > self.capacity_nbytes:
+            candidates = [index for index in range(len(self._units)) if self._may_evict(index)]
+            if not candidates:
+                if optional:
+                    return False
+                self._outgrow(nbytes)
+                return True
+            if optional:
+                return False  # a prefetch never pushes out what the schedule left in
+            self._evict(max(candidates, key=self._next_use))
+        return True
+
+    def _outgrow(self, nbytes: int) -> None:
+        needed_nbytes = self._resident_nbytes + nbytes
+        if self._fixed_capacity:
+            held = [self._units[index].name for index, count in enumerate(self._use_counts) if count]
+            raise BudgetError(
+                f"the units in use at once ({', '.join(held)} and one more) take {needed_nbytes} bytes of device "
+                "memory, more than "
+                f"the {self.capacity_nbytes} that the budget leaves for parameters. Raise it by at least "
+                f"{needed_nbytes - self.capacity_nbytes} bytes."
+            )
+        self.capacity_nbytes = needed_nbytes
+
+    def _evict(self, unit_index: int) -> None:
+        if self._updates is not None:
+            self._updates.finish(unit_index)
+        self._drop(unit_index)
+
+    def _drop(self, unit_index: int) -> None:
+        """Empty the unit's memory, whatever version it holds."""
+        if self._states[unit_index] is UnitState.FETCHING:
+            self._fetcher.finish(self._units[unit_index])
+            self._become(unit_index, UnitState.RESIDENT)
+        self._units[unit_index].close_off(readable=False)
+        self._fetcher.evict(self._units[unit_index])
+        self._become(unit_index, UnitState.ABSENT)
+        self._resident_nbytes -= self._nbytes[unit_index]

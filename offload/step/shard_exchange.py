@@ -1,0 +1,86 @@
+"""Moves what the ranks agreed on at the rendezvous: shards of parameters into units, gradients of units into shards."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from offload.device.accelerator import Accelerator
+from offload.device.pending import Pending
+from offload.model.flats import ChunkOf, Flat, Unit
+from offload.ranks.transport import Ranks
+from offload.step.fetching import StagedFetcher
+from offload.step.places import ParameterPlaces
+from offload.step.reduction import Reduction
+from offload.step.update import Updates
+from offload.tiers.memory import HostMemory, MemoryLedger
+
+
+class ShardExchange:
+    """The rendezvous' `Service`. Runs in its thread; a rank that only lends its shard is blocked meanwhile.
+
+    `places` and `fetcher` where parameters are partitioned; else the flats hold them for good.
+    """
+
+    def __init__(self, ranks: Ranks, accelerator: Accelerator, units: list[Unit], ledger: MemoryLedger) -> None:
+        self._ranks, self._accelerator, self._units, self._ledger = ranks, accelerator, units, ledger
+        self.places: ParameterPlaces | None = None
+        self.fetcher: StagedFetcher | None = None
+        self.updates: Updates | None = None
+        self.reduction: Reduction | None = None
+
+    def gather(self, unit_index: int, wanters: frozenset[int]) -> Pending | None:
+        unit = self._units[unit_index]
+        wanted_here = self._ranks.index in wanters
+        with self._accelerator.communicating():
+            if self._ranks.has_devices and len(wanters) == self._ranks.world_size:
+                for flat, own in self._own_shards(unit, wanted_here, on_host=False):
+                    self._ranks.gather_on_device(flat.memory.flat, own)
+            else:
+                for flat, own in self._own_shards(unit, wanted_here, on_host=True):
+                    self._gather_over_host(flat, own, wanters, wanted_here)
+            return self._accelerator.mark() if wanted_here else None
+
+    def _gather_over_host(self, flat: Flat, own: Tensor, wanters: frozenset[int], wanted_here: bool) -> None:
+        memory = flat.memory.flat
+        in_host = memory.device.type == "cpu"
+        into = (memory if in_host else torch.empty_like(memory, device="cpu")) if wanted_here else None
+        self._ranks.gather(own, into, wanters, flat.layout.nbytes)
+        if into is not None and not in_host:
+            memory.copy_(into)
+
+    def reduce(self, unit_index: int, contributors: frozenset[int]) -> None:
+        assert self.reduction is not None
+        self.reduction.reduce(unit_index, contributors)
+
+    def _own_shards(self, unit: Unit, wanted_here: bool, *, on_host: bool) -> list[tuple[Flat, Tensor]]:
+        """Of each flat that is gathered, this rank's shard in its current version, uint8; where it lies, or on the host."""
+        if self.places is None:
+            if self.updates is not None:
+                self.updates.apply(unit.index)
+            return [(flat, self._in_memory(flat, on_host)) for flat in unit.flats if flat.layout.trainable]
+        if wanted_here:
+            assert self.fetcher is not None
+            self.fetcher.arrive(unit)
+            return [(flat, self._in_memory(flat, on_host)) for flat in unit.flats]
+        if self.updates is not None:
+            self.updates.apply(unit.index)
+        return [(flat, self._from_home(self.places, flat)) for flat in unit.flats]
+
+    def _in_memory(self, flat: Flat, on_host: bool) -> Tensor:
+        shard, itemsize = flat.layout.shard, flat.layout.itemsize
+        own = flat.memory.flat[shard.start * itemsize : shard.stop * itemsize]
+        return own.to("cpu") if on_host else own
+
+    def _from_home(self, places: ParameterPlaces, flat: Flat) -> Tensor:
+        shard, itemsize = flat.layout.shard, flat.layout.itemsize
+        whole = HostMemory(shard.numel * itemsize, "lent parameters", ledger=self._ledger).tensor
+        for chunk in flat.layout.chunks:
+            start = (chunk.start - shard.start) * itemsize
+            part = whole[start : start + chunk.numel * itemsize]
+            stored = places.view(ChunkOf(flat, chunk))
+            if stored is None:
+                places.read(ChunkOf(flat, chunk), part).wait()
+            else:
+                part.copy_(stored[: part.numel()])
+        return whole

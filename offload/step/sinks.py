@@ -1,0 +1,223 @@
+"""Where an update finds a chunk's parameter values and where it leaves the new ones: one sink per placement.
+
+A sink's `begin` gives the values [chunk.numel] in the parameters' dtype, in memory that the update's kernel can
+address; `commit` brings what the update wrote there to the parameters' home. Where the parameters are (a part of) their
+own master the values are read and written; else they are only written, and only where a slot was updated.
+
+Least I/O with split states: the record leaves the bf16 parameter out, and the update takes it from its home. Where the unit
+is resident for the next forward anyway (`ResidentSink`) that costs nothing; from a store it is one read of 2 bytes per
+parameter, where a copy in the record would cost a read and a write of 2.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from enum import Enum
+
+import torch
+
+from offload.device.accelerator import Accelerator
+from offload.device.pending import Pending, Settled
+from offload.layout import Piece
+from offload.model.flats import ChunkOf
+from offload.planning.budget import READ_AHEAD
+from offload.planning.purposes import EMITTED
+from offload.step.places import ParameterPlaces
+from offload.tiers.staging import Lease, StagingPool
+
+
+class Old(Enum):
+    """Which of a chunk's present values an update needs."""
+
+    NONE = "none"
+    """It overwrites every slot and reads none."""
+    REST = "rest"
+    """It reads none, but leaves some slots as they are."""
+    ALL = "all"
+    """It reads them."""
+
+
+class ParameterSink(ABC):
+    """See the module. One chunk is between `begin` and `commit` at a time, on the update's thread."""
+
+    needs_residency = False
+    """Whether the unit must be in device memory while it is updated."""
+
+    def read_ahead(self, chunk_of: ChunkOf) -> None:  # noqa: B027 - most have the values at hand
+        """Start reading values of which a later `begin` will need all. May do nothing."""
+
+    def forget(self, chunk_of: ChunkOf) -> None:  # noqa: B027 - as above
+        """There will be no `begin`: let go of what was read ahead."""
+
+    @abstractmethod
+    def begin(self, chunk_of: ChunkOf, old: Old) -> torch.Tensor:
+        """The values; `old` says what of the present ones must be there."""
+
+    @abstractmethod
+    def commit(self, chunk_of: ChunkOf, values: torch.Tensor, pieces: list[Piece]) -> Pending:
+        """Publish the values of `pieces`. Settles when device memory may be used or fetched again.
+
+        Writes to a store are not part of that: `ParameterPlaces` orders every read after them.
+        """
+
+
+class InPlaceSink(ParameterSink):
+    """The flat lies for good where the kernel can address it."""
+
+    def begin(self, chunk_of: ChunkOf, old: Old) -> torch.Tensor:
+        return chunk_of.flat.chunk_values(chunk_of.chunk)
+
+    def commit(self, chunk_of: ChunkOf, values: torch.Tensor, pieces: list[Piece]) -> Pending:
+        return Settled()
+
+
+class ResidentSink(ParameterSink):
+    """The unit is resident in memory that the kernel can address; its home is a store."""
+
+    needs_residency = True
+
+    def __init__(self, places: ParameterPlaces) -> None:
+        self._places = places
+
+    def begin(self, chunk_of: ChunkOf, old: Old) -> torch.Tensor:
+        self._places.settle_fetch(chunk_of)
+        self._places.settle_write(chunk_of)  # of the last update, from this very memory
+        return chunk_of.flat.chunk_values(chunk_of.chunk)
+
+    def commit(self, chunk_of: ChunkOf, values: torch.Tensor, pieces: list[Piece]) -> Pending:
+        self._places.write(chunk_of, chunk_of.flat.chunk_bytes(chunk_of.chunk))
+        return Settled()
+
+
+class StoreSink(ParameterSink):
+    """The home is a store in host memory or behind it; device memory is out of the host kernel's reach."""
+
+    def __init__(self, places: ParameterPlaces, pool: StagingPool) -> None:
+        self._places = places
+        self._pool = pool
+        self._ahead: dict[tuple[int, int], tuple[Lease, Pending]] = {}
+        self._lease: Lease | None = None
+
+    def read_ahead(self, chunk_of: ChunkOf) -> None:
+        if self._places.view(chunk_of) is None and len(self._ahead) < READ_AHEAD:
+            lease = self._pool.try_lease(EMITTED)
+            if lease is not None:
+                self._ahead[chunk_of.key] = lease, self._read(chunk_of, lease)
+
+    def forget(self, chunk_of: ChunkOf) -> None:
+        ahead = self._ahead.pop(chunk_of.key, None)
+        if ahead is not None:
+            lease, reading = ahead
+            reading.wait()
+            lease.release()
+
+    def begin(self, chunk_of: ChunkOf, old: Old) -> torch.Tensor:
+        self._places.settle_copies(chunk_of)
+        stored = self._places.view(chunk_of)
+        if stored is None:
+            self._lease, reading = self._ahead.pop(chunk_of.key, (None, None))
+            if self._lease is None:
+                self._lease = self._pool.lease(EMITTED)
+                reading = self._read(chunk_of, self._lease) if old is not Old.NONE else None
+            if reading is not None:
+                reading.wait()
+            stored = self._lease.tensor
+        return stored[: chunk_of.chunk.numel * chunk_of.flat.layout.itemsize].view(chunk_of.flat.dtype)
+
+    def commit(self, chunk_of: ChunkOf, values: torch.Tensor, pieces: list[Piece]) -> Pending:
+        if self._lease is None:
+            return Settled()
+        lease, self._lease = self._lease, None
+        lease.release(after=self._places.write(chunk_of, values.view(torch.uint8)))
+        return Settled()
+
+    def _read(self, chunk_of: ChunkOf, lease: Lease) -> Pending:
+        return self._places.read(chunk_of, lease.tensor[: chunk_of.chunk.numel * chunk_of.flat.layout.itemsize])
+
+
+class CopyInSink(ParameterSink):
+    """The home is device memory and the kernel runs on the host: new values go over by H2D, slot by slot.
+
+    `places`: a store of shards there; without it the flats themselves.
+    """
+
+    def __init__(self, accelerator: Accelerator, pool: StagingPool, places: ParameterPlaces | None = None) -> None:
+        self._accelerator = accelerator
+        self._pool = pool
+        self._places = places
+        self._lease: Lease | None = None
+
+    def begin(self, chunk_of: ChunkOf, old: Old) -> torch.Tensor:
+        self._lease = self._pool.lease(EMITTED)
+        content = self._lease.tensor[: chunk_of.chunk.numel * chunk_of.flat.layout.itemsize]
+        if old is Old.ALL:  # the rest is never wanted: only updated slots are copied over
+            self._accelerator.copy_out(content, self._home(chunk_of).view(torch.uint8)).wait()
+        return content.view(chunk_of.flat.dtype)
+
+    def commit(self, chunk_of: ChunkOf, values: torch.Tensor, pieces: list[Piece]) -> Pending:
+        assert self._lease is not None
+        lease, self._lease = self._lease, None
+        start = chunk_of.chunk.start
+        last: Pending = Settled()
+        home = self._home(chunk_of)
+        for piece in pieces:
+            low, high = piece.start - start, piece.stop - start
+            last = self._accelerator.copy_in(home[low:high], values[low:high])
+        lease.release(after=last)  # copies of one stream settle in order
+        return last
+
+    def _home(self, chunk_of: ChunkOf) -> torch.Tensor:
+        if self._places is None:
+            return chunk_of.flat.chunk_values(chunk_of.chunk)
+        stored = self._places.view(chunk_of)
+        assert stored is not None
+        return stored[: chunk_of.chunk.numel * chunk_of.flat.layout.itemsize].view(chunk_of.flat.dtype)
+
+
+class CopyOutSink(ParameterSink):
+    """The kernel runs on the device, the home is a store of the host: new values go over by D2H."""
+
+    def __init__(self, accelerator: Accelerator, places: ParameterPlaces, pool: StagingPool) -> None:
+        self._accelerator = accelerator
+        self._places = places
+        self._pool = pool
+
+    def begin(self, chunk_of: ChunkOf, old: Old) -> torch.Tensor:
+        values = torch.empty(chunk_of.chunk.numel, dtype=chunk_of.flat.dtype, device=self._accelerator.device)
+        if old is Old.ALL:  # the rest is never wanted: only updated slots are copied home
+            self._bring(chunk_of, values.view(torch.uint8))
+        return values
+
+    def _bring(self, chunk_of: ChunkOf, into: torch.Tensor) -> None:
+        stored = self._places.view(chunk_of)
+        if stored is not None:
+            self._accelerator.join(self._accelerator.copy_in(into, stored[: into.numel()]))
+            return
+        lease = self._pool.lease(EMITTED)
+        content = lease.tensor[: into.numel()]
+        self._places.read(chunk_of, content).wait()
+        copied = self._accelerator.copy_in(into, content)
+        lease.release(after=copied)
+        self._accelerator.join(copied)
+
+    def commit(self, chunk_of: ChunkOf, values: torch.Tensor, pieces: list[Piece]) -> Pending:
+        self._places.settle_copies(chunk_of)
+        stored = self._places.view(chunk_of)
+        lease = None
+        nbytes = chunk_of.chunk.numel * chunk_of.flat.layout.itemsize
+        if stored is None:
+            lease = self._pool.lease(EMITTED)
+            stored = lease.tensor[:nbytes]
+            updated = sum(piece.numel for piece in pieces)
+            if updated < chunk_of.chunk.numel:
+                self._places.read(chunk_of, stored).wait()
+        home = stored[:nbytes].view(chunk_of.flat.dtype)
+        start = chunk_of.chunk.start
+        last: Pending = Settled()
+        for piece in pieces:
+            low, high = piece.start - start, piece.stop - start
+            last = self._accelerator.copy_out(home[low:high], values[low:high])
+        last.wait()
+        if lease is not None:
+            lease.release(after=self._places.write(chunk_of, lease.tensor[:nbytes]))
+        return Settled()

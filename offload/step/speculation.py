@@ -1,0 +1,135 @@
+"""Updates that begin before the norm is known: as if it changed nothing, and undone where it does.
+
+With update="backward" a unit is updated as soon as backward has left it, while the drive has little else to do. Clipping and
+loss scaling need the norm of all gradients for that. Mostly it turns out to change nothing, so where that was so lately
+(`Strikes`) it is taken for granted, and what is needed to undo is kept:
+
+    records, parameters  written to a second place in the store, so that the first is still there (`Places.undo_write`)
+    gradients            kept, in their buffers or on NVMe; read again only if the update is undone
+    device memory        holds new values: undone, it is emptied, and fetched again when it is used
+    step counts          counted back
+
+`step` knows the norm: if it changes nothing, gradients are dropped and the rest of the parameters is updated. Else, and
+wherever anything would see that an update came too early (a forward before `step`, a further gradient, `zero_grad`, a learning
+rate that changed), all of it is undone, and everything goes on as if it never was.
+
+Only units are updated so whose parameters and records lie on NVMe altogether: what lies in memory is updated fast enough at
+`step`, and a copy of it to undo with would take memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from offload.device.rules import Hyper
+from offload.model.flats import ChunkOf, ParameterInfo, Unit
+from offload.model.guard import TakenGradient
+from offload.step.parts import Parts
+from offload.step.strikes import Strikes
+from offload.step.update import ChunkUpdate
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Begun:
+    """`updated`: the parameters that had a gradient; the unit may have others."""
+
+    unit: Unit
+    updated: list[ParameterInfo]
+    updates: list[ChunkUpdate]
+
+    @property
+    def chunks(self) -> list[ChunkOf]:
+        return [update.chunk_of for update in self.updates]
+
+
+class Speculation:
+    """See the module. Owned by the thread that drives the model (and backward's, never both at once)."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._places, self._records = parts.places, parts.records
+        self._gradients, self._updates, self._residency = parts.gradients, parts.updates, parts.residency
+        self._undoable = parts.placement.undoable_units
+        self._begun: dict[int, _Begun] = {}
+        self._hypers: set[tuple[int, Hyper]] = set()
+        self._gave_up = False
+        self.strikes = Strikes()
+        self.speculated_step_count = 0
+        """Steps that began updates before the norm was known."""
+        self.undone_step_count = 0
+        """Those that had to undo them."""
+
+    @property
+    def units(self) -> Mapping[int, _Begun]:
+        """What has begun of this step, by index of the unit."""
+        return self._begun
+
+    def may_begin(self, unit_index: int) -> bool:
+        """Whether the unit's update may begin now, if all its gradients are there."""
+        return unit_index in self._undoable and self.strikes.expects_none and not self._gave_up
+
+    def begin(self, unit: Unit, updated: list[ParameterInfo], updates: list[ChunkUpdate], hypers: Mapping[int, Hyper]) -> None:
+        """These updates are about to be enqueued. `hypers`: by group, what they go by."""
+        assert self._gradients is not None
+        if not self._begun:
+            self.speculated_step_count += 1
+        self._begun[unit.index] = begun = _Begun(unit, updated, updates)
+        self._hypers.update(hypers.items())
+        self._gradients.hold(begun.chunks)
+
+    def holds(self, hyper_of: Callable[[int], Hyper]) -> bool:
+        """Whether what was begun is what `step` would do now, the norm aside: same gradients, same numbers of groups."""
+        for begun in self._begun.values():
+            updated = {info.index for info in begun.updated}
+            for info in begun.unit.parameters:
+                gradient = info.parameter.grad
+                if info.trainable and (
+                    not isinstance(gradient, TakenGradient) if info.index in updated else gradient is not None
+                ):
+                    return False
+        return all(hyper_of(index) == hyper for index, hyper in self._hypers)
+
+    def keep(self) -> set[int]:
+        """The step goes on from what was begun. Returns the indices of the parameters whose gradients that took."""
+        assert self._gradients is not None
+        updated: set[int] = set()
+        for begun in self._begun.values():
+            for info in begun.updated:
+                self._gradients.consume(info)
+                updated.add(info.index)
+            self._gradients.let_go(begun.chunks)
+        self.end_step()
+        return updated
+
+    def undo(self) -> list[Unit]:
+        """Everything is as before the first update of the step, and none begins before its end. Returns the units."""
+        if not self._begun:
+            return []
+        assert self._gradients is not None and self._updates is not None
+        assert self._places is not None and self._records is not None
+        undone, self._begun = list(self._begun.values()), {}
+        self._hypers.clear()
+        self._gave_up = True
+        self.strikes.record(True)  # whatever the reason: in this loop the next step may have it too
+        self.undone_step_count += 1
+        for begun in undone:
+            for update in begun.updates:
+                update.cancelled = True
+        for begun in undone:
+            self._updates.cancel(begun.unit.index)
+        for begun in undone:
+            self._residency.forget(begun.unit.index)  # before the writes are undone: it may be reading what they wrote
+            for update in begun.updates:
+                if update.applied:
+                    self._places.undo_write(update.chunk_of)
+                    self._records.undo_write(update.chunk_of)
+            self._gradients.take_back(begun.chunks)
+            for info in begun.updated:
+                info.step -= 1
+        return [begun.unit for begun in undone]
+
+    def end_step(self) -> None:
+        """The next step may begin updates again."""
+        self._begun.clear()
+        self._hypers.clear()
+        self._gave_up = False

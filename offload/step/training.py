@@ -1,0 +1,448 @@
+"""What happens in a training loop: gradients are taken over as backward computes them, a step turns them into updates.
+
+With `update="step"` all updates are enqueued at `step()`, in the order in which the next forward needs them, and run
+under it. With `update="backward"` a unit's update is enqueued when backward has left the unit and all its gradients are
+there. What needs every gradient first (clipping, skipping non-finite steps, loss scaling) is either expected to change nothing,
+and the update undone where it does (`offload.step.speculation`), or enqueued at `step()`: the mode never changes a number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from offload.device.rules import Hyper
+from offload.errors import NonFiniteGradientError, UsageError
+from offload.model.flats import ParameterInfo, Unit, some_of
+from offload.model.guard import TakenGradient
+from offload.ranks.agreement import Point
+from offload.step.fetching import chunks_of
+from offload.step.hooks import cast_floating
+from offload.step.loss_scale import LossScale
+from offload.step.norm import clip_factor, exchanged, expansion, norm_of
+from offload.step.parts import Parts
+from offload.step.shard_state import ShardState, ShardStates
+from offload.step.speculation import Speculation
+from offload.step.strikes import Strikes
+from offload.step.update import chunk_updates
+from offload.step.usable import Usable
+
+_NAMED = 5
+"""How many names an error message lists."""
+
+
+class Training(Usable):
+    """See the module. Owned by the thread that drives the model; hooks run in it or in autograd's."""
+
+    def __init__(self, parts: Parts, loss_scale: LossScale) -> None:
+        super().__init__(parts.rendezvous)
+        self._units, self._residency, self._parameters = parts.units, parts.residency, parts.parameters
+        self._gradients, self._updates = parts.gradients, parts.updates
+        self._ranks, self._rendezvous, self._reduction = parts.ranks, parts.rendezvous, parts.reduction
+        self._places, self._records, self._stage = parts.places, parts.records, parts.layout.stage
+        self._accelerator, self._timeline = parts.accelerator, parts.timeline
+        self._memory_is_short = parts.places is not None or parts.placement.uses_nvme
+        self.loss_scale = loss_scale
+        self.max_grad_norm: float | None = None
+        self.input_dtype: torch.dtype | None = None
+        self.update_in_backward = False
+        """Whether units are updated in backward for good: no norm changes what they get."""
+        self.speculation = Speculation(parts)
+        parts.residency.before_use = self._undo_for
+        self.hyper_of: Callable[[int], Hyper] | None = None
+        self.step_count = 0
+        self.grad_norm: float | None = None
+        self.synchronizing = True
+        self.backward_updates = False
+        self.check_unchanged: Callable[[], None] | None = None
+        self.before_step: Callable[[], None] | None = None
+        """Raises what is to be known before anything of a step is done."""
+        self._last_backward_seen = self._scaled_backward = False
+        self._shards, self._late = ShardStates(len(parts.units)), parts.expected.late_units
+        self._clip_once: float | None = None
+        self._begun_squares: list[float] | None = None
+        self._flat_of = {info.index: flat for unit in parts.units for flat in unit.flats for info in flat.parameters}
+
+    # ---- forward and backward ------------------------------------------------------------------------------------
+
+    def bring_in(self, parameter_index: int) -> None:
+        """A guarded parameter's value is asked for (`Residency.bring_in`)."""
+        self.check()
+        self._residency.bring_in(self._parameters[parameter_index])
+
+    def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return (args, kwargs) if self.input_dtype is None else cast_floating(args, kwargs, self.input_dtype)
+
+    def forward_begins(self) -> None:
+        self.check()
+
+    def forward_ended(self) -> None:
+        # What this forward did not use (an expert, a head) is not updated under it: do it now.
+        self._finish_updates()
+
+    def backward_begins(self) -> None:
+        self.check()
+        if self._last_backward_seen:
+            raise UsageError(
+                "backward was called again after the backward that update='backward' takes for the last of the step. "
+                "Wrap all backwards of a step but the last in `with engine.no_sync():`, or set Config(update='step')."
+            )
+
+    def backward_reaches(self, unit: Unit) -> None:
+        self._undo_for(unit.index)
+        if self._updates is not None and self._updates.is_pending(unit.index):
+            raise UsageError(
+                f"backward reached unit {unit.name} through a forward that ran before optimizer.step(): its parameters have "
+                "changed since. Run the forward again after the step."
+            )
+        if self._memory_is_short:
+            self._accelerator.about_to_allocate(unit.largest_gradient_nbytes)
+
+    def gradient_coming(self, unit: Unit, info: ParameterInfo) -> None:
+        if self._gradients is None:
+            raise UsageError("backward was called, but offload.initialize was given no optimizer: pass one to train.")
+        if self.loss_scale.value != 1.0 and not self._scaled_backward:
+            raise UsageError(
+                f"fp16 gradients need the loss scale ({self.loss_scale.value:g}): call engine.backward(loss) instead "
+                "of loss.backward()."
+            )
+        self._undo_for(unit.index)
+        if self._shards[unit.index] is ShardState.UPDATING:
+            self.backward_reaches(unit)
+        live = self._gradients.is_live(info)
+        if isinstance(info.parameter.grad, TakenGradient):
+            if not live:
+                raise UsageError(
+                    f"backward reached {info.fqn!r} while the gradient of the last step was still in place. PyTorch would add "
+                    "to it; here the step has consumed it. Call optimizer.zero_grad() after each step."
+                )
+            info.parameter.grad = None
+
+    def gradient_arrived(self, unit: Unit, info: ParameterInfo) -> None:
+        assert self._gradients is not None
+        gradient = info.parameter.grad
+        if gradient is None:
+            return  # a function of the user's has none to give
+        with self._timeline.working("gradients"):
+            self._take_over(unit, info, gradient, owned=True)
+        self._residency.go_on()
+        if self._memory_is_short:
+            self._accelerator.about_to_free(gradient.nbytes)
+
+    def _take_over(self, unit: Unit, info: ParameterInfo, gradient: torch.Tensor, *, owned: bool) -> None:
+        assert self._gradients is not None
+        self._shards.become(unit.index, ShardState.REDUCING)
+        if self._reduction is None:
+            self._gradients.add(info, self._flat_of[info.index], gradient, owned=owned)
+        else:
+            self._reduction.arrive(info, self._flat_of[info.index], gradient)
+            self._gradients.expect(info)
+        info.parameter.grad = TakenGradient(info.fqn, info.parameter)
+
+    def backward_leaves(self, unit: Unit) -> None:
+        # Late units wait for the end of backward: what modules share gets more after one of them is done, and in the root a
+        # reentrant checkpoint's backward inside this one may accumulate a second time.
+        if self._reduction is not None:
+            if self.synchronizing:
+                self._reduction.leave(unit)
+                self._begin_reduced_updates()
+        elif self.backward_updates and self.synchronizing and self._gradients is not None and unit.index not in self._late:
+            if not all(self._gradients.is_complete(one) for one in chunks_of(unit) if one.flat.layout.trainable):
+                return
+            if self._updates_now():
+                self._begin_update([info for info in unit.parameters if info.trainable])
+            elif self.speculation.may_begin(unit.index):
+                live = [info for info in unit.parameters if info.trainable and self._gradients.is_live(info)]
+                self._enqueue(live, 1.0 / self.loss_scale.value, undoable=True)
+                self._launch()
+
+    def backward_ended(self) -> None:
+        self._last_backward_seen = self.backward_updates and self.synchronizing
+        if self._reduction is not None and self.synchronizing:
+            with self._timeline.waiting("reduction"):
+                self._reduction.end()
+            self._adopt_reduced()
+        if self._updates_now() and self._gradients is not None:
+            self._begin_update(self._gradients.live_parameters())
+
+    def _begin_reduced_updates(self) -> None:
+        """update="backward" on several ranks: the units whose reduction is over."""
+        assert self._reduction is not None and self._updates is not None
+        if not self._updates_now():
+            return
+        self._adopt_reduced()
+        for unit in self._units[1:]:
+            if self._shards[unit.index] is ShardState.REDUCING and self._reduction.is_reduced(unit):
+                self._begin_update([info for info in unit.parameters if info.trainable])
+
+    def _updates_now(self) -> bool:
+        return self.update_in_backward and self.synchronizing and self._clip_once is None
+
+    def _undo(self) -> None:
+        """Undo what was updated before the norm was known."""
+        for unit in self.speculation.undo():
+            self._shards.become(unit.index, ShardState.REDUCING)
+
+    def _undo_for(self, unit_index: int) -> None:
+        """The unit is about to be used: by anything but the next step, if its update may still be undone."""
+        if unit_index in self.speculation.units:
+            self._undo()
+
+    def _undo_if_changed(self) -> None:
+        """Undo it if the step is to do something else now."""
+        if self.hyper_of is not None and not self.speculation.holds(self.hyper_of):
+            self._undo()
+
+    @contextmanager
+    def scaled_backward(self) -> Iterator[None]:
+        """Gradients that arrive inside are of a loss multiplied by the loss scale."""
+        before, self._scaled_backward = self._scaled_backward, True
+        try:
+            yield
+        finally:
+            self._scaled_backward = before
+
+    # ---- between steps -------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Run every update that is enqueued; the tiers then hold the state after the last step. Raises failed writes."""
+        self._undo()
+        self._finish_updates()
+
+    def _finish_updates(self) -> None:
+        """Of the last step."""
+        self._residency.finish_updates(besides=self.speculation.units)
+        self._settle_shards()
+        for places in (self._places, self._records):
+            if places is not None:
+                places.raise_failed_writes()
+
+    @property
+    def is_within_step(self) -> bool:
+        """Whether gradients wait for `step`, or updates of a step that is not over have begun (update="backward")."""
+        given = any(
+            info.trainable and info.parameter.grad is not None and not isinstance(info.parameter.grad, TakenGradient)
+            for unit in self._units
+            for info in unit.parameters
+        )
+        begun = self._begun_squares is not None or bool(self.speculation.units)
+        return given or begun or (self._gradients is not None and bool(self._gradients.live_parameters()))
+
+    def restart(self, step_count: int) -> None:
+        """Drop every gradient and what has begun of a step: the state is about to be that after `step_count` steps."""
+        self._begun_squares, self._clip_once, self.grad_norm = None, None, None
+        self.zero_grad()
+        self.speculation.strikes = Strikes()
+        self.step_count = step_count
+        self._residency.end_step()
+
+    # ---- step ----------------------------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop every gradient that no update has taken yet; without `set_to_none` put zeros where there was one."""
+        self.check()
+        if self._begun_squares is not None:
+            raise UsageError(
+                "zero_grad was called after updates of this step had begun (update='backward'): they cannot be undone. Call "
+                "step() first, or set Config(update='step')."
+            )
+        self._last_backward_seen = False
+        self._adopt_reduced()
+        with self.failures():
+            self._undo()
+            self.speculation.end_step()
+            if not set_to_none:
+                self._residency.finish_updates()
+                self._settle_shards()
+            for unit in self._units:
+                for info in unit.parameters:
+                    self._zero(unit, info, set_to_none)
+                if set_to_none and self._shards[unit.index] is ShardState.REDUCING:
+                    self._shards.become(unit.index, ShardState.CLEAN)
+
+    def _zero(self, unit: Unit, info: ParameterInfo, set_to_none: bool) -> None:
+        had_gradient = info.parameter.grad is not None
+        if self._gradients is not None:
+            self._gradients.drop(info)
+        if self._reduction is not None:
+            self._reduction.drop(info)
+        info.parameter.grad = None
+        if had_gradient and not set_to_none:
+            zeros = torch.empty_strided(info.shape, info.stride, dtype=info.dtype, device=info.parameter.device).zero_()
+            if info.trainable:
+                self._take_over(unit, info, zeros, owned=True)
+            else:
+                info.parameter.grad = zeros
+
+    def measure_norm(self, point: Point) -> float:
+        """The global L2 norm of the gradients as they stand, un-scaled; on several ranks, once all are at `point`."""
+        assert self._gradients is not None
+        if self._ranks is None:
+            return norm_of(self._squares(), self.loss_scale.value)
+        assert self._rendezvous is not None and self._reduction is not None
+        self._reduction.ask_rest()
+        ranks, sharded = self._ranks, self._stage > 0
+        squares = self._rendezvous.meet(point, lambda: exchanged(ranks, self._squares, sharded=sharded))
+        return norm_of(squares, self.loss_scale.value)
+
+    def _squares(self) -> list[float]:
+        assert self._gradients is not None
+        self._adopt_reduced()
+        self._gradients.settle()
+        self._gradients.live_parameters()  # forgets those that the user took out of p.grad
+        return self._gradients.squares() + (self._begun_squares or [])
+
+    def _adopt_reduced(self) -> None:
+        """Gradients that other ranks computed count here too."""
+        if self._reduction is None:
+            return
+        for index in self._reduction.newly_present():
+            info = self._parameters[index]
+            if info.parameter.grad is None and self._gradients is not None:
+                self._gradients.expect(info)
+                self._shards.become(info.unit_index, ShardState.REDUCING)
+                info.parameter.grad = TakenGradient(info.fqn, info.parameter)
+
+    def clip_at_step(self, max_norm: float) -> float:
+        """Have the coming step clip to `max_norm`; return the norm before clipping."""
+        if self._begun_squares is not None:
+            raise UsageError(
+                "clip_grad_norm_ was called after updates of this step had begun: with update='backward' set "
+                "Config(max_grad_norm=...) instead, or use update='step'."
+            )
+        with self.failures():
+            self._undo_if_changed()
+            self._take_user_gradients()
+        self._clip_once = max_norm
+        self.grad_norm = self.measure_norm(Point.CLIPPING)
+        return self.grad_norm
+
+    def step(self) -> None:
+        """Turn the gradients into updates; see the module for when they run."""
+        self.check()
+        if self._gradients is None or self._updates is None:
+            raise UsageError("step was called, but offload.initialize was given no optimizer: pass one to train.")
+        if self.before_step is not None:
+            self.before_step()
+        if self.check_unchanged is not None:
+            self.check_unchanged()
+        with self.failures():
+            self._undo_if_changed()
+            self._finish_updates()
+            self._take_user_gradients()
+            with self._timeline.waiting("gradients"):
+                norm = self.measure_norm(Point.STEP)
+            self._last_backward_seen = False
+            begun, self._begun_squares = self._begun_squares is not None, None
+            max_norm = self._clip_once if self._clip_once is not None else self.max_grad_norm
+            self._clip_once = None
+            self.grad_norm = norm
+            is_finite = math.isfinite(norm)
+            clip = clip_factor(norm, max_norm) if max_norm is not None and is_finite else 1.0
+            self.speculation.strikes.record(clip != 1.0 or not is_finite)
+            if clip != 1.0 or not is_finite:
+                self._undo()
+            if not is_finite:
+                self._non_finite_step(begun)
+                return
+            updated = self.speculation.keep()
+            live = [info for info in self._gradients.live_parameters() if info.index not in updated]
+            if live:
+                self._enqueue(live, clip / self.loss_scale.value)
+            self.loss_scale.step_was_finite()
+            self._finish_step()
+
+    def _finish_step(self) -> None:
+        assert self._updates is not None
+        self.step_count += 1
+        self._residency.abandon_uses()  # of a backward that an exception cut short: what is in use is not fetched anew
+        if self._reduction is not None:
+            self._reduction.release_buffers()
+        self._residency.end_step()
+        self._accelerator.copy_in_after_compute()
+        self._updates.read_ahead()
+        self._residency.bring_first()
+        self._residency.launch_resident()
+        for unit_index in self._updates.pending_units:
+            if not self._residency.in_use(unit_index):
+                self._residency.close_off(unit_index)
+
+    def _non_finite_step(self, begun: bool) -> None:
+        assert self._gradients is not None
+        names = self._gradients.non_finite_parameters()
+        if not self.loss_scale.skips:
+            listed = some_of(names, _NAMED) or "parameters in the shards of other ranks"
+            raise NonFiniteGradientError(
+                f"the gradients of {listed} hold inf or NaN (step {self.step_count}). To leave such steps out set "
+                "Config(loss_scale='skip'); to find the cause use torch.autograd.detect_anomaly()."
+            )
+        assert not begun
+        self.loss_scale.step_overflowed()
+        self.zero_grad()
+        self._residency.end_step()
+
+    def _take_user_gradients(self) -> None:
+        """A gradient that the user assigned to `p.grad` counts like one that backward computed."""
+        for unit in self._units:
+            for info in unit.parameters:
+                gradient = info.parameter.grad
+                if info.trainable and gradient is not None and not isinstance(gradient, TakenGradient):
+                    assert self._gradients is not None
+                    self._gradients.is_live(info)
+                    self._take_over(unit, info, gradient, owned=False)
+
+    def _begin_update(self, live: list[ParameterInfo]) -> None:
+        """update="backward": enqueue and launch the updates of these parameters."""
+        assert self._gradients is not None
+        if not live:
+            return
+        self._gradients.settle()
+        squares = self._gradients.squares_of(live)
+        if not all(map(math.isfinite, squares)):
+            try:
+                self._non_finite_step(begun=True)
+            except NonFiniteGradientError as error:
+                if self._begun_squares is not None:
+                    self.failure = error  # other units have been updated already
+                raise
+        self._begun_squares = (self._begun_squares or []) + expansion(squares)
+        self._enqueue(live, 1.0 / self.loss_scale.value)
+        self._launch()
+
+    def _launch(self) -> None:
+        self._accelerator.copy_in_after_compute()
+        self._residency.launch_resident()
+
+    def _enqueue(self, live: list[ParameterInfo], factor: float, *, undoable: bool = False) -> None:
+        """`undoable`: all of one unit, before the norm is known."""
+        assert self._gradients is not None and self._updates is not None and self.hyper_of is not None
+        hypers = {index: self.hyper_of(index) for index in {info.group_index for info in live if info.group_index is not None}}
+        steps: dict[int, tuple[Hyper, int]] = {}
+        for info in live:
+            assert info.group_index is not None
+            info.step += 1
+            steps[info.index] = (hypers[info.group_index], info.step)
+            if not undoable:
+                self._gradients.consume(info)
+        if self._reduction is not None:
+            self._reduction.forget(live)
+        touched = {info.unit_index for info in live}
+        for unit_index in self._residency.next_order():
+            if unit_index in touched:
+                unit = self._units[unit_index]
+                self._shards.become(unit_index, ShardState.REDUCING)
+                self._shards.become(unit_index, ShardState.UPDATING)
+                updates = chunk_updates(unit, steps, factor)
+                if undoable:
+                    self.speculation.begin(unit, live, updates, hypers)
+                self._updates.enqueue(unit, updates)
+
+    def _settle_shards(self) -> None:
+        for unit in self._units:
+            settled = self._updates is None or not self._updates.is_pending(unit.index)
+            if settled and self._shards[unit.index] is ShardState.UPDATING:
+                self._shards.become(unit.index, ShardState.CLEAN)

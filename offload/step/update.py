@@ -1,0 +1,352 @@
+"""The optimizer step, chunk by chunk: read record k+1, update k, write k-1, at once.
+
+    enqueue   at step(): what every chunk will get (gradient pieces, hyper-parameters, step counts), in the order in
+              which the next forward needs the units; nothing of it can change any more
+    launch    hands one unit's chunks to the update lane; the lane reads ahead beyond them while buffers last
+    finish    waits until a unit's new parameters are in place
+
+A unit between `enqueue` and `finish` is in the shard state UPDATING (`offload.step.shard_state`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from offload.device import updating
+from offload.device.accelerator import Accelerator
+from offload.device.lane import InlineLane, ThreadLane
+from offload.device.pending import Pending
+from offload.device.records import MASTER, Record
+from offload.device.rules import Hyper
+from offload.device.updating import Segment
+from offload.layout import Piece
+from offload.model.flats import ChunkOf, ParameterInfo, Unit
+from offload.planning.purposes import RECORDS, RECORDS_ON_DEMAND
+from offload.ranks.rendezvous import Asked
+from offload.step.gradients import Gradients
+from offload.step.places import RecordPlaces
+from offload.step.sinks import Old, ParameterSink
+from offload.step.timeline import RECORD_WRITES, Timeline
+from offload.tiers.staging import Lease, StagingPool
+
+
+class Watcher(Protocol):
+    """Sees every chunk's update, on the lane."""
+
+    def before_update(self, chunk_of: ChunkOf, values: Tensor, record: Record) -> None:
+        """The chunk's record and values are at hand and about to be overwritten."""
+
+    def updated(self, chunk_of: ChunkOf, values: Tensor, record: Record) -> None:
+        """The chunk's record and values are at hand as the update leaves them, on their way to their places."""
+
+    def after_update(self, chunk_of: ChunkOf) -> None:
+        """The chunk was updated: who waits for its last write finds the new version in its places."""
+
+
+@dataclass(frozen=True, slots=True)
+class PieceUpdate:
+    """One slot's part in a chunk, with what its update needs to know."""
+
+    info: ParameterInfo
+    piece: Piece
+    hyper: Hyper
+    step: int
+
+
+@dataclass(slots=True, eq=False)
+class ChunkUpdate:
+    """One chunk's update. `factor` multiplies each gradient as it is read: un-scaling and clipping in one."""
+
+    chunk_of: ChunkOf
+    pieces: list[PieceUpdate]
+    factor: float
+    started: bool = False
+    cancelled: bool = False
+    applied: bool = False
+    lease: Lease | None = None
+    reading: Pending | None = None
+    failure: Exception | None = None
+
+    @property
+    def updates_every_slot(self) -> bool:
+        return len(self.pieces) == len(self.chunk_of.pieces())
+
+
+@dataclass(slots=True, eq=False)
+class _UnitUpdate:
+    unit: Unit
+    chunks: list[ChunkUpdate]
+    job: Pending | None = None
+    published: list[Pending] = field(default_factory=list)
+    spreading: Asked | None = None
+
+
+class Updates:
+    """The updates that are enqueued and not finished. The public methods belong to the thread that drives the model."""
+
+    def __init__(
+        self,
+        records: RecordPlaces,
+        gradients: Gradients,
+        sink: ParameterSink,
+        pool: StagingPool,
+        accelerator: Accelerator,
+        timeline: Timeline,
+    ) -> None:
+        self._records, self._gradients, self._sink, self._pool = records, gradients, sink, pool
+        self._accelerator, self._timeline = accelerator, timeline
+        # On the device an update is a launch in the order of compute, not work for a thread of the host.
+        self._reads = not records.in_memory or gradients.spills
+        self._lane = InlineLane() if records.on_device else accelerator.host_lane("update", waits_for_io=self._reads)
+        self.watcher: Watcher | None = None
+        self._units: dict[int, _UnitUpdate] = {}
+        self._ahead: deque[ChunkUpdate] = deque()
+        self.ask_gather: Callable[[int], Asked] | None = None
+        """Where parameters are whole on every rank and each updates its shard (ZeRO stages 1 and 2): brings the others'."""
+
+    @property
+    def needs_residency(self) -> bool:
+        """Whether a unit must be resident before it is launched."""
+        return self._sink.needs_residency
+
+    @property
+    def pending_units(self) -> list[int]:
+        """Indices of the units whose parameters are not yet those of the last step, in the enqueued order."""
+        return list(self._units)
+
+    @property
+    def launched_units(self) -> set[int]:
+        """Those of them whose updates the lane has."""
+        return {unit_index for unit_index, update in self._units.items() if update.job is not None}
+
+    @property
+    def runs_beside(self) -> bool:
+        """Whether the lane is a thread of its own."""
+        return isinstance(self._lane, ThreadLane)
+
+    def coming(self) -> list[ChunkOf]:
+        """The chunks whose enqueued update is not over."""
+        return [one.chunk_of for update in self._units.values() for one in update.chunks if not one.applied]
+
+    def is_pending(self, unit_index: int) -> bool:
+        return unit_index in self._units
+
+    def is_running(self, unit_index: int) -> bool:
+        """Whether the lane has the unit's update and is not done with it."""
+        update = self._units.get(unit_index)
+        return update is not None and update.job is not None and not update.job.done()
+
+    def enqueue(self, unit: Unit, chunks: list[ChunkUpdate]) -> None:
+        """Add a unit's update. Its gradients belong to the update from now on."""
+        if unit.index in self._units:
+            raise AssertionError(f"unit {unit.name} is updated twice at once")
+        self._units[unit.index] = _UnitUpdate(unit, chunks)
+        if self._reads:
+            self._ahead.extend(chunks)
+
+    def read_ahead(self) -> None:
+        """Start reading the first records before any unit is launched."""
+        if self._ahead:
+            self._lane.submit(self._read_ahead)
+
+    def launch(self, unit_index: int) -> Pending:
+        """Hand the unit's update to the lane, once; settles when its new parameters are in place."""
+        update = self._units[unit_index]
+        if update.job is None:
+            # On the device the job gives work to compute, and a thread of the fetcher may be the one that runs it.
+            update.job = self._lane.submit(self._accelerator.on_compute(lambda: self._run(update)))
+        return update.job
+
+    def finish(self, unit_index: int) -> None:
+        """Wait until the unit's update ran, if it has one; raise its failure."""
+        if unit_index not in self._units:
+            return
+        if self.ask_gather is None:
+            job = self.launch(unit_index)
+            with self._timeline.waiting("update"):
+                job.wait()
+            for pending in self._units.pop(unit_index).published:
+                self._accelerator.join(pending)
+            return
+        self._spread(unit_index, self.ask_gather)
+        coming = [index for index, update in self._units.items() if update.spreading is None]
+        if coming:
+            self._spread(coming[0], self.ask_gather)  # its shards travel under the forward of this unit
+        asked = self._units[unit_index].spreading
+        assert asked is not None
+        with self._timeline.waiting("gather"):
+            asked.wait()
+        if asked.result is not None:
+            self._accelerator.join(asked.result)
+        del self._units[unit_index]
+
+    def apply(self, unit_index: int) -> None:
+        """Block until this rank's part of the unit's update, if it has one, is in place. From any thread."""
+        if unit_index in self._units:
+            self.launch(unit_index).wait()
+            for pending in self._units[unit_index].published:
+                pending.wait()
+
+    def _spread(self, unit_index: int, ask_gather: Callable[[int], Asked]) -> None:
+        update = self._units[unit_index]
+        if update.spreading is None:
+            with self._timeline.waiting("update"):
+                self.apply(unit_index)
+            update.spreading = ask_gather(unit_index)
+
+    def cancel(self, unit_index: int) -> None:
+        """Return when nothing of the unit's update runs any more: of the chunks that are marked `cancelled` only one in hand is
+        still updated."""
+        if unit_index in self._units:
+            self.apply(unit_index)
+            del self._units[unit_index]
+
+    def close(self) -> None:
+        self._lane.close()
+
+    # ---- on the lane ---------------------------------------------------------------------------------------------
+
+    def _run(self, update: _UnitUpdate) -> None:
+        for chunk_update in update.chunks:
+            if chunk_update.cancelled:
+                self._give_up(chunk_update)
+                continue
+            if not chunk_update.started:
+                self._start_reading(chunk_update, self._lease_now(chunk_update.chunk_of))
+            self._read_ahead()
+            update.published.append(self._apply(chunk_update))
+        if self._records.on_device:
+            update.published.append(self._accelerator.mark())
+
+    def _is_in_place(self, chunk_of: ChunkOf) -> bool:
+        """Whether the chunk's record is updated where it lies."""
+        return self._records.in_memory or self._records.view(chunk_of) is not None
+
+    def _lease_now(self, chunk_of: ChunkOf) -> Lease | None:
+        if self._is_in_place(chunk_of):
+            return None
+        lease = self._pool.try_lease(RECORDS)
+        if lease is None:
+            with self._timeline.lane_waiting(RECORD_WRITES):
+                lease = self._pool.lease(RECORDS_ON_DEMAND)
+        return lease
+
+    def _read_ahead(self) -> None:
+        """Read what comes next in the enqueued order, as far as there are buffers; pass over records that lie in memory."""
+        while self._ahead:
+            first = self._ahead[0]
+            if first.cancelled:
+                self._ahead.popleft()
+                continue
+            if not first.started and not self._is_in_place(first.chunk_of):
+                lease = self._pool.try_lease(RECORDS)
+                if lease is None:
+                    return
+                self._start_reading(first, lease)
+            elif not first.started and not self._prefetch_gradient(first):
+                return
+            self._ahead.popleft()
+
+    def _give_up(self, chunk_update: ChunkUpdate) -> None:
+        chunk_update.started = True  # so that nothing is read ahead for it
+        lease, chunk_update.lease = chunk_update.lease, None
+        if lease is not None:
+            if chunk_update.reading is not None:
+                chunk_update.reading.wait()
+            lease.release()
+        self._sink.forget(chunk_update.chunk_of)
+
+    def _prefetch_gradient(self, chunk_update: ChunkUpdate) -> bool:
+        try:
+            return self._gradients.prefetch(chunk_update.chunk_of)
+        except Exception as error:
+            chunk_update.failure = error  # as in _start_reading
+            return True
+
+    def _start_reading(self, chunk_update: ChunkUpdate, lease: Lease | None) -> None:
+        chunk_update.started = True
+        chunk_update.lease = lease
+        chunk_of = chunk_update.chunk_of
+        try:
+            if lease is not None:
+                chunk_update.reading = self._records.read(chunk_of, lease.tensor[: self._records.nbytes(chunk_of)])
+            if self._old(chunk_update) is Old.ALL:
+                self._sink.read_ahead(chunk_of)
+            self._gradients.prefetch(chunk_of)  # False: the update in hand reads it
+        except Exception as error:
+            # Reading ahead is nobody's errand: the failure waits for the update that needs what was not read.
+            chunk_update.failure = error
+
+    def _old(self, chunk_update: ChunkUpdate) -> Old:
+        if self._records.format(chunk_update.chunk_of).needs_values:
+            return Old.ALL
+        return Old.NONE if chunk_update.updates_every_slot else Old.REST
+
+    def _apply(self, chunk_update: ChunkUpdate) -> Pending:
+        chunk_of, lease = chunk_update.chunk_of, chunk_update.lease
+        if chunk_update.failure is not None:
+            raise chunk_update.failure
+        with self._timeline.lane_waiting("read records"):
+            if chunk_update.reading is not None:
+                chunk_update.reading.wait()
+            gradients = self._gradients.open(chunk_of, [piece.piece for piece in chunk_update.pieces])
+        with self._timeline.lane_waiting("read parameters"):
+            values = self._sink.begin(chunk_of, self._old(chunk_update))
+        buffer = lease.tensor if lease is not None else self._records.view(chunk_of)
+        assert buffer is not None
+        record = self._records.over(chunk_of, buffer)
+        watcher = self.watcher  # once: a save that ends takes it away
+        if watcher is not None:
+            with self._timeline.lane_waiting("copy for checkpoint"):
+                watcher.before_update(chunk_of, values, record)
+        with self._timeline.lane_working("adam"):
+            pairs = zip(chunk_update.pieces, gradients, strict=True)
+            updating.update([_segment(chunk_update, piece, record, gradient, values) for piece, gradient in pairs])
+        self._gradients.release(chunk_of)
+        if watcher is not None:
+            with self._timeline.lane_waiting("copy for checkpoint"):
+                watcher.updated(chunk_of, values, record)
+        published = self._sink.commit(chunk_of, values, [piece.piece for piece in chunk_update.pieces])
+        if lease is not None:
+            chunk_update.lease = None
+            lease.release(after=self._records.write(chunk_of, buffer[: self._records.nbytes(chunk_of)]))
+        chunk_update.applied = True  # before it is told: `coming` may be asked for between the two
+        watcher = self.watcher
+        if watcher is not None:
+            watcher.after_update(chunk_of)
+        return published
+
+
+def chunk_updates(unit: Unit, steps: Mapping[int, tuple[Hyper, int]], factor: float) -> list[ChunkUpdate]:
+    """The update of a unit's parameters in `steps` (by index: numbers and step), by chunks; `factor` as in `ChunkUpdate`."""
+    updates = []
+    for flat in unit.flats:
+        for chunk in flat.layout.chunks if flat.layout.trainable else ():
+            chunk_of = ChunkOf(flat, chunk)
+            pieces = [PieceUpdate(info, piece, *steps[info.index]) for info, piece in chunk_of.pieces() if info.index in steps]
+            if pieces:
+                updates.append(ChunkUpdate(chunk_of, pieces, factor))
+    return updates
+
+
+def _segment(update: ChunkUpdate, piece: PieceUpdate, record: Record, gradient: Tensor, values: Tensor) -> Segment:
+    low, high = piece.piece.start - update.chunk_of.chunk.start, piece.piece.stop - update.chunk_of.chunk.start
+    arrays, weights = record.part(low, high), values[low:high]
+    state_format = record.format.state_format
+    own_weights = not (state_format.is_split or MASTER in arrays)
+    return Segment(
+        grad=gradient,
+        arrays={**arrays, MASTER: weights} if own_weights else arrays,
+        values=None if own_weights else weights,
+        hyper=piece.hyper,
+        step=piece.step,
+        grad_factor=update.factor,
+        state_format=state_format,
+        rounding_seed=piece.info.index,
+        first_index=piece.piece.start - piece.piece.slot.start,
+    )

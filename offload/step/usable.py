@@ -1,0 +1,48 @@
+"""Whether an engine can still be used: it was not closed, and nothing failed that leaves its state undefined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from offload.errors import EngineFailedError, NonFiniteGradientError, ParameterAccessError, UsageError
+from offload.ranks.rendezvous import Rendezvous
+from offload.step.hooks import Listener
+
+
+class Usable(Listener):
+    """See the module. The part of the hooks' listener that takes failures in."""
+
+    def __init__(self, rendezvous: Rendezvous | None) -> None:
+        """`rendezvous`: with the other ranks, which are told of a failure."""
+        self._others = rendezvous
+        self.failure: BaseException | None = None
+        self.closed = False
+
+    @contextmanager
+    def failures(self) -> Iterator[None]:
+        """A failure of the engine's own work leaves its state undefined; an answer to the user's error does not."""
+        self.check()
+        try:
+            yield
+        except (ParameterAccessError, UsageError, EngineFailedError, NonFiniteGradientError):
+            raise
+        except BaseException as error:
+            self.failure = error
+            if self._others is not None:
+                self._others.abandon(f"{type(error).__name__}: {error}")
+            raise
+
+    @property
+    def has_failed(self) -> bool:
+        return self.failure is not None
+
+    def check(self) -> None:
+        """Raise if the engine is closed, or if an earlier failure left it unusable."""
+        if self.closed:
+            raise UsageError("the engine was closed: call offload.initialize again.")
+        if self.failure is not None:
+            raise EngineFailedError(
+                f"the engine failed earlier and its state is undefined: {self.failure}. Go on from the last checkpoint: "
+                "engine.load_checkpoint(dir) on one rank, else start again."
+            ) from self.failure

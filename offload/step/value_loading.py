@@ -1,0 +1,155 @@
+"""Setting a model's values from a state_dict, unit by unit: `engine.load_state_dict`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from offload.device.rounding import round_into
+from offload.errors import UsageError
+from offload.model.flats import ChunkOf, Flat, Unit
+from offload.model.weight_names import Differences, persistent_buffers
+from offload.ranks.agreement import Point
+from offload.ranks.transport import Ranks
+from offload.step.fetching import chunks_of
+from offload.step.parts import Parts
+from offload.step.training import Training
+from offload.tiers.memory import HostMemory
+
+
+class ValueLoading:
+    """One call of `load_state_dict`. Owned by the thread that drives the model."""
+
+    def __init__(self, parts: Parts, training: Training, model: nn.Module, state: Mapping[str, Tensor]) -> None:
+        self._parts, self._training, self._state = parts, training, state
+        self._buffers = dict(persistent_buffers(model))
+
+    def run(self) -> None:
+        """See `Engine.load_state_dict`."""
+        self._training.check()
+        if self._training.is_within_step:
+            raise UsageError("load_state_dict was called while gradients wait for a step: call it after optimizer.step().")
+        owners = self._owners()
+        with self._training.failures():
+            self._training.settle()
+            self._parts.residency.evict_all()
+            for unit in self._parts.units:
+                self._set_unit(unit, {info.index: self._value(info.fqns, info.shape, owners) for info in unit.parameters})
+            with torch.no_grad():
+                for fqn, buffer in self._buffers.items():
+                    buffer.copy_(self._value((fqn,), buffer.shape, owners))
+
+    def _owners(self) -> dict[str, tuple[int, torch.dtype]]:
+        """The first rank that has each name, and the dtype it has it in. Checks names and shapes."""
+        own = {name: (list(value.shape), str(value.dtype).removeprefix("torch.")) for name, value in self._state.items()}
+        ranks = self._parts.ranks
+        said: list[dict[str, tuple[list[int], str]]] = [own]
+        if ranks is not None:
+            assert self._parts.rendezvous is not None
+            with self._training.failures():
+                data = self._parts.rendezvous.meet(
+                    Point.LOADING_STATE_DICT, lambda: ranks.exchange_bytes(json.dumps(own).encode())
+                )
+            said = [json.loads(one) for one in data]
+        found: dict[str, tuple[int, torch.dtype]] = {}
+        shapes: dict[str, list[int]] = {}
+        for index in reversed(range(len(said))):
+            for name, (shape, dtype) in said[index].items():
+                found[name], shapes[name] = (index, getattr(torch, dtype)), shape
+        self._require_fit(shapes)
+        return found
+
+    def _require_fit(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        wanted = [(info.fqns, list(info.shape)) for info in self._parts.parameters]
+        wanted += [((fqn,), list(buffer.shape)) for fqn, buffer in self._buffers.items()]
+        differences = Differences()
+        for fqns, shape in wanted:
+            given = [name for name in fqns if name in shapes]
+            if not given:
+                differences.missing.append(f"{fqns[0]} {shape}")
+            differences.misshapen += [
+                f"{name} (model: {shape}, given: {shapes[name]})" for name in given if list(shapes[name]) != shape
+            ]
+        known = {name for fqns, _ in wanted for name in fqns}
+        differences.unexpected = [f"{name} {shape}" for name, shape in shapes.items() if name not in known]
+        if differences:
+            raise UsageError(
+                f"load_state_dict was given names or shapes that are not the model's: {differences}. Nothing changed."
+            )
+
+    def _value(self, fqns: Sequence[str], shape: torch.Size, owners: Mapping[str, tuple[int, torch.dtype]]) -> Tensor:
+        """The value on the host, on whichever rank it is."""
+        name = next(name for name in fqns if name in owners)
+        owner, dtype = owners[name]
+        ranks = self._parts.ranks
+        if ranks is None:
+            return self._state[name].detach().cpu()
+        assert self._parts.rendezvous is not None
+        value = self._state[name].detach().cpu().contiguous() if ranks.index == owner else torch.empty(shape, dtype=dtype)
+        self._parts.rendezvous.meet(Point.LOADING_STATE_DICT, lambda: _share(ranks, value, owner))
+        return value
+
+    # ---- into the tiers ------------------------------------------------------------------------------------------
+
+    def _set_unit(self, unit: Unit, values: Mapping[int, Tensor]) -> None:
+        ordered = {info.index: info.in_memory_order(values[info.index]) for info in unit.parameters}
+        for chunk_of in chunks_of(unit):
+            self._set_master(chunk_of, ordered)
+            if self._parts.places is not None:
+                self._set_home(chunk_of, ordered)
+        if self._parts.places is None:
+            for flat in unit.flats:
+                for info, slot in zip(flat.parameters, flat.layout.slots, strict=True):
+                    flat.slice(slot.start, slot.stop).copy_(self._rounded(flat, ordered[info.index]))
+
+    def _rounded(self, flat: Flat, value: Tensor) -> Tensor:
+        """`value` in the flat's dtype, rounded as an update would leave it."""
+        records = self._parts.records
+        rounded = torch.empty(value.numel(), dtype=flat.dtype)
+        if records is None or not flat.layout.trainable or value.dtype != torch.float32 or flat.dtype == torch.float32:
+            round_into(rounded, value.contiguous())
+        else:
+            records.flat_format(flat).round_values(rounded, value.contiguous())
+        return rounded
+
+    def _set_master(self, chunk_of: ChunkOf, ordered: Mapping[int, Tensor]) -> None:
+        records = self._parts.records
+        if records is None or not chunk_of.flat.layout.trainable or not records.format(chunk_of).own_master:
+            return
+        records.settle_write(chunk_of)
+        stored = records.view(chunk_of)
+        buffer = stored
+        if buffer is None:
+            buffer = HostMemory(records.nbytes(chunk_of), "loaded records", ledger=self._parts.ledger).tensor
+            records.read(chunk_of, buffer).wait()
+        record = records.over(chunk_of, buffer)
+        for info, piece in chunk_of.pieces():
+            part = ordered[info.index][piece.start - piece.slot.start : piece.stop - piece.slot.start]
+            low, high = piece.start - chunk_of.chunk.start, piece.stop - chunk_of.chunk.start
+            record.put_master(low, high, part.to(buffer.device))
+        if stored is None:
+            records.write(chunk_of, buffer).wait()
+
+    def _set_home(self, chunk_of: ChunkOf, ordered: Mapping[int, Tensor]) -> None:
+        places = self._parts.places
+        assert places is not None
+        places.settle_write(chunk_of)
+        stored = places.view(chunk_of)
+        content = stored
+        if content is None:
+            content = HostMemory(places.nbytes(chunk_of), "loaded parameters", ledger=self._parts.ledger).tensor
+        values = content[: chunk_of.chunk.numel * chunk_of.flat.layout.itemsize].view(chunk_of.flat.dtype)
+        for info, piece in chunk_of.pieces():
+            part = ordered[info.index][piece.start - piece.slot.start : piece.stop - piece.slot.start]
+            low, high = piece.start - chunk_of.chunk.start, piece.stop - chunk_of.chunk.start
+            values[low:high].copy_(self._rounded(chunk_of.flat, part))
+        if stored is None:
+            places.write(chunk_of, content).wait()
+
+
+def _share(ranks: Ranks, value: Tensor, owner: int) -> None:
+    if value.numel():
+        ranks.broadcast(value.view(-1).view(torch.uint8), owner)

@@ -1,0 +1,40 @@
+"""What the schedule computes beforehand is what the engine then holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import offload
+from offload.planning.plan import plan, required_nbytes, simulate
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "deferred"])
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_simulated_peak_is_the_measured_peak(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accelerator: str, prefetch: int
+) -> None:
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", accelerator)
+    blocks = [nn.Sequential(nn.Linear(64, 64 * scale), nn.ReLU(), nn.Linear(64 * scale, 64)) for scale in (1, 3, 2, 4, 1)]
+    model = nn.Sequential(*blocks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    config = {"parameters": "nvme", "optimizer_states": "cpu", "nvme": tmp_path, "prefetch": prefetch}
+    with offload.initialize(model, optimizer, config) as engine:
+        residency = engine._parts.residency
+        sizes = [unit.nbytes for unit in engine._parts.layout.units]
+        for step in range(4):
+            if step == 2:  # from here on the steps are those of the trace of the steps before
+                residency.peak_resident_nbytes = 0
+            loss = F.mse_loss(model(torch.ones(2, 64)), torch.zeros(2, 64))
+            loss.backward()
+            engine.step()
+            engine.zero_grad()
+        trace = residency._schedule.trace
+        schedule = plan(trace, sizes, residency.capacity_nbytes, prefetch)
+        assert residency.peak_resident_nbytes == simulate(schedule, sizes) <= residency.capacity_nbytes
+        assert residency.capacity_nbytes >= required_nbytes(trace, sizes, prefetch)
+        assert residency.peak_resident_nbytes > sum(sizes) // 4
