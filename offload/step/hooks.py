@@ -6,7 +6,8 @@
                  also ends before the use of a call starts that forward made earlier: autograd goes through what one
                  thread recorded from the last to the first. An input that several units share (of a decoder the
                  encoder's output) has its gradient only when backward is through with all of them. Whatever is still
-                 open ends with the backward
+                 open ends with its graph task: the backward, or the one inside it that goes through what a reentrant
+                 checkpoint computed again, whose inputs are leaves there
     gradients    right before PyTorch accumulates into `p.grad` the token of an earlier gradient is taken out; right
                  after, the gradient is handed over and a token put in its place; the parts of a shared parameter's are
                  added by `offload.step.gradient_parts`
@@ -20,6 +21,7 @@ import dataclasses
 import itertools
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -71,6 +73,7 @@ class _BackwardUse:
         self._hooks, self.unit, self.reads_values = hooks, unit, reads_values
         self.open = False
         self.inputs_need_gradients = False
+        self.graph_task = -1
         self.awaited: set[int] = set()
         self.thread = threading.get_ident()
         self.began, self.ended = next(hooks.clock), 0
@@ -81,7 +84,7 @@ class _BackwardUse:
 
     def start(self, *_: Any) -> None:
         if not self.open:
-            self.open = True
+            self.open, self.graph_task = True, torch._C._current_graph_task_id()
             self.awaited = {info.index for info in self.unit.parameters if info.parameter.requires_grad}
             self._hooks.backward_use_started(self)
 
@@ -123,6 +126,10 @@ class Hooks:
         """Numbers the begins and ends of calls."""
         self._open_uses: dict[_BackwardUse, None] = {}
         self._graph_tasks: list[int] = []
+        self._passed: Counter[int] = Counter()
+        """By unit: its forwards without a graph that a reentrant checkpoint may yet compute again, and go through."""
+        self._left_early: dict[int, Unit] = {}
+        self._backward_ended = False
         self._root = self._units[0].modules[0]
         self._parts = GradientParts(self._units)
 
@@ -159,9 +166,12 @@ class Hooks:
         if not inside_backward and len(self._calls) == 1:
             self._reset()
             self._listener.forward_begins()
+        if inside_backward and torch.is_grad_enabled():
+            self._enter_backward()  # before a backward inside this one is taken for the whole
         if module not in unit.modules and self._residency.in_use(unit.index):
             return None
-        call.unit, call.recorded = unit, inside_backward or torch.is_grad_enabled()
+        in_step = inside_backward or torch.is_grad_enabled() or any(other.recorded for other in self._calls)
+        call.unit, call.recorded = unit, in_step
         changed = None
         if module is self._root:
             args, kwargs = changed = self._listener.cast_inputs(args, kwargs)
@@ -170,13 +180,17 @@ class Hooks:
         self._residency.enter_forward(unit.index)
         call.started = True
         if torch.is_grad_enabled():
+            self._passed[unit.index] -= inside_backward and self._passed[unit.index] > 0
             call.use = _BackwardUse(self, unit, reads_values=module not in unit.modules or not is_lookup(module))
             # Before the forward: an in-place operation in it would move the hook to a place inside the unit.
             call.inputs = inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
             call.use.inputs_need_gradients = bool(inputs)
-            # With a leaf among them PyTorch cannot tell when all are done: then the use ends with the backward.
+            # With a leaf among them PyTorch cannot tell when all are done: then the use ends with the graph task.
             if inputs and all(tensor.grad_fn is not None for tensor in inputs):
                 register_multi_grad_hook(inputs, call.use.end, mode="all")
+        elif not inside_backward:
+            # An evaluation of the whole model is no checkpoint's; one of a part alone cannot be told from it.
+            self._passed[unit.index] += in_step or self._calls[0].unit is not self._units[0]
         return changed
 
     def _after_forward(self, output: Any) -> None:
@@ -202,6 +216,10 @@ class Hooks:
         """A new outermost forward: nothing of an earlier forward or backward that was cut short is still going on."""
         self._open_uses.clear()
         self._graph_tasks.clear()
+        self._left_early.clear()
+        if self._backward_ended:  # else this may be a second forward before one backward
+            self._passed.clear()
+        self._backward_ended = False
         self._parts.forget()
         self._residency.abandon_uses()
 
@@ -221,12 +239,15 @@ class Hooks:
         if graph_task not in self._graph_tasks:
             return
         self._graph_tasks.remove(graph_task)
-        if self._graph_tasks:
-            return
-        for use in list(self._open_uses):
+        is_whole = not self._graph_tasks
+        for use in [use for use in self._open_uses if is_whole or use.graph_task == graph_task]:
             use.end()
-        with self._listener.failures():
-            self._listener.backward_ended()
+        if is_whole:
+            self._backward_ended = True
+            with self._listener.failures():
+                while self._left_early:
+                    self._listener.backward_leaves(self._left_early.popitem()[1])
+                self._listener.backward_ended()
 
     def backward_use_started(self, use: _BackwardUse) -> None:
         self._enter_backward()
@@ -248,7 +269,12 @@ class Hooks:
                 self._left(use.unit)
 
     def _left(self, unit: Unit) -> None:
-        if not self._residency.in_use(unit.index):
+        if self._residency.in_use(unit.index):
+            return
+        if self._passed[unit.index]:
+            self._left_early[unit.index] = unit  # each such checkpoint accumulates on its own: more may come
+        else:
+            self._left_early.pop(unit.index, None)
             self._listener.backward_leaves(unit)
 
     def _hook_parameter(self, unit: Unit, info: ParameterInfo) -> None:

@@ -188,10 +188,10 @@ class Residency:
         """The step's trace is complete. If it was not as expected, the next step is planned from it."""
         trace = self._recorder.take()
         if not self._went_as_planned and len(trace):
+            needed_nbytes = required_nbytes(trace, self._nbytes, 0)
             if not self._fixed_capacity:
-                needed_nbytes = required_nbytes(trace, self._nbytes, self._prefetch)
                 self.capacity_nbytes = max(self.capacity_nbytes, needed_nbytes)
-            if required_nbytes(trace, self._nbytes, 0) <= self.capacity_nbytes:
+            if needed_nbytes <= self.capacity_nbytes:
                 self._follow(plan(trace, self._nbytes, self.capacity_nbytes, self._prefetch))
         self._cursor, self._deferred = 0, ()
         self._went_as_planned = True
