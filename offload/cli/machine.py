@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import resource
 from pathlib import Path
@@ -77,11 +76,11 @@ def accelerator_rows() -> list[Row]:
 
 
 def _cuda_kernels() -> str:
-    if importlib.util.find_spec("cupy") is None:
-        return "torch operations, the same bits (CuPy is not installed)"
-    if device_kernels.compiled_path() is None:
-        return "compiled by NVRTC at initialize (the package was built without nvcc), launched by CuPy"
-    return "compiled when the package was built, launched by CuPy"
+    # Without a device: one of those that every build compiles for.
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (8, 0)
+    if device_kernels.compiled_path(capability) is None:
+        return "torch operations, the same bits (the package was built without nvcc and NVRTC)"
+    return "compiled when the package was built"
 
 
 def system_rows() -> list[Row]:

@@ -1,17 +1,15 @@
-"""The compiled kernels for CUDA tensors: where their code comes from, and their launches. Source: `cuda_kernels/kernels.cu`.
+"""The compiled kernels for CUDA tensors: where their code lies, and their launches. Source: `cuda_kernels/kernels.cu`.
 
-Where nvcc was there when the package was built, the kernels were compiled then, for every major architecture, into one file
-beside the native library, and nothing is compiled at run time. Where it was not, CuPy compiles the same source with NVRTC, at
-`initialize` and never within a step, and keeps the result on disk: who installs CuPy beside a build without nvcc asks
-for exactly that. Without CuPy, which launches them, or where it cannot load them, `offload.device.kernels` uses torch
-operations that give the same bits and move some ten times the bytes.
+They are compiled when the package is built: by nvcc into one file for every major architecture, or where there is no
+nvcc by NVRTC into one file for each. They lie beside the native library, and the driver loads and launches them
+(`offload.device.driver`); nothing is compiled at run time. Where they are missing or do not load, which is said once,
+`offload.device.kernels` uses torch operations that give the same bits and move some ten times the bytes.
 
 A launch goes to the calling thread's current stream of the tensor's device and returns at once. Any thread may launch.
 """
 
 from __future__ import annotations
 
-import importlib
 import math
 import warnings
 from dataclasses import dataclass
@@ -23,15 +21,14 @@ import torch
 from torch import Tensor
 
 from offload import _native_library
+from offload.device.driver import Kernels
 
 if TYPE_CHECKING:
     from offload.device.rules import Hyper
     from offload.device.updating import Segment
 
 SOURCE = Path(__file__).parent / "cuda_kernels" / "kernels.cu"
-COMPILED_NAME = "offload_cuda_kernels.fatbin"
-COMPILE_OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
-"""For NVRTC; nvcc is given the same. Every operation says its rounding anyway."""
+COMPILED_NAME = "offload_cuda_kernels"
 
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NO_TENSOR = 3
@@ -82,34 +79,21 @@ class AdamScalars:
 
 
 class Launcher:
-    """Calls an entry point by name on a CUDA stream. `cupy` is the module; `module` its RawModule."""
+    """Calls an entry point by name on torch's current stream of a device."""
 
-    def __init__(self, cupy: Any, module: Any, device_index: int) -> None:
-        self._cupy, self._module, self._device_index = cupy, module, device_index
-        self._functions: dict[str, Any] = {}
+    def __init__(self, path: Path, device_index: int) -> None:
+        self._kernels, self._device_index = Kernels(path, entry_points(), device_index), device_index
 
     def __call__(self, name: str, block_count: int, arguments: tuple[Any, ...]) -> None:
-        function = self._functions.get(name)
-        if function is None:
-            function = self._functions[name] = self._module.get_function(name)
-        stream = _ForeignStream(torch.cuda.current_stream(self._device_index).cuda_stream)
-        with self._cupy.cuda.Device(self._device_index), _cupy_stream(self._cupy, stream):
-            function((min(block_count, _BLOCKS_MOST),), (_THREADS,), arguments)
+        stream = torch.cuda.current_stream(self._device_index).cuda_stream
+        self._kernels.launch(name, min(block_count, _BLOCKS_MOST), _THREADS, stream, arguments)
 
 
-@dataclass(frozen=True, slots=True)
-class _ForeignStream:
-    """A stream of torch's, as the CUDA stream protocol wants it."""
-
-    address: int
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.address
-
-
-def _cupy_stream(cupy: Any, stream: _ForeignStream) -> Any:
-    from_external = getattr(cupy.cuda.Stream, "from_external", None)  # CuPy 14
-    return from_external(stream) if from_external is not None else cupy.cuda.ExternalStream(stream.address)
+def entry_points() -> list[str]:
+    """The name of every kernel: offload_<what>_<dtype codes>."""
+    sources = _CODES.values()
+    names = [f"offload_{what}_{s}_{t}" for what in ("adam", "ingest") for s in sources for t in (*sources, _NO_TENSOR)]
+    return names + [f"offload_convert_{s}_{t}" for s in sources for t in sources if s != t]
 
 
 class DeviceKernels:
@@ -152,10 +136,10 @@ _prepared: dict[int, DeviceKernels | None] = {}
 
 
 def prepare(device: torch.device) -> None:
-    """Load the kernels for a CUDA device, once; compile them if the package was built without nvcc. Seconds at most."""
+    """Load the kernels for a CUDA device, once. Where that cannot be done a `RuntimeWarning` says why, once."""
     assert device.index is not None
     if device.index not in _prepared:
-        _prepared[device.index] = _load(device.index)
+        _prepared[device.index] = _load(device)
 
 
 def of(device: torch.device) -> DeviceKernels | None:
@@ -163,28 +147,30 @@ def of(device: torch.device) -> DeviceKernels | None:
     return _prepared.get(device.index) if device.type == "cuda" else None
 
 
-def compiled_path() -> Path | None:
-    """The kernels as the build compiled them; None where it had no nvcc."""
-    return next((path for path in _native_library.installed_paths(COMPILED_NAME) if path.is_file()), None)
+def compiled_path(capability: tuple[int, int]) -> Path | None:
+    """The kernels as the build compiled them, for devices of a compute capability; None where it compiled none.
+
+    nvcc's file holds all architectures; NVRTC makes one for each. Code for a capability runs on later ones of the same major.
+    """
+    major, minor = capability
+    names = ["fatbin", *(f"sm_{major}{at_most}.cubin" for at_most in range(minor, -1, -1))]
+    paths = [path for name in names for path in _native_library.installed_paths(f"{COMPILED_NAME}.{name}")]
+    return next((path for path in paths if path.is_file()), None)
 
 
-def _load(device_index: int) -> DeviceKernels | None:
+def _load(device: torch.device) -> DeviceKernels | None:
+    capability = torch.cuda.get_device_capability(device)
     try:
-        cupy = importlib.import_module("cupy")
-    except ImportError:
-        return None
-    path = compiled_path()
-    try:
-        if path is not None:
-            module = cupy.RawModule(path=str(path))
-        else:
-            module = cupy.RawModule(code=SOURCE.read_text(), options=COMPILE_OPTIONS, backend="nvrtc")
-        kernels = DeviceKernels(Launcher(cupy, module, device_index))
-        _try_out(kernels, torch.device("cuda", device_index))
-    except Exception as error:  # whatever CuPy, the driver or NVRTC have to say: training goes on without them
+        path = compiled_path(capability)
+        if path is None:
+            raise FileNotFoundError("the package was built without them for compute capability {}.{}".format(*capability))
+        kernels = DeviceKernels(Launcher(path, device.index))
+        _try_out(kernels, device)
+    except (OSError, AttributeError, RuntimeError) as error:  # no file, no driver, a driver without a function; what it refuses
         warnings.warn(
-            f"the CUDA kernels cannot be used ({type(error).__name__}: {error}): torch operations give the same bits, slower. "
-            "Look at the installation of CuPy, or build the package with nvcc.",
+            f"the CUDA kernels cannot be used ({error}): torch operations give the same bits with about ten times the traffic "
+            "in device memory, and take up to 0.1 GiB of it more than planned. Build the package where nvcc is, or NVRTC "
+            "(pip install nvidia-cuda-nvrtc): see docs/gpu.md.",
             RuntimeWarning,
             stacklevel=2,
         )

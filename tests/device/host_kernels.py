@@ -21,8 +21,8 @@ _C_TYPES = {np.uint64: ctypes.c_void_p, np.int64: ctypes.c_longlong, np.int32: c
 
 
 @functools.lru_cache
-def library() -> ctypes.CDLL:
-    """Compiled once in a run; skips the test where there is no C++ compiler."""
+def library(source: str = "host_cuda.cpp") -> ctypes.CDLL:
+    """A file of this folder around the kernels, compiled once in a run; skips the test where there is no C++ compiler."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler to run the CUDA source with")
@@ -30,8 +30,7 @@ def library() -> ctypes.CDLL:
         built = Path(folder) / "host_kernels.so"
         # -O1: no loop of this is worth more; -ffp-contract=off: what is written as two operations stays two.
         flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", f"-I{SOURCE.parent}"]
-        source = Path(__file__).parent / "host_cuda.cpp"
-        subprocess.run([compiler, *flags, str(source), "-o", str(built)], check=True)
+        subprocess.run([compiler, *flags, str(Path(__file__).parent / source), "-o", str(built)], check=True)
         return ctypes.CDLL(str(built))
 
 

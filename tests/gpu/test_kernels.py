@@ -23,9 +23,8 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(device_kernels, "_prepared", {})
     device = torch.device("cuda", torch.cuda.current_device())
     if request.param == "compiled":
-        pytest.importorskip("cupy")
         device_kernels.prepare(device)
-        assert device_kernels.of(device) is not None, "CuPy is there and the kernels did not load"
+        assert device_kernels.of(device) is not None, "the kernels did not load"
     yield request.param
 
 
