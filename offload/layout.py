@@ -165,7 +165,8 @@ class FlatLayout:
     def pieces(self, chunk: Chunk) -> Iterator[Piece]:
         """The slots that lie in `chunk`, cut to it, in order."""
         first = bisect.bisect_right(self._starts, chunk.start) - 1
-        for slot in self.slots[max(first, 0) :]:
+        for index in range(max(first, 0), len(self.slots)):
+            slot = self.slots[index]
             if slot.start >= chunk.stop:
                 return
             start, stop = max(slot.start, chunk.start), min(slot.stop, chunk.stop)

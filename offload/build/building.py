@@ -12,8 +12,9 @@ from offload.ranks.transport import Ranks
 from offload.device.records import RecordFormat
 from offload.layout import FlatLayout, Layout, UnitLayout
 from offload.deferred_init.deferred_init import materialize_buffers
-from offload.step.fetching import DirectFetcher, Fetcher, GatheredFetcher, HomeFetcher, StagedFetcher, chunks_of
-from offload.model.flats import ChunkOf, Flat, ParameterInfo, Unit
+from offload.step.fetching import DirectFetcher, Fetcher, GatheredFetcher, HomeFetcher, StagedFetcher
+from offload.model.chunk import ChunkOf
+from offload.model.flats import Flat, ParameterInfo, Unit
 from offload.step.gradients import Gradients
 from offload.build.materialize import InitialValues, Materializer
 from offload.model.optimizer_kinds import InitialState
@@ -71,7 +72,7 @@ class Building:
             self._unit(unit, layout, infos)
             for unit, layout, infos in zip(module_units, self._layout.units, by_unit, strict=True)
         ]
-        chunks = [chunk_of for unit in units for chunk_of in chunks_of(unit)]
+        chunks = [chunk_of for unit in units for chunk_of in unit.chunks]
         trainable = [chunk_of for chunk_of in chunks if chunk_of.flat.layout.trainable]
         kept = placement.kept
         make_places = storage.stores(placement.parameters, kept.parameter_count, KEPT_PARAMETERS)

@@ -13,8 +13,8 @@ import torch
 
 from offload.device.accelerator import Accelerator
 from offload.deferred_init.deferred_init import materialize
-from offload.step.fetching import chunks_of, homes_of
-from offload.model.flats import ChunkOf, ParameterInfo, Unit
+from offload.model.chunk import ChunkOf
+from offload.model.flats import ParameterInfo, Unit
 from offload.ranks.consensus import checksum
 from offload.model.optimizer_kinds import InitialState
 from offload.step.places import ParameterPlaces, RecordPlaces
@@ -82,9 +82,9 @@ class Materializer:
         """Bring one unit's values and records into their tiers, and let go of what its parameters held before."""
         values = self._values.of(unit.parameters)
         states = {info.index: self._initial_moments(info) for info in unit.parameters if info.trainable}
-        for chunk_of in homes_of(unit) if self._places is None else chunks_of(unit):
+        for chunk_of in unit.homes if self._places is None else unit.chunks:
             self._chunk_parameters(chunk_of, values)
-        for chunk_of in chunks_of(unit):
+        for chunk_of in unit.chunks:
             if self._records is not None and chunk_of.flat.layout.trainable:
                 self._chunk_record(self._records, chunk_of, values, states)
 
@@ -95,7 +95,7 @@ class Materializer:
         return {name: info.in_memory_order(moment) for name, moment in state.moments.items()}
 
     def _chunk_parameters(self, chunk_of: ChunkOf, values: Mapping[int, torch.Tensor]) -> None:
-        nbytes = chunk_of.chunk.numel * chunk_of.flat.layout.itemsize
+        nbytes = chunk_of.nbytes
         in_place = self._places is None and self._accelerator.unified
         stored = self._places.view(chunk_of) if self._places is not None else None
         if in_place:
@@ -105,7 +105,7 @@ class Materializer:
         else:
             target = HostMemory(nbytes, "initial values", ledger=self._ledger).tensor
         typed = target.view(chunk_of.flat.dtype)
-        for info, piece in chunk_of.pieces():
+        for info, piece in chunk_of.pieces:
             low, high = piece.start - chunk_of.chunk.start, piece.stop - chunk_of.chunk.start
             ordered = info.in_memory_order(values[info.index])
             part = ordered[piece.start - piece.slot.start : piece.stop - piece.slot.start]
@@ -125,7 +125,7 @@ class Materializer:
         values: Mapping[int, torch.Tensor],
         states: Mapping[int, Mapping[str, torch.Tensor]],
     ) -> None:
-        pieces = chunk_of.pieces()
+        pieces = chunk_of.pieces
         has_master = records.format(chunk_of).own_master
         if not has_master and not any(states.get(info.index) for info, _ in pieces):
             return  # a store reads as zeros where nothing was written, and zero is what moments start from

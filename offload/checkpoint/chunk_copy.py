@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from offload.checkpoint.state_reading import ChunkRead
 from offload.checkpoint.unit_file import ChunkWrite, UnitFile
-from offload.model.flats import ChunkOf
+from offload.model.chunk import ChunkOf
 from offload.tiers.io.backend import Priority
 
 

@@ -15,11 +15,9 @@ import threading
 from collections.abc import Callable, Iterable
 from enum import Enum
 
-from offload.model.flats import ChunkOf
+from offload.model.chunk import ChunkOf
 
 _LOOK_SECONDS = 0.5
-
-Key = tuple[int, int]
 
 
 class Copy(Enum):
@@ -37,8 +35,8 @@ class Copies:
 
     def __init__(self, chunks: Iterable[ChunkOf]) -> None:
         self._changed = threading.Condition()
-        self._copies = {chunk_of.key: Copy.WAITING for chunk_of in chunks}
-        self._updated: set[Key] | None = set()
+        self._copies = dict.fromkeys(chunks, Copy.WAITING)
+        self._updated: set[ChunkOf] | None = set()
         """While it is being found out what is coming: the chunks that were updated meanwhile."""
         self._failure: Exception | None = None
 
@@ -50,15 +48,15 @@ class Copies:
             updated, self._updated = self._updated, None
             assert updated is not None
             for chunk_of in coming:
-                if chunk_of.key in self._copies and chunk_of.key not in updated:
-                    self._copies[chunk_of.key] = Copy.COMING
+                if chunk_of in self._copies and chunk_of not in updated:
+                    self._copies[chunk_of] = Copy.COMING
 
     def updated(self, chunk_of: ChunkOf) -> None:
         """The chunk's update is over."""
         with self._changed:
             if self._updated is not None:
-                self._updated.add(chunk_of.key)
-            elif self._copies.get(chunk_of.key) is Copy.COMING:
+                self._updated.add(chunk_of)
+            elif self._copies.get(chunk_of) is Copy.COMING:
                 self._become(chunk_of, Copy.WAITING)
 
     @property
@@ -73,10 +71,10 @@ class Copies:
         """Whether the caller, who is about to overwrite the chunk where it lies, is to see to it first; it is HELD then.
         Waits while somebody else holds it."""
         with self._changed:
-            if self._updated is not None or chunk_of.key not in self._copies:
+            if self._updated is not None or chunk_of not in self._copies:
                 return False  # an update of the last step; or not of this save
-            self._changed.wait_for(lambda: self._copies[chunk_of.key] is not Copy.HELD)
-            if self._failure is not None or self._copies[chunk_of.key] is not Copy.WAITING:
+            self._changed.wait_for(lambda: self._copies[chunk_of] is not Copy.HELD)
+            if self._failure is not None or self._copies[chunk_of] is not Copy.WAITING:
                 return False
             self._become(chunk_of, Copy.HELD)
             return True
@@ -84,7 +82,7 @@ class Copies:
     def hold_as_updated(self, chunk_of: ChunkOf) -> bool:
         """Whether the caller, who has the chunk at hand as its last update leaves it, may save it; it is HELD then."""
         with self._changed:
-            wanted = self._failure is None and self._updated is None and self._copies.get(chunk_of.key) is Copy.COMING
+            wanted = self._failure is None and self._updated is None and self._copies.get(chunk_of) is Copy.COMING
             if wanted:
                 self._become(chunk_of, Copy.HELD)
             return wanted
@@ -94,7 +92,7 @@ class Copies:
 
         `may_go_on` is called every now and then while an update is waited for, and raises if it will never come."""
         with self._changed:
-            key = chunk_of.key
+            key = chunk_of
             while not self._changed.wait_for(
                 lambda: self._failure is not None or self._copies[key] not in (Copy.COMING, Copy.HELD), _LOOK_SECONDS
             ):
@@ -121,9 +119,9 @@ class Copies:
 
     def require_copied(self, chunks: Iterable[ChunkOf]) -> None:
         """Wait until all of these are; raise the failure."""
-        keys = [chunk_of.key for chunk_of in chunks]
+        wanted = list(chunks)
         with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or all(self._copies[key] is Copy.COPIED for key in keys))
+            self._changed.wait_for(lambda: self._failure is not None or all(self._copies[one] is Copy.COPIED for one in wanted))
             if self._failure is not None:
                 raise self._failure
 
@@ -133,5 +131,5 @@ class Copies:
             self._changed.wait_for(lambda: Copy.HELD not in self._copies.values())
 
     def _become(self, chunk_of: ChunkOf, state: Copy) -> None:
-        self._copies[chunk_of.key] = state
+        self._copies[chunk_of] = state
         self._changed.notify_all()

@@ -16,8 +16,8 @@ from offload.checkpoint.tensor_file import DTYPES
 from offload.device.records import MASTER
 from offload.device.rounding import round_into
 from offload.layout import Piece
-from offload.model.flats import ChunkOf, ParameterInfo, Unit
-from offload.step.fetching import chunks_of, homes_of
+from offload.model.chunk import ChunkOf
+from offload.model.flats import ParameterInfo, Unit
 from offload.step.parts import Parts
 
 
@@ -76,13 +76,13 @@ class StateWriter:
 
     def unit(self, unit: Unit) -> None:
         """Overwrite the unit's parameters and records."""
-        for chunk_of in chunks_of(unit):
+        for chunk_of in unit.chunks:
             masters = self._fill_record(chunk_of)
             if self._parts.places is not None:
                 self._fill_values(chunk_of, masters)
         if self._parts.places is None:
             # They stay on the device, whole on every rank, whatever part of them this one updates.
-            for chunk_of in homes_of(unit):
+            for chunk_of in unit.homes:
                 self._fill_values(chunk_of, None)
         for info in unit.parameters:
             del self._stored[info.index]  # with what it may have reordered
@@ -104,7 +104,7 @@ class StateWriter:
         masters = record.arrays.get(MASTER)
         if masters is None and record.format.own_master:
             masters = torch.zeros(chunk_of.chunk.numel)
-        for info, piece in chunk_of.pieces():
+        for info, piece in chunk_of.pieces:
             low, high = piece.start - chunk_of.chunk.start, piece.stop - chunk_of.chunk.start
             stored, start = self._stored[info.index], piece.start - piece.slot.start
             if masters is not None:
@@ -133,7 +133,7 @@ class StateWriter:
         if content is None:
             content = self._buffers.values.take(places.nbytes(chunk_of) if places is not None else nbytes).zero_()
         values = content[:nbytes].view(chunk_of.flat.dtype)
-        for info, piece in chunk_of.pieces():
+        for info, piece in chunk_of.pieces:
             low, high = piece.start - chunk_of.chunk.start, piece.stop - chunk_of.chunk.start
             if masters is not None:
                 self._round(chunk_of, values[low:high], masters[low:high])

@@ -17,8 +17,8 @@ import torch
 from offload.checkpoint.manifest import VALUE
 from offload.device.pending import AllOf, Pending
 from offload.device.records import MASTER, Record, StateFormat
-from offload.model.flats import ChunkOf, ParameterInfo, Unit
-from offload.step.fetching import chunks_of
+from offload.model.chunk import ChunkOf
+from offload.model.flats import ParameterInfo, Unit
 from offload.step.parts import Parts
 from offload.step.places import Places
 from offload.tiers.memory import HostMemory
@@ -57,7 +57,7 @@ class ChunkState:
     def pieces(self) -> Iterator[PieceState]:
         """Every piece of the chunk, in the layout's order."""
         values, record, start = self.values, self.record, self.chunk_of.chunk.start
-        for info, piece in self.chunk_of.pieces():
+        for info, piece in self.chunk_of.pieces:
             low, high = piece.start - start, piece.stop - start
             part = values[low:high] if values is not None else torch.empty(0)
             moments = {name: record.moment(name, low, high) for name in record.format.moments} if record is not None else {}
@@ -98,14 +98,14 @@ class ChunkBuffer:
 
 def parameter_nbytes(chunk_of: ChunkOf) -> int:
     """Bytes of a chunk's parameters in compute precision."""
-    return chunk_of.chunk.numel * chunk_of.flat.layout.itemsize
+    return chunk_of.nbytes
 
 
 class ChunkBuffers:
     """The buffers for one pass over the whole state, reading or writing."""
 
     def __init__(self, parts: Parts) -> None:
-        chunks = [chunk_of for unit in parts.units for chunk_of in chunks_of(unit)]
+        chunks = [chunk_of for unit in parts.units for chunk_of in unit.chunks]
         records, places = parts.records, parts.places
         trained = [chunk_of for chunk_of in chunks if chunk_of.flat.layout.trainable] if records is not None else []
         self.record = ChunkBuffer(parts, (records.nbytes(one) for one in trained) if records is not None else ())
@@ -146,7 +146,7 @@ class StateReader:
 
     def pieces(self, unit: Unit) -> Iterator[PieceState]:
         """Every piece of the unit, in the layout's order: each parameter's come in order and are complete at the end."""
-        for chunk_of in chunks_of(unit):
+        for chunk_of in unit.chunks:
             yield from self.chunk(chunk_of).pieces()
 
     def chunk(self, chunk_of: ChunkOf, *, kept: bool = False) -> ChunkState:

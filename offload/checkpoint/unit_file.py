@@ -21,7 +21,8 @@ from offload.checkpoint.tensor_file import DTYPE_CODES, METADATA, TensorFile, Te
 from offload.checkpoint.unit_tensors import GapPart, UnitTensors, tensor_name
 from offload.device.pending import AllOf, Pending
 from offload.errors import StorageError
-from offload.model.flats import ChunkOf, ParameterInfo, Unit
+from offload.model.chunk import ChunkOf
+from offload.model.flats import ParameterInfo, Unit
 from offload.tiers.io.backend import IoBackend, Priority
 
 

@@ -16,7 +16,8 @@ import torch
 from offload.checkpoint.consistency import row_major
 from offload.checkpoint.manifest import VALUE
 from offload.checkpoint.tensor_file import TensorSpec, known_dtype
-from offload.model.flats import ChunkOf, Flat, ParameterInfo, Unit
+from offload.model.chunk import ChunkOf
+from offload.model.flats import Flat, ParameterInfo, Unit
 
 
 @dataclass(slots=True)

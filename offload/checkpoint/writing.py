@@ -35,8 +35,8 @@ from offload.checkpoint.tensor_file import METADATA, TensorFile, TensorSpec, kno
 from offload.checkpoint.unit_file import UnitFile, file_entry, tensor_entry
 from offload.checkpoint.unit_tensors import owned_elements
 from offload.device.records import Record
-from offload.model.flats import ChunkOf, Unit
-from offload.step.fetching import chunks_of
+from offload.model.chunk import ChunkOf
+from offload.model.flats import Unit
 from offload.step.parts import Parts
 from offload.tiers.io.backend import Priority
 
@@ -68,11 +68,11 @@ class Snapshot:
             unit.index: UnitFile(folder, unit, self._rank, moments, parts.backend) for unit in parts.units if self._writes(unit)
         }
         self._order = [index for index in parts.residency.next_order() if index in self._files]
-        self.copies = Copies(chunk for file in self._files.values() for chunk in chunks_of(file.unit))
+        self.copies = Copies(chunk for file in self._files.values() for chunk in file.unit.chunks)
         self._keeps = beside and self._has_room_to_keep()
         # What can be shared takes neither a write nor room, once it lies in its scratch file.
         self._writes_updated = not (beside or self._sharing.may_work_in(folder))
-        self._kept: dict[tuple[int, int], ChunkOf] = {}
+        self._kept: dict[ChunkOf, ChunkOf] = {}
         self._under_way: deque[ChunkCopy] = deque()
         self._unfinished: list[UnitFile] = []
         self._whole: list[TensorFile] = []
@@ -153,7 +153,7 @@ class Snapshot:
         try:
             for unit_index in self._order:
                 file = self._files[unit_index]
-                for chunk_of in chunks_of(file.unit):
+                for chunk_of in file.unit.chunks:
                     self._copy(chunk_of, may_go_on)
                 if len(self._unfinished) == self._finished_together:
                     self._finish()  # what the drive has had a unit's time for
@@ -208,7 +208,7 @@ class Snapshot:
         for file in self._unfinished:
             while any(one.file is file for one in self._under_way):
                 self._complete_first()
-            self.copies.require_copied(chunks_of(file.unit))
+            self.copies.require_copied(file.unit.chunks)
             file.finish()
         self._unfinished.clear()
 
@@ -227,14 +227,14 @@ class Snapshot:
         stores = stores_of(self._parts, chunk_of) if self._keeps and chunk_of.flat.layout.trainable else ()
         if not stores:
             return False
-        self._kept[chunk_of.key] = chunk_of  # first: what is kept in part is let go too
+        self._kept[chunk_of] = chunk_of  # first: what is kept in part is let go too
         if all(places.keep(chunk_of) for places in stores):
             return True
         self._let_go(chunk_of)
         return False
 
     def _let_go(self, chunk_of: ChunkOf) -> None:
-        if self._kept.pop(chunk_of.key, None) is not None:
+        if self._kept.pop(chunk_of, None) is not None:
             for places in stores_of(self._parts, chunk_of):
                 places.let_go(chunk_of)
 

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from offload.device.accelerator import UnitMemory
-from offload.layout import Chunk, FlatLayout, Piece, Slot, UnitLayout
+from offload.layout import Chunk, FlatLayout, Slot, UnitLayout
+from offload.model.chunk import ChunkOf
 from offload.model.guard import ParameterGuard
 
 
@@ -88,6 +89,14 @@ class Flat:
         self.memory = memory
         self.dtype = dtype
         self.parameters = parameters
+        self._info_of = {info.index: info for info in parameters}
+        self._slot_of = {slot.parameter_index: slot for slot in layout.slots}
+        self.chunks = tuple(self._chunk(chunk) for chunk in layout.chunks)
+        """What this rank updates of it, in order."""
+        self._chunks_of: dict[int, list[ChunkOf]] = {info.index: [] for info in parameters}
+        for chunk_of in self.chunks:
+            for info, _ in chunk_of.pieces:
+                self._chunks_of[info.index].append(chunk_of)
         # Each view is made from a fresh `.data` alias, so none shares a version counter with another.
         self.values = memory.flat.data.view(dtype)
         self.views = [
@@ -107,8 +116,20 @@ class Flat:
     def chunk_values(self, chunk: Chunk) -> torch.Tensor:
         return self.values[chunk.start : chunk.stop]
 
-    def info_of(self, slot: Slot) -> ParameterInfo:
-        return self.parameters[self.layout.slots.index(slot)]
+    def homes(self) -> list[ChunkOf]:
+        """The whole flat in chunks: where parameters stay on the device they do so on every rank."""
+        return [self._chunk(chunk) for chunk in self.layout.cut(0, self.layout.numel)]
+
+    def chunks_of(self, info: ParameterInfo) -> Sequence[ChunkOf]:
+        """This rank's chunks that hold a part of the parameter, in order."""
+        return self._chunks_of[info.index]
+
+    def slot_of(self, info: ParameterInfo) -> Slot:
+        return self._slot_of[info.index]
+
+    def _chunk(self, chunk: Chunk) -> ChunkOf:
+        pieces = tuple((self._info_of[piece.slot.parameter_index], piece) for piece in self.layout.pieces(chunk))
+        return ChunkOf(self, chunk, pieces)
 
 
 @contextmanager
@@ -159,6 +180,16 @@ class Unit:
                 else:
                     info.parameter.data = view
 
+    @property
+    def chunks(self) -> list[ChunkOf]:
+        """What this rank updates of it, in order."""
+        return [chunk_of for flat in self.flats for chunk_of in flat.chunks]
+
+    @property
+    def homes(self) -> list[ChunkOf]:
+        """See `Flat.homes`."""
+        return [chunk_of for flat in self.flats for chunk_of in flat.homes()]
+
     def open_up(self) -> None:
         for info in self.parameters:
             if info.guard is not None:
@@ -168,18 +199,3 @@ class Unit:
         for info in self.parameters:
             if info.guard is not None:
                 info.guard.close_off(readable=readable)
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkOf:
-    """A chunk of a flat: the granule that stores, gradients and updates work on."""
-
-    flat: Flat
-    chunk: Chunk
-
-    def pieces(self) -> list[tuple[ParameterInfo, Piece]]:
-        return [(self.flat.info_of(piece.slot), piece) for piece in self.flat.layout.pieces(self.chunk)]
-
-    @property
-    def key(self) -> tuple[int, int]:
-        return id(self.flat), self.chunk.index

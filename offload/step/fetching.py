@@ -15,21 +15,13 @@ from torch import Tensor
 
 from offload.device.accelerator import Accelerator
 from offload.device.pending import Pending
-from offload.model.flats import ChunkOf, Unit
+from offload.model.chunk import ChunkOf
+from offload.model.flats import Unit
 from offload.planning.purposes import FETCHED
 from offload.ranks.rendezvous import Asked, Rendezvous
 from offload.step.places import ParameterPlaces
 from offload.step.update import Updates
 from offload.tiers.staging import Lease, StagingPool
-
-
-def chunks_of(unit: Unit) -> list[ChunkOf]:
-    return [ChunkOf(flat, chunk) for flat in unit.flats for chunk in flat.layout.chunks]
-
-
-def homes_of(unit: Unit) -> list[ChunkOf]:
-    """The whole of every flat in pieces of the chunks' size: where parameters stay on the device they do so on every rank."""
-    return [ChunkOf(flat, chunk) for flat in unit.flats for chunk in flat.layout.cut(0, flat.layout.numel)]
 
 
 class Fetcher(ABC):
@@ -83,15 +75,15 @@ class DirectFetcher(Fetcher):
     def start(self, unit: Unit) -> None:
         for flat in unit.flats:
             flat.memory.fill()
-        for chunk_of in chunks_of(unit):
+        for chunk_of in unit.chunks:
             self._places.fetch(chunk_of)
 
     def finish(self, unit: Unit) -> None:
-        for chunk_of in chunks_of(unit):
+        for chunk_of in unit.chunks:
             self._places.settle_fetch(chunk_of)
 
     def evict(self, unit: Unit) -> None:
-        for chunk_of in chunks_of(unit):
+        for chunk_of in unit.chunks:
             self._places.settle_write(chunk_of)  # an update's write still reads this memory
         for flat in unit.flats:
             flat.memory.empty()
@@ -143,13 +135,13 @@ class StagedFetcher(Fetcher):
         copies = self._copies[unit.index]
         reading: deque[tuple[ChunkOf, Lease, Pending]] = deque()
         side_by_side: list[tuple[ChunkOf, Tensor]] = []
-        for chunk_of in chunks_of(unit):
+        for chunk_of in unit.chunks:
             stored = self._places.view(chunk_of)
             if side_by_side and (stored is None or not _continues(side_by_side, chunk_of, stored)):
                 copies.append(self._copy_together(side_by_side))
                 side_by_side = []
             if stored is not None:
-                side_by_side.append((chunk_of, stored[: chunk_of.chunk.numel * chunk_of.flat.layout.itemsize]))
+                side_by_side.append((chunk_of, stored[: chunk_of.nbytes]))
                 continue
             if self._accelerator.unified:
                 copies.append(self._places.read(chunk_of, chunk_of.flat.chunk_bytes(chunk_of.chunk)))
@@ -161,7 +153,7 @@ class StagedFetcher(Fetcher):
                     lease = self._pool.try_lease(FETCHED)
                 else:
                     lease = self._pool.lease(FETCHED)
-            nbytes = chunk_of.chunk.numel * chunk_of.flat.layout.itemsize
+            nbytes = chunk_of.nbytes
             reading.append((chunk_of, lease, self._places.read(chunk_of, lease.tensor[:nbytes])))
         if side_by_side:
             copies.append(self._copy_together(side_by_side))
@@ -181,7 +173,7 @@ class StagedFetcher(Fetcher):
 
     def _copy(self, chunk_of: ChunkOf, lease: Lease, read: Pending) -> Pending:
         read.wait()
-        nbytes = chunk_of.chunk.numel * chunk_of.flat.layout.itemsize
+        nbytes = chunk_of.nbytes
         copied = self._accelerator.copy_in(chunk_of.flat.chunk_bytes(chunk_of.chunk), lease.tensor[:nbytes])
         lease.release(after=copied)
         return copied

@@ -12,12 +12,11 @@ from torch import nn
 
 from offload.device.records import MASTER
 from offload.errors import RankError
-from offload.layout import Chunk
-from offload.model.flats import ChunkOf, Flat, ParameterInfo, Unit
+from offload.model.chunk import ChunkOf
+from offload.model.flats import Flat, ParameterInfo, Unit
 from offload.model.weight_names import persistent_buffers
 from offload.ranks.agreement import Point
 from offload.ranks.consensus import checksum
-from offload.step.fetching import chunks_of
 from offload.step.parts import Parts
 from offload.step.training import Training
 from offload.tiers.memory import HostMemory
@@ -126,18 +125,18 @@ class Gathering:
             if values[info.index].dtype != torch.float32:
                 values[info.index] = torch.empty_strided(info.shape, info.stride, dtype=torch.float32)
         if self._parts.ranks is None or self._parts.layout.stage == 0:
-            for chunk in flat.layout.chunks:
-                self._put_master(flat, chunk, self._master(ChunkOf(flat, chunk), narrow), values)
+            for chunk_of in flat.chunks:
+                self._put_master(chunk_of, self._master(chunk_of, narrow), values)
             return
         shard = flat.layout.shard
         whole = torch.empty(flat.layout.numel, dtype=torch.float32)
-        for chunk in flat.layout.chunks:
-            whole[chunk.start : chunk.stop].copy_(self._master(ChunkOf(flat, chunk), narrow))
+        for chunk_of in flat.chunks:
+            whole[chunk_of.chunk.start : chunk_of.chunk.stop].copy_(self._master(chunk_of, narrow))
         ranks = self._parts.ranks
         own, everybody = whole[shard.start : shard.stop].view(torch.uint8), frozenset(range(ranks.world_size))
         self.meet(Point.STATE_DICT, lambda: ranks.gather(own, whole.view(torch.uint8), everybody, whole.nbytes))
-        for chunk in flat.layout.cut(0, flat.layout.numel):
-            self._put_master(flat, chunk, whole[chunk.start : chunk.stop], values)
+        for chunk_of in flat.homes():
+            self._put_master(chunk_of, whole[chunk_of.chunk.start : chunk_of.chunk.stop], values)
 
     def _master(self, chunk_of: ChunkOf, values: dict[int, torch.Tensor]) -> torch.Tensor:
         """The chunk's fp32 masters [chunk.numel]; `values`: those of the flat's parameters, by parameter index."""
@@ -148,15 +147,15 @@ class Gathering:
         if MASTER in record.arrays:
             return record.arrays[MASTER]
         master = torch.zeros(chunk_of.chunk.numel)
-        for info, piece in chunk_of.pieces():
+        for info, piece in chunk_of.pieces:
             low, high = piece.start - chunk_of.chunk.start, piece.stop - chunk_of.chunk.start
             part = info.in_memory_order(values[info.index])[piece.start - piece.slot.start : piece.stop - piece.slot.start]
             master[low:high].copy_(record.master(low, high, part.to(buffer.device)))
         return master
 
-    def _put_master(self, flat: Flat, chunk: Chunk, master: torch.Tensor, values: dict[int, torch.Tensor]) -> None:
-        for info, piece in ChunkOf(flat, chunk).pieces():
-            low, high = piece.start - chunk.start, piece.stop - chunk.start
+    def _put_master(self, chunk_of: ChunkOf, master: torch.Tensor, values: dict[int, torch.Tensor]) -> None:
+        for info, piece in chunk_of.pieces:
+            low, high = piece.start - chunk_of.chunk.start, piece.stop - chunk_of.chunk.start
             part = info.in_memory_order(values[info.index])[piece.start - piece.slot.start : piece.stop - piece.slot.start]
             part.copy_(master[low:high])
 
@@ -176,8 +175,8 @@ class Gathering:
         unit = self._parts.units[info.unit_index]
         places, records = self._parts.places, self._parts.records
         ordered = info.in_memory_order(info.parameter.detach())
-        for chunk_of in chunks_of(unit):
-            for other, piece in chunk_of.pieces():
+        for chunk_of in unit.chunks:
+            for other, piece in chunk_of.pieces:
                 if other is not info:
                     continue
                 part = slice(piece.start - piece.slot.start, piece.stop - piece.slot.start)

@@ -11,15 +11,14 @@ run out, what is needed last is written to the store, and read back for its upda
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 
 from offload.layout import Extent
-from offload.model.flats import ChunkOf
+from offload.model.chunk import ChunkGradient, ChunkOf
 from offload.planning.budget import spare_count
 from offload.planning.purposes import RELOADED, RETAINED
-from offload.step.chunk_gradient import ChunkGradient
 from offload.tiers.io import Priority
 from offload.tiers.staging import Lease, StagingPool
 from offload.tiers.store import Store
@@ -28,15 +27,13 @@ from offload.tiers.store import Store
 class GradientBuffers:
     """See the module. Everything runs under the lock of `Gradients`."""
 
-    def __init__(
-        self, states: Mapping[tuple[int, int], ChunkGradient], pool: StagingPool, store: Store, wide_store: Store
-    ) -> None:
+    def __init__(self, chunk_count: int, pool: StagingPool, store: Store, wide_store: Store) -> None:
         """`wide_store`: of the fp32 sums, at `ChunkGradient.wide`."""
-        self._states, self._pool, self._store, self._wide_store = states, pool, store, wide_store
-        self._occupied: dict[tuple[int, int], None] = {}
+        self._pool, self._store, self._wide_store = pool, store, wide_store
+        self._occupied: dict[ChunkGradient, None] = {}
         """Chunks with a buffer of their own, the one added to longest ago first."""
         buffers = pool.stats.consumers.get(RETAINED)
-        self._spare_count = 0 if buffers is None else spare_count(buffers.count, len(states))
+        self._spare_count = 0 if buffers is None else spare_count(buffers.count, chunk_count)
         self.before_spill: Callable[[ChunkOf], None] | None = None
         """Sends what of the chunk is still packed on the device."""
 
@@ -51,7 +48,7 @@ class GradientBuffers:
         elif state.transfer is not None:
             transfer, state.transfer = state.transfer, None
             transfer.wait()
-        self._occupied[state.chunk_of.key] = self._occupied.pop(state.chunk_of.key, None)
+        self._occupied[state] = self._occupied.pop(state, None)
         assert state.buffer is not None
         return state.buffer
 
@@ -62,7 +59,7 @@ class GradientBuffers:
         if view is None:
             state.lease = self._retaining_lease(state)
             view = state.lease.tensor
-        self._occupied[state.chunk_of.key] = None
+        self._occupied[state] = None
         state.buffer = view[: state.chunk_of.chunk.numel * dtype.itemsize].view(dtype)
         return state.buffer
 
@@ -85,7 +82,7 @@ class GradientBuffers:
 
     def put_back(self, state: ChunkGradient) -> None:
         """What was read back for an update stays a gradient: what lies in the store is still it."""
-        if state.lease is None or state.chunk_of.key in self._occupied:
+        if state.lease is None or state in self._occupied:
             return
         assert state.buffer is not None
         state.spilled = state.buffer.dtype
@@ -96,7 +93,7 @@ class GradientBuffers:
         state.settle()
         self._release(state)
         state.spilled = None
-        self._occupied.pop(state.chunk_of.key, None)
+        self._occupied.pop(state, None)
 
     def _release(self, state: ChunkGradient) -> None:
         if state.lease is not None:
@@ -130,8 +127,7 @@ class GradientBuffers:
         `at_leisure`: nothing that is read back soon: while updates wait for their turn only what others have read.
         """
         complete = awaited = oldest = None
-        for key in self._occupied:
-            state = self._states[key]
+        for state in self._occupied:
             if state is besides or state.lease is None or state.opened:
                 continue
             if state.applied:
@@ -156,7 +152,7 @@ class GradientBuffers:
         state.transfer = store.write(extent, state.lease.tensor[: extent.nbytes])
         state.lease.release(after=state.transfer)
         state.spilled, state.buffer, state.lease = state.buffer.dtype, None, None
-        del self._occupied[state.chunk_of.key]
+        del self._occupied[state]
 
     def _read_back(self, state: ChunkGradient, lease: Lease) -> None:
         assert state.spilled is not None, "a chunk without gradient was asked for"

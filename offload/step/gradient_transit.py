@@ -16,7 +16,7 @@ gigabytes. What is fused is what would each be a pass over the gradient.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -27,7 +27,7 @@ from offload.device.accelerator import Accelerator
 from offload.device.lane import HostLane
 from offload.device.pending import Pending
 from offload.layout import Piece, Slot
-from offload.model.flats import ChunkOf
+from offload.model.chunk import ChunkOf
 from offload.planning.purposes import LANDING, SUMS
 from offload.tiers.staging import StagingPool
 
@@ -85,12 +85,12 @@ class GradientTransit:
         self._accelerator, self._receiver, self._sums = accelerator, receiver, sums
         memory = torch.empty(shared_nbytes, dtype=torch.uint8, device=accelerator.device)
         self._free: deque[tuple[torch.Tensor, Pending | None]] = deque((buffer, None) for buffer in memory)
-        self._open: dict[tuple[int, int], _Packing] = {}
+        self._open: dict[ChunkOf, _Packing] = {}
         self._ring = torch.empty(whole_nbytes, dtype=torch.uint8, device=accelerator.device)
         self._cursor_nbytes = 0
         self._leaving: deque[tuple[int, int, Pending]] = deque()
 
-    def arrive(self, chunks: list[ChunkOf], slot: Slot, source: torch.Tensor, *, accumulate: bool) -> None:
+    def arrive(self, chunks: Sequence[ChunkOf], slot: Slot, source: torch.Tensor, *, accumulate: bool) -> None:
         """Take in a gradient: `source` [slot.numel], and the chunks that hold the slot."""
         together: list[ChunkOf] = []
         for chunk_of in chunks:
@@ -134,21 +134,21 @@ class GradientTransit:
     def _arrive_alone(
         self, chunk_of: ChunkOf, piece: Piece, source: torch.Tensor, sums: torch.Tensor, accumulate: bool
     ) -> None:
-        packing = self._open.get(chunk_of.key)
+        packing = self._open.get(chunk_of)
         if packing is not None and any(packed.piece.slot == piece.slot for packed in packing.pieces):
             self.leave(chunk_of)
             packing = None
         if packing is None:
-            packing = self._open[chunk_of.key] = _Packing(chunk_of, self._buffer())
+            packing = self._open[chunk_of] = _Packing(chunk_of, self._buffer())
         start = chunk_of.chunk.start
         kernels.ingest_async(packing.values[piece.start - start : piece.stop - start], source, piece.start, False, sums)
         packing.pieces.append(PackedPiece(piece, accumulate))
-        if len(packing.pieces) == len(chunk_of.pieces()):
+        if len(packing.pieces) == len(chunk_of.pieces):
             self.leave(chunk_of)
 
     def leave(self, chunk_of: ChunkOf) -> None:
         """Send what is packed of the chunk to the host."""
-        packing = self._open.pop(chunk_of.key, None)
+        packing = self._open.pop(chunk_of, None)
         if packing is not None:
             packing.pieces.sort(key=lambda packed: packed.piece.start)
             copied = self._receiver.receive_pieces(chunk_of, packing.pieces, packing.values)
@@ -170,7 +170,7 @@ class GradientTransit:
 
 def runs(chunk_of: ChunkOf, pieces: list[PackedPiece]) -> list[list[PackedPiece]]:
     """`pieces` (in order) cut where the chunk has another piece between two of them: what one copy may bring over."""
-    positions = {piece.slot.parameter_index: position for position, (_, piece) in enumerate(chunk_of.pieces())}
+    positions = {piece.slot.parameter_index: position for position, (_, piece) in enumerate(chunk_of.pieces)}
     found: list[list[PackedPiece]] = []
     for packed in pieces:
         last = found[-1][-1] if found else None
@@ -204,7 +204,7 @@ class DeviceSums:
         self._ranges: dict[tuple[int, int], slice] = {}
         count = 0
         for chunk_of in chunks:
-            for info, piece in chunk_of.pieces():
+            for info, piece in chunk_of.pieces:
                 blocks = kernels.touched_block_count(piece.start, piece.numel)
                 self._ranges[info.index, chunk_of.chunk.index] = slice(count, count + blocks)
                 count += blocks

@@ -28,14 +28,19 @@ from offload.device.accelerator import Accelerator
 from offload.device.lane import HostLane
 from offload.device.pending import Pending, Settled
 from offload.layout import ExtentAllocator, Piece, Slot
-from offload.model.flats import ChunkOf, Flat, ParameterInfo
+from offload.model.chunk import ChunkGradient, ChunkOf
+from offload.model.flats import Flat, ParameterInfo
 from offload.model.guard import TakenGradient
 from offload.planning.purposes import SUMS
-from offload.step.chunk_gradient import ACCUMULATED, ChunkGradient
 from offload.step.gradient_buffers import GradientBuffers
 from offload.step.gradient_transit import DeviceSums, GradientTransit, Landing, PackedPiece, joined, runs
-from offload.step.places import StoreFactory
+from offload.step.places import ACCUMULATED, StoreFactory
 from offload.tiers.staging import StagingPool
+
+
+def _gradient_of(chunk_of: ChunkOf) -> ChunkGradient:
+    assert chunk_of.gradient is not None, "a chunk that is not trained has no gradient"
+    return chunk_of.gradient
 
 
 class Gradients:
@@ -59,14 +64,14 @@ class Gradients:
         self._lane: HostLane = accelerator.host_lane("gradients", waits_for_io=False)
         self._lock = threading.RLock()
         narrow, wide = ExtentAllocator(), ExtentAllocator()
-        self._states: dict[tuple[int, int], ChunkGradient] = {}
-        for chunk_of in chunks:
+        self._chunks = tuple(chunks)
+        for chunk_of in self._chunks:
             numel, itemsize = chunk_of.chunk.numel, 4 if reduced else chunk_of.flat.layout.itemsize
             widened = wide.take(numel * 4) if itemsize != 4 else None
-            self._states[chunk_of.key] = ChunkGradient(chunk_of, narrow.take(numel * itemsize), widened)
+            chunk_of.gradient = ChunkGradient(chunk_of, narrow.take(numel * itemsize), widened)
         store = make_store("gradients", narrow.extents)
         wide_store = make_store(ACCUMULATED, wide.extents) if wide.extents else store
-        self._buffers = GradientBuffers(self._states, pool, store, wide_store)
+        self._buffers = GradientBuffers(len(self._chunks), pool, store, wide_store)
         views = [store.view(extent) for extent in narrow.extents[:1]]
         self.spills = any(view is None for view in views)
         """Whether gradients may leave for the store when buffers run out."""
@@ -76,17 +81,17 @@ class Gradients:
         self._sums: dict[int, dict[int, torch.Tensor | None]] = {}
         """By parameter and chunk index; None: on the device."""
         self._live: dict[int, ParameterInfo] = {}
-        chunk_ofs = [state.chunk_of for state in self._states.values()]
-        self._device_sums = DeviceSums(accelerator, chunk_ofs, pool) if SUMS in pool.stats.consumers else None
+        self._flat_of = {info.index: chunk_of.flat for chunk_of in self._chunks for info, _ in chunk_of.pieces}
+        self._device_sums = DeviceSums(accelerator, self._chunks, pool) if SUMS in pool.stats.consumers else None
         self._landing = Landing(accelerator, pool, self._lane)
-        self._transit = self._made_transit(chunk_ofs, transit_buffer_count) if transit_buffer_count else None
+        self._transit = self._made_transit(transit_buffer_count) if transit_buffer_count else None
         if self._transit is not None:
             self._buffers.before_spill = self._transit.leave
 
-    def _made_transit(self, chunk_ofs: list[ChunkOf], buffer_count: int) -> GradientTransit:
+    def _made_transit(self, buffer_count: int) -> GradientTransit:
         assert self._device_sums is not None
-        nbytes = max(chunk_of.chunk.numel * chunk_of.flat.layout.itemsize for chunk_of in chunk_ofs)
-        shared = Counter(one.flat.layout.unit_index for one in chunk_ofs if len(one.pieces()) > 1)
+        nbytes = max(chunk_of.nbytes for chunk_of in self._chunks)
+        shared = Counter(one.flat.layout.unit_index for one in self._chunks if len(one.pieces) > 1)
         # Chunks that leave together are received together, which buffers that may have to be spilled in between cannot do.
         single_count = buffer_count if self.spills else min(buffer_count, 2 * max(shared.values(), default=0) + 2)
         return GradientTransit(
@@ -106,20 +111,20 @@ class Gradients:
         """
         accumulate = info.index in self._live
         ordered = info.in_memory_order(gradient)
-        slot = flat.layout.slot_of(info.index)
+        slot = flat.slot_of(info)
         self._live[info.index] = info
         sums = self._sums.setdefault(info.index, {})
         if self._transit is not None:
-            chunks = [ChunkOf(flat, chunk) for chunk in flat.layout.chunks_of(slot)]
+            chunks = flat.chunks_of(info)
             with self._lock:
                 for chunk_of in chunks:
-                    self._states[chunk_of.key].live.add(info.index)
+                    _gradient_of(chunk_of).live.add(info.index)
                     if slot.numel:
                         sums[chunk_of.chunk.index] = None
                 self._transit.arrive(chunks, slot, ordered, accumulate=accumulate)
             return
-        for chunk in flat.layout.chunks_of(slot):
-            state = self._states[ChunkOf(flat, chunk).key]
+        for chunk_of in flat.chunks_of(info):
+            state, chunk = _gradient_of(chunk_of), chunk_of.chunk
             piece = Piece(slot, max(slot.start, chunk.start), min(slot.stop, chunk.stop))
             source = ordered[piece.start - slot.start : piece.stop - slot.start]
             with self._lock:
@@ -140,7 +145,7 @@ class Gradients:
 
     def receive_pieces(self, chunk_of: ChunkOf, pieces: list[PackedPiece], values: torch.Tensor) -> Pending:
         """See `Receiver`."""
-        state = self._states[chunk_of.key]
+        state = _gradient_of(chunk_of)
         copied: Pending = Settled()
         with self._lock:
             accumulate = any(packed.accumulate for packed in pieces)
@@ -157,7 +162,7 @@ class Gradients:
     def receive_chunks(self, chunks: list[ChunkOf], slot: Slot, values: torch.Tensor, *, accumulate: bool) -> Pending:
         """See `Receiver`."""
         copied: Pending = Settled()
-        states = [self._states[chunk_of.key] for chunk_of in chunks]
+        states = [_gradient_of(chunk_of) for chunk_of in chunks]
         with self._lock:
             buffers = [self._buffer_for_adding(state, wide=accumulate) for state in states]
             if not accumulate and all(buffer.dtype == values.dtype for buffer in buffers):
@@ -192,9 +197,9 @@ class Gradients:
 
         Adds to what an earlier backward left. Runs in the rendezvous' thread; `expect` then makes the gradient count.
         """
-        chunk, state = chunk_of.chunk, self._states[chunk_of.key]
+        chunk, state = chunk_of.chunk, _gradient_of(chunk_of)
         with self._lock:
-            for info, piece in chunk_of.pieces():
+            for info, piece in chunk_of.pieces:
                 if info.index not in present:
                     continue
                 accumulate = info.index in state.live
@@ -224,14 +229,15 @@ class Gradients:
 
     def is_complete(self, chunk_of: ChunkOf) -> bool:
         """Whether every parameter of the chunk has a gradient."""
-        return self._states[chunk_of.key].is_complete
+        return _gradient_of(chunk_of).is_complete
 
     def drop(self, info: ParameterInfo) -> None:
         """Forget the gradient of one parameter, unless an update has it; buffers that hold nothing else are given back."""
         if self._live.pop(info.index, None) is None:
             return
         with self._lock:
-            for state in self._states.values():
+            for chunk_of in self._flat_of[info.index].chunks_of(info):
+                state = _gradient_of(chunk_of)
                 if info.index in state.live:
                     if self._transit is not None:
                         self._transit.leave(state.chunk_of)
@@ -247,8 +253,8 @@ class Gradients:
         """Wait until every gradient taken over has arrived in its buffer."""
         if self._transit is not None:
             self._transit.leave_all()
-        for state in self._states.values():
-            state.settle()
+        for chunk_of in self._chunks:
+            _gradient_of(chunk_of).settle()
         self._landing.settled()
         if self._device_sums is not None:
             self._device_sums.read()
@@ -287,12 +293,12 @@ class Gradients:
         The last free buffer is left for `open`, where it finds one for a chunk that was not prefetched.
         """
         with self._lock:
-            return self._buffers.prefetch(self._states[chunk_of.key])
+            return self._buffers.prefetch(_gradient_of(chunk_of))
 
     def open(self, chunk_of: ChunkOf, pieces: Iterable[Piece]) -> list[torch.Tensor]:
         """The gradients of some pieces of the chunk, [piece.numel] each, where the update's kernel can address them, until
         `release`."""
-        state = self._states[chunk_of.key]
+        state = _gradient_of(chunk_of)
         state.settle()
         with self._lock:
             state.opened = True
@@ -312,7 +318,7 @@ class Gradients:
 
     def release(self, chunk_of: ChunkOf) -> None:
         """The update has read the chunk's gradient: it is consumed or, where it is held, kept."""
-        state = self._states[chunk_of.key]
+        state = _gradient_of(chunk_of)
         with self._lock:
             state.opened = False
             if state.held:
@@ -334,12 +340,12 @@ class Gradients:
             with self._lock:
                 if self._transit is not None:
                     self._transit.leave(chunk_of)
-                self._states[chunk_of.key].held = True
+                _gradient_of(chunk_of).held = True
 
     def let_go(self, chunks: Iterable[ChunkOf]) -> None:
         """Those updates stay: drop what they have read. What they are yet to read they consume."""
         for chunk_of in chunks:
-            state = self._states[chunk_of.key]
+            state = _gradient_of(chunk_of)
             with self._lock:
                 applied, state.held, state.applied = state.applied, False, False
                 if applied:
@@ -348,7 +354,7 @@ class Gradients:
     def take_back(self, chunks: Iterable[ChunkOf]) -> None:
         """Those updates were undone, or will never run: what was held counts as before."""
         for chunk_of in chunks:
-            state = self._states[chunk_of.key]
+            state = _gradient_of(chunk_of)
             with self._lock:
                 state.held = state.applied = False
                 self._buffers.put_back(state)

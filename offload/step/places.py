@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from offload.device.pending import AllOf, Pending, Settled
 from offload.device.records import Record, RecordFormat
 from offload.errors import StorageError
 from offload.layout import Extent, ExtentAllocator, FlatLayout
-from offload.model.flats import ChunkOf, Flat, some_of
+from offload.model.chunk import ChunkOf, Place
+from offload.model.flats import Flat, some_of
 from offload.tiers.io import Priority
 from offload.tiers.store import ShareBlocks, Store
 
@@ -21,6 +23,8 @@ _NAMED = 3
 
 OPTIMIZER_STATES = "optimizer states"
 """The name of their store."""
+ACCUMULATED = "accumulated gradients"
+"""The store of the fp32 sums of several micro-batches. Only the host touches it: it takes memory when it is first used."""
 
 StoreFactory = Callable[[str, Iterable[Extent]], Store]
 """Makes the store of one kind of state in the tier chosen for it: (purpose, extents) -> store."""
@@ -53,11 +57,11 @@ class _OfChunk(Pending):
 
 def _named(error: StorageError, purpose: str, chunk_of: ChunkOf) -> StorageError:
     """The same failure, saying whose it is."""
-    names = some_of([info.fqn for info, _ in chunk_of.pieces()], _NAMED)
+    names = some_of([info.fqn for info, _ in chunk_of.pieces], _NAMED)
     return type(error)(error.errno, f"{purpose} of {names}: {error.strerror}")
 
 
-class Places:
+class Places(ABC):
     """Chunks' extents in one store. A read or write of a chunk is ordered after its last write, on any thread.
 
     What has no bytes has no extent, and is there in place: [0] on the device `empty_on`.
@@ -77,37 +81,46 @@ class Places:
     ) -> None:
         allocator = ExtentAllocator()
         sized = [(chunk_of, nbytes) for chunk_of, nbytes in sizes_nbytes if nbytes]
-        self._extents = {chunk_of.key: allocator.take(nbytes) for chunk_of, nbytes in sized}
+        for chunk_of, nbytes in sized:
+            self._place(chunk_of).extent = allocator.take(nbytes)
         # After all others: of a store in two tiers the first extents are those in memory.
-        self._others = {chunk_of.key: allocator.take(nbytes) for chunk_of, nbytes in sized if undoable(chunk_of)}
+        for chunk_of, nbytes in sized:
+            if undoable(chunk_of):
+                self._place(chunk_of).other = allocator.take(nbytes)
         self._store = make_store(purpose, allocator.extents) if allocator.extents else None
         self._nothing = torch.empty(0, dtype=torch.uint8, device=empty_on)
         self._purpose = purpose
         self._lock = threading.Lock()
-        self._writes: dict[tuple[int, int], Pending] = {}
-        self._kept: dict[tuple[int, int], Extent] = {}
+        self._writing: dict[ChunkOf, Pending] = {}
+        """Writes whose end nobody has seen yet, oldest first."""
+
+    @staticmethod
+    @abstractmethod
+    def _place(chunk_of: ChunkOf) -> Place:
+        """Where the chunk has the state that these places are of."""
 
     def nbytes(self, chunk_of: ChunkOf) -> int:
-        extent = self._extents.get(chunk_of.key)
+        extent = self._place(chunk_of).extent
         return extent.nbytes if extent is not None else 0
 
     def view(self, chunk_of: ChunkOf) -> torch.Tensor | None:
         """The chunk's bytes where they lie, if they can be used in place."""
-        extent = self._extents.get(chunk_of.key)
+        extent = self._place(chunk_of).extent
         return self._nothing if extent is None or self._store is None else self._store.view(extent)
 
     def read(self, chunk_of: ChunkOf, into: torch.Tensor) -> Pending:
         self.settle_write(chunk_of)
-        assert self._store is not None, "what has no bytes is there in place"
+        extent = self._place(chunk_of).extent
+        assert self._store is not None and extent is not None, "what has no bytes is there in place"
         try:
-            transfer = self._store.read(self._extents[chunk_of.key], into, priority=self.read_priority)
+            transfer = self._store.read(extent, into, priority=self.read_priority)
         except StorageError as error:  # what the chunk's last write left behind cannot be read
             raise _named(error, self._purpose, chunk_of) from error
         return _OfChunk(transfer, self._purpose, chunk_of)
 
     def share(self, chunk_of: ChunkOf, share: ShareBlocks) -> None:
         """See `Store.share`. The chunk's last write must be over."""
-        extent = self._extents.get(chunk_of.key)
+        extent = self._place(chunk_of).extent
         if extent is None or self._store is None:
             return
         try:
@@ -119,22 +132,24 @@ class Places:
         """Keep the chunk's bytes of now for `read_kept`, whatever is written from now on, until `let_go`; False where the
         store cannot (`Store.keep`). Waits for its last write."""
         self.settle_write(chunk_of)
-        extent = self._extents.get(chunk_of.key)
-        if extent is None or self._store is None or not self._store.keep(extent):
+        place = self._place(chunk_of)
+        if place.extent is None or self._store is None or not self._store.keep(place.extent):
             return False
-        self._kept[chunk_of.key] = extent
+        place.kept = place.extent
         return True
 
     def read_kept(self, chunk_of: ChunkOf, into: torch.Tensor) -> Pending:
-        assert self._store is not None, "what has no bytes is not kept"
-        return _OfChunk(self._store.read_kept(self._kept[chunk_of.key], into), self._purpose, chunk_of)
+        kept = self._place(chunk_of).kept
+        assert self._store is not None and kept is not None, "what has no bytes is not kept"
+        return _OfChunk(self._store.read_kept(kept, into), self._purpose, chunk_of)
 
     def let_go(self, chunk_of: ChunkOf) -> None:
         """What was kept, if anything was, is not needed any more."""
-        extent = self._kept.pop(chunk_of.key, None)
-        if extent is not None:
+        place = self._place(chunk_of)
+        kept, place.kept = place.kept, None
+        if kept is not None:
             assert self._store is not None
-            self._store.let_go(extent)
+            self._store.let_go(kept)
 
     def room_to_keep(self) -> list[tuple[Path, int]]:
         """See `Store.room_to_keep`."""
@@ -144,52 +159,60 @@ class Places:
         self.settle_write(chunk_of)
         if self._store is None:
             return Settled()
-        self._turn(chunk_of)
-        pending = _OfChunk(self._store.write(self._extents[chunk_of.key], source), self._purpose, chunk_of)
+        place = self._place(chunk_of)
+        _turn(place)
+        assert place.extent is not None
+        pending = _OfChunk(self._store.write(place.extent, source), self._purpose, chunk_of)
         with self._lock:
-            self._writes[chunk_of.key] = pending
+            place.write = self._writing[chunk_of] = pending
         return pending
 
     def undo_write(self, chunk_of: ChunkOf) -> None:
         """The chunk, which must be `undoable`, is again what it was before its last write. Nobody may be reading it."""
         self.settle_write(chunk_of)
-        assert chunk_of.key in self._others, "what is written in place cannot be undone"
-        self._turn(chunk_of)
-
-    def _turn(self, chunk_of: ChunkOf) -> None:
-        other = self._others.get(chunk_of.key)
-        if other is not None:
-            self._others[chunk_of.key], self._extents[chunk_of.key] = self._extents[chunk_of.key], other
+        place = self._place(chunk_of)
+        assert place.other is not None, "what is written in place cannot be undone"
+        _turn(place)
 
     def settle_write(self, chunk_of: ChunkOf) -> None:
         """Wait for the chunk's last write, if one is in flight; raise its failure."""
-        with self._lock:
-            pending = self._writes.get(chunk_of.key)
+        pending = self._place(chunk_of).write
         if pending is not None:
-            self._settle({chunk_of.key: pending})
+            self._settle({chunk_of: pending})
 
     def settle_writes(self) -> None:
         """Wait for every write in flight; raise the first failure."""
         with self._lock:
-            pendings = dict(self._writes)
+            pendings = dict(self._writing)
         self._settle(pendings)
 
-    def _settle(self, pendings: dict[tuple[int, int], Pending]) -> None:
+    def _settle(self, pendings: dict[ChunkOf, Pending]) -> None:
         try:
             AllOf(pendings.values()).wait()
         finally:
             with self._lock:  # only now: until it is over, every other thread that comes must find it and wait too
-                for key, pending in pendings.items():
-                    if self._writes.get(key) is pending:
-                        del self._writes[key]
+                for chunk_of, pending in pendings.items():
+                    self._forget_write(chunk_of, pending)
+
+    def _forget_write(self, chunk_of: ChunkOf, pending: Pending) -> None:
+        place = self._place(chunk_of)
+        if place.write is pending:
+            place.write = None
+            del self._writing[chunk_of]
 
     def raise_failed_writes(self) -> None:
         """Raise the failure of a write that is over and that nobody waited for."""
         with self._lock:
-            over = [key for key, pending in self._writes.items() if pending.done()]
-            settled = [self._writes.pop(key) for key in over]
-        for pending in settled:
+            over = {chunk_of: pending for chunk_of, pending in self._writing.items() if pending.done()}
+            for chunk_of, pending in over.items():
+                self._forget_write(chunk_of, pending)
+        for pending in over.values():
             pending.wait()
+
+
+def _turn(place: Place) -> None:
+    if place.other is not None:
+        place.extent, place.other = place.other, place.extent
 
 
 class ParameterPlaces(Places):
@@ -198,44 +221,45 @@ class ParameterPlaces(Places):
     read_priority = Priority.PARAMETER
 
     def __init__(self, chunks: Iterable[ChunkOf], make_store: StoreFactory, undoable: Undoable = _never) -> None:
-        sizes = ((chunk_of, chunk_of.chunk.numel * chunk_of.flat.layout.itemsize) for chunk_of in chunks)
-        super().__init__(sizes, "parameters", make_store, undoable=undoable)
-        self._fetches: dict[tuple[int, int], Pending] = {}
-        self._copies: dict[tuple[int, int], Pending] = {}
+        super().__init__(((chunk_of, chunk_of.nbytes) for chunk_of in chunks), "parameters", make_store, undoable=undoable)
+        self._copying: dict[ChunkOf, None] = {}
+        """Chunks with a copy whose end nobody has seen yet."""
+
+    @staticmethod
+    def _place(chunk_of: ChunkOf) -> Place:
+        return chunk_of.parameters
 
     def copying(self, chunk_of: ChunkOf, copy: Pending) -> None:
         """`copy` reads the chunk where it lies in the store: who writes there calls `settle_copies` first."""
         with self._lock:
-            self._copies[chunk_of.key] = copy
+            chunk_of.parameters.copy = copy
+            self._copying[chunk_of] = None
 
     def settle_copies(self, chunk_of: ChunkOf) -> None:
         """Wait until no copy reads the chunk where it lies in the store."""
         with self._lock:
-            copy = self._copies.pop(chunk_of.key, None)
+            copy, chunk_of.parameters.copy = chunk_of.parameters.copy, None
+            self._copying.pop(chunk_of, None)
         if copy is not None:
             copy.wait()
 
     def settle_all_copies(self) -> None:
         """The same for every chunk."""
         with self._lock:
-            copies = list(self._copies.values())
-            self._copies.clear()
-        AllOf(copies).wait()
+            chunks = list(self._copying)
+        for chunk_of in chunks:
+            self.settle_copies(chunk_of)
 
     def fetch(self, chunk_of: ChunkOf) -> None:
         """Read the chunk straight into its flat, which must be memory that the store can address."""
-        pending = self.read(chunk_of, chunk_of.flat.chunk_bytes(chunk_of.chunk))
-        with self._lock:
-            self._fetches[chunk_of.key] = pending
+        chunk_of.parameters.fetch = self.read(chunk_of, chunk_of.flat.chunk_bytes(chunk_of.chunk))
 
     def settle_fetch(self, chunk_of: ChunkOf) -> None:
         """Wait for the chunk's `fetch`, if one is in flight; raise its failure."""
-        with self._lock:
-            pending = self._fetches.get(chunk_of.key)
+        pending = chunk_of.parameters.fetch
         if pending is not None:
             pending.wait()
-            with self._lock:
-                self._fetches.pop(chunk_of.key, None)
+            chunk_of.parameters.fetch = None
 
 
 class RecordPlaces(Places):
@@ -258,6 +282,10 @@ class RecordPlaces(Places):
         """Whether every record is updated where it lies, with no transfer."""
         self.on_device = device is not None
         """Whether that is device memory out of the host's reach."""
+
+    @staticmethod
+    def _place(chunk_of: ChunkOf) -> Place:
+        return chunk_of.record
 
     @property
     def moments(self) -> tuple[str, ...]:

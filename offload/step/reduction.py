@@ -23,7 +23,7 @@ from torch import Tensor
 from offload.device.accelerator import Accelerator
 from offload.device.pending import Pending
 from offload.errors import ConfigError
-from offload.model.flats import ChunkOf, Flat, ParameterInfo, Unit
+from offload.model.flats import Flat, ParameterInfo, Unit
 from offload.planning.budget import UNREDUCED_UNITS
 from offload.ranks.agreement import Point
 from offload.ranks.reducing import HostReduction, averages_on_device
@@ -91,7 +91,7 @@ class Reduction:
         state = self._states[info.unit_index]
         self._reclaim(wait_for=state)
         position = state.unit.flats.index(flat)
-        slot = flat.layout.slot_of(info.index)
+        slot = flat.slot_of(info)
         ordered = info.in_memory_order(gradient)
         buffer = state.buffers.get(position)
         if buffer is None:
@@ -244,7 +244,7 @@ class Reduction:
             averages = HostReduction(self._ranks, flat.layout, dtypes).averages(own, self._stage)
         for chunk, values in averages:
             average = values.to(flat.dtype).float() if self._rounds else values
-            self._gradients.add_reduced(ChunkOf(flat, chunk), self._within_reach(average), present)
+            self._gradients.add_reduced(flat.chunks[chunk.index], self._within_reach(average), present)
 
     def _within_reach(self, values: Tensor) -> Tensor:
         """`values` where the gradients' buffers lie: on the device, or in host memory (pinned, one chunk)."""

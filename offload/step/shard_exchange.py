@@ -7,7 +7,7 @@ from torch import Tensor
 
 from offload.device.accelerator import Accelerator
 from offload.device.pending import Pending
-from offload.model.flats import ChunkOf, Flat, Unit
+from offload.model.flats import Flat, Unit
 from offload.ranks.transport import Ranks
 from offload.step.fetching import StagedFetcher
 from offload.step.places import ParameterPlaces
@@ -75,12 +75,12 @@ class ShardExchange:
     def _from_home(self, places: ParameterPlaces, flat: Flat) -> Tensor:
         shard, itemsize = flat.layout.shard, flat.layout.itemsize
         whole = HostMemory(shard.numel * itemsize, "lent parameters", ledger=self._ledger).tensor
-        for chunk in flat.layout.chunks:
-            start = (chunk.start - shard.start) * itemsize
-            part = whole[start : start + chunk.numel * itemsize]
-            stored = places.view(ChunkOf(flat, chunk))
+        for chunk_of in flat.chunks:
+            start = (chunk_of.chunk.start - shard.start) * itemsize
+            part = whole[start : start + chunk_of.nbytes]
+            stored = places.view(chunk_of)
             if stored is None:
-                places.read(ChunkOf(flat, chunk), part).wait()
+                places.read(chunk_of, part).wait()
             else:
                 part.copy_(stored[: part.numel()])
         return whole

@@ -19,7 +19,7 @@ import torch
 from offload.device.accelerator import Accelerator
 from offload.device.pending import Pending, Settled
 from offload.layout import Piece
-from offload.model.flats import ChunkOf
+from offload.model.chunk import ChunkOf
 from offload.planning.budget import READ_AHEAD
 from offload.planning.purposes import EMITTED
 from offload.step.places import ParameterPlaces
@@ -95,17 +95,17 @@ class StoreSink(ParameterSink):
     def __init__(self, places: ParameterPlaces, pool: StagingPool) -> None:
         self._places = places
         self._pool = pool
-        self._ahead: dict[tuple[int, int], tuple[Lease, Pending]] = {}
+        self._ahead: dict[ChunkOf, tuple[Lease, Pending]] = {}
         self._lease: Lease | None = None
 
     def read_ahead(self, chunk_of: ChunkOf) -> None:
         if self._places.view(chunk_of) is None and len(self._ahead) < READ_AHEAD:
             lease = self._pool.try_lease(EMITTED)
             if lease is not None:
-                self._ahead[chunk_of.key] = lease, self._read(chunk_of, lease)
+                self._ahead[chunk_of] = lease, self._read(chunk_of, lease)
 
     def forget(self, chunk_of: ChunkOf) -> None:
-        ahead = self._ahead.pop(chunk_of.key, None)
+        ahead = self._ahead.pop(chunk_of, None)
         if ahead is not None:
             lease, reading = ahead
             reading.wait()
@@ -115,14 +115,14 @@ class StoreSink(ParameterSink):
         self._places.settle_copies(chunk_of)
         stored = self._places.view(chunk_of)
         if stored is None:
-            self._lease, reading = self._ahead.pop(chunk_of.key, (None, None))
+            self._lease, reading = self._ahead.pop(chunk_of, (None, None))
             if self._lease is None:
                 self._lease = self._pool.lease(EMITTED)
                 reading = self._read(chunk_of, self._lease) if old is not Old.NONE else None
             if reading is not None:
                 reading.wait()
             stored = self._lease.tensor
-        return stored[: chunk_of.chunk.numel * chunk_of.flat.layout.itemsize].view(chunk_of.flat.dtype)
+        return stored[: chunk_of.nbytes].view(chunk_of.flat.dtype)
 
     def commit(self, chunk_of: ChunkOf, values: torch.Tensor, pieces: list[Piece]) -> Pending:
         if self._lease is None:
@@ -132,7 +132,7 @@ class StoreSink(ParameterSink):
         return Settled()
 
     def _read(self, chunk_of: ChunkOf, lease: Lease) -> Pending:
-        return self._places.read(chunk_of, lease.tensor[: chunk_of.chunk.numel * chunk_of.flat.layout.itemsize])
+        return self._places.read(chunk_of, lease.tensor[: chunk_of.nbytes])
 
 
 class CopyInSink(ParameterSink):
@@ -149,7 +149,7 @@ class CopyInSink(ParameterSink):
 
     def begin(self, chunk_of: ChunkOf, old: Old) -> torch.Tensor:
         self._lease = self._pool.lease(EMITTED)
-        content = self._lease.tensor[: chunk_of.chunk.numel * chunk_of.flat.layout.itemsize]
+        content = self._lease.tensor[: chunk_of.nbytes]
         if old is Old.ALL:  # the rest is never wanted: only updated slots are copied over
             self._accelerator.copy_out(content, self._home(chunk_of).view(torch.uint8)).wait()
         return content.view(chunk_of.flat.dtype)
@@ -171,7 +171,7 @@ class CopyInSink(ParameterSink):
             return chunk_of.flat.chunk_values(chunk_of.chunk)
         stored = self._places.view(chunk_of)
         assert stored is not None
-        return stored[: chunk_of.chunk.numel * chunk_of.flat.layout.itemsize].view(chunk_of.flat.dtype)
+        return stored[: chunk_of.nbytes].view(chunk_of.flat.dtype)
 
 
 class CopyOutSink(ParameterSink):
@@ -204,7 +204,7 @@ class CopyOutSink(ParameterSink):
         self._places.settle_copies(chunk_of)
         stored = self._places.view(chunk_of)
         lease = None
-        nbytes = chunk_of.chunk.numel * chunk_of.flat.layout.itemsize
+        nbytes = chunk_of.nbytes
         if stored is None:
             lease = self._pool.lease(EMITTED)
             stored = lease.tensor[:nbytes]

@@ -23,7 +23,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from offload.device.rules import Hyper
-from offload.model.flats import ChunkOf, ParameterInfo, Unit
+from offload.model.chunk import ChunkOf
+from offload.model.flats import ParameterInfo, Unit
 from offload.model.guard import TakenGradient
 from offload.step.parts import Parts
 from offload.step.strikes import Strikes

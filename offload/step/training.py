@@ -20,7 +20,6 @@ from offload.errors import NonFiniteGradientError, UsageError
 from offload.model.flats import ParameterInfo, Unit, some_of
 from offload.model.guard import TakenGradient
 from offload.ranks.agreement import Point
-from offload.step.fetching import chunks_of
 from offload.step.hooks import cast_floating
 from offload.step.loss_scale import LossScale
 from offload.step.norm import clip_factor, exchanged, expansion, norm_of
@@ -151,7 +150,7 @@ class Training(Usable):
                 self._reduction.leave(unit)
                 self._begin_reduced_updates()
         elif self.backward_updates and self.synchronizing and self._gradients is not None and unit.index not in self._late:
-            if not all(self._gradients.is_complete(one) for one in chunks_of(unit) if one.flat.layout.trainable):
+            if not all(self._gradients.is_complete(one) for one in unit.chunks if one.flat.layout.trainable):
                 return
             if self._updates_now():
                 self._begin_update([info for info in unit.parameters if info.trainable])

@@ -25,7 +25,8 @@ from offload.device.records import MASTER, Record
 from offload.device.rules import Hyper
 from offload.device.updating import Segment
 from offload.layout import Piece
-from offload.model.flats import ChunkOf, ParameterInfo, Unit
+from offload.model.chunk import ChunkOf
+from offload.model.flats import ParameterInfo, Unit
 from offload.planning.purposes import RECORDS, RECORDS_ON_DEMAND
 from offload.ranks.rendezvous import Asked
 from offload.step.gradients import Gradients
@@ -74,7 +75,7 @@ class ChunkUpdate:
 
     @property
     def updates_every_slot(self) -> bool:
-        return len(self.pieces) == len(self.chunk_of.pieces())
+        return len(self.pieces) == len(self.chunk_of.pieces)
 
 
 @dataclass(slots=True, eq=False)
@@ -326,9 +327,8 @@ def chunk_updates(unit: Unit, steps: Mapping[int, tuple[Hyper, int]], factor: fl
     """The update of a unit's parameters in `steps` (by index: numbers and step), by chunks; `factor` as in `ChunkUpdate`."""
     updates = []
     for flat in unit.flats:
-        for chunk in flat.layout.chunks if flat.layout.trainable else ():
-            chunk_of = ChunkOf(flat, chunk)
-            pieces = [PieceUpdate(info, piece, *steps[info.index]) for info, piece in chunk_of.pieces() if info.index in steps]
+        for chunk_of in flat.chunks if flat.layout.trainable else ():
+            pieces = [PieceUpdate(info, piece, *steps[info.index]) for info, piece in chunk_of.pieces if info.index in steps]
             if pieces:
                 updates.append(ChunkUpdate(chunk_of, pieces, factor))
     return updates

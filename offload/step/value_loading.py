@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from offload.device.rounding import round_into
 from offload.errors import UsageError
-from offload.model.flats import ChunkOf, Flat, Unit
+from offload.model.chunk import ChunkOf
+from offload.model.flats import Flat, Unit
 from offload.model.weight_names import Differences, persistent_buffers
 from offload.ranks.agreement import Point
 from offload.ranks.transport import Ranks
-from offload.step.fetching import chunks_of
 from offload.step.parts import Parts
 from offload.step.training import Training
 from offload.tiers.memory import HostMemory
@@ -96,7 +96,7 @@ class ValueLoading:
 
     def _set_unit(self, unit: Unit, values: Mapping[int, Tensor]) -> None:
         ordered = {info.index: info.in_memory_order(values[info.index]) for info in unit.parameters}
-        for chunk_of in chunks_of(unit):
+        for chunk_of in unit.chunks:
             self._set_master(chunk_of, ordered)
             if self._parts.places is not None:
                 self._set_home(chunk_of, ordered)
@@ -126,7 +126,7 @@ class ValueLoading:
             buffer = HostMemory(records.nbytes(chunk_of), "loaded records", ledger=self._parts.ledger).tensor
             records.read(chunk_of, buffer).wait()
         record = records.over(chunk_of, buffer)
-        for info, piece in chunk_of.pieces():
+        for info, piece in chunk_of.pieces:
             part = ordered[info.index][piece.start - piece.slot.start : piece.stop - piece.slot.start]
             low, high = piece.start - chunk_of.chunk.start, piece.stop - chunk_of.chunk.start
             record.put_master(low, high, part.to(buffer.device))
@@ -141,8 +141,8 @@ class ValueLoading:
         content = stored
         if content is None:
             content = HostMemory(places.nbytes(chunk_of), "loaded parameters", ledger=self._parts.ledger).tensor
-        values = content[: chunk_of.chunk.numel * chunk_of.flat.layout.itemsize].view(chunk_of.flat.dtype)
-        for info, piece in chunk_of.pieces():
+        values = content[: chunk_of.nbytes].view(chunk_of.flat.dtype)
+        for info, piece in chunk_of.pieces:
             part = ordered[info.index][piece.start - piece.slot.start : piece.stop - piece.slot.start]
             low, high = piece.start - chunk_of.chunk.start, piece.stop - chunk_of.chunk.start
             values[low:high].copy_(self._rounded(chunk_of.flat, part))

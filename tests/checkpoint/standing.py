@@ -22,7 +22,7 @@ class Held:
         original = state_reading.StateReader.begin
 
         def begin(reader: Any, chunk_of: Any, *, kept: bool = False) -> Any:
-            self.read.append(chunk_of.key)
+            self.read.append(chunk_of)
             if len(self.read) == at:
                 self.reached.set()
                 assert self.go.wait(60)

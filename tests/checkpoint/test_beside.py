@@ -21,7 +21,6 @@ import offload
 from offload.build import assembly, storage
 from offload.checkpoint import unit_file, writing
 from offload.device.pending import Pending
-from offload.step.fetching import chunks_of
 from tests.tiers.faulty_io import Fault, FaultyBackend, seeded_faults
 
 from ..acceptance.models import (
@@ -331,9 +330,9 @@ def test_every_thread_waits_for_a_write_that_one_of_them_waits_for(opened: Any) 
     model = stack(blocks=1)
     engine = opened(model, adamw(model), Setup("nvme", "nvme", "cpu"))
     records, unit = engine._parts.records, engine._parts.units[0]
-    chunk_of = next(chunk for chunk in chunks_of(unit) if chunk.flat.layout.trainable)
+    chunk_of = next(chunk for chunk in unit.chunks if chunk.flat.layout.trainable)
     write = _SlowWrite()
-    records._writes[chunk_of.key] = write
+    chunk_of.record.write = records._writing[chunk_of] = write
     threads = [threading.Thread(target=records.settle_write, args=(chunk_of,)) for _ in range(3)]
     for thread in threads:
         thread.start()
@@ -342,4 +341,4 @@ def test_every_thread_waits_for_a_write_that_one_of_them_waits_for(opened: Any) 
     write.over.set()
     for thread in threads:
         thread.join(60)
-    assert chunk_of.key not in records._writes
+    assert chunk_of.record.write is None

@@ -121,7 +121,7 @@ def written_by_updates(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def hold(self: Any, chunk_of: Any) -> bool:
         held = original(self, chunk_of)
         if held:
-            keys.append(chunk_of.key)
+            keys.append(chunk_of)
         return held
 
     monkeypatch.setattr(copies.Copies, "hold_as_updated", hold)

@@ -19,7 +19,6 @@ import offload
 from offload.build import assembly
 from offload.checkpoint.tensor_file import TensorFile
 from offload.checkpoint.unit_file import UnitFile
-from offload.step.fetching import chunks_of
 from offload.tiers import NvmeStore, held_room
 from offload.tiers.io import reflink
 
@@ -145,7 +144,7 @@ def test_frozen_parameters_and_other_formats(opened: Any, tmp_path: Path, shared
         engine.save_checkpoint(tmp_path / name)
         nbytes, written, _ = shared.counts()
         frozen = {info.unit_index for info in engine._parts.parameters if not info.trainable}
-        chunks = [one for unit in engine._parts.units if unit.index in frozen for one in chunks_of(unit)]
+        chunks = [one for unit in engine._parts.units if unit.index in frozen for one in unit.chunks]
         assert nbytes == sum(2 * one.chunk.numel for one in chunks if not one.flat.layout.trainable) > 0
         assert written > 0
         one_step(Run(model, engine.optimizer, engine))
@@ -253,7 +252,7 @@ def test_padding_is_zeros_whatever_the_drive_holds(opened: Any, tmp_path: Path, 
     run.save(tmp_path / "before")
     parts = run.engine._parts
     for unit in parts.units:
-        for chunk_of in chunks_of(unit):
+        for chunk_of in unit.chunks:
             for places in (parts.records, parts.places):
                 buffer = offload.tiers.memory.HostMemory(places.nbytes(chunk_of), "test").tensor
                 places.read(chunk_of, buffer).wait()

@@ -1,0 +1,110 @@
+"""What is known of one chunk while the engine runs: where its states lie, and what is under way there.
+
+    Chunk          the granule of I/O, of gradients and of the optimizer step
+    Place          where one of its states (parameters, optimizer record) lies in a store
+    ChunkGradient  its gradient between backward and update
+
+The actors of `offload.step` do things to chunks and keep queues of them; what one of them has to remember of a chunk lies
+here. Each class says who writes its fields.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from offload.device.pending import Pending
+from offload.layout import Chunk, Extent, Piece
+from offload.tiers.staging import Lease
+
+if TYPE_CHECKING:
+    from offload.model.flats import Flat, ParameterInfo
+
+
+@dataclass(eq=False, slots=True)
+class Place:
+    """Where one state of a chunk lies in its store. Written by the `Places` of that state, transfers under its lock.
+
+    extent   where it is read and written; None: the state has no bytes, or no store
+    other    the extent that is written next, where the last write must be undoable: the two take turns
+    kept     what a save is still to copy of it, whatever is written meanwhile
+    write    its last write, until somebody saw it end. Every read and every further write comes after it
+    fetch    a read of it into its flat, until somebody saw it end
+    copy     an H2D copy from where it lies in the store: who writes there in place waits for it
+    """
+
+    extent: Extent | None = None
+    other: Extent | None = None
+    kept: Extent | None = None
+    write: Pending | None = None
+    fetch: Pending | None = None
+    copy: Pending | None = None
+
+
+@dataclass(slots=True, eq=False)
+class ChunkGradient:
+    """Owned by `Gradients`, under its lock.
+
+    narrow, wide   its places in the stores, in compute precision and in fp32 (None: that is the same)
+    buffer         [chunk.numel] where it lies now; `lease` if that is a staging buffer
+    spilled        the dtype in which it lies in the store alone
+    live           indices of the parameters whose gradient is there, or coming
+    kept           by parameter index: pieces that lie in autograd's own tensors instead of the buffer
+    jobs           what the buffer waits for before it may be read
+    transfer       its last transfer between buffer and store
+    opened         an update is reading it
+    held           its update may be undone, and must find it again then; `applied`: that update has read it
+    """
+
+    chunk_of: ChunkOf
+    narrow: Extent
+    wide: Extent | None
+    buffer: torch.Tensor | None = None
+    lease: Lease | None = None
+    spilled: torch.dtype | None = None
+    live: set[int] = field(default_factory=set)
+    kept: dict[int, torch.Tensor] = field(default_factory=dict)
+    jobs: list[Pending] = field(default_factory=list)
+    transfer: Pending | None = None
+    opened: bool = False
+    held: bool = False
+    applied: bool = False
+
+    @property
+    def trainable_count(self) -> int:
+        """How many parameters have a piece in the chunk."""
+        return len(self.chunk_of.pieces)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every parameter of the chunk has a gradient."""
+        return len(self.live) == self.trainable_count
+
+    def settle(self) -> None:
+        """Wait until the buffer may be read. By the thread of the updates and that of the model, maybe at once: so both wait,
+        and nothing is taken from the list before it is over."""
+        for job in self.jobs:
+            job.wait()
+        self.jobs = []
+
+
+@dataclass(eq=False, slots=True)
+class ChunkOf:
+    """A chunk of a flat. Made once, with its flat; two of them are the same chunk only if they are the same object.
+
+    gradient   None where the chunk is not trained
+    """
+
+    flat: Flat
+    chunk: Chunk
+    pieces: tuple[tuple[ParameterInfo, Piece], ...]
+    parameters: Place = field(default_factory=Place)
+    record: Place = field(default_factory=Place)
+    gradient: ChunkGradient | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of its parameters."""
+        return self.chunk.numel * self.flat.layout.itemsize
