@@ -90,8 +90,9 @@ class GradientParts:
 
 def _is_shared(unit: Unit, info: ParameterInfo) -> bool:
     """Not whether the unit has several modules: one of them may have a bias of its own."""
-    holders = [module for module in unit.modules if any(one is info.parameter for one in module.parameters())]
-    return info.trainable and len(holders) > 1
+    if not info.trainable or len(unit.modules) == 1:
+        return False
+    return sum(any(one is info.parameter for one in module.parameters()) for module in unit.modules) > 1
 
 
 def _may_be_taken(info: ParameterInfo, gradient: torch.Tensor, accumulation: Any) -> bool:

@@ -134,12 +134,12 @@ class Hooks:
         self._parts = GradientParts(self._units)
 
     def install(self) -> None:
-        for unit in self._units:
+        for unit_position, unit in enumerate(self._units):
             for module in _use_modules(unit, unit is self._units[0]):
                 self._hook_module(unit, module)
-            for info in unit.parameters:
+            for parameter_position, info in enumerate(unit.parameters):
                 if info.parameter.requires_grad:
-                    self._hook_parameter(unit, info)
+                    self._hook_parameter(info, unit_position, parameter_position)
 
     def remove(self) -> None:
         while self._removers:
@@ -277,11 +277,10 @@ class Hooks:
             self._left_early.pop(unit.index, None)
             self._listener.backward_leaves(unit)
 
-    def _hook_parameter(self, unit: Unit, info: ParameterInfo) -> None:
+    def _hook_parameter(self, info: ParameterInfo, unit_position: int, parameter_position: int) -> None:
         # The hooks of a parameter lie where Python's collector does not look: what they hold strongly, and lead back to the
         # parameter, would never be freed. The hooks of the modules keep this object alive as long as the model lives.
         reference = weakref.ref(self)
-        unit_position, parameter_position = self._units.index(unit), unit.parameters.index(info)
 
         @torch._dynamo.disable  # type: ignore[untyped-decorator]
         def before_accumulation(gradient: torch.Tensor) -> None:
