@@ -158,10 +158,6 @@ class FlatLayout:
         """[start, stop) of the flat in pieces of the size of this rank's chunks."""
         return _cut(start, stop, self.chunks[0].numel)
 
-    def slot_of(self, parameter_index: int) -> Slot:
-        """Where a parameter of this flat lies."""
-        return next(slot for slot in self.slots if slot.parameter_index == parameter_index)
-
     def pieces(self, chunk: Chunk) -> Iterator[Piece]:
         """The slots that lie in `chunk`, cut to it, in order."""
         first = bisect.bisect_right(self._starts, chunk.start) - 1
@@ -182,10 +178,6 @@ class FlatLayout:
             position = piece.stop
         if position < stop:
             yield range(position, stop)
-
-    def chunks_of(self, slot: Slot) -> tuple[Chunk, ...]:
-        """This rank's chunks that hold a part of `slot`, in order."""
-        return tuple(chunk for chunk in self.chunks if chunk.start < slot.stop and slot.start < chunk.stop)
 
     @property
     def open_chunk_count(self) -> int:

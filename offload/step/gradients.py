@@ -81,7 +81,8 @@ class Gradients:
         self._sums: dict[int, dict[int, torch.Tensor | None]] = {}
         """By parameter and chunk index; None: on the device."""
         self._live: dict[int, ParameterInfo] = {}
-        self._flat_of = {info.index: chunk_of.flat for chunk_of in self._chunks for info, _ in chunk_of.pieces}
+        flats = dict.fromkeys(chunk_of.flat for chunk_of in self._chunks)
+        self._flat_of = {info.index: flat for flat in flats for info in flat.parameters}
         self._device_sums = DeviceSums(accelerator, self._chunks, pool) if SUMS in pool.stats.consumers else None
         self._landing = Landing(accelerator, pool, self._lane)
         self._transit = self._made_transit(transit_buffer_count) if transit_buffer_count else None

@@ -1,4 +1,4 @@
-"""What a step costs the engine in Python grows with the number of parameters, and no faster: a block may have hundreds of experts."""
+"""What a step costs the engine in Python grows with the number of parameters, and no faster: blocks may have many experts."""
 
 from __future__ import annotations
 

@@ -130,6 +130,18 @@ class Strided(nn.Module):
         return image.mean(dim=(2, 3)).repeat(1, 4) * self.scalar + self.empty.sum()
 
 
+@at_step
+def test_a_gradient_without_elements_is_dropped(opened: Any, setup: Setup) -> None:
+    model: Any = Strided()
+    engine = opened(model, adamw(model), setup)
+    before = engine.state_dict()
+    model(vector_batches(1)[0][0]).sum().backward()
+    assert model.empty.grad is not None
+    engine.zero_grad()
+    assert model.empty.grad is None
+    assert_same_bits(engine.state_dict(), before)
+
+
 @anywhere
 def test_parameters_with_strides_without_elements_and_without_dimensions(opened: Any, setup: Setup) -> None:
     compare(Strided, simple_loop(), setup, opened)

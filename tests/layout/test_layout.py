@@ -85,7 +85,6 @@ def test_pieces_are_the_slots_cut_to_chunks(case: tuple[list[list[ParameterSpec]
             for piece in flat.pieces(chunk):
                 assert chunk.start <= piece.start < piece.stop <= chunk.stop
                 assert piece.slot.start <= piece.start and piece.stop <= piece.slot.stop
-                assert chunk in flat.chunks_of(piece.slot)
                 found[piece.slot.parameter_index] = found.get(piece.slot.parameter_index, 0) + piece.numel
         for slot in flat.slots:
             inside = max(0, min(slot.stop, shard_stop) - max(slot.start, shard_start))
