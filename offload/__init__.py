@@ -13,6 +13,7 @@ from offload.errors import (
     NonFiniteGradientError,
     OffloadError,
     ParameterAccessError,
+    RankError,
     StorageError,
     UsageError,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "NonFiniteGradientError",
     "OffloadError",
     "ParameterAccessError",
+    "RankError",
     "StorageError",
     "UsageError",
     "deferred_init",

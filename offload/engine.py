@@ -92,7 +92,7 @@ class Engine:
         self.module = model
         self.config = config
         self.closed = False
-        self.optimizer = OffloadOptimizer(optimizer) if optimizer is not None else None
+        self._optimizer = OffloadOptimizer(optimizer) if optimizer is not None else None
         self._preemption: Preemption | None = None
         self._saves: Path | None = None
         self._engage(parts)
@@ -107,13 +107,13 @@ class Engine:
         self._training.backward_updates = config.update == "backward"
         self._training.input_dtype = DTYPES[config.dtype] if config.dtype is not None else None
         self._training.update_in_backward = config.update == "backward" and not config.needs_norm_first
-        if self.optimizer is not None:
-            optimizer = self.optimizer
+        if self._optimizer is not None:
+            optimizer = self._optimizer
             optimizer.stepper = self._training
             self._training.hyper_of = optimizer.hyper_of
             self._training.check_unchanged = Unchanged(model, parts.parameters, lambda: optimizer.param_groups).check
         self._gathering = Gathering(parts, self._training)
-        self._checkpointing = Checkpointing(parts, self._training, self._gathering, model, self.optimizer)
+        self._checkpointing = Checkpointing(parts, self._training, self._gathering, model, self._optimizer)
         self._training.before_step = self._checkpointing.saver.raise_unseen
         guard_parameters(parts, self._training)
         move_buffers(model, parts.accelerator.device)
@@ -122,6 +122,18 @@ class Engine:
         take(parts)
 
     # ---- the loop ------------------------------------------------------------------------------------------------
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is an optimizer."""
+        return self._optimizer is not None
+
+    @property
+    def optimizer(self) -> OffloadOptimizer:
+        """The optimizer that the loop uses. Raises `UsageError` where there is none."""
+        if self._optimizer is None:
+            raise UsageError("the engine has no optimizer: offload.initialize was given none. Pass one to train.")
+        return self._optimizer
 
     def backward(self, loss: torch.Tensor, **keywords: Any) -> None:
         """`loss.backward()`, with the loss scale in fp16. `keywords` are those of `torch.Tensor.backward`."""
@@ -418,7 +430,7 @@ class Engine:
             self._disengage()
         except Exception as error:  # of the state that is let go; what failed first is known
             warnings.warn(f"while what the failed engine held was given back: {error}", RuntimeWarning, stacklevel=4)
-        moments = self.optimizer.moments if self.optimizer is not None else ()
+        moments = self._optimizer.moments if self._optimizer is not None else ()
         self._engage(rebuild(self._parts, self.config, moments))
         try:
             yield failure

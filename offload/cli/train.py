@@ -208,7 +208,6 @@ class _Loop:
         interruption: Interruption,
         progress: ProgressLine,
     ) -> None:
-        assert engine.optimizer is not None
         self._args, self._engine, self._model, self._optimizer = args, engine, engine.module, engine.optimizer
         self._windows = windows
         self._measurements, self._meter = measurements, meter

@@ -38,7 +38,8 @@ class DeepSpeedEngine(nn.Module):
         super().__init__()
         self.module = engine.module
         self.offload_engine, self._said = engine, said
-        self.optimizer, self.lr_scheduler, self.training_dataloader = engine.optimizer, lr_scheduler, training_dataloader
+        self.optimizer = engine.optimizer if engine.trains else None
+        self.lr_scheduler, self.training_dataloader = lr_scheduler, training_dataloader
         self.device = next(engine.module.parameters()).device
         self.local_rank, self.global_rank, self.world_size = comm.get_local_rank(), comm.get_rank(), comm.get_world_size()
         self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0

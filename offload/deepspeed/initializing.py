@@ -65,7 +65,7 @@ def initialize(
     said.warn(2, tuple(superseded))
     engine = offload.initialize(model, optimizer, said.config)
     own(engine)
-    scheduler = _scheduler(lr_scheduler, said.scheduler, engine.optimizer)
+    scheduler = _scheduler(lr_scheduler, said.scheduler, engine.optimizer if engine.trains else None)
     loader = _loader(training_data, said, others.get("collate_fn")) if training_data is not None else None
     atexit.register(_close_at_exit, weakref.ref(engine))
     made = DeepSpeedEngine(engine, said, scheduler, loader)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -118,14 +119,20 @@ class _ThreadJob(LaneJob):
         return self._settled.is_set()
 
 
+_Jobs = queue.SimpleQueue["_ThreadJob | None"]
+
+
 class ThreadLane(HostLane):
-    """Jobs run on one daemon thread named `offload-<name>`, started with the first job."""
+    """Jobs run on one daemon thread named `offload-<name>`, started with the first job.
+
+    The thread knows the queue alone: it ends too when the lane is dropped without `close()`.
+    """
 
     def __init__(self, name: str, begin: Job | None = None) -> None:
         """`begin` runs on the thread before its first job."""
         self._name = f"offload-{name}"
         self._begin = begin
-        self._queue: queue.SimpleQueue[_ThreadJob | None] = queue.SimpleQueue()
+        self._queue: _Jobs = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -133,16 +140,12 @@ class ThreadLane(HostLane):
         pending = _ThreadJob(job)
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                work = (self._queue, _ThreadJob(self._begin or (lambda: None)))
+                self._thread = threading.Thread(target=_work, args=work, name=self._name, daemon=True)
                 self._thread.start()
+                weakref.finalize(self, self._queue.put, None).atexit = False
             self._queue.put(pending)
         return pending
-
-    def _work(self) -> None:
-        begin = _ThreadJob(self._begin or (lambda: None))
-        begin.run()
-        while (pending := self._queue.get()) is not None:
-            pending.run(after=begin)
 
     def close(self) -> None:
         with self._lock:
@@ -151,3 +154,10 @@ class ThreadLane(HostLane):
                 self._queue.put(None)
         if thread is not None:
             thread.join()
+
+
+def _work(jobs: _Jobs, begin: _ThreadJob) -> None:
+    begin.run()
+    while (pending := jobs.get()) is not None:
+        pending.run(after=begin)
+        del pending  # while it waits for the next, the thread keeps nothing alive that a job or its failure refers to

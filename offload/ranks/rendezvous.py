@@ -9,6 +9,7 @@ thread announces what is asked for to the other ranks, decides with them (`offlo
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -50,7 +51,7 @@ class Asked(Pending):
 
 
 class Rendezvous:
-    """See the module. `close()` or `abandon()` ends its thread."""
+    """See the module. `close()` ends its thread; so does dropping it."""
 
     def __init__(self, ranks: Ranks, unit_names: list[str], service: Service) -> None:
         self._ranks, self._names, self._service = ranks, unit_names, service
@@ -64,6 +65,9 @@ class Rendezvous:
         self._closing = False
         self._words = -(-len(unit_names) // _WORD_BITS)
         self._thread: threading.Thread | None = None
+        self._asked = threading.Event()
+        """Set when there is something to do, so that an idle thread knows nothing of this object, and ends with it."""
+        weakref.finalize(self, self._asked.set).atexit = False
 
     # ---- the training thread -------------------------------------------------------------------------------------
 
@@ -111,7 +115,7 @@ class Rendezvous:
         """End the thread. All ranks have met before, or this one is abandoned: nothing is under way. Idempotent."""
         with self._changed:
             self._closing = True
-            self._changed.notify_all()
+            self._asked.set()
         if self._thread is not None and self._failure is None and not self._is_idle:
             return  # stuck in an exchange with ranks that are gone: it ends with the process
         if self._thread is not None:
@@ -141,8 +145,10 @@ class Rendezvous:
 
     def _wake(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="offload-ranks", daemon=True)
+            serving = (weakref.ref(self), self._asked)
+            self._thread = threading.Thread(target=_serve, args=serving, name="offload-ranks", daemon=True)
             self._thread.start()
+        self._asked.set()
         self._changed.notify_all()
 
     def _require_going_on(self) -> None:
@@ -151,7 +157,8 @@ class Rendezvous:
 
     # ---- the rendezvous' thread ----------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def run(self) -> bool:
+        """Do all that is asked for, and what the other ranks want meanwhile; whether there may be more."""
         try:
             idle_seconds = _IDLE_SECONDS[0]
             while (announcement := self._next_announcement()) is not None:
@@ -169,13 +176,12 @@ class Rendezvous:
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
+        return self._failure is None and not self._closing
 
     def _next_announcement(self) -> Announcement | None:
         with self._changed:
-            while self._is_idle:
-                if self._closing:
-                    return None
-                self._changed.wait()
+            if self._is_idle:
+                return None
             blocked = self._blocked
             self._ranks.phase = self._phase(blocked)
             return Announcement(
@@ -229,6 +235,16 @@ class Rendezvous:
             if self._blocked.blocked is asked.blocked and self._blocked.argument == unit_index:
                 self._blocked = Announcement()  # it is about to go on: the next round must not take it for blocked
             self._changed.notify_all()
+
+
+def _serve(reference: weakref.ref[Rendezvous], asked: threading.Event) -> None:
+    while True:
+        asked.wait()
+        asked.clear()
+        rendezvous = reference()
+        if rendezvous is None or not rendezvous.run():
+            return
+        del rendezvous
 
 
 def _bits(units: frozenset[int], word_count: int) -> list[int]:

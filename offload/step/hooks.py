@@ -70,7 +70,8 @@ class _BackwardUse:
 
     def __init__(self, hooks: Hooks, unit: Unit, *, reads_values: bool) -> None:
         """`reads_values`: whether backward computes with the unit's parameters."""
-        self._hooks, self.unit, self.reads_values = hooks, unit, reads_values
+        # Autograd's graph holds uses where Python's collector sees them one layer of the model at a time.
+        self._hooks, self._unit_index, self.reads_values = weakref.ref(hooks), unit.index, reads_values
         self.open = False
         self.inputs_need_gradients = False
         self.graph_task = -1
@@ -78,20 +79,28 @@ class _BackwardUse:
         self.thread = threading.get_ident()
         self.began, self.ended = next(hooks.clock), 0
 
+    @property
+    def unit(self) -> Unit:
+        hooks = self._hooks()
+        assert hooks is not None, "a use is asked by its hooks alone"
+        return hooks._units[self._unit_index]
+
     def is_behind(self, other: _BackwardUse) -> bool:
         """Whether forward made this call, in the same thread, when it was through with that one."""
         return self.thread == other.thread and self.began > other.ended
 
     def start(self, *_: Any) -> None:
-        if not self.open:
+        hooks = self._hooks()
+        if not self.open and hooks is not None:
             self.open, self.graph_task = True, torch._C._current_graph_task_id()
-            self.awaited = {info.index for info in self.unit.parameters if info.parameter.requires_grad}
-            self._hooks.backward_use_started(self)
+            self.awaited = {info.index for info in hooks._units[self._unit_index].parameters if info.parameter.requires_grad}
+            hooks.backward_use_started(self)
 
     def end(self, *_: Any) -> None:
-        if self.open:
+        hooks = self._hooks()
+        if self.open and hooks is not None:
             self.open = False
-            self._hooks.backward_use_ended(self)
+            hooks.backward_use_ended(self)
 
     def gradient_arrived(self, info: ParameterInfo) -> None:
         self.awaited.discard(info.index)

@@ -48,7 +48,6 @@ def train(
     engine = offload.initialize(model, optimizer, config | {"max_grad_norm": 0.5} | fields)
     chosen = played_cuda.stream(Stream("the user's own")) if side_stream else contextlib.nullcontext()
     with engine, chosen, Watch():
-        assert engine.optimizer is not None
         batches = iter(vector_batches(4, width))
         for _ in range(2):
             for last in (False, True):

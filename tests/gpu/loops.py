@@ -131,7 +131,6 @@ def train(
     batches = torch.randint(0, VOCABULARY, (2 * steps, 2, LENGTH), generator=draw).to(where.device)
     kept: list[torch.Tensor] = []
     with offload.initialize(model, optimizer, config) as engine:
-        assert engine.optimizer is not None
         prepare(model)
         for step in range(steps):
             for micro in range(2):

@@ -25,7 +25,6 @@ def main(config: dict[str, object]) -> None:
     batches = torch.randint(0, VOCABULARY, (4, size, 2, LENGTH), generator=torch.Generator().manual_seed(1)).to(device)
     losses = []
     with offload.initialize(model, optimizer, config) as engine:
-        assert engine.optimizer is not None
         for batch in batches:
             loss = model.loss(batch[rank])
             engine.backward(loss)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -394,6 +396,23 @@ def different_calls(fields: dict[str, Any]) -> None:
             engine.optimizer.step()
         else:
             engine.state_dict()
+
+
+def dropped(fields: dict[str, Any]) -> list[str]:
+    """Names of the engine's threads that are left where it was dropped without close()."""
+
+    def one_engine() -> None:
+        model = llama()
+        engine = offload.initialize(model, adamw(model), offload.Config(**fields))
+        _train_on(engine, model, 0, 1)
+        engine.state_dict()  # a point where all ranks meet: none needs another after it
+
+    one_engine()
+    deadline = time.monotonic() + 30
+    while (left := [one.name for one in threading.enumerate() if "offload" in one.name]) and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    return left
 
 
 def writes_differ(fields: dict[str, Any]) -> None:

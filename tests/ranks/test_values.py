@@ -45,3 +45,8 @@ def test_distributed_checkpoint(pair: Crew, tmp_path: Path) -> None:
         other = cases[(index + 2) % len(cases)]
         found = pair.do("distributed_checkpoint", fields=case, other=other, folder=str(tmp_path / f"dcp-{index}"))
         assert all(one["saved"] == one["loaded"] == found[0]["saved"] for one in found), case
+
+
+def test_engines_dropped_without_close_leave_no_thread(pair: Crew, tmp_path: Path) -> None:
+    for case in CASES:
+        assert pair.do("dropped", fields=placed(case, tmp_path)) == [[], []], case

@@ -1,0 +1,83 @@
+"""What the package shows to its users: names, types, the README's own loop; and no threads where an engine is dropped."""
+
+from __future__ import annotations
+
+import gc
+import importlib.resources
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import offload
+from offload import errors
+from tests.acceptance.models import Setup, adamw, stack, vector_batches
+
+
+def test_every_error_is_exported() -> None:
+    defined = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
+    assert defined <= set(offload.__all__)
+    assert all(getattr(offload, name) is getattr(errors, name) for name in defined)
+    assert sorted(offload.__all__) == list(offload.__all__) and all(hasattr(offload, name) for name in offload.__all__)
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (importlib.resources.files("offload") / "py.typed").is_file()
+
+
+def test_the_loop_that_mypy_checks_is_the_readmes() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    block = readme.split("## The loop")[1].split("```python\n")[1].split("```")[0]
+    imports, loop = block.split("\n\n", 1)
+    checked = Path(__file__).with_name("readme_loop.py").read_text()
+    assert imports == "import torch, offload" and checked.endswith(loop)
+
+
+def test_an_engine_without_an_optimizer_says_so() -> None:
+    with offload.initialize(stack(), None, {"parameters": "cpu"}) as engine:
+        assert not engine.trains
+        with pytest.raises(offload.UsageError, match="no optimizer"):
+            _ = engine.optimizer
+        with pytest.raises(offload.UsageError, match="no optimizer"):
+            engine.step()
+
+
+def _one_engine(setup: Setup, nvme: Path) -> None:
+    model = stack()
+    engine = offload.initialize(model, adamw(model), setup.fields(nvme))
+    for x, y in vector_batches(2):
+        F.mse_loss(model(x), y).backward()
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    F.mse_loss(model(x), y).backward()  # and gradients that wait
+
+
+def _thread_count() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_an_engine_dropped_without_close_leaves_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, update: str) -> None:
+    """Of its own or of the native library's, whatever was under way."""
+    torch.set_num_threads(1)
+    setups = [
+        Setup(*placement, update)
+        for placement in (("cpu", "nvme", "cpu"), ("nvme", "nvme", "cpu"), ("nvme", "nvme", "deferred"))
+    ]
+    before = 0
+    for number, setup in enumerate([setups[0], *setups, *setups]):
+        monkeypatch.setenv("OFFLOAD_ACCELERATOR", setup.accelerator)
+        _one_engine(setup, tmp_path)
+        deadline = time.monotonic() + 60
+        while any(thread.name.startswith("offload") for thread in threading.enumerate()) or (
+            number and _thread_count() > before
+        ):
+            gc.collect()
+            time.sleep(0.01)
+            assert time.monotonic() < deadline, [thread.name for thread in threading.enumerate()]
+        if not number:  # the first one had torch start its own
+            before = _thread_count()
