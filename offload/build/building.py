@@ -14,7 +14,8 @@ from offload.layout import FlatLayout, Layout, UnitLayout
 from offload.deferred_init.deferred_init import materialize_buffers
 from offload.step.fetching import DirectFetcher, Fetcher, GatheredFetcher, HomeFetcher, StagedFetcher
 from offload.model.chunk import ChunkOf
-from offload.model.flats import Flat, ParameterInfo, Unit
+from offload.model.flats import Flat, ParameterInfo
+from offload.model.unit import Unit
 from offload.step.gradients import Gradients
 from offload.build.materialize import InitialValues, Materializer
 from offload.model.optimizer_kinds import InitialState

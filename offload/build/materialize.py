@@ -14,7 +14,8 @@ import torch
 from offload.device.accelerator import Accelerator
 from offload.deferred_init.deferred_init import materialize
 from offload.model.chunk import ChunkOf
-from offload.model.flats import ParameterInfo, Unit
+from offload.model.flats import ParameterInfo
+from offload.model.unit import Unit
 from offload.ranks.consensus import checksum
 from offload.model.optimizer_kinds import InitialState
 from offload.step.places import ParameterPlaces, RecordPlaces

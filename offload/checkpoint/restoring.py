@@ -17,7 +17,8 @@ from offload.device.records import MASTER
 from offload.device.rounding import round_into
 from offload.layout import Piece
 from offload.model.chunk import ChunkOf
-from offload.model.flats import ParameterInfo, Unit
+from offload.model.flats import ParameterInfo
+from offload.model.unit import Unit
 from offload.step.parts import Parts
 
 

@@ -18,7 +18,8 @@ from offload.checkpoint.manifest import VALUE
 from offload.device.pending import AllOf, Pending
 from offload.device.records import MASTER, Record, StateFormat
 from offload.model.chunk import ChunkOf
-from offload.model.flats import ParameterInfo, Unit
+from offload.model.flats import ParameterInfo
+from offload.model.unit import Unit
 from offload.step.parts import Parts
 from offload.step.places import Places
 from offload.tiers.memory import HostMemory

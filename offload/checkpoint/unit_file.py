@@ -22,7 +22,8 @@ from offload.checkpoint.unit_tensors import GapPart, UnitTensors, tensor_name
 from offload.device.pending import AllOf, Pending
 from offload.errors import StorageError
 from offload.model.chunk import ChunkOf
-from offload.model.flats import ParameterInfo, Unit
+from offload.model.flats import ParameterInfo
+from offload.model.unit import Unit
 from offload.tiers.io.backend import IoBackend, Priority
 
 

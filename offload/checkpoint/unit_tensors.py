@@ -17,7 +17,8 @@ from offload.checkpoint.consistency import row_major
 from offload.checkpoint.manifest import VALUE
 from offload.checkpoint.tensor_file import TensorSpec, known_dtype
 from offload.model.chunk import ChunkOf
-from offload.model.flats import Flat, ParameterInfo, Unit
+from offload.model.flats import Flat, ParameterInfo
+from offload.model.unit import Unit
 
 
 @dataclass(slots=True)

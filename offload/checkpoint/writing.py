@@ -36,7 +36,7 @@ from offload.checkpoint.unit_file import UnitFile, file_entry, tensor_entry
 from offload.checkpoint.unit_tensors import owned_elements
 from offload.device.records import Record
 from offload.model.chunk import ChunkOf
-from offload.model.flats import Unit
+from offload.model.unit import Unit
 from offload.step.parts import Parts
 from offload.tiers.io.backend import Priority
 

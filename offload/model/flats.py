@@ -2,7 +2,6 @@
 
     ParameterInfo   one parameter: names, shape, strides, optimizer group, slot; its guard
     Flat            one flat buffer: device memory, typed views of it, one per parameter
-    Unit            what is fetched together: a module, its flats, its parameters
 
 A flat's views are made once, through `.data` of the flat, so that they stay valid (and their version counters stay 0)
 when the memory behind the flat goes and comes back.
@@ -10,16 +9,14 @@ when the memory behind the flat goes and comes back.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from offload.device.accelerator import UnitMemory
-from offload.layout import Chunk, FlatLayout, Slot, UnitLayout
+from offload.layout import Chunk, FlatLayout, Slot
 from offload.model.chunk import ChunkOf
 from offload.model.guard import ParameterGuard
 
@@ -130,72 +127,3 @@ class Flat:
     def _chunk(self, chunk: Chunk) -> ChunkOf:
         pieces = tuple((self._info_of[piece.slot.parameter_index], piece) for piece in self.layout.pieces(chunk))
         return ChunkOf(self, chunk, pieces)
-
-
-@contextmanager
-def _without_weak_references(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """`swap_tensors` refuses tensors with weak references; recurrent modules keep such references to their own weights."""
-    recurrent = [child for module in modules for child in module.modules() if isinstance(child, nn.RNNBase)]
-    for child in recurrent:
-        child._flat_weight_refs = []
-    try:
-        yield
-    finally:
-        for child in recurrent:
-            child._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in child._flat_weights]
-
-
-@dataclass(slots=True)
-class Unit:
-    """One unit at run time."""
-
-    layout: UnitLayout
-    modules: list[nn.Module]
-    """Those whose forward uses the unit; more than one where they share its parameters."""
-    flats: list[Flat]
-    parameters: list[ParameterInfo] = field(default_factory=list)
-
-    @property
-    def index(self) -> int:
-        return self.layout.index
-
-    @property
-    def name(self) -> str:
-        return self.layout.name or "(root)"
-
-    @property
-    def largest_gradient_nbytes(self) -> int:
-        """As autograd computes it: whole, in the parameter's dtype."""
-        return max((info.numel * info.dtype.itemsize for info in self.parameters if info.trainable), default=0)
-
-    def point_parameters_at_flats(self) -> None:
-        """Make every parameter of the unit a view of its flat."""
-        for flat in self.flats:
-            for info, view in zip(flat.parameters, flat.views, strict=True):
-                if info.parameter.is_meta:
-                    # `.data` cannot change the kind of a tensor; swapping keeps the Parameter that the optimizer knows.
-                    swapped = nn.Parameter(view, requires_grad=info.parameter.requires_grad)
-                    with _without_weak_references(self.modules):
-                        torch.utils.swap_tensors(info.parameter, swapped)
-                else:
-                    info.parameter.data = view
-
-    @property
-    def chunks(self) -> list[ChunkOf]:
-        """What this rank updates of it, in order."""
-        return [chunk_of for flat in self.flats for chunk_of in flat.chunks]
-
-    @property
-    def homes(self) -> list[ChunkOf]:
-        """See `Flat.homes`."""
-        return [chunk_of for flat in self.flats for chunk_of in flat.homes()]
-
-    def open_up(self) -> None:
-        for info in self.parameters:
-            if info.guard is not None:
-                info.guard.open_up()
-
-    def close_off(self, *, readable: bool) -> None:
-        for info in self.parameters:
-            if info.guard is not None:
-                info.guard.close_off(readable=readable)

@@ -16,9 +16,9 @@ from torch import Tensor
 from offload.device.accelerator import Accelerator
 from offload.device.pending import Pending
 from offload.model.chunk import ChunkOf
-from offload.model.flats import Unit
+from offload.model.unit import Fetch, Unit
 from offload.planning.purposes import FETCHED
-from offload.ranks.rendezvous import Asked, Rendezvous
+from offload.ranks.rendezvous import Rendezvous
 from offload.step.places import ParameterPlaces
 from offload.step.update import Updates
 from offload.tiers.staging import Lease, StagingPool
@@ -95,8 +95,6 @@ class StagedFetcher(Fetcher):
     def __init__(self, accelerator: Accelerator, places: ParameterPlaces, pool: StagingPool, updates: Updates | None) -> None:
         self._accelerator, self._places, self._pool, self._updates = accelerator, places, pool, updates
         self._lane = accelerator.host_lane("fetch", waits_for_io=True)
-        self._jobs: dict[int, Pending] = {}
-        self._copies: dict[int, list[Pending]] = {}
 
     def fetched_nbytes(self, unit: Unit) -> int:
         return sum(flat.memory.nbytes for flat in unit.flats)
@@ -106,18 +104,22 @@ class StagedFetcher(Fetcher):
             flat.memory.fill()
         updates = self._updates
         update = updates.launch(unit.index) if updates is not None and updates.is_pending(unit.index) else None
-        self._copies[unit.index] = []
-        self._jobs[unit.index] = self._lane.submit(lambda: self._bring(unit, update))
+        unit.fetch = fetch = Fetch()
+        fetch.job = self._lane.submit(lambda: self._bring(unit, fetch.copies, update))
 
     def finish(self, unit: Unit) -> None:
-        self._jobs.pop(unit.index).wait()
-        for copy in self._copies.pop(unit.index):
+        fetch, unit.fetch = unit.fetch, None
+        assert fetch is not None and fetch.job is not None
+        fetch.job.wait()
+        for copy in fetch.copies:
             self._accelerator.join(copy)
 
     def arrive(self, unit: Unit) -> None:
         """Block until what `start` brings is there; `finish` is still to come. From any thread."""
-        self._jobs[unit.index].wait()
-        for copy in self._copies[unit.index]:
+        fetch = unit.fetch
+        assert fetch is not None and fetch.job is not None
+        fetch.job.wait()
+        for copy in fetch.copies:
             copy.wait()
 
     def evict(self, unit: Unit) -> None:
@@ -126,13 +128,11 @@ class StagedFetcher(Fetcher):
 
     def close(self) -> None:
         self._lane.close()
-        self._copies.clear()
         self._places.settle_all_copies()
 
-    def _bring(self, unit: Unit, update: Pending | None) -> None:
+    def _bring(self, unit: Unit, copies: list[Pending], update: Pending | None) -> None:
         if update is not None:
             update.wait()
-        copies = self._copies[unit.index]
         reading: deque[tuple[ChunkOf, Lease, Pending]] = deque()
         side_by_side: list[tuple[ChunkOf, Tensor]] = []
         for chunk_of in unit.chunks:
@@ -194,17 +194,19 @@ class GatheredFetcher(Fetcher):
 
     def __init__(self, accelerator: Accelerator, own: StagedFetcher, rendezvous: Rendezvous) -> None:
         self._accelerator, self._own, self._rendezvous = accelerator, own, rendezvous
-        self._asked: dict[int, Asked] = {}
 
     def fetched_nbytes(self, unit: Unit) -> int:
         return self._own.fetched_nbytes(unit)
 
     def start(self, unit: Unit) -> None:
         self._own.start(unit)
-        self._asked[unit.index] = self._rendezvous.ask_gather(unit.index)
+        assert unit.fetch is not None
+        unit.fetch.gather = self._rendezvous.ask_gather(unit.index)
 
     def finish(self, unit: Unit) -> None:
-        asked = self._asked.pop(unit.index)
+        assert unit.fetch is not None
+        asked = unit.fetch.gather
+        assert asked is not None
         asked.wait()
         self._own.finish(unit)
         if asked.result is not None:

@@ -13,7 +13,8 @@ from torch import nn
 from offload.device.records import MASTER
 from offload.errors import RankError
 from offload.model.chunk import ChunkOf
-from offload.model.flats import Flat, ParameterInfo, Unit
+from offload.model.flats import Flat, ParameterInfo
+from offload.model.unit import Unit
 from offload.model.weight_names import persistent_buffers
 from offload.ranks.agreement import Point
 from offload.ranks.consensus import checksum

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from offload.model.flats import ParameterInfo, Unit
+from offload.model.flats import ParameterInfo
+from offload.model.unit import Unit
 
 _MOST_NODES = 256
 """Of the graph of one module without children: more is none that this looks for."""

@@ -29,7 +29,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from offload.model.flats import ParameterInfo, Unit
+from offload.model.flats import ParameterInfo
+from offload.model.unit import Unit
 from offload.model.units import is_lookup
 from offload.step.gradient_parts import GradientParts
 from offload.step.residency import Residency

@@ -7,7 +7,8 @@ from typing import Protocol
 
 from offload.device.accelerator import Accelerator
 from offload.layout import Layout
-from offload.model.flats import ParameterInfo, Unit
+from offload.model.flats import ParameterInfo
+from offload.model.unit import Unit
 from offload.planning.placement import Placement
 from offload.planning.trace import Expected
 from offload.ranks.rendezvous import Rendezvous

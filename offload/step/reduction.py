@@ -23,7 +23,8 @@ from torch import Tensor
 from offload.device.accelerator import Accelerator
 from offload.device.pending import Pending
 from offload.errors import ConfigError
-from offload.model.flats import Flat, ParameterInfo, Unit
+from offload.model.flats import Flat, ParameterInfo
+from offload.model.unit import Unit
 from offload.planning.budget import UNREDUCED_UNITS
 from offload.ranks.agreement import Point
 from offload.ranks.reducing import HostReduction, averages_on_device

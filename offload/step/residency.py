@@ -5,39 +5,22 @@ trace says what to evict and what to fetch before each start; as long as the ste
 that a use needs was issued earlier. Where it does not, the unit is fetched on demand, and the schedule is taken up
 again where the trace next shows the same event.
 
-    ABSENT    the unit's values lie in their home only
-    FETCHING  memory is filled, reads or copies (and perhaps an update) are on their way
-    RESIDENT  the values are there
+What is remembered of a unit lies in its `UnitResidency`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from offload.errors import BudgetError, ParameterAccessError
-from offload.model.flats import ParameterInfo, Unit
+from offload.model.flats import ParameterInfo
+from offload.model.unit import Unit, UnitState
 from offload.planning.plan import Op, Schedule, Verb, plan, required_nbytes
 from offload.planning.trace import Edge, Event, Recorder, Trace
 from offload.step.fetching import Fetcher
 from offload.step.timeline import Timeline
 from offload.step.update import Updates
-
-
-class UnitState(Enum):
-    """See the module."""
-
-    ABSENT = "absent"
-    FETCHING = "fetching"
-    RESIDENT = "resident"
-
-
-LEGAL: dict[UnitState, frozenset[UnitState]] = {
-    UnitState.ABSENT: frozenset({UnitState.FETCHING}),
-    UnitState.FETCHING: frozenset({UnitState.RESIDENT}),
-    UnitState.RESIDENT: frozenset({UnitState.ABSENT}),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +47,11 @@ class Residency:
     ) -> None:
         self._units, self._fetcher, self._updates = units, fetcher, updates
         self._prefetch, self._timeline = prefetch, timeline
-        self._nbytes = [fetcher.fetched_nbytes(unit) for unit in units]
+        for unit in units:
+            unit.residency.nbytes = fetcher.fetched_nbytes(unit)
+            unit.residency.state = UnitState.ABSENT if unit.residency.nbytes else UnitState.RESIDENT
+        self._nbytes = [unit.residency.nbytes for unit in units]
         self._fixed_capacity, self.capacity_nbytes = capacity.is_fixed, capacity.nbytes
-        self._states = [UnitState.ABSENT if nbytes else UnitState.RESIDENT for nbytes in self._nbytes]
-        self._use_counts = [0] * len(units)
-        self._held_counts = [0] * len(units)
-        self._companions: dict[int, list[int]] = {}
         self._open_forward: list[int] = []
         self._deferred: tuple[Op, ...] = ()
         self._resident_nbytes = 0
@@ -90,18 +72,20 @@ class Residency:
             self._recorder.start(unit_index)
         self._reach(Event(Edge.START, unit_index))
         self._bring(unit_index)
-        self._use_counts[unit_index] += 1
-        if self._use_counts[unit_index] == 1:
-            self._units[unit_index].open_up()
-        for companion in self._companions.get(unit_index, ()):
-            self.start_use(companion, recorded=recorded)
+        unit = self._units[unit_index]
+        unit.residency.use_count += 1
+        if unit.residency.use_count == 1:
+            unit.open_up()
+        for companion in unit.residency.companions:
+            self.start_use(companion.index, recorded=recorded)
 
     def end_use(self, unit_index: int, *, recorded: bool, then: Callable[[], None] | None = None) -> None:
         """`then`: what the end of the use leads to, before other units take the room."""
-        for companion in self._companions.get(unit_index, ()):
-            self.end_use(companion, recorded=recorded)
-        self._use_counts[unit_index] -= 1
-        if self._use_counts[unit_index] == 0:
+        residency = self._units[unit_index].residency
+        for companion in residency.companions:
+            self.end_use(companion.index, recorded=recorded)
+        residency.use_count -= 1
+        if residency.use_count == 0:
             self.close_off(unit_index)
         if recorded:
             self._recorder.end(unit_index)
@@ -111,20 +95,20 @@ class Residency:
 
     def hold(self, unit_index: int) -> None:
         """Keep the unit resident and open, whatever forwards and backwards come and go, until `let_go`."""
-        self._held_counts[unit_index] += 1
+        self._units[unit_index].residency.held_count += 1
         self.start_use(unit_index, recorded=False)
 
     def let_go(self, unit_index: int) -> None:
-        self._held_counts[unit_index] -= 1
+        self._units[unit_index].residency.held_count -= 1
         self.end_use(unit_index, recorded=False)
 
     def in_use(self, unit_index: int) -> bool:
-        return self._use_counts[unit_index] > 0
+        return self._units[unit_index].residency.use_count > 0
 
     @property
     def holds_any(self) -> bool:
         """Whether a `hold` is not yet let go."""
-        return any(self._held_counts)
+        return any(unit.residency.held_count for unit in self._units)
 
     def enter_forward(self, unit_index: int) -> None:
         """A forward of the unit is running: parameters read inside it without a use of their own are its companions."""
@@ -139,7 +123,7 @@ class Residency:
 
     def bring_in(self, info: ParameterInfo) -> None:
         """A guarded parameter's value is asked for: right inside a forward, and wherever it lies in place; else an error."""
-        if not self._nbytes[info.unit_index]:
+        if not self._units[info.unit_index].residency.nbytes:
             self._bring(info.unit_index)
             self._units[info.unit_index].close_off(readable=True)
             return
@@ -156,26 +140,28 @@ class Residency:
 
     def accompany(self, enclosing: int, unit_index: int) -> None:
         """From now on the unit comes and goes with `enclosing`, beside its own uses."""
-        if unit_index == enclosing or unit_index in self._companions.get(enclosing, ()):
+        residency, unit = self._units[enclosing].residency, self._units[unit_index]
+        if unit_index == enclosing or unit in residency.companions:
             return
-        self._companions.setdefault(enclosing, []).append(unit_index)
-        for _ in range(self._use_counts[enclosing] - self._held_counts[enclosing]):
+        residency.companions.append(unit)
+        for _ in range(residency.use_count - residency.held_count):
             self.start_use(unit_index, recorded=False)
 
     def close_off(self, unit_index: int) -> None:
         """Guard the parameters of a unit that is not in use."""
         pending = self._updates is not None and self._updates.is_pending(unit_index)
-        self._units[unit_index].close_off(readable=not self._nbytes[unit_index] and not pending)
+        self._units[unit_index].close_off(readable=not self._units[unit_index].residency.nbytes and not pending)
 
     def abandon_uses(self) -> None:
         """End every use: an exception cut a forward or backward short."""
         self._open_forward.clear()
         self._deferred = ()
-        for unit_index, held in enumerate(self._held_counts):
-            if self._use_counts[unit_index] > held:
-                self._use_counts[unit_index] = held
-                if not held:
-                    self.close_off(unit_index)
+        for unit in self._units:
+            residency = unit.residency
+            if residency.use_count > residency.held_count:
+                residency.use_count = residency.held_count
+                if not residency.held_count:
+                    self.close_off(unit.index)
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
@@ -202,10 +188,12 @@ class Residency:
         if self._updates is None or not self._updates.needs_residency:
             return
         begun = self._updates.launched_units
-        first = next((index for index in self._updates.pending_units if self._states[index] is UnitState.ABSENT), None)
+        first = next(
+            (index for index in self._updates.pending_units if self._units[index].residency.state is UnitState.ABSENT), None
+        )
         if first is None:
             return
-        while self._resident_nbytes + self._nbytes[first] > self.capacity_nbytes:
+        while self._resident_nbytes + self._units[first].residency.nbytes > self.capacity_nbytes:
             candidates = [index for index in range(len(self._units)) if self._may_evict(index) and index not in begun]
             last = max(candidates, key=self._next_use, default=first)
             if self._next_use(last) <= self._next_use(first):
@@ -225,7 +213,7 @@ class Residency:
                 if self._may_evict(unit_index):
                     self._drop(unit_index)
                 self._updates.launch(unit_index)
-            elif self._states[unit_index] is UnitState.RESIDENT:
+            elif self._units[unit_index].residency.state is UnitState.RESIDENT:
                 self._updates.launch(unit_index)
 
     def finish_updates(self, besides: Collection[int] = ()) -> None:
@@ -234,24 +222,24 @@ class Residency:
             for unit_index in self._updates.pending_units:
                 if unit_index in besides:
                     continue
-                if self._updates.needs_residency or self._states[unit_index] is not UnitState.ABSENT:
+                if self._updates.needs_residency or self._units[unit_index].residency.state is not UnitState.ABSENT:
                     self._bring(unit_index)
                 else:
                     self._updates.finish(unit_index)
-                if not self._use_counts[unit_index]:
+                if not self._units[unit_index].residency.use_count:
                     self.close_off(unit_index)
 
     def forget(self, unit_index: int) -> None:
         """Empty the memory of a unit that holds what an undone update left there, or was to leave. It is not in use."""
-        if self._states[unit_index] is not UnitState.ABSENT and self._nbytes[unit_index]:
-            assert not self._use_counts[unit_index], "an update was undone under a unit's use"
+        if self._units[unit_index].residency.state is not UnitState.ABSENT and self._units[unit_index].residency.nbytes:
+            assert not self._units[unit_index].residency.use_count, "an update was undone under a unit's use"
             self._drop(unit_index)
 
     def evict_all(self) -> None:
         """Take every unit that is not in use out of device memory."""
-        for unit_index, nbytes in enumerate(self._nbytes):
-            if nbytes and self._states[unit_index] is not UnitState.ABSENT and not self._use_counts[unit_index]:
-                self._evict(unit_index)
+        for unit in self._units:
+            if self._may_evict(unit.index):
+                self._evict(unit.index)
 
     # ---- following the schedule ----------------------------------------------------------------------------------
 
@@ -299,9 +287,8 @@ class Residency:
             self._deferred = self._deferred[1:]
 
     def _may_evict(self, unit_index: int) -> bool:
-        return bool(self._nbytes[unit_index]) and (
-            self._states[unit_index] is not UnitState.ABSENT and not self._use_counts[unit_index]
-        )
+        residency = self._units[unit_index].residency
+        return residency.nbytes > 0 and residency.state is not UnitState.ABSENT and not residency.use_count
 
     def _next_use(self, unit_index: int) -> int:
         positions = self._positions.get(Event(Edge.START, unit_index), [])
@@ -310,19 +297,13 @@ class Residency:
 
     # ---- transitions ---------------------------------------------------------------------------------------------
 
-    def _become(self, unit_index: int, state: UnitState) -> None:
-        before = self._states[unit_index]
-        if state not in LEGAL[before]:
-            raise AssertionError(f"unit {self._units[unit_index].name} cannot go from {before.value} to {state.value}")
-        self._states[unit_index] = state
-
     def _start_fetch(self, unit_index: int, *, optional: bool) -> None:
-        if self._states[unit_index] is not UnitState.ABSENT or not self._nbytes[unit_index]:
+        if self._units[unit_index].residency.state is not UnitState.ABSENT or not self._units[unit_index].residency.nbytes:
             return
-        if not self._make_room(self._nbytes[unit_index], optional=optional):
+        if not self._make_room(self._units[unit_index].residency.nbytes, optional=optional):
             return
-        self._become(unit_index, UnitState.FETCHING)
-        self._resident_nbytes += self._nbytes[unit_index]
+        self._units[unit_index].residency.become(UnitState.FETCHING)
+        self._resident_nbytes += self._units[unit_index].residency.nbytes
         self.peak_resident_nbytes = max(self.peak_resident_nbytes, self._resident_nbytes)
         self._fetcher.start(self._units[unit_index])
         if self._updates is not None and self._updates.needs_residency and self._updates.is_pending(unit_index):
@@ -333,10 +314,10 @@ class Residency:
         self._start_fetch(unit_index, optional=False)
         if self._updates is not None:
             self._updates.finish(unit_index)
-        if self._states[unit_index] is UnitState.FETCHING:
+        if self._units[unit_index].residency.state is UnitState.FETCHING:
             with self._timeline.waiting("fetch"):
                 self._fetcher.finish(self._units[unit_index])
-            self._become(unit_index, UnitState.RESIDENT)
+            self._units[unit_index].residency.become(UnitState.RESIDENT)
 
     def _make_room(self, nbytes: int, *, optional: bool) -> bool:
         while self._resident_nbytes + nbytes > self.capacity_nbytes:
@@ -354,7 +335,7 @@ class Residency:
     def _outgrow(self, nbytes: int) -> None:
         needed_nbytes = self._resident_nbytes + nbytes
         if self._fixed_capacity:
-            held = [self._units[index].name for index, count in enumerate(self._use_counts) if count]
+            held = [unit.name for unit in self._units if unit.residency.use_count]
             raise BudgetError(
                 f"the units in use at once ({', '.join(held)} and one more) take {needed_nbytes} bytes of device "
                 "memory, more than "
@@ -370,10 +351,10 @@ class Residency:
 
     def _drop(self, unit_index: int) -> None:
         """Empty the unit's memory, whatever version it holds."""
-        if self._states[unit_index] is UnitState.FETCHING:
+        if self._units[unit_index].residency.state is UnitState.FETCHING:
             self._fetcher.finish(self._units[unit_index])
-            self._become(unit_index, UnitState.RESIDENT)
+            self._units[unit_index].residency.become(UnitState.RESIDENT)
         self._units[unit_index].close_off(readable=False)
         self._fetcher.evict(self._units[unit_index])
-        self._become(unit_index, UnitState.ABSENT)
-        self._resident_nbytes -= self._nbytes[unit_index]
+        self._units[unit_index].residency.become(UnitState.ABSENT)
+        self._resident_nbytes -= self._units[unit_index].residency.nbytes

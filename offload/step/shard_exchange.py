@@ -7,7 +7,8 @@ from torch import Tensor
 
 from offload.device.accelerator import Accelerator
 from offload.device.pending import Pending
-from offload.model.flats import Flat, Unit
+from offload.model.flats import Flat
+from offload.model.unit import Unit
 from offload.ranks.transport import Ranks
 from offload.step.fetching import StagedFetcher
 from offload.step.places import ParameterPlaces

@@ -24,8 +24,9 @@ from dataclasses import dataclass
 
 from offload.device.rules import Hyper
 from offload.model.chunk import ChunkOf
-from offload.model.flats import ParameterInfo, Unit
+from offload.model.flats import ParameterInfo
 from offload.model.guard import TakenGradient
+from offload.model.unit import Unit
 from offload.step.parts import Parts
 from offload.step.strikes import Strikes
 from offload.step.update import ChunkUpdate

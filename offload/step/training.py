@@ -17,8 +17,9 @@ import torch
 
 from offload.device.rules import Hyper
 from offload.errors import NonFiniteGradientError, UsageError
-from offload.model.flats import ParameterInfo, Unit, some_of
+from offload.model.flats import ParameterInfo, some_of
 from offload.model.guard import TakenGradient
+from offload.model.unit import Unit
 from offload.ranks.agreement import Point
 from offload.step.hooks import cast_floating
 from offload.step.loss_scale import LossScale

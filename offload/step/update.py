@@ -26,7 +26,8 @@ from offload.device.rules import Hyper
 from offload.device.updating import Segment
 from offload.layout import Piece
 from offload.model.chunk import ChunkOf
-from offload.model.flats import ParameterInfo, Unit
+from offload.model.flats import ParameterInfo
+from offload.model.unit import Unit
 from offload.planning.purposes import RECORDS, RECORDS_ON_DEMAND
 from offload.ranks.rendezvous import Asked
 from offload.step.gradients import Gradients

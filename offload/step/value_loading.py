@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from offload.device.rounding import round_into
 from offload.errors import UsageError
 from offload.model.chunk import ChunkOf
-from offload.model.flats import Flat, Unit
+from offload.model.flats import Flat
+from offload.model.unit import Unit
 from offload.model.weight_names import Differences, persistent_buffers
 from offload.ranks.agreement import Point
 from offload.ranks.transport import Ranks

@@ -1,0 +1,153 @@
+"""One unit while the engine runs: what is fetched together, and where it is on its way between its home and device memory.
+
+    Unit           a module's parameters: its flats, its chunks, its run-time state
+    UnitResidency  whether it is in device memory, and who uses it there
+    Fetch          what brings it there
+
+The actors of `offload.step` do things to units and keep queues of them; what one of them has to remember of a unit lies here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch import nn
+
+from offload.device.pending import Pending
+from offload.layout import UnitLayout
+from offload.model.chunk import ChunkOf
+from offload.model.flats import Flat, ParameterInfo
+from offload.ranks.rendezvous import Asked
+
+
+class UnitState(Enum):
+    """Where the values of a unit are.
+
+    ABSENT    in their home only
+    FETCHING  memory is filled, reads or copies (and perhaps an update) are on their way
+    RESIDENT  in device memory
+    """
+
+    ABSENT = "absent"
+    FETCHING = "fetching"
+    RESIDENT = "resident"
+
+
+LEGAL: dict[UnitState, frozenset[UnitState]] = {
+    UnitState.ABSENT: frozenset({UnitState.FETCHING}),
+    UnitState.FETCHING: frozenset({UnitState.RESIDENT}),
+    UnitState.RESIDENT: frozenset({UnitState.ABSENT}),
+}
+
+
+@dataclass(slots=True, eq=False)
+class UnitResidency:
+    """Written by `Residency` alone, in the thread that drives the model (backward's during backward, never both).
+
+    nbytes      device memory that the unit takes while it is resident; 0: it is there for good
+    use_count   uses that have started and not ended; a unit in use is never evicted
+    held_count  those of them that last until `Residency.let_go`, whatever forwards come and go: at most use_count
+    companions  units that come and go with this one, beside their own uses: it computes with their parameters
+    """
+
+    nbytes: int = 0
+    state: UnitState = UnitState.RESIDENT
+    use_count: int = 0
+    held_count: int = 0
+    companions: list[Unit] = field(default_factory=list)
+
+    def become(self, state: UnitState) -> None:
+        if state not in LEGAL[self.state]:
+            raise AssertionError(f"a unit cannot go from {self.state.value} to {state.value}")
+        self.state = state
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """What brings a unit into device memory, between its start and the end that compute waits for.
+
+    job     settles when every copy has been started
+    copies  H2D copies, or reads straight into the unit's memory; complete once `job` has settled
+    gather  the other ranks' shards (ZeRO stage 3)
+    """
+
+    job: Pending | None = None
+    copies: list[Pending] = field(default_factory=list)
+    gather: Asked | None = None
+
+
+@contextmanager
+def _without_weak_references(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """`swap_tensors` refuses tensors with weak references; recurrent modules keep such references to their own weights."""
+    recurrent = [child for module in modules for child in module.modules() if isinstance(child, nn.RNNBase)]
+    for child in recurrent:
+        child._flat_weight_refs = []
+    try:
+        yield
+    finally:
+        for child in recurrent:
+            child._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in child._flat_weights]
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """One unit at run time."""
+
+    layout: UnitLayout
+    modules: list[nn.Module]
+    """Those whose forward uses the unit; more than one where they share its parameters."""
+    flats: list[Flat]
+    parameters: list[ParameterInfo]
+    residency: UnitResidency = field(default_factory=UnitResidency)
+    fetch: Fetch | None = None
+    """Written by the fetcher, in the thread that drives the model; its copies are added by the fetcher's lane."""
+
+    @property
+    def index(self) -> int:
+        return self.layout.index
+
+    @property
+    def name(self) -> str:
+        return self.layout.name or "(root)"
+
+    @property
+    def largest_gradient_nbytes(self) -> int:
+        """As autograd computes it: whole, in the parameter's dtype."""
+        return max((info.numel * info.dtype.itemsize for info in self.parameters if info.trainable), default=0)
+
+    def point_parameters_at_flats(self) -> None:
+        """Make every parameter of the unit a view of its flat."""
+        for flat in self.flats:
+            for info, view in zip(flat.parameters, flat.views, strict=True):
+                if info.parameter.is_meta:
+                    # `.data` cannot change the kind of a tensor; swapping keeps the Parameter that the optimizer knows.
+                    swapped = nn.Parameter(view, requires_grad=info.parameter.requires_grad)
+                    with _without_weak_references(self.modules):
+                        torch.utils.swap_tensors(info.parameter, swapped)
+                else:
+                    info.parameter.data = view
+
+    @property
+    def chunks(self) -> list[ChunkOf]:
+        """What this rank updates of it, in order."""
+        return [chunk_of for flat in self.flats for chunk_of in flat.chunks]
+
+    @property
+    def homes(self) -> list[ChunkOf]:
+        """See `Flat.homes`."""
+        return [chunk_of for flat in self.flats for chunk_of in flat.homes()]
+
+    def open_up(self) -> None:
+        for info in self.parameters:
+            if info.guard is not None:
+                info.guard.open_up()
+
+    def close_off(self, *, readable: bool) -> None:
+        for info in self.parameters:
+            if info.guard is not None:
+                info.guard.close_off(readable=readable)
