@@ -102,11 +102,10 @@ class Engine:
         model, config = self.module, self.config
         self._parts = parts
         self._links = LinkMeter(parts.timeline, parts.backend)
-        self._training = Training(parts, LossScale.of(config.loss_scale, config.dtype))
+        self._training = Training(parts, LossScale.of(config.loss_scale, config.dtype), norm_counts=config.needs_norm_first)
         self._training.max_grad_norm = config.max_grad_norm
         self._training.backward_updates = config.update == "backward"
         self._training.input_dtype = DTYPES[config.dtype] if config.dtype is not None else None
-        self._training.update_in_backward = config.update == "backward" and not config.needs_norm_first
         if self._optimizer is not None:
             optimizer = self._optimizer
             optimizer.stepper = self._training

@@ -185,9 +185,11 @@ class TakenGradient(torch.Tensor):
     """The token that the engine leaves in `p.grad`. It has no memory; every operation on it raises."""
 
     fqn: str
+    step_index: int
+    """The step that it is for."""
 
     @staticmethod
-    def __new__(cls, fqn: str, parameter: torch.Tensor) -> TakenGradient:
+    def __new__(cls, fqn: str, parameter: torch.Tensor, step_index: int) -> TakenGradient:
         token = torch.Tensor._make_wrapper_subclass(
             cls,
             parameter.size(),
@@ -196,7 +198,7 @@ class TakenGradient(torch.Tensor):
             device=parameter.device,
             requires_grad=False,
         )
-        token.fqn = fqn
+        token.fqn, token.step_index = fqn, step_index
         return token
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

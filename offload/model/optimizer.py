@@ -10,7 +10,7 @@ import torch
 
 from offload.device.rules import Hyper
 from offload.errors import UsageError
-from offload.model.optimizer_kinds import hyper_of_group, moments_of
+from offload.model.optimizer_kinds import check_group, hyper_of_group, moments_of
 
 
 class Stepper(Protocol):
@@ -56,6 +56,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def hyper_of(self, group_index: int) -> Hyper:
         """The numbers of one parameter group, as they stand now. Raises `UsageError` where its records cannot follow them."""
+        check_group(self.source_class, self.param_groups[group_index], group_index)
         hyper = hyper_of_group(self.source_class, self.param_groups[group_index])
         if not set(hyper.moments) <= set(self.moments):
             raise UsageError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from offload.device.rules import MOMENTS, Hyper, Rule
-from offload.errors import ConfigError
+from offload.errors import ConfigError, UsageError
 from offload.model.lion import Lion
 
 
@@ -92,6 +93,38 @@ def hyper_of_group(optimizer_class: type, group: Mapping[str, Any]) -> Hyper:
         nesterov=bool(group.get("nesterov", False)),
         maximize=bool(group.get("maximize", False)),
     )
+
+
+_AT_LEAST_0 = ("lr", "eps", "weight_decay", "momentum", "lr_decay")
+_FP32_MAX = torch.finfo(torch.float32).max
+
+
+def check_group(optimizer_class: type, group: Mapping[str, Any], group_index: int) -> None:
+    """Raise `UsageError` where a number of the group, as it stands now, is none to step with: what torch's constructors refuse,
+    and what is not finite in fp32."""
+    kind = kind_of(optimizer_class)
+    assert kind is not None
+    given = group.get("betas", (0.0, 0.0))
+    betas = given if isinstance(given, (tuple, list)) else ()
+    named = {name: group[name] for name in (*_AT_LEAST_0, "dampening") if name in group}
+    named |= {f"betas[{index}]": betas[index] if index < len(betas) else None for index in range(2)}
+    for name, value in named.items():
+        try:
+            number = float(value)
+        except (TypeError, ValueError, RuntimeError):  # of a tensor with several elements
+            number = math.nan
+        too_large = name.startswith("betas") and (number > 1 or (number == 1 and kind.rule is Rule.ADAM))
+        if not abs(number) <= _FP32_MAX or (number < 0 and name != "dampening") or too_large:
+            raise UsageError(
+                f"{name}={value!r} of parameter group {group_index} is no number to step with; nothing was updated. Set it in "
+                "optimizer.param_groups (a learning rate perhaps in the scheduler that computes it) and call step() again."
+            )
+    for option, neutral in kind.refused.items():
+        if group.get(option, neutral) != neutral:
+            raise UsageError(
+                f"{option}={group[option]!r} of parameter group {group_index} was set after initialize and is not supported: "
+                f"set {option}={neutral}."
+            )
 
 
 def moments_of(optimizer: torch.optim.Optimizer | None) -> tuple[str, ...]:

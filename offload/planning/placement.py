@@ -88,10 +88,10 @@ class _Problem:
         return in_device_memory and not self.sharing.shards_parameters
 
     def speculates(self, parameters: Tier, states: Tier) -> bool:
-        """Whether updates may begin before the norm is known. Where their results lie in memory that is no gain, and to undo
+        """Whether updates may begin before `step()`. Where their results lie in memory that is no gain, and to undo
         them would take a copy; several ranks would have to agree on what they undo."""
         on_nvme = (parameters, states) == ("nvme", "nvme") and self.sharing.world_size == 1
-        return on_nvme and self.config.update == "backward" and self.config.needs_norm_first
+        return on_nvme and self.config.update == "backward"
 
     def can_hold(self, parameters: Tier) -> bool:
         """Whether the stage allows parameters in that tier: without partitioned parameters they stay on the device."""

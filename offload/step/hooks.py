@@ -69,10 +69,11 @@ def in_backward() -> bool:
 class _BackwardUse:
     """One forward call's use of its unit in backward. `end` without `start` does nothing, and vice versa twice."""
 
-    def __init__(self, hooks: Hooks, unit: Unit, *, reads_values: bool) -> None:
-        """`reads_values`: whether backward computes with the unit's parameters."""
+    def __init__(self, hooks: Hooks, unit: Unit, version: int, *, reads_values: bool) -> None:
+        """`version`: of the values that forward computes with. `reads_values`: whether backward computes with them."""
         # Autograd's graph holds uses where Python's collector sees them one layer of the model at a time.
         self._hooks, self._unit_index, self.reads_values = weakref.ref(hooks), unit.index, reads_values
+        self.version = version if reads_values else None
         self.open = False
         self.inputs_need_gradients = False
         self.graph_task = -1
@@ -191,7 +192,8 @@ class Hooks:
         call.started = True
         if torch.is_grad_enabled():
             self._passed[unit.index] -= inside_backward and self._passed[unit.index] > 0
-            call.use = _BackwardUse(self, unit, reads_values=module not in unit.modules or not is_lookup(module))
+            reads_values = module not in unit.modules or not is_lookup(module)
+            call.use = _BackwardUse(self, unit, self._listener.version_of(unit), reads_values=reads_values)
             # Before the forward: an in-place operation in it would move the hook to a place inside the unit.
             call.inputs = inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
             call.use.inputs_need_gradients = bool(inputs)
@@ -265,7 +267,7 @@ class Hooks:
             other.end()
         self._open_uses[use] = None
         with self._listener.failures():
-            self._listener.backward_reaches(use.unit)
+            self._listener.backward_reaches(use.unit, use.version)
             if use.reads_values:
                 self._residency.start_use(use.unit.index, recorded=True)
 
@@ -354,8 +356,12 @@ class Listener:
         """An outermost backward reached the model."""
         raise NotImplementedError
 
-    def backward_reaches(self, unit: Unit) -> None:
-        """A backward is about to use the unit."""
+    def version_of(self, unit: Unit) -> int:
+        """How often the unit's values have changed."""
+        raise NotImplementedError
+
+    def backward_reaches(self, unit: Unit, version: int | None) -> None:
+        """A backward is about to use the unit; `version`: of the values that it must find, None where it reads none."""
         raise NotImplementedError
 
     def gradient_coming(self, unit: Unit, info: ParameterInfo) -> None:

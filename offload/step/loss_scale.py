@@ -13,6 +13,8 @@ INITIAL_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000
 MAX_SCALE = 2.0**24
 MIN_SCALE = 2.0**-14
+MOST_LOST_STEPS = 50
+"""Steps in a row that may be left out while the scale cannot go lower: beyond them nothing is trained any more."""
 
 
 @dataclass(slots=True)
@@ -24,6 +26,8 @@ class LossScale:
     skips: bool
     good_step_count: int = 0
     skipped_step_count: int = 0
+    lost_step_count: int = 0
+    """Steps left out in a row at the lowest scale."""
 
     @staticmethod
     def of(setting: str | float | None, dtype: str | None) -> LossScale:
@@ -38,11 +42,17 @@ class LossScale:
 
     def step_was_finite(self) -> None:
         self.good_step_count += 1
+        self.lost_step_count = 0
         if self.dynamic and self.good_step_count % GROWTH_INTERVAL == 0:
             self.value = min(self.value * 2, MAX_SCALE)
 
     def step_overflowed(self) -> None:
         self.good_step_count = 0
         self.skipped_step_count += 1
+        self.lost_step_count += self.value == MIN_SCALE or not self.dynamic
         if self.dynamic:
             self.value = max(self.value / 2, MIN_SCALE)
+
+    @property
+    def is_hopeless(self) -> bool:
+        return self.lost_step_count >= MOST_LOST_STEPS

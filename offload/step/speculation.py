@@ -1,8 +1,9 @@
-"""Updates that begin before the norm is known: as if it changed nothing, and undone where it does.
+"""Updates that begin before `step()`: as if it were certain to come and the norm changed nothing, and undone where not.
 
 With update="backward" a unit is updated as soon as backward has left it, while the drive has little else to do. Clipping and
-loss scaling need the norm of all gradients for that. Mostly it turns out to change nothing, so where that was so lately
-(`Strikes`) it is taken for granted, and what is needed to undo is kept:
+loss scaling need the norm of all gradients for that, and whatever runs before `step()` is to find the old weights. Mostly the
+norm changes nothing and nothing runs, so where that was so lately (`Strikes`) it is taken for granted, and what is needed to
+undo is kept:
 
     records, parameters  written to a second place in the store, so that the first is still there (`Places.undo_write`)
     gradients            kept, in their buffers or on NVMe; read again only if the update is undone
@@ -48,14 +49,16 @@ class _Begun:
 class Speculation:
     """See the module. Owned by the thread that drives the model (and backward's, never both at once)."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, *, norm_counts: bool) -> None:
+        """`norm_counts`: whether the norm may change what a step does."""
         self._places, self._records = parts.places, parts.records
         self._gradients, self._updates, self._residency = parts.gradients, parts.updates, parts.residency
         self._undoable = parts.placement.undoable_units
         self._begun: dict[int, _Begun] = {}
         self._hypers: set[tuple[int, Hyper]] = set()
         self._gave_up = False
-        self.strikes = Strikes()
+        self._norm_counts = norm_counts
+        self.strikes = Strikes.before_the_first(norm_counts)
         self.speculated_step_count = 0
         """Steps that began updates before the norm was known."""
         self.undone_step_count = 0
@@ -129,6 +132,10 @@ class Speculation:
             for info in begun.updated:
                 info.step -= 1
         return [begun.unit for begun in undone]
+
+    def restart(self) -> None:
+        """Nothing is known of the coming steps."""
+        self.strikes = Strikes.before_the_first(self._norm_counts)
 
     def end_step(self) -> None:
         """The next step may begin updates again."""

@@ -14,10 +14,16 @@ class Strikes:
 
     Updates begin early after `QUIET_STEPS` steps without one, until the next: so of nine steps at most one begins them in
     vain, whatever the run does. The first steps of a run, and those after a checkpoint was loaded, only look on: nothing is
-    known of them, gradients are largest at the beginning, and dynamic loss scaling starts with overflows.
+    known of them, gradients are largest at the beginning, and dynamic loss scaling starts with overflows. Where the norm
+    changes no step there is nothing to look at.
     """
 
     quiet_count: int = 0
+
+    @staticmethod
+    def before_the_first(norm_counts: bool) -> Strikes:
+        """`norm_counts`: whether the norm may change what a step does."""
+        return Strikes(0 if norm_counts else QUIET_STEPS)
 
     @property
     def expects_none(self) -> bool:

@@ -2,8 +2,9 @@
 
 With `update="step"` all updates are enqueued at `step()`, in the order in which the next forward needs them, and run
 under it. With `update="backward"` a unit's update is enqueued when backward has left the unit and all its gradients are
-there. What needs every gradient first (clipping, skipping non-finite steps, loss scaling) is either expected to change nothing,
-and the update undone where it does (`offload.step.speculation`), or enqueued at `step()`: the mode never changes a number.
+there, if it can be undone: the norm may clip or leave out the step, and whatever looks at the weights before `step()` is to see
+the old ones (`offload.step.speculation`). Where it cannot be undone it is enqueued at `step()`: the mode never changes a
+number.
 """
 
 from __future__ import annotations
@@ -23,11 +24,10 @@ from offload.model.unit import Unit
 from offload.ranks.agreement import Point
 from offload.step.hooks import cast_floating
 from offload.step.loss_scale import LossScale
-from offload.step.norm import clip_factor, exchanged, expansion, norm_of
+from offload.step.norm import clip_factor, exchanged, norm_of
 from offload.step.parts import Parts
 from offload.step.shard_state import ShardState, ShardStates
 from offload.step.speculation import Speculation
-from offload.step.strikes import Strikes
 from offload.step.update import chunk_updates
 from offload.step.usable import Usable
 
@@ -38,7 +38,8 @@ _NAMED = 5
 class Training(Usable):
     """See the module. Owned by the thread that drives the model; hooks run in it or in autograd's."""
 
-    def __init__(self, parts: Parts, loss_scale: LossScale) -> None:
+    def __init__(self, parts: Parts, loss_scale: LossScale, *, norm_counts: bool = True) -> None:
+        """`norm_counts`: whether the norm may change what a step does."""
         super().__init__(parts.rendezvous)
         self._units, self._residency, self._parameters = parts.units, parts.residency, parts.parameters
         self._gradients, self._updates = parts.gradients, parts.updates
@@ -49,9 +50,7 @@ class Training(Usable):
         self.loss_scale = loss_scale
         self.max_grad_norm: float | None = None
         self.input_dtype: torch.dtype | None = None
-        self.update_in_backward = False
-        """Whether units are updated in backward for good: no norm changes what they get."""
-        self.speculation = Speculation(parts)
+        self.speculation = Speculation(parts, norm_counts=norm_counts)
         parts.residency.before_use = self._undo_for
         self.hyper_of: Callable[[int], Hyper] | None = None
         self.step_count = 0
@@ -61,10 +60,12 @@ class Training(Usable):
         self.check_unchanged: Callable[[], None] | None = None
         self.before_step: Callable[[], None] | None = None
         """Raises what is to be known before anything of a step is done."""
-        self._last_backward_seen = self._scaled_backward = False
+        self._scaled_backward = False
+        self._versions = [0] * len(parts.units)
+        """Of the units' values: how often each changed since the engine was made."""
+        self._group_indices = sorted({info.group_index for info in parts.parameters if info.group_index is not None})
         self._shards, self._late = ShardStates(len(parts.units)), parts.expected.late_units
         self._clip_once: float | None = None
-        self._begun_squares: list[float] | None = None
         self._flat_of = {info.index: flat for unit in parts.units for flat in unit.flats for info in flat.parameters}
 
     # ---- forward and backward ------------------------------------------------------------------------------------
@@ -86,18 +87,16 @@ class Training(Usable):
 
     def backward_begins(self) -> None:
         self.check()
-        if self._last_backward_seen:
-            raise UsageError(
-                "backward was called again after the backward that update='backward' takes for the last of the step. "
-                "Wrap all backwards of a step but the last in `with engine.no_sync():`, or set Config(update='step')."
-            )
 
-    def backward_reaches(self, unit: Unit) -> None:
+    def version_of(self, unit: Unit) -> int:
+        return self._versions[unit.index]
+
+    def backward_reaches(self, unit: Unit, version: int | None) -> None:
         self._undo_for(unit.index)
-        if self._updates is not None and self._updates.is_pending(unit.index):
+        if version is not None and version != self._versions[unit.index]:
             raise UsageError(
-                f"backward reached unit {unit.name} through a forward that ran before optimizer.step(): its parameters have "
-                "changed since. Run the forward again after the step."
+                f"backward reached unit {unit.name} through a forward that ran before optimizer.step() (or a load): its "
+                "parameters have changed since. Run the forward again after the step."
             )
         if self._memory_is_short:
             self._accelerator.about_to_allocate(unit.largest_gradient_nbytes)
@@ -111,8 +110,11 @@ class Training(Usable):
                 "of loss.backward()."
             )
         self._undo_for(unit.index)
-        if self._shards[unit.index] is ShardState.UPDATING:
-            self.backward_reaches(unit)
+        if self._updates is not None and self._updates.is_pending(unit.index):
+            raise UsageError(
+                f"a gradient of {info.fqn!r} came from a forward that ran before optimizer.step(), whose update of it has not "
+                "ended yet. Run the forward again after the step."
+            )
         live = self._gradients.is_live(info)
         if isinstance(info.parameter.grad, TakenGradient):
             if not live:
@@ -141,7 +143,7 @@ class Training(Usable):
         else:
             self._reduction.arrive(info, self._flat_of[info.index], gradient)
             self._gradients.expect(info)
-        info.parameter.grad = TakenGradient(info.fqn, info.parameter)
+        info.parameter.grad = TakenGradient(info.fqn, info.parameter, self.step_count)
 
     def backward_leaves(self, unit: Unit) -> None:
         # Late units wait for the end of backward: what modules share gets more after one of them is done, and in the root a
@@ -149,42 +151,24 @@ class Training(Usable):
         if self._reduction is not None:
             if self.synchronizing:
                 self._reduction.leave(unit)
-                self._begin_reduced_updates()
         elif self.backward_updates and self.synchronizing and self._gradients is not None and unit.index not in self._late:
             if not all(self._gradients.is_complete(one) for one in unit.chunks if one.flat.layout.trainable):
                 return
-            if self._updates_now():
-                self._begin_update([info for info in unit.parameters if info.trainable])
-            elif self.speculation.may_begin(unit.index):
+            if self.speculation.may_begin(unit.index):
                 live = [info for info in unit.parameters if info.trainable and self._gradients.is_live(info)]
                 self._enqueue(live, 1.0 / self.loss_scale.value, undoable=True)
                 self._launch()
 
     def backward_ended(self) -> None:
-        self._last_backward_seen = self.backward_updates and self.synchronizing
         if self._reduction is not None and self.synchronizing:
             with self._timeline.waiting("reduction"):
                 self._reduction.end()
             self._adopt_reduced()
-        if self._updates_now() and self._gradients is not None:
-            self._begin_update(self._gradients.live_parameters())
-
-    def _begin_reduced_updates(self) -> None:
-        """update="backward" on several ranks: the units whose reduction is over."""
-        assert self._reduction is not None and self._updates is not None
-        if not self._updates_now():
-            return
-        self._adopt_reduced()
-        for unit in self._units[1:]:
-            if self._shards[unit.index] is ShardState.REDUCING and self._reduction.is_reduced(unit):
-                self._begin_update([info for info in unit.parameters if info.trainable])
-
-    def _updates_now(self) -> bool:
-        return self.update_in_backward and self.synchronizing and self._clip_once is None
 
     def _undo(self) -> None:
         """Undo what was updated before the norm was known."""
         for unit in self.speculation.undo():
+            self._versions[unit.index] -= 1
             self._shards.become(unit.index, ShardState.REDUCING)
 
     def _undo_for(self, unit_index: int) -> None:
@@ -229,28 +213,28 @@ class Training(Usable):
             for unit in self._units
             for info in unit.parameters
         )
-        begun = self._begun_squares is not None or bool(self.speculation.units)
-        return given or begun or (self._gradients is not None and bool(self._gradients.live_parameters()))
+        return (
+            given or bool(self.speculation.units) or (self._gradients is not None and bool(self._gradients.live_parameters()))
+        )
 
     def restart(self, step_count: int) -> None:
         """Drop every gradient and what has begun of a step: the state is about to be that after `step_count` steps."""
-        self._begun_squares, self._clip_once, self.grad_norm = None, None, None
+        self._clip_once = self.grad_norm = None
         self.zero_grad()
-        self.speculation.strikes = Strikes()
+        self.speculation.restart()
         self.step_count = step_count
+        self.values_changed()
         self._residency.end_step()
+
+    def values_changed(self) -> None:
+        """By a load: what forward computed before is of other values."""
+        self._versions = [version + 1 for version in self._versions]
 
     # ---- step ----------------------------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient that no update has taken yet; without `set_to_none` put zeros where there was one."""
         self.check()
-        if self._begun_squares is not None:
-            raise UsageError(
-                "zero_grad was called after updates of this step had begun (update='backward'): they cannot be undone. Call "
-                "step() first, or set Config(update='step')."
-            )
-        self._last_backward_seen = False
         self._adopt_reduced()
         with self.failures():
             self._undo()
@@ -294,7 +278,7 @@ class Training(Usable):
         self._adopt_reduced()
         self._gradients.settle()
         self._gradients.live_parameters()  # forgets those that the user took out of p.grad
-        return self._gradients.squares() + (self._begun_squares or [])
+        return self._gradients.squares()
 
     def _adopt_reduced(self) -> None:
         """Gradients that other ranks computed count here too."""
@@ -305,15 +289,10 @@ class Training(Usable):
             if info.parameter.grad is None and self._gradients is not None:
                 self._gradients.expect(info)
                 self._shards.become(info.unit_index, ShardState.REDUCING)
-                info.parameter.grad = TakenGradient(info.fqn, info.parameter)
+                info.parameter.grad = TakenGradient(info.fqn, info.parameter, self.step_count)
 
     def clip_at_step(self, max_norm: float) -> float:
         """Have the coming step clip to `max_norm`; return the norm before clipping."""
-        if self._begun_squares is not None:
-            raise UsageError(
-                "clip_grad_norm_ was called after updates of this step had begun: with update='backward' set "
-                "Config(max_grad_norm=...) instead, or use update='step'."
-            )
         with self.failures():
             self._undo_if_changed()
             self._take_user_gradients()
@@ -330,14 +309,16 @@ class Training(Usable):
             self.before_step()
         if self.check_unchanged is not None:
             self.check_unchanged()
+        self._require_new_gradients()
+        assert self.hyper_of is not None
+        for group_index in self._group_indices:
+            self.hyper_of(group_index)  # raises where its numbers make no sense
         with self.failures():
             self._undo_if_changed()
             self._finish_updates()
             self._take_user_gradients()
             with self._timeline.waiting("gradients"):
                 norm = self.measure_norm(Point.STEP)
-            self._last_backward_seen = False
-            begun, self._begun_squares = self._begun_squares is not None, None
             max_norm = self._clip_once if self._clip_once is not None else self.max_grad_norm
             self._clip_once = None
             self.grad_norm = norm
@@ -347,7 +328,7 @@ class Training(Usable):
             if clip != 1.0 or not is_finite:
                 self._undo()
             if not is_finite:
-                self._non_finite_step(begun)
+                self._non_finite_step()
                 return
             updated = self.speculation.keep()
             live = [info for info in self._gradients.live_parameters() if info.index not in updated]
@@ -355,6 +336,20 @@ class Training(Usable):
                 self._enqueue(live, clip / self.loss_scale.value)
             self.loss_scale.step_was_finite()
             self._finish_step()
+
+    def _require_new_gradients(self) -> None:
+        """PyTorch would apply the last step's gradients again; here that step has consumed them."""
+        old = [
+            info.fqn
+            for info in self._parameters
+            if isinstance(info.parameter.grad, TakenGradient) and info.parameter.grad.step_index != self.step_count
+        ]
+        if old:
+            raise UsageError(
+                f"optimizer.step() was called while the gradients of {some_of(old, _NAMED)} were those of the last step. "
+                "PyTorch would apply them again; here the step consumed them. Call optimizer.zero_grad() after each step; to "
+                "apply a gradient twice, run forward and backward again."
+            )
 
     def _finish_step(self) -> None:
         assert self._updates is not None
@@ -371,19 +366,25 @@ class Training(Usable):
             if not self._residency.in_use(unit_index):
                 self._residency.close_off(unit_index)
 
-    def _non_finite_step(self, begun: bool) -> None:
+    def _non_finite_step(self) -> None:
         assert self._gradients is not None
         names = self._gradients.non_finite_parameters()
+        listed = some_of(names, _NAMED) or "parameters in the shards of other ranks"
         if not self.loss_scale.skips:
-            listed = some_of(names, _NAMED) or "parameters in the shards of other ranks"
             raise NonFiniteGradientError(
                 f"the gradients of {listed} hold inf or NaN (step {self.step_count}). To leave such steps out set "
                 "Config(loss_scale='skip'); to find the cause use torch.autograd.detect_anomaly()."
             )
-        assert not begun
         self.loss_scale.step_overflowed()
         self.zero_grad()
         self._residency.end_step()
+        if self.loss_scale.is_hopeless:
+            raise NonFiniteGradientError(
+                f"the gradients of {listed} hold inf or NaN for the "
+                f"{self.loss_scale.lost_step_count}th step in a row, at a loss scale of {self.loss_scale.value:g} that goes no "
+                "lower: nothing is trained any more. Look for the cause with torch.autograd.detect_anomaly(), or go back to a "
+                "checkpoint; dtype='bf16' overflows where fp32 does."
+            )
 
     def _take_user_gradients(self) -> None:
         """A gradient that the user assigned to `p.grad` counts like one that backward computed."""
@@ -394,24 +395,6 @@ class Training(Usable):
                     assert self._gradients is not None
                     self._gradients.is_live(info)
                     self._take_over(unit, info, gradient, owned=False)
-
-    def _begin_update(self, live: list[ParameterInfo]) -> None:
-        """update="backward": enqueue and launch the updates of these parameters."""
-        assert self._gradients is not None
-        if not live:
-            return
-        self._gradients.settle()
-        squares = self._gradients.squares_of(live)
-        if not all(map(math.isfinite, squares)):
-            try:
-                self._non_finite_step(begun=True)
-            except NonFiniteGradientError as error:
-                if self._begun_squares is not None:
-                    self.failure = error  # other units have been updated already
-                raise
-        self._begun_squares = (self._begun_squares or []) + expansion(squares)
-        self._enqueue(live, 1.0 / self.loss_scale.value)
-        self._launch()
 
     def _launch(self) -> None:
         self._accelerator.copy_in_after_compute()
@@ -434,6 +417,7 @@ class Training(Usable):
         for unit_index in self._residency.next_order():
             if unit_index in touched:
                 unit = self._units[unit_index]
+                self._versions[unit_index] += 1
                 self._shards.become(unit_index, ShardState.REDUCING)
                 self._shards.become(unit_index, ShardState.UPDATING)
                 updates = chunk_updates(unit, steps, factor)

@@ -36,6 +36,7 @@ class ValueLoading:
         owners = self._owners()
         with self._training.failures():
             self._training.settle()
+            self._training.values_changed()
             self._parts.residency.evict_all()
             for unit in self._parts.units:
                 self._set_unit(unit, {info.index: self._value(info.fqns, info.shape, owners) for info in unit.parameters})

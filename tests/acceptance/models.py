@@ -47,6 +47,8 @@ ON_CPU_IN_PLACE = Setup("cpu", "cpu", "cpu")
 ON_NVME = Setup("nvme", "nvme", "deferred")
 ON_NVME_IN_PLACE = Setup("nvme", "nvme", "cpu")
 ON_NVME_IN_BACKWARD = Setup("nvme", "nvme", "deferred", "backward")
+IN_MEMORY_IN_BACKWARD = Setup(update="backward")
+ON_CPU_IN_BACKWARD = Setup("cpu", "cpu", "deferred", "backward")
 IN_PLACE_IN_BACKWARD = Setup("nvme", "nvme", "cpu", "backward")
 
 STEP_SETUPS = (IN_MEMORY, ON_CPU, ON_CPU_IN_PLACE, ON_NVME)

@@ -28,17 +28,17 @@ class Half(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.reached = threading.Event()
+        self.reached: list[threading.Event] = []
+        """One for each step."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x.register_hook(lambda _: self.reached.set())
+        self.reached.append(reached := threading.Event())
+        x.register_hook(lambda _: reached.set())
         return x.tanh()
 
 
 def train(engine: Any, model: nn.Sequential) -> str:
     for step in range(4):
-        for block in model:
-            block[1].reached.clear()
         inputs = torch.randn(3, 32, generator=torch.Generator().manual_seed(step))
         model(inputs).square().mean().backward()
         engine.step()
@@ -64,7 +64,8 @@ def test_backward_computes_while_the_unit_behind_it_is_updated(tmp_path: Path, m
     def run_late(updates: Updates, update: Any) -> None:
         index = update.unit.index - 1  # units 1 to 5 are the blocks 0 to 4
         if index:
-            waited.append(model[index - 1][1].reached.wait(30))
+            step = update.chunks[0].pieces[0].step
+            waited.append(model[index - 1][1].reached[step - 1].wait(30))
         run(updates, update)
 
     monkeypatch.setattr(Updates, "_run", run_late)

@@ -113,7 +113,7 @@ def test_a_non_finite_micro_batch_spoils_its_step(opened: Any, setup: Setup, acc
 
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_non_finite_gradients_of_an_update_in_backward(opened: Any, clip: float | None) -> None:
-    """With clipping the update is undone; without, what cannot be undone must not be trained on in silence."""
+    """Whatever had begun is undone."""
     model = stack()
     engine = opened(model, adamw(model), ON_NVME_IN_BACKWARD, max_grad_norm=clip)
     run = Run(model, engine.optimizer, engine)
@@ -122,13 +122,8 @@ def test_non_finite_gradients_of_an_update_in_backward(opened: Any, clip: float 
     with pytest.raises(offload.NonFiniteGradientError):
         _poisoned_loss(run, float("nan")).backward()
         run.optimizer.step()
-    try:
-        run.optimizer.zero_grad()
-        after = run.weights()
-    except offload.OffloadError:
-        assert clip is None, "clipping makes the update undoable"
-        return
-    assert_same_bits(after, before)
+    run.optimizer.zero_grad()
+    assert_same_bits(run.weights(), before)
     one_step(run, 1)
 
 

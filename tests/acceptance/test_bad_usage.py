@@ -92,19 +92,6 @@ def test_a_model_changed_after_initialize(opened: Any, setup: Setup, change: Any
         one_step(run)
 
 
-@pytest.mark.parametrize("clip", [None, 0.1])
-def test_backward_twice_into_an_update_that_has_begun(opened: Any, clip: float | None) -> None:
-    model = stack()
-    engine = opened(model, adamw(model), ON_NVME_IN_BACKWARD, max_grad_norm=clip)
-    run = Run(model, engine.optimizer, engine)
-    one_step(run)
-    x, y = vector_batches(1)[0]
-    with refused(offload.UsageError, "no_sync", "step"):
-        F.mse_loss(model(x), y).backward()
-        F.mse_loss(model(x), y).backward()
-    engine.close()
-
-
 @few
 def test_a_non_scalar_loss(opened: Any, setup: Setup) -> None:
     model = stack()

@@ -8,15 +8,28 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from .models import ALL_SETUPS, ON_CPU, ON_NVME, STEP_SETUPS, Setup, stack, vector_batches
+from .models import (
+    ALL_SETUPS,
+    IN_MEMORY_IN_BACKWARD,
+    IN_PLACE_IN_BACKWARD,
+    ON_CPU,
+    ON_CPU_IN_BACKWARD,
+    ON_NVME,
+    STEP_SETUPS,
+    Setup,
+    stack,
+    vector_batches,
+)
 from .runs import Run, compare
 
-anywhere = pytest.mark.parametrize("setup", ALL_SETUPS, ids=lambda s: s.name)
+anywhere = pytest.mark.parametrize(
+    "setup", (*ALL_SETUPS, IN_MEMORY_IN_BACKWARD, ON_CPU_IN_BACKWARD, IN_PLACE_IN_BACKWARD), ids=lambda s: s.name
+)
 at_step = pytest.mark.parametrize("setup", STEP_SETUPS, ids=lambda s: s.name)
 few = pytest.mark.parametrize("setup", (ON_CPU, ON_NVME), ids=lambda s: s.name)
 
 
-@at_step
+@anywhere
 def test_two_forwards_then_one_backward(opened: Any, setup: Setup) -> None:
     batches = vector_batches(10)
 
@@ -33,7 +46,7 @@ def test_two_forwards_then_one_backward(opened: Any, setup: Setup) -> None:
     compare(stack, loop, setup, opened)
 
 
-@at_step
+@anywhere
 def test_two_forwards_then_two_backwards(opened: Any, setup: Setup) -> None:
     """The second forward runs while the first one's graph waits; backwards come in the order of forwards."""
     batches = vector_batches(10)
@@ -52,7 +65,7 @@ def test_two_forwards_then_two_backwards(opened: Any, setup: Setup) -> None:
     compare(stack, loop, setup, opened)
 
 
-@at_step
+@anywhere
 def test_a_forward_without_backward(opened: Any, setup: Setup) -> None:
     """A forward with gradients whose graph is thrown away, as a metric that forgot no_grad."""
     batches = vector_batches(10)
@@ -71,7 +84,7 @@ def test_a_forward_without_backward(opened: Any, setup: Setup) -> None:
     compare(stack, loop, setup, opened)
 
 
-@at_step
+@anywhere
 def test_retain_graph(opened: Any, setup: Setup) -> None:
     batches = vector_batches(5)
 
@@ -129,8 +142,7 @@ def test_evaluation_between_steps(opened: Any, setup: Setup) -> None:
             seen.append(loss.item())
         return seen
 
-    # An update that begins in backward is undone from sight until step() only where it is out of place.
-    compare(stack, loop, setup, opened, **({"max_grad_norm": 1e6} if setup.update == "backward" else {}))
+    compare(stack, loop, setup, opened)
 
 
 @few

@@ -134,20 +134,17 @@ def test_it_stays_unusable_where_the_load_fails(tmp_path: Path, monkeypatch: pyt
 
 
 def test_gradients_that_are_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """update="backward" cannot take back the units that it has updated by the time a later gradient shows it."""
+    """What update="backward" had begun by the time a later gradient shows it is undone: the engine has not failed."""
     losses, _ = plain(tmp_path, monkeypatch)
     run = Run(SETUPS[1], tmp_path / "nvme", monkeypatch)
     with run.engine as engine:
         list(run.steps(0, 2))
-        engine.save_checkpoint(tmp_path / "saved", client_state={"scheduler": run.scheduler.state_dict()})
         first = next(run.model.parameters())
         hook = first.register_hook(lambda grad: grad * float("nan"))
         with pytest.raises(offload.NonFiniteGradientError):
             list(run.steps(2, 3))
         hook.remove()
-        with pytest.raises(offload.EngineFailedError):
-            list(run.steps(2, 3))
-        run.scheduler.load_state_dict(engine.load_checkpoint(tmp_path / "saved")["scheduler"])
+        engine.zero_grad()
         assert list(run.steps(2, STEPS)) == losses[2:]
 
 
