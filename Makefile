@@ -21,13 +21,13 @@ BUILD_INPUTS := pyproject.toml $(wildcard offload/__init__.py) native/CMakeLists
 CXX_SOURCES  := $(wildcard native/fuzz/*.cpp) $(wildcard native/src/*.cpp) $(wildcard native/src/*.h) $(wildcard native/src/*.inc) $(wildcard native/include/*.h) \
   $(wildcard offload/device/cuda_kernels/*.cu) $(wildcard tests/device/*.cpp)
 
-.PHONY: help install demo test test-gpu check sanitize fuzz soak bench gpu-report clean
+.PHONY: help install demo test in-place test-gpu check sanitize fuzz soak bench gpu-report clean
 
 help:
 	@echo "make install   environment in $(VENV), torch, this package with its native core"
 	@echo "make demo      train a model larger than its memory budget, parameters and optimizer states on disk"
 	@echo "make test      quick tests"
-	@echo "make test-gpu  tests that need a CUDA device; skipped without one"
+	@echo "make test-gpu  tests that need a CUDA device; skipped without one. With PYTHON=, or no environment here: in a Python that has torch"
 	@echo "make check     ruff, mypy, import-linter, clang-format"
 	@echo "make sanitize  the native tests under ASan, UBSan and TSan"
 	@echo "make fuzz      coverage-guided fuzzing of the native library (needs clang); FUZZ_SECONDS=60"
@@ -57,9 +57,19 @@ demo: install
 test: install
 	$(PY) -m pytest -q -m "not gpu and not slow"
 
-# 5: no test was collected.
-test-gpu: install
-	$(PY) -m pytest -q -rs -m gpu || [ $$? -eq 5 ]
+# A machine with a GPU is often one where nothing can be fetched, with a Python that has torch: the two targets for it take that
+# Python as it is, where PYTHON= names it or there is no environment here, and build into the checkout. Else: make install.
+NEEDED   := torch numpy safetensors psutil aiofiles pytest
+HAS_ALL  := import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, sys.argv[1:])))
+IN_PLACE  = { [ '$(origin PYTHON)' != file ] || [ ! -e $(STAMP) ]; } && $(PYTHON) -c '$(HAS_ALL)' $(NEEDED) 2>/dev/null
+WITH_GPU  = if $(IN_PLACE); then py='$(PYTHON)'; else py=$(PY); fi; export PYTHONPATH='$(CURDIR)'
+
+in-place:
+	@if $(IN_PLACE); then sh native/in_place.sh $(PYTHON); else $(MAKE) --no-print-directory install; fi
+
+# No plugin of somebody else's pytest takes part. 5: no test was collected.
+test-gpu: in-place
+	@$(WITH_GPU); PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $$py -m pytest -q -rs -m gpu tests/gpu || [ $$? -eq 5 ]
 
 sanitize: install
 	native/sanitize.sh $(PY)
@@ -75,9 +85,8 @@ bench: install
 
 GPU_REPORT_FLAGS ?= --out docs/performance/gpu.json
 
-gpu-report: install
-	$(PY) benchmarks/gpu.py $(GPU_REPORT_FLAGS)
-	$(PY) benchmarks/render.py
+gpu-report: in-place
+	@$(WITH_GPU); $$py benchmarks/gpu.py $(GPU_REPORT_FLAGS) && $$py benchmarks/render.py
 
 # Every check runs; the target fails if one did.
 check: install

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import hypothesis
 import pytest
 import torch
 
-# A busy machine must not fail a test.
-hypothesis.settings.register_profile("offload", deadline=None, derandomize=True)
-hypothesis.settings.load_profile("offload")
+try:
+    import hypothesis
+except ImportError:  # a machine with a GPU and none of our tools: the tests of tests/gpu need pytest alone
+    pass
+else:
+    # A busy machine must not fail a test.
+    hypothesis.settings.register_profile("offload", deadline=None, derandomize=True)
+    hypothesis.settings.load_profile("offload")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

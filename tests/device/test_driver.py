@@ -21,7 +21,7 @@ from offload.device.driver import DriverError
 from offload.device.updating import update
 from tests.device.host_kernels import library
 from tests.native import exact
-from tests.native.test_adam import HYPER, Case
+from tests.native.adam_cases import HYPER, Case
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DEVICE = torch.device("cuda", 1)

@@ -12,7 +12,7 @@ from offload.device import device_kernels, kernels
 from offload.device.updating import update
 from tests.device.host_kernels import host_kernels
 from tests.native import exact
-from tests.native.test_adam import HYPER, Case, adam, segment
+from tests.native.adam_cases import HYPER, Case, adam, segment
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

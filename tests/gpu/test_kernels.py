@@ -11,7 +11,7 @@ import torch
 from offload.device import device_kernels, kernels
 from offload.device.updating import update
 from tests.native import exact
-from tests.native.test_adam import Case, adam
+from tests.native.adam_cases import Case, adam
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
