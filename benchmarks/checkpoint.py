@@ -24,8 +24,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 from train_step import SHAPES, VOCABULARY, build, describe_machine, memory_rate, nvme_rates, status_nbytes
+
+from offload.device.host_room import host_room
 
 SEQUENCE = 128
 CASES = ("offload", "torch.save", "offload, waiting", "deepspeed", "offload, not verified")
@@ -170,7 +171,7 @@ def child(arguments: dict[str, Any]) -> dict[str, Any] | None:
     width = SHAPES[shape]["n_embd"]
     numel = 12 * SHAPES[shape]["n_layer"] * width**2 + VOCABULARY * width
     needed_nbytes = IN_MEMORY_NBYTES.get(case, 0) * numel
-    if needed_nbytes > psutil.virtual_memory().available:
+    if needed_nbytes > host_room().free_nbytes:
         print(f"{shape} {case}: no figure, it holds {needed_nbytes / 2**30:.1f} GiB", file=sys.stderr, flush=True)
         return None
     environment = os.environ | ({"OFFLOAD_VERIFY": "0"} if "not verified" in arguments["case"] else {})

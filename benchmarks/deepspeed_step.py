@@ -24,14 +24,13 @@ LIVE = 6
 """Large parameters that are in memory at once: of the module that computes, of those that are prefetched, the embedding."""
 
 
-def optimizer_buffer_count(shape: dict[str, Any], largest_numel: int) -> int:
+def optimizer_buffer_count(shape: dict[str, Any], largest_numel: int, memory_nbytes: int) -> int:
     """Each as large as the largest parameter.
 
     An update takes 4: parameter, gradient and two moments; as many for the next one that is read meanwhile, and for the last
     one that is written, where memory is large enough for 12 (at its peak it holds some three times the gradients too)."""
     gradient_nbytes = 4 * (12 * shape["n_layer"] * shape["n_embd"] ** 2 + largest_numel)
     needed_nbytes = 4 * (LIVE + 12) * largest_numel + 3 * gradient_nbytes
-    memory_nbytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return 12 if needed_nbytes < 0.8 * memory_nbytes else 4
 
 
@@ -41,7 +40,7 @@ def configuration(arguments: dict[str, Any], largest_numel: int) -> dict[str, An
     parameters: dict[str, Any] = {"device": device, "pin_memory": False}
     states: dict[str, Any] = {"device": device, "pin_memory": False}
     if device == "nvme":
-        count = optimizer_buffer_count(arguments["shape"], largest_numel)
+        count = optimizer_buffer_count(arguments["shape"], largest_numel, arguments["memory_nbytes"])
         parameters |= {
             "nvme_path": arguments["nvme"],
             "buffer_count": LIVE,

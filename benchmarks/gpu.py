@@ -169,11 +169,13 @@ def run_cell(cell: Cell, arguments: dict[str, Any], seconds: float, environment:
 def describe_machine() -> dict[str, Any]:
     import torch
 
+    from offload.device.host_room import host_rooms
+
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     found: dict[str, Any] = {
         "cpu": cpu[0].split(":")[1].strip() if cpu else "unknown",
         "cores": len(os.sched_getaffinity(0)),
-        "memory_nbytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_nbytes": min(room.total_nbytes for room in host_rooms()),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,

@@ -12,6 +12,8 @@ def describe_machine() -> dict[str, Any]:
     """Processor, cores, memory, versions."""
     import torch
 
+    from offload.device.host_room import host_rooms
+
     model = next(
         (
             line.split(":")[1].strip()
@@ -20,7 +22,7 @@ def describe_machine() -> dict[str, Any]:
         ),
         "unknown",
     )
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = min(room.total_nbytes for room in host_rooms())
     return {
         "cpu": model,
         "cores": os.cpu_count(),

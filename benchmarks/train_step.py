@@ -241,6 +241,7 @@ def peer(python: str, arguments: dict[str, Any], case: str) -> dict[str, Any]:
     """The step by DeepSpeed, in the interpreter that has it; what it failed with, where it did."""
     request = {
         "shape": model_config(arguments["shape"]), "steps": arguments["steps"], "offload": case.removeprefix("deepspeed "),
+        "memory_nbytes": describe_machine()["memory_nbytes"],
         "nvme": arguments["nvme"], "clip": CLIP,
     }  # fmt: skip
     script = str(Path(__file__).with_name("deepspeed_step.py"))

@@ -15,6 +15,7 @@ from offload.device.accelerator import Accelerator
 from offload.device.cpu import CpuAccelerator
 from offload.device.cuda import CudaAccelerator
 from offload.device.deferred import DeferredAccelerator
+from offload.device.host_room import host_room
 from offload.ranks.transport import Ranks
 from offload.device.records import RecordFormat
 from offload.errors import BudgetError, ConfigError
@@ -90,6 +91,7 @@ class Assembly:
         _native.warn_if_missing()
         expected = Expected.of(0, uses_of(described.module_units))
         layout, placement = self._lay_out(accelerator, described, expected)
+        together(ranks, lambda: self._require_room(placement, described), lambda _: {})
         building = Building(accelerator, layout, placement, config, ranks, moments_of(self._optimizer))
         try:
             return together(ranks, lambda: self._finish(building, described, expected), lambda _: building.value_facts)
@@ -142,6 +144,25 @@ class Assembly:
             )
         return together(ranks, agreed, lambda made: {"placement": [made[1].parameters, made[1].optimizer_states]})
 
+    def _require_room(self, placement: Placement, described: _Described) -> None:
+        """Raise `BudgetError` where what "auto" chose cannot be there, even once the model's own memory is given back: the
+        system would end the process without a word."""
+        config = self._config
+        if config.cpu_memory is not None or "auto" not in (config.parameters, config.optimizer_states):
+            return
+        rank_count = self._ranks.local_world_size if self._ranks is not None else 1
+        own = [info.parameter.nbytes for info in described.infos if info.parameter.device.type == "cpu"]
+        needed, room = rank_count * placement.plan.total_nbytes("cpu"), host_room()
+        if needed > room.free_nbytes + rank_count * sum(own):
+            advice = "" if config.nvme_paths else " Set nvme='/path/on/the/drive', so that less of it lies in memory."
+            refusal = BudgetError(
+                f"parameters={placement.parameters!r} and optimizer_states={placement.optimizer_states!r}, the least that "
+                f"'auto' finds, take {needed} bytes of host memory, and {room.free_nbytes} are left of the "
+                f"{room.total_nbytes} of {room.name}.{advice} Where there is more than that, say so: cpu_memory={needed}."
+            )
+            refusal.smallest_nbytes = needed
+            raise refusal
+
     def _finish(self, building: Building, described: _Described, expected: Expected) -> Parts:
         if self._source is not None:
             load_buffers(self._model, self._source, described.covered)
@@ -179,19 +200,21 @@ def lay_out(
     rank: int = 0,
     chunk_numels: Sequence[int] = (),
 ) -> tuple[Layout, Placement]:
-    """The layout with the largest chunks with which the placement fits the budgets. Raises `BudgetError` if none does.
+    """The layout with the largest chunks with which the placement fits the budgets, and where it is for the engine to choose
+    the memory that is free, if any does. Raises `BudgetError` if none fits the budgets.
 
     `moments`: what the optimizer keeps.
 
     `rank`: this one's index among those that share the shards. `chunk_numels`: what to try instead of the usual.
     """
     failure: BudgetError | None = None
-    for chunk_numel in chunk_numels or CHUNK_NUMELS:
-        layout = build_layout(specs, chunk_numel=chunk_numel, world_size=sharing.world_size, rank=rank, stage=sharing.stage)
-        try:
-            return layout, _decide(config, accelerator, layout, expected, moments, sharing)
-        except BudgetError as error:
-            failure = error
+    for within_room in (True, False):
+        for chunk_numel in chunk_numels or CHUNK_NUMELS:
+            layout = build_layout(specs, chunk_numel=chunk_numel, world_size=sharing.world_size, rank=rank, stage=sharing.stage)
+            try:
+                return layout, _decide(config, accelerator, layout, expected, moments, sharing, within_room=within_room)
+            except BudgetError as error:
+                failure = error
     assert failure is not None
     largest = max(layout.units, key=lambda unit: unit.nbytes)
     refusal = BudgetError(f"{failure} The largest unit is {largest.name or '(root)'} with {largest.nbytes} bytes.")
@@ -200,7 +223,14 @@ def lay_out(
 
 
 def _decide(
-    config: Config, accelerator: Accelerator, layout: Layout, expected: Expected, moments: tuple[str, ...], sharing: Sharing
+    config: Config,
+    accelerator: Accelerator,
+    layout: Layout,
+    expected: Expected,
+    moments: tuple[str, ...],
+    sharing: Sharing,
+    *,
+    within_room: bool,
 ) -> Placement:
     known: dict[tuple[RecordFormat, ...], Footprint] = {}
 
@@ -215,4 +245,5 @@ def _decide(
         needed_nbytes = worthwhile_nbytes if budget is None else expected_nbytes
         return needed_nbytes(expected, fetched, prefetch)
 
-    return decide(config, accelerator, footprint_of, capacity_of, sharing, expected.late_units)
+    late_units = expected.late_units
+    return decide(config, accelerator, footprint_of, capacity_of, sharing, late_units, within_room=within_room)

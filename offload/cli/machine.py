@@ -12,6 +12,7 @@ import torch
 from offload import _native
 from offload.cli.text import format_nbytes
 from offload.device import device_kernels
+from offload.device.host_room import host_rooms
 from offload.errors import ConfigError
 from offload.tiers.io import BACKEND_NAMES, open_backend
 
@@ -86,10 +87,12 @@ def _cuda_kernels() -> str:
 def system_rows() -> list[Row]:
     """Cores, memory, and the limits that decide how fast buffers are."""
     cores, logical = psutil.cpu_count(logical=False), psutil.cpu_count()
-    memory = psutil.virtual_memory()
+    rooms = host_rooms()
+    memory, least = rooms[0], min(rooms, key=lambda room: room.free_nbytes)
+    bound = f"; {format_nbytes(least.free_nbytes)} by {least.name}" if least is not memory else ""
     return [
         ("physical cores", f"{cores or 'unknown'} ({logical} logical, {len(os.sched_getaffinity(0))} usable here)"),
-        ("host memory", f"{format_nbytes(memory.total)}, {format_nbytes(memory.available)} available"),
+        ("host memory", f"{format_nbytes(memory.total_nbytes)}, {format_nbytes(memory.free_nbytes)} available{bound}"),
         ("locked memory limit", _limit_text(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])),
         ("transparent huge pages", _huge_page_setting()),
     ]

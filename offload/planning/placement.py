@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import psutil
-
 from offload.config import Config
 from offload.device.accelerator import Accelerator
+from offload.device.host_room import host_room
 from offload.device.records import RecordFormat, StateFormat
 from offload.errors import BudgetError, ConfigError
 from offload.planning import purposes
@@ -44,9 +43,9 @@ AUTO_ORDER: tuple[tuple[Tier, Tier], ...] = (
 KEPT_PARAMETERS = "parameters kept in memory"
 KEPT_RECORDS = "optimizer states kept in memory"
 _FREE_SHARE = 0.8
+"""Of the free memory, where "auto" has no budget to go by: the rest is for activations and everybody else."""
 _DRIVE_RESERVE = 0.02
 """Of what is free on the drives, what is left to others by what may be there and need not."""
-"""Of the free memory, where "auto" has no budget to go by: the rest is for activations and everybody else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,8 +253,10 @@ def _place_spilling(problem: _Problem, parameters: Tier, states: Tier) -> Placem
     return _place(problem, parameters, states, 0, "nvme", footprint.least_gradient_buffers if footprint.gradients else 0)
 
 
-def _grow(problem: _Problem, smallest: Placement) -> Placement:
-    """Spend what the budget leaves: on prefetch, then on what need not go to NVMe (`offload.planning.working_set`)."""
+def _grow(problem: _Problem, smallest: Placement, guessed: _Problem) -> Placement:
+    """Spend what the budget leaves: on prefetch, then on what need not go to NVMe (`offload.planning.working_set`).
+
+    `guessed`: budgets of which prefetch takes no more than is there either."""
 
     def again(placement: Placement, **changes: Any) -> Placement:
         """The placement with some arguments of `_place` changed."""
@@ -271,7 +272,7 @@ def _grow(problem: _Problem, smallest: Placement) -> Placement:
         return _excess(problem, placement) is None
 
     tried = (again(smallest, prefetch=prefetch) for prefetch in range(problem.config.prefetch, 0, -1))
-    best = next(filter(fits, tried), smallest)
+    best = next((placement for placement in tried if fits(placement) and _excess(guessed, placement) is None), smallest)
     if _budget(problem, "cpu") is None:
         return best
     footprint = problem.footprint_of(smallest.parameters, smallest.optimizer_states)
@@ -300,7 +301,8 @@ def _require_fit(problem: _Problem, placement: Placement) -> None:
     raise error
 
 
-def _auto(problem: _Problem) -> Placement:
+def _auto(problem: _Problem, guessed: _Problem) -> Placement:
+    """The first in the order of "auto" that fits the `guessed` budgets, else the last."""
     config = problem.config
     candidates = [
         (parameters, states)
@@ -319,7 +321,6 @@ def _auto(problem: _Problem) -> Placement:
     usable = [pair for pair in candidates if "nvme" not in pair or config.nvme_paths]
     if not usable:
         raise ConfigError("optimizer_states or parameters on nvme need a folder: set nvme='/path/on/the/drive'.")
-    guessed = _with_guessed_budgets(problem)
     last: Placement | None = None
     for parameters, states in usable:
         last = _smallest(guessed, parameters, states)
@@ -329,15 +330,10 @@ def _auto(problem: _Problem) -> Placement:
     return last
 
 
-def _guessed_nbytes() -> int:
-    """Host memory of this node that is free now, and may be used."""
-    return int(psutil.virtual_memory().available * _FREE_SHARE)
-
-
 def _with_guessed_budgets(problem: _Problem) -> _Problem:
     """For choosing only: where no budget is given, a share of the memory that is free now."""
     config = problem.config
-    cpu_memory = config.cpu_memory if config.cpu_memory is not None else _guessed_nbytes()
+    cpu_memory = config.cpu_memory if config.cpu_memory is not None else int(host_room().free_nbytes * _FREE_SHARE)
     free = problem.accelerator.free_nbytes()
     device_memory = config.device_memory
     if device_memory is None and free is not None:
@@ -352,8 +348,12 @@ def decide(
     capacity_of: Callable[[int, int, int | None], int],
     sharing: Sharing = ALONE,
     late_units: frozenset[int] = frozenset({0}),
+    *,
+    within_room: bool = False,
 ) -> Placement:
-    """The placement for this model, these budgets, this device. Raises `BudgetError` with the smallest that would do."""
+    """The placement for this model, these budgets, this device. Raises `BudgetError` with the smallest that would do.
+
+    `within_room`: also where "auto" finds none that fits into the memory that is free now."""
     drive_nbytes = scratch.free_nbytes(config.nvme_paths)
     problem = _Problem(config, accelerator, sharing, footprint_of, capacity_of, late_units, drive_nbytes)
     if config.parameters != "auto" and not problem.can_hold(config.parameters):
@@ -362,8 +362,11 @@ def decide(
             "every rank keeps the whole parameters on its device. Choose stage=3, or parameters='device'."
         )
     if config.parameters != "auto" and config.optimizer_states != "auto":
-        smallest = _smallest(problem, config.parameters, config.optimizer_states)
+        guessed, smallest = problem, _smallest(problem, config.parameters, config.optimizer_states)
     else:
-        smallest = _auto(problem)
+        guessed = _with_guessed_budgets(problem)
+        smallest = _auto(problem, guessed)
+        if within_room:
+            _require_fit(guessed, smallest)
     _require_fit(problem, smallest)
-    return _grow(problem, smallest)
+    return _grow(problem, smallest, guessed)
