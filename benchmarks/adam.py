@@ -90,9 +90,10 @@ def our_call(memory: Memory, name: str, grads: list[Any]) -> Callable[[], None]:
     """One update of the whole memory in a state format."""
     import torch
 
-    from offload.device.records import Record, RecordFormat, StateFormat
+    from offload.device.records import Record, RecordFormat
     from offload.device.rules import Hyper, Rule
-    from offload.device.updating import Segment, update
+    from offload.device.segment import Segment, StateFormat
+    from offload.device.updating import update
 
     state_format = StateFormat("fp32" if name == "mixed" else name)
     record_format = RecordFormat(state_format)

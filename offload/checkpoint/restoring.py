@@ -13,8 +13,8 @@ from offload.checkpoint.manifest import VALUE, ParameterEntry, TensorEntry
 from offload.checkpoint.opened import OpenedCheckpoint
 from offload.checkpoint.state_reading import ChunkBuffers, parameter_nbytes
 from offload.checkpoint.tensor_file import DTYPES
-from offload.device.records import MASTER
 from offload.device.rounding import round_into
+from offload.device.segment import MASTER
 from offload.layout import Piece
 from offload.model.chunk import ChunkOf
 from offload.model.flats import ParameterInfo

@@ -16,7 +16,7 @@ from offload.checkpoint.staged_folder import write_failure
 from offload.checkpoint.state_reading import parameter_nbytes
 from offload.checkpoint.tensor_file import TensorFile
 from offload.checkpoint.unit_tensors import UnitTensors
-from offload.device.records import MASTER, StateFormat
+from offload.device.segment import MASTER, StateFormat
 from offload.model.chunk import ChunkOf
 from offload.step.parts import Parts
 from offload.step.places import Places

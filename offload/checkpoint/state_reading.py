@@ -16,7 +16,8 @@ import torch
 
 from offload.checkpoint.manifest import VALUE
 from offload.device.pending import AllOf, Pending
-from offload.device.records import MASTER, Record, StateFormat
+from offload.device.records import Record
+from offload.device.segment import MASTER, StateFormat
 from offload.model.chunk import ChunkOf
 from offload.model.flats import ParameterInfo
 from offload.model.unit import Unit

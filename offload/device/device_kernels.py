@@ -14,7 +14,7 @@ import math
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,10 +22,8 @@ from torch import Tensor
 
 from offload import _native_library
 from offload.device.driver import Kernels
-
-if TYPE_CHECKING:
-    from offload.device.rules import Hyper
-    from offload.device.updating import Segment
+from offload.device.rules import Hyper
+from offload.device.segment import Segment
 
 SOURCE = Path(__file__).parent / "cuda_kernels" / "kernels.cu"
 COMPILED_NAME = "offload_cuda_kernels"

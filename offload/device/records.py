@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 
 import torch
 from torch import Tensor
@@ -24,32 +23,7 @@ from torch import Tensor
 from offload.device import encoding, kernels
 from offload.device.encoding import CODES, ROOT, SCALE_GROUP
 from offload.device.rules import MOMENTS
-
-MASTER, REMAINDER = "master", "remainder"
-
-
-class StateFormat(Enum):
-    """See the module. The values are those of `Config.state_format`."""
-
-    FP32 = "fp32"
-    SPLIT = "split"
-    BF16 = "bf16"
-    EIGHT_BIT = "8bit"
-
-    @property
-    def is_split(self) -> bool:
-        """Whether the parameters are bf16 and a part of their own master."""
-        return self is not StateFormat.FP32
-
-    def moment_dtype(self, name: str) -> torch.dtype:
-        if self is StateFormat.EIGHT_BIT:
-            return CODES[name].dtype
-        return torch.bfloat16 if self is StateFormat.BF16 else torch.float32
-
-
-def scale_name(moment: str) -> str:
-    """The array of a moment's scale bytes."""
-    return f"{moment}_scale"
+from offload.device.segment import MASTER, REMAINDER, StateFormat, scale_name
 
 
 @dataclass(frozen=True, slots=True)

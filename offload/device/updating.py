@@ -8,54 +8,17 @@ returns; on a device it is queued on the current stream. Any thread may call.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from offload import _native
 from offload.device import device_kernels
 from offload.device.encoding import SCALE_GROUP, group_count
 from offload.device.flat import DTYPE_CODES, check_flat, uses_native
-from offload.device.records import MASTER, REMAINDER, StateFormat, scale_name
-from offload.device.rules import MOMENTS, Hyper, Rule
+from offload.device.rules import MOMENTS, Rule
+from offload.device.segment import MASTER, REMAINDER, Segment, StateFormat, scale_name
 from offload.device.updating_torch import update_torch
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Segment:
-    """One run of elements of one parameter, with one set of hyperparameters. Tensors are 1-D, [numel], on one device.
-
-    grad           float32, bfloat16 or float16; read
-    arrays         of the record, by name (`offload.device.records`); updated in place
-    values         fp32: None, or the parameters in any dtype, which receive the new weights; fp32 parameters that are
-                   their own master are `arrays["master"]`. Other formats: the bf16 parameters, read and written.
-    step           of this update, counted from 1
-    grad_factor    multiplies the gradient as it is read (un-scaling and clipping), rounded to float32 first
-    rounding_seed  names the parameter for stochastic rounding
-    first_index    of the run's first element in the parameter
-    """
-
-    grad: Tensor
-    arrays: Mapping[str, Tensor]
-    values: Tensor | None
-    hyper: Hyper
-    step: int
-    grad_factor: float = 1.0
-    state_format: StateFormat = StateFormat.FP32
-    rounding_seed: int = 0
-    first_index: int = 0
-
-    @property
-    def master(self) -> Tensor:
-        """The fp32 master, or its remainder."""
-        return self.arrays[REMAINDER if self.state_format.is_split else MASTER]
-
-    @property
-    def signed_factor(self) -> float:
-        """What the gradient is multiplied by: negative to maximize."""
-        return -self.grad_factor if self.hyper.maximize else self.grad_factor
 
 
 def update(segments: Sequence[Segment]) -> None:

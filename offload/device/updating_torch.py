@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,11 +11,8 @@ from torch import Tensor
 from offload.device import encoding
 from offload.device.encoding import CODES, ROOT, SCALE_GROUP, group_count
 from offload.device.flat import chunks, f32, fma, store
-from offload.device.records import MASTER, REMAINDER, StateFormat, scale_name
 from offload.device.rules import MOMENTS, Rule
-
-if TYPE_CHECKING:
-    from offload.device.updating import Segment
+from offload.device.segment import MASTER, REMAINDER, Segment, StateFormat, scale_name
 
 _LOSSY = (StateFormat.BF16, StateFormat.EIGHT_BIT)
 """Their moments are rounded at every update."""

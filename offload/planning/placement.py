@@ -13,7 +13,8 @@ from typing import Any
 from offload.config import Config
 from offload.device.accelerator import Accelerator
 from offload.device.host_room import host_room
-from offload.device.records import RecordFormat, StateFormat
+from offload.device.records import RecordFormat
+from offload.device.segment import StateFormat
 from offload.errors import BudgetError, ConfigError
 from offload.planning import purposes
 from offload.planning.budget import (

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.device.records import MASTER
+from offload.device.segment import MASTER
 from offload.errors import RankError
 from offload.model.chunk import ChunkOf
 from offload.model.flats import Flat, ParameterInfo

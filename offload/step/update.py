@@ -21,9 +21,9 @@ from offload.device import updating
 from offload.device.accelerator import Accelerator
 from offload.device.lane import InlineLane, ThreadLane
 from offload.device.pending import Pending
-from offload.device.records import MASTER, Record
+from offload.device.records import Record
 from offload.device.rules import Hyper
-from offload.device.updating import Segment
+from offload.device.segment import MASTER, Segment
 from offload.layout import Piece
 from offload.model.chunk import ChunkOf
 from offload.model.flats import ParameterInfo

@@ -13,7 +13,8 @@ from hypothesis import given, strategies as st
 from offload.checkpoint.manifest import VALUE
 from offload.checkpoint.tensor_file import METADATA, lay_out
 from offload.checkpoint.unit_tensors import UnitTensors, tensor_name
-from offload.device.records import MASTER, MOMENTS, RecordFormat, StateFormat
+from offload.device.records import MOMENTS, RecordFormat
+from offload.device.segment import MASTER, StateFormat
 from offload.layout import BLOCK, EXTENT_ALIGN, Layout, ParameterSpec, build_layout
 from offload.model.chunk import ChunkOf
 

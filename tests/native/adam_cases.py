@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from offload.device.rules import Hyper, Rule
-from offload.device.updating import Segment
+from offload.device.segment import Segment
 from tests.native import exact
 
 

@@ -10,7 +10,8 @@ import torch
 
 import offload
 from offload.device.rules import Hyper, Rule
-from offload.device.updating import Segment, update
+from offload.device.segment import Segment
+from offload.device.updating import update
 from offload.model.optimizer_kinds import hyper_of_group
 from tests.native import exact
 
