@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from offload.build.assembly import DTYPES, Assembly, rebuild
-from offload.build.ownership import check_free, guard_parameters, let_go, move_buffers, take
+from offload.build.ownership import Taking, check_free, let_go
 from offload.checkpoint.checkpoint import Checkpointing
 from offload.checkpoint.preemption import Preemption
 from offload.checkpoint.saving import Save
@@ -31,7 +31,7 @@ from offload.ranks.transport import join_ranks
 from offload.step.gathering import Gathering
 from offload.step.hooks import Hooks
 from offload.step.loss_scale import LossScale
-from offload.step.parts import Parts
+from offload.step.parts import Parts, give_back
 from offload.step.timeline import LinkMeter
 from offload.step.training import Training
 from offload.step.value_loading import ValueLoading
@@ -67,7 +67,7 @@ def initialize(
     On several ranks this and every other call is collective: all ranks make it.
 
     Raises `ConfigError` (also `BudgetError`) and `InitializerError` before anything is allocated where they can be known
-    then, `StorageError` where a path fails.
+    then, `StorageError` where a path fails. Whatever it raises, the model and the optimizer are as they were.
     """
     ranks = join_ranks(mesh)
 
@@ -78,7 +78,12 @@ def initialize(
         return resolved, chosen, Assembly(model, chosen, resolved, source, ranks)
 
     resolved, chosen, assembly = together(ranks, prepare, lambda _: {})
-    return Engine(model, chosen, resolved, assembly.build())
+    parts = assembly.build()
+    try:
+        return Engine(model, chosen, resolved, parts, assembly.buffers)
+    except BaseException:
+        give_back(parts.made)
+        raise
 
 
 class Engine:
@@ -87,7 +92,14 @@ class Engine:
     All methods belong to the thread that runs the training loop.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, parts: Parts) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        config: Config,
+        parts: Parts,
+        buffers: Mapping[int, torch.Tensor],
+    ) -> None:
         """Use `offload.initialize`."""
         self.module = model
         self.config = config
@@ -95,10 +107,10 @@ class Engine:
         self._optimizer = OffloadOptimizer(optimizer) if optimizer is not None else None
         self._preemption: Preemption | None = None
         self._saves: Path | None = None
-        self._engage(parts)
+        self._engage(parts, buffers)
 
-    def _engage(self, parts: Parts) -> None:
-        """Take the model and the optimizer into the hands of these parts."""
+    def _engage(self, parts: Parts, buffers: Mapping[int, torch.Tensor]) -> None:
+        """Take the model and the optimizer into the hands of these parts: last of all, and wholly or not at all."""
         model, config = self.module, self.config
         self._parts = parts
         self._links = LinkMeter(parts.timeline, parts.backend)
@@ -114,11 +126,8 @@ class Engine:
         self._gathering = Gathering(parts, self._training)
         self._checkpointing = Checkpointing(parts, self._training, self._gathering, model, self._optimizer)
         self._training.before_step = self._checkpointing.saver.raise_unseen
-        guard_parameters(parts, self._training)
-        move_buffers(model, parts.accelerator.device)
         self._hooks = Hooks(parts.units, parts.residency, self._training)
-        self._hooks.install()
-        take(parts)
+        Taking(model, parts, buffers).take(self._training, self._hooks)
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
@@ -430,8 +439,13 @@ class Engine:
         except Exception as error:  # of the state that is let go; what failed first is known
             warnings.warn(f"while what the failed engine held was given back: {error}", RuntimeWarning, stacklevel=4)
         moments = self._optimizer.moments if self._optimizer is not None else ()
-        self._engage(rebuild(self._parts, self.config, moments))
+        parts = rebuild(self._parts, self.config, moments)
         try:
+            try:
+                self._engage(parts, {})
+            except BaseException:
+                give_back(parts.made)
+                raise
             yield failure
         except BaseException:
             self._training.failure = failure

@@ -22,17 +22,23 @@ from offload.errors import BudgetError, ConfigError
 from offload.layout import CHUNK_NUMELS, Layout, ParameterSpec, build_layout
 from offload.build.building import Building
 from offload.deferred_init.deferred_init import name_parameters
-from offload.model.description import check_state_format, check_values, describe_parameters, parameter_specs
+from offload.model.description import (
+    check_buffers,
+    check_state_format,
+    check_values,
+    describe_parameters,
+    parameter_specs,
+)
 from offload.model.flats import ParameterInfo
 from offload.build.handshake import agree_on_least, config_facts, parameter_facts
 from offload.ranks.consensus import Facts, together
-from offload.build.materialize import InitialValues, NoValues
+from offload.build.materialize import InitialValues, NoValues, initial_buffers
 from offload.model.optimizer_kinds import InitialState, check_optimizer, initial_state, moments_of
 from offload.step.parts import Parts
 from offload.planning.placement import ALONE, Placement, Sharing, decide, record_format
 from offload.step.reduction import AVERAGE_VARIABLE, average_dtype
 from offload.model.units import ModuleUnit, fold_for_ranks, partition, uses_of
-from offload.model.weights import WeightSource, load_buffers
+from offload.model.weights import WeightSource
 from offload.planning.budget import Footprint, Tier
 from offload.planning.plan import expected_nbytes, worthwhile_nbytes
 from offload.planning.trace import Expected
@@ -80,9 +86,11 @@ class Assembly:
     ) -> None:
         self._model, self._optimizer, self._config, self._source = model, optimizer, config, weights
         self._ranks = ranks
+        self.buffers: dict[int, torch.Tensor] = {}
+        """After `build`: what is to take the place of tensors that the model holds, by their ids."""
 
     def build(self) -> Parts:
-        """The parts. On several ranks collective: what fails on one fails on all."""
+        """The parts; the model stays as it is. On several ranks collective: what fails on one fails on all."""
         ranks, config = self._ranks, self._config
         described = together(ranks, self._describe, self._facts)
         accelerator = together(ranks, choose_accelerator, lambda made: {"accelerator": made.name})
@@ -90,13 +98,17 @@ class Assembly:
             ranks.use_devices(accelerator.device)
         _native.warn_if_missing()
         expected = Expected.of(0, uses_of(described.module_units))
-        layout, placement = self._lay_out(accelerator, described, expected)
-        together(ranks, lambda: self._require_room(placement, described), lambda _: {})
-        building = Building(accelerator, layout, placement, config, ranks, moments_of(self._optimizer))
+        building: Building | None = None
         try:
-            return together(ranks, lambda: self._finish(building, described, expected), lambda _: building.value_facts)
+            layout, placement = self._lay_out(accelerator, described, expected)
+            together(ranks, lambda: self._require_room(placement, described), lambda _: {})
+            building = Building(accelerator, layout, placement, config, ranks, moments_of(self._optimizer))
+            made = building
+            return together(
+                ranks, lambda: self._finish(made, described, expected, accelerator.device), lambda _: made.value_facts
+            )
         except BaseException:
-            building.close()
+            (building or accelerator).close()
             raise
 
     def _facts(self, described: _Described) -> Facts:
@@ -117,6 +129,10 @@ class Assembly:
         name_parameters(model)
         covered = self._source.match(model) if self._source is not None else {}
         check_values(infos, covered)
+        check_buffers(model, covered)
+        if self._optimizer is not None:
+            for info in infos:
+                self._state_of(info)  # raises what the materializer would, before anything is read
         return _Described(module_units, infos, covered)
 
     def _lay_out(self, accelerator: Accelerator, described: _Described, expected: Expected) -> tuple[Layout, Placement]:
@@ -146,12 +162,13 @@ class Assembly:
 
     def _require_room(self, placement: Placement, described: _Described) -> None:
         """Raise `BudgetError` where what "auto" chose cannot be there, even once the model's own memory is given back: the
-        system would end the process without a word."""
+        system would end the process without a word. It is given back before moments and gradients, which take more than
+        it, need theirs; without an optimizer nothing waits for it."""
         config = self._config
         if config.cpu_memory is not None or "auto" not in (config.parameters, config.optimizer_states):
             return
         rank_count = self._ranks.local_world_size if self._ranks is not None else 1
-        own = [info.parameter.nbytes for info in described.infos if info.parameter.device.type == "cpu"]
+        own = [info.parameter.nbytes for info in described.infos if info.trainable and info.parameter.device.type == "cpu"]
         needed, room = rank_count * placement.plan.total_nbytes("cpu"), host_room()
         if needed > room.free_nbytes + rank_count * sum(own):
             advice = "" if config.nvme_paths else " Set nvme='/path/on/the/drive', so that less of it lies in memory."
@@ -163,9 +180,8 @@ class Assembly:
             refusal.smallest_nbytes = needed
             raise refusal
 
-    def _finish(self, building: Building, described: _Described, expected: Expected) -> Parts:
-        if self._source is not None:
-            load_buffers(self._model, self._source, described.covered)
+    def _finish(self, building: Building, described: _Described, expected: Expected, device: torch.device) -> Parts:
+        self.buffers = initial_buffers(self._model, self._source, described.covered, device)
         values = InitialValues(self._source, described.covered, keeps_checksums=self._ranks is not None)
         return building.finish(described.module_units, described.by_unit, expected, values, self._state_of)
 
@@ -179,14 +195,10 @@ def rebuild(parts: Parts, config: Config, moments: tuple[str, ...]) -> Parts:
     building = Building(choose_accelerator(), parts.layout, parts.placement, config, None, moments)
     modules = [ModuleUnit(unit.name, unit.modules) for unit in parts.units]
     by_unit = [list(unit.parameters) for unit in parts.units]
-    for unit in parts.units:
-        unit.open_up()  # their guards ask the engine that failed
     try:
         return building.finish(modules, by_unit, parts.expected, NoValues(), lambda _: InitialState({}, 0))
     except BaseException:
         building.close()
-        for unit in parts.units:
-            unit.close_off(readable=False)
         raise
 
 

@@ -11,7 +11,6 @@ from offload.device.accelerator import Accelerator, UnitMemory
 from offload.ranks.transport import Ranks
 from offload.device.records import RecordFormat
 from offload.layout import FlatLayout, Layout, UnitLayout
-from offload.deferred_init.deferred_init import materialize_buffers
 from offload.step.fetching import DirectFetcher, Fetcher, GatheredFetcher, HomeFetcher, StagedFetcher
 from offload.model.chunk import ChunkOf
 from offload.model.flats import Flat, ParameterInfo
@@ -19,7 +18,7 @@ from offload.model.unit import Unit
 from offload.step.gradients import Gradients
 from offload.build.materialize import InitialValues, Materializer
 from offload.model.optimizer_kinds import InitialState
-from offload.step.parts import Closable, Parts, close_all
+from offload.step.parts import Closable, Parts, give_back
 from offload.planning.placement import KEPT_PARAMETERS, KEPT_RECORDS, Placement, record_format
 from offload.step.places import ParameterPlaces, RecordPlaces
 from offload.step.reduction import Reduction
@@ -37,7 +36,7 @@ from offload.tiers.staging import StagingPool
 
 
 class Building:
-    """The parts while they are made, so that a failure can take them down."""
+    """The parts while they are made, so that a failure can take them down. The model stays as it is."""
 
     def __init__(
         self,
@@ -56,8 +55,8 @@ class Building:
         self._made: list[Closable] = [accelerator]
 
     def close(self) -> None:
-        """Take down what was made, last first."""
-        close_all(self._made)
+        """After a failure: take down what was made, last first."""
+        give_back(self._made)
 
     def finish(
         self,
@@ -87,9 +86,7 @@ class Building:
         materializer = Materializer(accelerator, places, records, values, state_of, self._ledger)
         for unit in units:
             materializer.unit(unit)
-            unit.point_parameters_at_flats()
         self.value_facts = values.facts()
-        materialize_buffers(module_units[0].modules[0])
         gradients = updates = None
         if records is not None:
             make_gradients = storage.stores(placement.gradients)

@@ -10,17 +10,35 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch import nn
 
 from offload.device.accelerator import Accelerator
-from offload.deferred_init.deferred_init import materialize
+from offload.deferred_init.deferred_init import held_values, materialize
 from offload.model.chunk import ChunkOf
 from offload.model.flats import ParameterInfo
 from offload.model.unit import Unit
 from offload.ranks.consensus import checksum
 from offload.model.optimizer_kinds import InitialState
 from offload.step.places import ParameterPlaces, RecordPlaces
+from offload.model.weight_names import persistent_buffers
 from offload.model.weights import WeightSource
 from offload.tiers.memory import HostMemory, MemoryLedger
+
+
+def initial_buffers(
+    model: nn.Module, source: WeightSource | None, names: Mapping[str, str], device: torch.device
+) -> dict[int, torch.Tensor]:
+    """What is to take the place of tensors that `model` holds besides parameters, by their ids: what `source` holds of
+    buffers under `names`, what deferred ones are, and every buffer on the device that computes. The model stays as it is."""
+    values = held_values(list(model.modules()))
+    for fqn, buffer in persistent_buffers(model):
+        if source is not None and fqn in names:
+            values[id(buffer)] = source.load(names[fqn]).to(buffer.dtype)
+    for buffer in model.buffers():
+        value = values.get(id(buffer), buffer)
+        if value.device != device:
+            values[id(buffer)] = value.to(device)
+    return values
 
 
 class InitialValues:

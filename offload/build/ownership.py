@@ -1,22 +1,31 @@
-"""What an engine takes into its hands of the user's model: which parameters are whose, their guards, the buffers' device."""
+"""What an engine takes into its hands of the user's model: which parameters are whose, their memory, guards and hooks."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from offload.errors import ConfigError, UsageError
+from offload.deferred_init.held_tensors import Slot, replacing_held_tensors
+from offload.model.flats import ParameterInfo
 from offload.model.guard import ParameterGuard
 from offload.model.optimizer import OffloadOptimizer
+from offload.step.hooks import Hooks
 from offload.step.parts import Parts
 from offload.step.training import Training
 
 _owned = WeakIdKeyDictionary()
 """Parameters that an open engine owns."""
+_MODULE_HOOKS = (
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+)  # fmt: skip
+_PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def check_free(model: object, optimizer: object) -> None:
@@ -37,24 +46,94 @@ def check_free(model: object, optimizer: object) -> None:
         )
 
 
-def take(parts: Parts) -> None:
-    """The parameters belong to an engine from now on."""
-    for info in parts.parameters:
-        _owned[info.parameter] = True
+class Taking:
+    """A model on its way into an engine's hands: all of it, or it stays as it was before this was made.
+
+    Until `take` has returned, what the parameters held stays in memory.
+    """
+
+    def __init__(self, model: nn.Module, parts: Parts, buffers: Mapping[int, torch.Tensor]) -> None:
+        """`buffers`: what takes the place of held tensors, by their id."""
+        self._parts = parts
+        self._infos = parts.parameters
+        self._guards = [info.guard for info in self._infos]
+        self._owned = [info.parameter in _owned for info in self._infos]
+        self._held: dict[int, torch.Tensor] = {}
+        """By parameter index: what a parameter held; of one on the meta device the Parameter that has it meanwhile."""
+        self._slots = replacing_held_tensors(model.modules(), buffers)
+        self._former_slots: list[Slot] = [(slots, name, slots[name]) for slots, name, _ in self._slots]
+        self._hooks = [
+            (holder, name, frozenset(getattr(holder, name) or ()))
+            for holders, names in (
+                (list(model.modules()), _MODULE_HOOKS),
+                ([info.parameter for info in self._infos], _PARAMETER_HOOKS),
+            )
+            for holder in holders
+            for name in names
+        ]
+
+    def take(self, training: Training, hooks: Hooks) -> None:
+        """Point the parameters at their flats, put the buffers in their places, a guard before every parameter: from now on
+        its value is there during uses only. What is raised on the way, an interrupt too, has changed nothing."""
+        try:
+            for unit in self._parts.units:
+                unit.open_up()
+                unit.point_parameters_at_flats(self._held)
+            for slots, name, tensor in self._slots:
+                slots[name] = tensor
+            for info in self._infos:
+                info.guard = ParameterGuard(info.fqn, info.parameter, _bringer(training, info.index))
+            for unit in self._parts.units:
+                self._parts.residency.close_off(unit.index)
+            hooks.install()
+            for info in self._infos:
+                _owned[info.parameter] = True
+        except BaseException:
+            self._undo_whole(hooks)
+            raise
+
+    def _undo_whole(self, hooks: Hooks) -> None:
+        while True:
+            try:
+                self._undo(hooks)
+                return
+            except KeyboardInterrupt:
+                continue  # nothing is left half done; what began the undoing is raised
+
+    def _undo(self, hooks: Hooks) -> None:
+        """Can be done again where it was interrupted."""
+        hooks.remove()
+        for info, guard, owned in zip(self._infos, self._guards, self._owned, strict=True):
+            if not owned:
+                _owned.pop(info.parameter, None)
+            if info.guard is not None and info.guard is not guard:
+                info.guard.release()
+            self._undo_pointing(info)
+            info.guard = guard
+            if guard is not None:  # of the engine that this one was to be made anew from
+                guard.close_off(readable=False)
+        for slots, name, former in self._former_slots:
+            slots[name] = former
+        for holder, name, before in self._hooks:  # what was interrupted while it was installed
+            known: dict[int, Any] = getattr(holder, name) or {}
+            for key in known.keys() - before:
+                del known[key]
+
+    def _undo_pointing(self, info: ParameterInfo) -> None:
+        held = self._held.get(info.index)
+        if held is None:
+            return
+        if isinstance(held, nn.Parameter):
+            if held.is_meta:  # else the two were not swapped yet. The guard may have left weak references, which do no harm
+                torch._C._swap_tensor_impl(info.parameter, held)
+        else:
+            info.parameter.data = held
 
 
 def let_go(parts: Parts) -> None:
     """They belong to none any more."""
     for info in parts.parameters:
         _owned.pop(info.parameter, None)
-
-
-def guard_parameters(parts: Parts, training: Training) -> None:
-    """Put a guard before every parameter, none of which is guarded: from now on its value is there during uses only."""
-    for info in parts.parameters:
-        info.guard = ParameterGuard(info.fqn, info.parameter, _bringer(training, info.index))
-    for unit in parts.units:
-        parts.residency.close_off(unit.index)
 
 
 def _bringer(training: Training, parameter_index: int) -> Callable[[], None]:
@@ -68,13 +147,3 @@ def _bringer(training: Training, parameter_index: int) -> Callable[[], None]:
         training.bring_in(parameter_index)
 
     return bring_in
-
-
-def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Every buffer of the model to the device it computes on. Raises `ConfigError` for one without a value."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device:
-                if buffer.is_meta:
-                    raise ConfigError(f"buffer {name!r} of {type(module).__name__} is on the meta device and has no value.")
-                module._buffers[name] = buffer.to(device)

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.deferred_init.construction_modes import AnswerAsOnCpu, RecordOperators, describer
-from offload.deferred_init.held_tensors import held_tensors, replace_held_tensors
+from offload.deferred_init.held_tensors import held_tensors, replacing_held_tensors
 from offload.deferred_init.parameter_names import ModuleWatch, Note, ParameterNotes
 from offload.deferred_init.recording import Memory, Operation, Output, Registry, Value, next_index, view_over
 from offload.deferred_init.replay import plain_torch, replay
@@ -127,6 +127,25 @@ def materialize_buffers(model: nn.Module) -> None:
     _materialize_held(list(model.modules()))
 
 
+def held_values(modules: list[nn.Module]) -> dict[int, Tensor]:
+    """The real tensors that belong in the place of deferred ones which `modules` hold besides parameters, by their ids.
+
+    Errors: as `materialize_buffers`.
+    """
+    held = [tensor for tensor in held_tensors(modules) if is_deferred(tensor)]
+    owned = _names_by_memory(modules) if held else {}
+    for tensor in held:
+        value = _registry.value(tensor)
+        if value is not None and value.memory in owned:
+            raise InitializerError(
+                f"a buffer or attribute of shape {tuple(tensor.shape)} shares memory with {owned[value.memory]}; "
+                "give it a clone()"
+            )
+    return {
+        id(tensor): result.requires_grad_(tensor.requires_grad) for tensor, result in zip(held, materialize(held), strict=True)
+    }
+
+
 def name_parameters(model: nn.Module) -> None:
     """Let errors name the parameters of `model` by their fqns in it, not by those they had at the end of the block."""
     _notes.name(model)
@@ -147,19 +166,8 @@ def _close(tape: Tape, watch: ModuleWatch) -> None:
 
 
 def _materialize_held(modules: list[nn.Module]) -> None:
-    held = [tensor for tensor in held_tensors(modules) if is_deferred(tensor)]
-    owned = _names_by_memory(modules)
-    for tensor in held:
-        value = _registry.value(tensor)
-        if value is not None and value.memory in owned:
-            raise InitializerError(
-                f"a buffer or attribute of shape {tuple(tensor.shape)} shares memory with {owned[value.memory]}; "
-                "give it a clone()"
-            )
-    real = {
-        id(tensor): result.requires_grad_(tensor.requires_grad) for tensor, result in zip(held, materialize(held), strict=True)
-    }
-    replace_held_tensors(modules, real)
+    for slots, name, content in replacing_held_tensors(modules, held_values(modules)):
+        slots[name] = content
 
 
 def _names_by_memory(modules: list[nn.Module]) -> dict[Memory, str]:

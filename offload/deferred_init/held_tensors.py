@@ -7,6 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+Slot = tuple[dict[str, Any], str, Any]
+"""What a module holds under a name: `slots[name] = content`."""
+
 
 def held_tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
     """The buffers of `modules`, and the tensors other than Parameters which are attributes of theirs or items of a
@@ -19,13 +22,15 @@ def held_tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
     return list(held.values())
 
 
-def replace_held_tensors(modules: Iterable[nn.Module], replacements: Mapping[int, Tensor]) -> None:
-    """Put `replacements[id(tensor)]` in the place of each held `tensor` of which the id is a key."""
-    for module in modules:
-        for slots in (module._buffers, module.__dict__):
-            for name, content in list(slots.items()):
-                if any(id(tensor) in replacements for tensor in _tensors(content)):
-                    slots[name] = _mapped(content, lambda leaf: replacements.get(id(leaf), leaf))
+def replacing_held_tensors(modules: Iterable[nn.Module], replacements: Mapping[int, Tensor]) -> list[Slot]:
+    """What must be set so that `replacements[id(tensor)]` takes the place of each held `tensor` of which the id is a key."""
+    return [
+        (slots, name, _mapped(content, lambda leaf: replacements.get(id(leaf), leaf)))
+        for module in (modules if replacements else ())
+        for slots in (module._buffers, module.__dict__)
+        for name, content in slots.items()
+        if any(id(tensor) in replacements for tensor in _tensors(content))
+    ]
 
 
 def _tensors(content: Any) -> list[Tensor]:

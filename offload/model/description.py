@@ -13,6 +13,7 @@ from offload.errors import ConfigError, InitializerError
 from offload.layout import ParameterSpec
 from offload.model.flats import ParameterInfo, dense_strides
 from offload.model.units import ModuleUnit
+from offload.model.weight_names import persistent_buffers
 
 _TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -88,6 +89,18 @@ def check_values(infos: Iterable[ParameterInfo], covered: Mapping[str, str]) -> 
                 f"parameter {info.fqn!r} is on the meta device and nothing says what its value is: build the model "
                 "inside "
                 "`with offload.deferred_init():`, or pass weights= to initialize."
+            )
+
+
+def check_buffers(model: nn.Module, covered: Mapping[str, str]) -> None:
+    """Raise `ConfigError` for a buffer without a value."""
+    given = {id(buffer) for fqn, buffer in persistent_buffers(model) if fqn in covered}
+    for fqn, buffer in model.named_buffers():
+        if buffer.is_meta and id(buffer) not in given and not is_deferred(buffer):
+            raise ConfigError(
+                f"buffer {fqn!r} is on the meta device and nothing says what its value is (files of weights hold no "
+                "non-persistent buffers): build the model inside `with offload.deferred_init():`, which computes buffers, or "
+                "give the buffer its value before initialize."
             )
 
 

@@ -168,7 +168,7 @@ class ParameterGuard:
         self._readable_watch = Watch(fqn, bring_in, True)
         self._absent_watch = Watch(fqn, bring_in, False)
         # A model that is dropped without close() must not leave a watch on an address that another tensor gets.
-        weakref.finalize(parameter, _watches.pop, id(parameter), None)
+        self._finalizer = weakref.finalize(parameter, _watches.pop, id(parameter), None)
 
     def close_off(self, *, readable: bool) -> None:
         """Guard the parameter. `readable`: its memory is there and may be read (but not written)."""
@@ -179,6 +179,11 @@ class ParameterGuard:
         """Make the parameter plain. Its memory must be there."""
         self._parameter.__class__ = self._plain_class
         _watches.pop(id(self._parameter), None)
+
+    def release(self) -> None:
+        """`open_up`, and keep no weak reference to the parameter."""
+        self.open_up()
+        self._finalizer.detach()
 
 
 class TakenGradient(torch.Tensor):

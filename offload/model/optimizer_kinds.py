@@ -175,4 +175,11 @@ def initial_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, fqn
             if any(one is parameter for one in group["params"])
         )
         return InitialState({"exp_avg_sq": torch.full((), float(value)).expand(parameter.shape)} if value else {}, 0)
+    for moment, tensor in found.items():
+        if tensor.is_meta or tensor.shape != parameter.shape:
+            what = "on the meta device" if tensor.is_meta else f"of shape {list(tensor.shape)}"
+            raise ConfigError(
+                f"the optimizer's {kind.state_names[moment]} of {fqn!r} is {what}: expected values of shape "
+                f"{list(parameter.shape)}. Load the state of this very model's optimizer."
+            )
     return InitialState(found, int(state["step"]) if kind.counts_steps else 1)

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from offload.device.pending import Pending
+from offload.errors import InitializerError
 from offload.layout import UnitLayout
 from offload.model.chunk import ChunkOf
 from offload.model.flats import Flat, ParameterInfo
@@ -94,6 +95,23 @@ def _without_weak_references(modules: Iterable[nn.Module]) -> Iterator[None]:
             child._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in child._flat_weights]
 
 
+def _twin(parameter: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
+    """A Parameter of the same class and with the same attributes as another, over `value`."""
+    twin: nn.Parameter = torch.Tensor._make_subclass(type(parameter), value, parameter.requires_grad)
+    twin.__dict__.update(parameter.__dict__)
+    return twin
+
+
+def _swap(info: ParameterInfo, twin: nn.Parameter) -> None:
+    try:
+        torch.utils.swap_tensors(info.parameter, twin)
+    except RuntimeError as error:
+        raise InitializerError(
+            f"parameter {info.fqn!r} is on the meta device and cannot be given memory, because something else refers to it: "
+            f"{error}. Drop what refers to it (a weak reference, a graph of an earlier forward) before initialize."
+        ) from error
+
+
 @dataclass(slots=True, eq=False)
 class Unit:
     """One unit at run time."""
@@ -120,16 +138,21 @@ class Unit:
         """As autograd computes it: whole, in the parameter's dtype."""
         return max((info.numel * info.dtype.itemsize for info in self.parameters if info.trainable), default=0)
 
-    def point_parameters_at_flats(self) -> None:
-        """Make every parameter of the unit a view of its flat."""
+    def point_parameters_at_flats(self, held: dict[int, torch.Tensor]) -> None:
+        """Make every parameter of the unit a view of its flat.
+
+        `held` gets, by parameter index and before the parameter changes, what it held; of one on the meta device the
+        Parameter that it is swapped with.
+        """
         for flat in self.flats:
             for info, view in zip(flat.parameters, flat.views, strict=True):
                 if info.parameter.is_meta:
                     # `.data` cannot change the kind of a tensor; swapping keeps the Parameter that the optimizer knows.
-                    swapped = nn.Parameter(view, requires_grad=info.parameter.requires_grad)
+                    held[info.index] = twin = _twin(info.parameter, view)
                     with _without_weak_references(self.modules):
-                        torch.utils.swap_tensors(info.parameter, swapped)
+                        _swap(info, twin)
                 else:
+                    held[info.index] = info.parameter.data
                     info.parameter.data = view
 
     @property

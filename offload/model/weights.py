@@ -105,15 +105,6 @@ class WeightSource:
             raise InitializerError(f"{self.path} holds no tensor {name!r}; names() lists what it holds") from None
 
 
-def load_buffers(model: nn.Module, source: WeightSource, names: Mapping[str, str]) -> None:
-    """Give `model`'s persistent buffers the values that the source holds; `names` is what `match` returned."""
-    for prefix, module in model.named_modules():
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            fqn = f"{prefix}.{name}" if prefix else name
-            if fqn in names:
-                module._buffers[name] = source.load(names[fqn]).to(buffer.dtype)
-
-
 def open_weights(path: str | os.PathLike[str]) -> WeightSource:
     """The weights at `path`: a safetensors file, a directory with one or with a sharded index, or such an index.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -33,14 +34,22 @@ class Closable(Protocol):
 
 def close_all(made: list[Closable]) -> None:
     """Close what was made, last first, emptying the list. One failure does not keep the rest open; the first is raised."""
-    failure: Exception | None = None
+    failure: BaseException | None = None
     while made:
         try:
             made.pop().close()
-        except Exception as error:
+        except BaseException as error:
             failure = failure or error
     if failure is not None:
         raise failure
+
+
+def give_back(made: list[Closable]) -> None:
+    """`close_all` after a failure, which is the one to be raised: what fails here is a warning."""
+    try:
+        close_all(made)
+    except Exception as error:
+        warnings.warn(f"while what had been made was given back: {error}", RuntimeWarning, stacklevel=4)
 
 
 @dataclass(slots=True)
