@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from offload.config import Config
-from offload.device.accelerator import Accelerator, UnitMemory
+from offload.device.accelerator import Accelerator, HomeMemory, UnitMemory
 from offload.ranks.transport import Ranks
 from offload.device.records import RecordFormat
 from offload.layout import FlatLayout, Layout, UnitLayout
@@ -152,7 +152,8 @@ class Building:
             return self._storage.home(units, flat.nbytes)
         if flat.unit_index < kept_count:
             return self._storage.kept_home(units[:kept_count], flat.nbytes)
-        return self._accelerator.unit_memory(flat.nbytes)
+        memory = self._accelerator.unit_memory(flat.nbytes)
+        return memory if self._fetches_or_stores else HomeMemory(memory.flat)
 
     # ---- ways ----------------------------------------------------------------------------------------------------
 

@@ -77,6 +77,15 @@ class HomeMemory(UnitMemory):
         raise AssertionError("a home flat is never emptied")
 
 
+def with_own_storage(part: torch.Tensor) -> torch.Tensor:
+    """`part` (uint8, contiguous) with a storage that begins and ends where it does, over the same memory, kept alive by it.
+
+    For memory that is filled for good: other libraries take tensors for one where they lie in one storage.
+    """
+    own: torch.Tensor = torch.utils.dlpack.from_dlpack(torch._C._to_dlpack(part))
+    return own
+
+
 class ResizedMemory(UnitMemory):
     """A flat whose storage keeps its identity and is resized to nothing and back (any torch device)."""
 

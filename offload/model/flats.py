@@ -4,7 +4,8 @@
     Flat            one flat buffer: device memory, typed views of it, one per parameter
 
 A flat's views are made once, through `.data` of the flat, so that they stay valid (and their version counters stay 0)
-when the memory behind the flat goes and comes back.
+when the memory behind the flat goes and comes back. Where it stays each view has a storage of its own; where it does not,
+parameters are lent while they are gathered: they are tensors of their own then.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from offload.device.accelerator import UnitMemory
+from offload.device.accelerator import UnitMemory, with_own_storage
 from offload.layout import Chunk, FlatLayout, Slot
 from offload.model.chunk import ChunkOf
 from offload.model.guard import ParameterGuard
@@ -40,6 +41,8 @@ class ParameterInfo:
     unit_index: int
     guard: ParameterGuard | None = None
     step: int = 0
+    lent_count: int = 0
+    """How many `engine.gathered` that are open were given it."""
 
     @property
     def fqn(self) -> str:
@@ -96,10 +99,13 @@ class Flat:
                 self._chunks_of[info.index].append(chunk_of)
         # Each view is made from a fresh `.data` alias, so none shares a version counter with another.
         self.values = memory.flat.data.view(dtype)
-        self.views = [
-            info.shaped(self.values.data[slot.start : slot.stop]).data
-            for info, slot in zip(parameters, layout.slots, strict=True)
-        ]
+        self.views = [info.shaped(self._part(slot)).data for info, slot in zip(parameters, layout.slots, strict=True)]
+
+    def _part(self, slot: Slot) -> torch.Tensor:
+        if not self.memory.stays:
+            return self.values.data[slot.start : slot.stop]
+        itemsize = self.layout.itemsize
+        return with_own_storage(self.memory.flat[slot.start * itemsize : slot.stop * itemsize]).view(self.dtype)
 
     def slice(self, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of the flat, typed."""

@@ -146,6 +146,7 @@ class Unit:
         """
         for flat in self.flats:
             for info, view in zip(flat.parameters, flat.views, strict=True):
+                info.lent_count = 0
                 if info.parameter.is_meta:
                     # `.data` cannot change the kind of a tensor; swapping keeps the Parameter that the optimizer knows.
                     held[info.index] = twin = _twin(info.parameter, view)
@@ -171,6 +172,7 @@ class Unit:
                 info.guard.open_up()
 
     def close_off(self, *, readable: bool) -> None:
+        """All but those that are gathered."""
         for info in self.parameters:
-            if info.guard is not None:
+            if info.guard is not None and not info.lent_count:
                 info.guard.close_off(readable=readable)

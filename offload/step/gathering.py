@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from offload.device.segment import MASTER
-from offload.errors import RankError
+from offload.errors import RankError, UsageError
 from offload.model.chunk import ChunkOf
 from offload.model.flats import Flat, ParameterInfo
 from offload.model.unit import Unit
@@ -28,10 +28,13 @@ class Gathering:
 
     def __init__(self, parts: Parts, training: Training) -> None:
         self._parts, self._training = parts, training
+        flats = [flat for unit in parts.units for flat in unit.flats]
+        self._views = {info.index: view for flat in flats for info, view in zip(flat.parameters, flat.views, strict=True)}
 
     @contextmanager
     def gathered(self, infos: Sequence[ParameterInfo]) -> Iterator[None]:
-        """Bring the parameters' units in, open them up, and on the way out carry what was written to its home."""
+        """Bring the parameters' units in and lend the parameters: inside they are tensors of their own, as a plain model's
+        are. On the way out what was written is carried home."""
         residency = self._parts.residency
         unit_indices = sorted({info.unit_index for info in infos})
         self.meet(Point.GATHERED, argument=_digest(infos))
@@ -39,19 +42,50 @@ class Gathering:
             residency.finish_updates()
             for unit_index in unit_indices:
                 residency.hold(unit_index)
-        before = {info.index: info.parameter.detach().clone() for info in infos}
+            for info in infos:
+                self._lend(info)
         try:
             yield
         finally:
             with self._training.failures():
-                self._require_same_writes(infos)
+                refusals = [refusal for info in infos if (refusal := self._refusal(info)) is not None]
+                if not refusals:
+                    self._require_same_writes(infos)
                 for info in infos:
-                    # Bits, not values: a NaN that was there before is no change.
-                    written = _bits(info.parameter.detach()) != _bits(before[info.index])
-                    if bool(written.any()):
-                        self._write_home(info, info.in_memory_order(written))
+                    self._take_back(info, carries=not refusals)
                 for unit_index in unit_indices:
                     residency.let_go(unit_index)
+                if refusals:
+                    raise UsageError(f"{refusals[0]} Nothing that was written inside has an effect.")
+
+    def _lend(self, info: ParameterInfo) -> None:
+        assert info.guard is not None
+        if not info.lent_count:
+            info.guard.open_up()
+            info.parameter.data = self._views[info.index].clone()
+        info.lent_count += 1
+
+    def _refusal(self, info: ParameterInfo) -> str | None:
+        lent, view = info.parameter, self._views[info.index]
+        if (lent.shape, lent.dtype, lent.device) == (view.shape, view.dtype, view.device):
+            return None
+        return (
+            f"parameter {info.fqn!r} was made {tuple(lent.shape)}, {lent.dtype} on {lent.device} inside engine.gathered, where "
+            f"it is {tuple(view.shape)}, {view.dtype} on {view.device}: only values can be written. Change a model before "
+            "offload.initialize; the dtype of its forward is Config(dtype=...)."
+        )
+
+    def _take_back(self, info: ParameterInfo, *, carries: bool) -> None:
+        lent, view = info.parameter.detach(), self._views[info.index]
+        if carries:
+            # Bits, not values: a NaN that was there before is no change.
+            written = _bits(info.in_memory_order(lent)) != _bits(info.in_memory_order(view))
+            if bool(written.any()):
+                view.copy_(lent)
+                self._write_home(info, written)
+        info.lent_count -= 1
+        if not info.lent_count:
+            info.parameter.data = view
 
     def _require_same_writes(self, infos: Sequence[ParameterInfo]) -> None:
         """Each rank carries its shard home, so all must have written the same."""
@@ -110,7 +144,8 @@ class Gathering:
         residency = self._parts.residency
         residency.hold(unit.index)
         for info in unit.parameters:
-            values[info.index] = info.parameter.detach().to("cpu", copy=True)
+            value = info.parameter if info.lent_count else self._views[info.index]
+            values[info.index] = value.detach().to("cpu", copy=True)
         residency.let_go(unit.index)
         records = self._parts.records
         for flat in unit.flats:
@@ -175,7 +210,7 @@ class Gathering:
         """Carry the written elements (`written`: bool [numel] in slot order) to the parameter's home and its master."""
         unit = self._parts.units[info.unit_index]
         places, records = self._parts.places, self._parts.records
-        ordered = info.in_memory_order(info.parameter.detach())
+        ordered = info.in_memory_order(self._views[info.index])
         for chunk_of in unit.chunks:
             for other, piece in chunk_of.pieces:
                 if other is not info:

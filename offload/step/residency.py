@@ -74,7 +74,7 @@ class Residency:
         self._bring(unit_index)
         unit = self._units[unit_index]
         unit.residency.use_count += 1
-        if unit.residency.use_count == 1:
+        if unit.residency.use_count - unit.residency.held_count == 1:
             unit.open_up()
         for companion in unit.residency.companions:
             self.start_use(companion.index, recorded=recorded)
@@ -85,7 +85,7 @@ class Residency:
         for companion in residency.companions:
             self.end_use(companion.index, recorded=recorded)
         residency.use_count -= 1
-        if residency.use_count == 0:
+        if residency.use_count == residency.held_count:
             self.close_off(unit_index)
         if recorded:
             self._recorder.end(unit_index)
@@ -94,7 +94,7 @@ class Residency:
         self._reach(Event(Edge.END, unit_index))
 
     def hold(self, unit_index: int) -> None:
-        """Keep the unit resident and open, whatever forwards and backwards come and go, until `let_go`."""
+        """Keep the unit resident, whatever forwards and backwards come and go, until `let_go`. It opens nothing."""
         self._units[unit_index].residency.held_count += 1
         self.start_use(unit_index, recorded=False)
 
@@ -160,8 +160,7 @@ class Residency:
             residency = unit.residency
             if residency.use_count > residency.held_count:
                 residency.use_count = residency.held_count
-                if not residency.held_count:
-                    self.close_off(unit.index)
+                self.close_off(unit.index)
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 

@@ -87,6 +87,11 @@ class Training(Usable):
 
     def backward_begins(self) -> None:
         self.check()
+        if self.backward_updates and self.synchronizing and self._residency.holds_any:
+            raise UsageError(
+                "backward was called inside `with engine.gathered(...)`, where values are lent, and update='backward' would "
+                "change them: call it after the block, or set Config(update='step')."
+            )
 
     def version_of(self, unit: Unit) -> int:
         return self._versions[unit.index]
@@ -305,6 +310,10 @@ class Training(Usable):
         self.check()
         if self._gradients is None or self._updates is None:
             raise UsageError("step was called, but offload.initialize was given no optimizer: pass one to train.")
+        if self._residency.holds_any:
+            raise UsageError(
+                "step was called inside `with engine.gathered(...)`, where values are lent: call it after the block."
+            )
         if self.before_step is not None:
             self.before_step()
         if self.check_unchanged is not None:

@@ -33,6 +33,8 @@ class ValueLoading:
         self._training.check()
         if self._training.is_within_step:
             raise UsageError("load_state_dict was called while gradients wait for a step: call it after optimizer.step().")
+        if self._parts.residency.holds_any:
+            raise UsageError("load_state_dict was called inside `with engine.gathered(...)`: call it after the block.")
         owners = self._owners()
         with self._training.failures():
             self._training.settle()

@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 import torch.nn.functional as F
 
 import offload
@@ -63,7 +62,6 @@ def _thread_count() -> int:
 @pytest.mark.parametrize("update", ["step", "backward"])
 def test_an_engine_dropped_without_close_leaves_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, update: str) -> None:
     """Of its own or of the native library's, whatever was under way."""
-    torch.set_num_threads(1)
     setups = [
         Setup(*placement, update)
         for placement in (("cpu", "nvme", "cpu"), ("nvme", "nvme", "cpu"), ("nvme", "nvme", "deferred"))
