@@ -291,9 +291,9 @@ class Engine:
         client_state  JSON values to get back from `load_checkpoint`: a scheduler's state_dict(), the position in the data, ...
         keep_last     with `dir` = "folder/step-<n>": remove all numbered checkpoints in the folder but the last so many
         wait          False: return at once and write beside training. What is saved is the state of this moment; the
-                      checkpoint is there when the returned `Save`'s `wait()` returns. Call that on this thread; on another it
-                      returns no sooner than this one has gone on to the next forward. The next save, a load, `gathered` and
-                      `close()` wait for it. A failure is raised once: by `wait()`, else by one of these or the next step.
+                      checkpoint is there when the returned `Save`'s `wait()` returns. The next save, a load, `export`,
+                      `gathered`, `close()` and the end of the interpreter wait for it. A failure is raised once: by
+                      `wait()`, else by one of these or the next step; at last a `RuntimeWarning` says it.
 
         Raises `UsageError` while gradients wait for a step, `StorageError` where writing fails (training may go on),
         `CheckpointError` where something that is no checkpoint is in the way.

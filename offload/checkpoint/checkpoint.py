@@ -53,7 +53,7 @@ class Checkpointing:
     ) -> None:
         self._parts, self._training, self._model, self._optimizer = parts, training, model, optimizer
         self._gathering = gathering
-        self.saver = Saver(parts, model, self._finish_updates)
+        self.saver = Saver(parts, training, model, self._finish_updates)
 
     # ---- save ----------------------------------------------------------------------------------------------------
 
@@ -67,10 +67,7 @@ class Checkpointing:
         if not self.saver.follows_updates:
             with self._training.failures():
                 self._training.settle()
-        manifest = self._manifest(client)
-        if wait:
-            return self.saver.save(path, manifest, keep_last, self._training.failures)
-        return self.saver.start(path, manifest, keep_last)
+        return self.saver.save(path, self._manifest(client), keep_last, wait=wait)
 
     def _finish_updates(self) -> None:
         """Of the last step. Raises `EngineFailedError` where one failed already."""
@@ -79,7 +76,8 @@ class Checkpointing:
         if training.closed:  # by `close`, which raises what fails here
             if training.failure is not None:
                 raise EngineFailedError(f"the engine failed: {training.failure}") from training.failure
-            training.settle()
+            with training.turn:
+                training.settle()
             return
         with training.failures():
             training.settle()
@@ -281,6 +279,8 @@ class Checkpointing:
 
     def export(self, path: Path, dtype: torch.dtype | None, max_shard_nbytes: int) -> None:
         """See `Engine.export`."""
+        self._training.check()
+        self.saver.finish()
         self._require_outside("export")
         with self._training.failures():
             self._training.settle()

@@ -1,29 +1,37 @@
 """How far each chunk of a save is, and who may do what with it. One lock, and nobody holds it while anything moves.
 
-    COMING   its update of the last step before the save is still to be made; the chunk is then WAITING
-    WAITING  as it is to be saved, where it lies
+    WAITING  as it is to be saved, where it lies, once its update of the last step before the save is made: until then it is
+             said to be coming
     HELD     somebody works on it where it lies: everybody else waits
     KEPT     its store keeps what is to be saved, whatever is written from now on
     COPIED   in its file
 
-A failure of anybody ends the save; nobody is kept waiting by what will not happen any more.
+A chunk becomes KEPT or COPIED only if no later update has begun to overwrite it, whether the save was told of that update or
+not. So a save that an interrupt has cut off from the updates fails, and never holds two states. A failure of anybody ends the
+save; nobody is kept waiting by what will not happen any more.
+
+An interrupt (KeyboardInterrupt) may end any line that the thread of the model runs here. So that thread waits on plain locks
+alone, which it either has or has not; the thread of the save, which is never interrupted, looks again every now and then.
 """
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from enum import Enum
 
+from offload.errors import CheckpointError
 from offload.model.chunk import ChunkOf
+from offload.step.update import Updates
 
-_LOOK_SECONDS = 0.5
+_LOOK_SECONDS = 0.2
 
 
 class Copy(Enum):
     """See the module."""
 
-    COMING = "coming"
     WAITING = "waiting"
     HELD = "held"
     KEPT = "kept"
@@ -31,105 +39,130 @@ class Copy(Enum):
 
 
 class Copies:
-    """See the module. Every method may be called from any thread."""
+    """See the module. Every method may be called from any thread, but what says otherwise."""
 
-    def __init__(self, chunks: Iterable[ChunkOf]) -> None:
-        self._changed = threading.Condition()
+    def __init__(self, chunks: Iterable[ChunkOf], updates: Updates | None) -> None:
+        """The save is of the state after all updates that are enqueued now. On the thread of the model, or while it waits."""
+        self._lock = threading.Lock()
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._copies = dict.fromkeys(chunks, Copy.WAITING)
-        self._updated: set[ChunkOf] | None = set()
-        """While it is being found out what is coming: the chunks that were updated meanwhile."""
+        self._held: dict[ChunkOf, tuple[int, threading.Lock]] = {}
+        """By whom, and what he lets go of when he is done with it."""
+        self._enqueued_count = updates.enqueued_count if updates is not None else 0
+        self._coming = {one.chunk_of: one for one in updates.coming()} if updates is not None else {}
         self._failure: Exception | None = None
 
     # ---- updates of the last step -------------------------------------------------------------------------------------
 
-    def expect(self, coming: Iterable[ChunkOf]) -> None:
-        """These are to be updated before they are saved, but for those whose update was told since construction. Once."""
-        with self._changed:
-            updated, self._updated = self._updated, None
-            assert updated is not None
-            for chunk_of in coming:
-                if chunk_of in self._copies and chunk_of not in updated:
-                    self._copies[chunk_of] = Copy.COMING
-
-    def updated(self, chunk_of: ChunkOf) -> None:
-        """The chunk's update is over."""
-        with self._changed:
-            if self._updated is not None:
-                self._updated.add(chunk_of)
-            elif self._copies.get(chunk_of) is Copy.COMING:
-                self._become(chunk_of, Copy.WAITING)
+    def updated(self) -> None:
+        """An update is over."""
+        self._bell.put(None)
 
     @property
     def is_coming(self) -> bool:
         """Whether the save waits for an update that is still to be made; it waits for none once it failed."""
-        with self._changed:
-            return self._failure is None and Copy.COMING in self._copies.values()
+        return self._failure is None and any(self._is_coming(chunk_of) for chunk_of in self._copies)
+
+    def _is_coming(self, chunk_of: ChunkOf) -> bool:
+        update = self._coming.get(chunk_of)
+        return update is not None and not update.applied
 
     # ---- who works on what ---------------------------------------------------------------------------------------------
 
     def hold_for_update(self, chunk_of: ChunkOf) -> bool:
         """Whether the caller, who is about to overwrite the chunk where it lies, is to see to it first; it is HELD then.
         Waits while somebody else holds it."""
-        with self._changed:
-            if self._updated is not None or chunk_of not in self._copies:
-                return False  # an update of the last step; or not of this save
-            self._changed.wait_for(lambda: self._copies[chunk_of] is not Copy.HELD)
-            if self._failure is not None or self._copies[chunk_of] is not Copy.WAITING:
-                return False
-            self._become(chunk_of, Copy.HELD)
-            return True
+        while chunk_of in self._copies and not self._is_coming(chunk_of):
+            with self._lock:
+                state = self._copies[chunk_of]
+                if state is Copy.WAITING and self._failure is None:
+                    self._hold(chunk_of)
+                    return True
+                if state is not Copy.HELD:
+                    return False
+                _, let_go = self._held[chunk_of]
+            with let_go:
+                pass
+        return False  # not of this save; or an update of the last step
 
     def hold_as_updated(self, chunk_of: ChunkOf) -> bool:
         """Whether the caller, who has the chunk at hand as its last update leaves it, may save it; it is HELD then."""
-        with self._changed:
-            wanted = self._failure is None and self._updated is None and self._copies.get(chunk_of) is Copy.COMING
+        with self._lock:
+            wanted = self._failure is None and self._is_coming(chunk_of) and self._copies.get(chunk_of) is Copy.WAITING
             if wanted:
-                self._become(chunk_of, Copy.HELD)
+                self._hold(chunk_of)
             return wanted
 
-    def hold_for_copy(self, chunk_of: ChunkOf, may_go_on: Callable[[], None]) -> Copy:
+    def hold_for_copy(self, chunk_of: ChunkOf, make_update: Callable[[ChunkOf], bool]) -> Copy:
         """What is to be copied, when its time has come: HELD by the caller, or KEPT; COPIED if it is. Raises the failure.
 
-        `may_go_on` is called every now and then while an update is waited for, and raises if it will never come."""
-        with self._changed:
-            key = chunk_of
-            while not self._changed.wait_for(
-                lambda: self._failure is not None or self._copies[key] not in (Copy.COMING, Copy.HELD), _LOOK_SECONDS
-            ):
-                if self._copies[key] is Copy.COMING:
-                    may_go_on()
-            if self._failure is not None:
-                raise self._failure
-            if self._copies[key] is Copy.WAITING:
-                self._become(chunk_of, Copy.HELD)
-            return self._copies[key]
+        On the thread of the save. `make_update` has the update made that is waited for, if this thread may."""
+        while True:
+            with self._lock:
+                self._require_no_failure()
+                state, coming = self._copies[chunk_of], self._is_coming(chunk_of)
+                if state is Copy.WAITING and not coming:
+                    self._hold(chunk_of)
+                    return Copy.HELD
+                if state is not Copy.HELD and not coming:
+                    return state
+            if not (coming and make_update(chunk_of)):
+                self._listen()
 
     def become(self, chunk_of: ChunkOf, state: Copy) -> None:
-        """KEPT or COPIED now; of who holds it."""
-        with self._changed:
-            self._become(chunk_of, state)
+        """KEPT or COPIED now; of who holds it, or COPIED of what was KEPT. Raises the failure."""
+        with self._lock:
+            held = self._copies[chunk_of] is Copy.HELD
+            if held and chunk_of.overwritten_by >= self._enqueued_count:
+                self._failure = self._failure or CheckpointError(
+                    "the save was cut off from training by an interrupt, and its state is overwritten: save again."
+                )
+            self._copies[chunk_of] = state
+            if held:
+                self._held.pop(chunk_of)[1].release()
+            self._bell.put(None)
+            self._require_no_failure()
+
+    def _hold(self, chunk_of: ChunkOf) -> None:
+        let_go = threading.Lock()
+        let_go.acquire()
+        self._held[chunk_of] = (threading.get_ident(), let_go)
+        self._copies[chunk_of] = Copy.HELD
 
     # ---- the end ---------------------------------------------------------------------------------------------------------
 
     def fail(self, error: Exception) -> None:
         """The save fails; the first failure is the one that is raised."""
-        with self._changed:
-            self._failure = self._failure or error
-            self._changed.notify_all()
+        self._failure = self._failure or error
+        self._bell.put(None)
+
+    def give_up_held(self) -> None:
+        """The calling thread works on no chunk, whatever it held when an interrupt came. The save fails if it held any."""
+        own = threading.get_ident()
+        for chunk_of, (holder, let_go) in list(self._held.items()):
+            if holder == own:
+                self.fail(CheckpointError("the save was interrupted while an update wrote a part of it: save again."))
+                self._copies[chunk_of] = Copy.WAITING
+                self._held.pop(chunk_of)
+                let_go.release()
 
     def require_copied(self, chunks: Iterable[ChunkOf]) -> None:
-        """Wait until all of these are; raise the failure."""
-        wanted = list(chunks)
-        with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or all(self._copies[one] is Copy.COPIED for one in wanted))
-            if self._failure is not None:
-                raise self._failure
+        """Wait until all of these are; raise the failure. On the thread of the save."""
+        for chunk_of in chunks:
+            while self._copies[chunk_of] is not Copy.COPIED:
+                self._require_no_failure()
+                self._listen()
+        self._require_no_failure()
 
     def await_holders(self) -> None:
-        """Wait until nobody holds anything: after a failure nobody begins to."""
-        with self._changed:
-            self._changed.wait_for(lambda: Copy.HELD not in self._copies.values())
+        """Wait until nobody holds anything: after a failure nobody begins to. On the thread of the save."""
+        while self._held:
+            self._listen()
 
-    def _become(self, chunk_of: ChunkOf, state: Copy) -> None:
-        self._copies[chunk_of] = state
-        self._changed.notify_all()
+    def _require_no_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _listen(self) -> None:
+        with suppress(queue.Empty):
+            self._bell.get(timeout=_LOOK_SECONDS)

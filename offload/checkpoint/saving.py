@@ -1,101 +1,201 @@
-"""Saves that run beside training, one at a time: the state of now, copied by a lane of its own, then made durable and named.
+"""Saves, one at a time: the state of now, copied by a lane of their own, then made durable and named.
 
-Updates of the last step may still be to come: they are made when training comes to them, under the next forward, and the save
-takes what they leave. Whoever waits for the save on the thread that drives the model has them made first.
+Everything of a save is done on that lane, whose thread no signal ever interrupts, in three jobs:
+
+    begin   the folder and the snapshot are made, the updates are watched; the caller waits for that
+    run     everything is copied, and the checkpoint gets its name
+    end     what is left of it is let go. A save that did not run is none: nothing of it is left
+
+So an interrupt finds the caller waiting, and leaves nothing half done: the save is given up, or goes on where it had been let
+go on already (`_Making.may_run`). Whoever comes next, the next save, a load, `gathered` or `close`, has `end` done first.
+
+Beside training, updates of the last step may still be to come: they are made when training comes to them, under the next
+forward, by whoever waits for the save on the thread that drives the model, or by the save where that thread does nothing
+(`offload.checkpoint.idleness`); the save takes what they leave. The interpreter does not end before a save that runs does.
 
 A save that failed takes nothing with it: no half checkpoint is left, earlier ones are untouched, training may go on. Its
-failure is raised by whoever waits for it, else by the next step, save or load, or by `close`, whichever comes first.
+failure is raised by whoever waits for it, else by the next step, save or load, or by `close`, whichever comes first; a warning
+says it where none of these comes.
 """
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+import warnings
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import nn
 
+from offload.checkpoint.idleness import Idleness
 from offload.checkpoint.manifest import Manifest, encode
 from offload.checkpoint.numbering import retire_older
 from offload.checkpoint.rank_folder import RankFolder
 from offload.checkpoint.staged_folder import MANIFEST_NAME, StagedFolder
 from offload.checkpoint.state_reading import Failures
 from offload.checkpoint.tensor_file import write_file
-from offload.checkpoint.writing import Snapshot
+from offload.checkpoint.writing import Small, Snapshot
 from offload.device.lane import HostLane
-from offload.device.pending import Pending, Settled
-from offload.errors import EngineFailedError, UsageError
+from offload.device.pending import Pending
+from offload.errors import CheckpointError, EngineFailedError, UsageError
 from offload.step.parts import Parts
+from offload.step.training import Training
 
 Folder = StagedFolder | RankFolder
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What became of a save. It outlives who could be told."""
+
+    path: Path
+    over: bool = False
+    failure: BaseException | None = None
+    seen: bool = False
+    pid: int = field(default_factory=os.getpid)
+
+    def warn_if_lost(self) -> None:
+        """Nobody can be told any more but by a warning."""
+        if self.seen or self.pid != os.getpid():
+            return
+        name = repr(str(self.path))
+        if not self.over:
+            said = f"the process ended before the checkpoint {name} was written: it is not there."
+        elif self.failure is not None:
+            said = f"the checkpoint {name} was not written: {self.failure}"
+        else:
+            return
+        warnings.warn(said, RuntimeWarning, stacklevel=2)
 
 
 class Save(Pending):
     """One checkpoint in the making, or made. `wait` and `done` may be called from any thread."""
 
-    def __init__(self, path: Path, work: Pending, drive: Callable[[], None] = lambda: None) -> None:
-        """`drive`: has what the save waits for done, on the thread that made this."""
-        self.path = path
-        self.seen = False
-        self._work, self._drive = work, drive
+    def __init__(self, outcome: _Outcome, drive: Callable[[], None], end: Callable[[], None]) -> None:
+        """`drive`: has what the save waits for done, on the thread that made this. `end`: waits until it is over."""
+        self.path = outcome.path
+        self._outcome, self._drive, self._end = outcome, drive, end
         self._driver = threading.get_ident()
+        weakref.finalize(self, outcome.warn_if_lost)
 
     def wait(self) -> None:
         """Return when the checkpoint is there, whole and durable; raise why it is not.
 
-        On another thread than that which drives the model: not before that one has gone on to the next forward, or waits for
-        the save itself."""
-        self.seen = True
-        if threading.get_ident() == self._driver:
-            self._have_updates_made()
-        self._work.wait()
+        On another thread than that which drives the model, updates that are still to come are made when that thread comes to
+        them, or when it has done nothing for a second."""
+        try:
+            self.settle()
+        finally:
+            self._outcome.seen = self._outcome.over
+        if self._outcome.failure is not None:
+            raise self._outcome.failure
 
     def settle(self) -> None:
-        """Return when it is over, well or not; a failure stays unseen. On the thread that drives the model."""
-        self._have_updates_made()
-        try:
-            self._work.wait()
-        except Exception:
-            return  # kept by the work: `wait` raises it
+        """Return when it is over, well or not; a failure stays unseen."""
+        if self._outcome.over:
+            return
+        if threading.get_ident() == self._driver:
+            self._have_updates_made()
+        self._end()
 
     def done(self) -> bool:
         """Whether it is over, well or not."""
-        return self._work.done()
+        return self._outcome.over
+
+    @property
+    def seen(self) -> bool:
+        """Whether somebody knows how it ended."""
+        return self._outcome.seen
 
     def _have_updates_made(self) -> None:
         try:
             self._drive()
         except EngineFailedError:
-            self.seen = True  # whoever drives the model was told when it failed
+            self._outcome.seen = True  # whoever drives the model was told when it failed
         except UsageError:  # called at a wrong time: the save is none the worse
             raise
-        except BaseException:
-            self.seen = True
+        except Exception:
+            self._outcome.seen = True
             raise
+
+
+class _Making:
+    """All that is held for one save. `begin`, `run` and `end` are jobs of the lane."""
+
+    def __init__(self, folder: Folder, parts: Parts, snapshot: Callable[[Path], Snapshot]) -> None:
+        """`snapshot`: makes it, in a folder."""
+        self.folder, self._parts, self._make_snapshot = folder, parts, snapshot
+        self.outcome = _Outcome(folder.target)
+        self._stack = ExitStack()
+        self._over = threading.Event()
+        self._given_up = CheckpointError("the save was interrupted before it ran: nothing of it is left.")
+        self.snapshot: Snapshot | None = None
+        self.may_run = False
+        """Set by the caller, once, when it knows that the state is still that of the snapshot."""
+
+    def begin(self) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(self.folder)
+            snapshot = self._make_snapshot(self.folder.path)
+            stack.callback(snapshot.close)
+            self._watch(snapshot)
+            stack.callback(self._watch, None)
+            self.snapshot = snapshot
+            self._stack = stack.pop_all()
+
+    def run(self, write: Callable[[], None]) -> None:
+        try:
+            with self._stack:
+                if not self.may_run:
+                    raise self._given_up
+                write()
+        except BaseException as error:
+            self.outcome.failure = error
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._be_over()
+
+    def end(self) -> None:
+        """Give up what has not run."""
+        if not self.outcome.over:
+            self.may_run = False
+            self.run(lambda: None)
+
+    def give_up(self) -> None:
+        """By the caller, who was interrupted: nothing more of it is copied."""
+        snapshot = self.snapshot
+        if snapshot is not None:
+            snapshot.copies.fail(self._given_up)
+
+    def keep(self, save: Save) -> None:
+        """Hold the process, and who can tell of a failure, until it is over."""
+        self._over.wait()
+        del save
+
+    def _be_over(self) -> None:
+        self.snapshot = None
+        self.outcome.over = True
+        self._over.set()
+
+    def _watch(self, snapshot: Snapshot | None) -> None:
+        if self._parts.updates is not None:
+            self._parts.updates.watcher = snapshot
 
 
 class Saver:
     """Makes the saves of one engine. Owned by the thread that drives the model."""
 
-    def __init__(self, parts: Parts, model: nn.Module, finish_updates: Callable[[], None]) -> None:
+    def __init__(self, parts: Parts, training: Training, model: nn.Module, finish_updates: Callable[[], None]) -> None:
         """`finish_updates`: has every update that is enqueued made, or raises why it cannot be."""
-        self._parts, self._model, self._finish_updates = parts, model, finish_updates
+        self._parts, self._training, self._model, self._finish_updates = parts, training, model, finish_updates
         self._lane: HostLane | None = None
+        self._making: _Making | None = None
         self._last: Save | None = None
-
-    def save(self, path: Path, manifest: Manifest, keep_last: int | None, failures: Failures) -> Save:
-        """Write the whole checkpoint now, with the updates that are still to come if it `follows_updates`."""
-        with self._snapshot_into(path, manifest, failures, beside=False) as (folder, snapshot):
-            if self.follows_updates:
-                self._watch(snapshot)
-                try:
-                    self._expect_updates(snapshot)
-                    self._finish_updates()
-                finally:
-                    self._watch(None)
-            _write(folder, snapshot, manifest, keep_last)
-        return Save(folder.target, Settled())
 
     @property
     def follows_updates(self) -> bool:
@@ -105,37 +205,43 @@ class Saver:
         parts = self._parts
         return parts.ranks is None and parts.places is not None and parts.updates is not None and parts.updates.runs_beside
 
-    def start(self, path: Path, manifest: Manifest, keep_last: int | None) -> Save:
-        """Begin a checkpoint of the state of now, with the updates that are still to come if it `follows_updates`."""
-        with ExitStack() as stack:
-            folder, snapshot = stack.enter_context(self._snapshot_into(path, manifest, nullcontext, beside=True))
-            self._reach_device()
-            opened = stack.pop_all()
-        driver = threading.current_thread()
+    def save(self, path: Path, manifest: Manifest, keep_last: int | None, *, wait: bool) -> Save:
+        """Write a checkpoint of the state of now, with the updates that are still to come if it `follows_updates`. Returns when
+        it is there, or (`wait`: False) when it has begun."""
+        parts, training = self._parts, self._training
+        self._reach_device()
+        small, idleness = Small.of(self._model, parts.accelerator.device), Idleness(parts, training)
+        failures: Failures = training.failures_beside if wait else nullcontext
+        folder = _folder(path, parts)
+        making = _Making(folder, parts, lambda where: Snapshot(where, parts, manifest, small, failures, beside=not wait))
+        lane = self._open_lane()
+        save = Save(making.outcome, lambda: self._drive(making), lambda: lane.submit(making.end).wait())
+        self._making, self._last = making, save  # from here on whoever comes next finds it
+        try:
+            if parts.ranks is None:
+                lane.submit(making.begin).wait()
+            else:
+                making.begin()  # collective, so where the other calls are
+            if not wait:
+                threading.Thread(target=making.keep, args=(save,), name="offload-checkpoint-keeper", daemon=False).start()
+            elif self.follows_updates:
+                self._finish_updates()
+            making.may_run = True
+            lane.submit(lambda: making.run(lambda: _write(making, manifest, keep_last, idleness)))
+            if wait:
+                save.wait()
+        except BaseException as error:
+            making.outcome.seen = True
+            making.give_up()
+            ending = lane.submit(making.end)
+            if isinstance(error, Exception):
+                ending.wait()
+            raise
+        return save
 
-        def may_go_on() -> None:
-            if not driver.is_alive():
-                raise UsageError(
-                    f"the thread that drove the model ended before the updates were made that the checkpoint "
-                    f"{str(folder.target)!r} is of: wait for the save on that thread, or close the engine there."
-                )
-
-        def run() -> None:
-            with opened:
-                try:
-                    _write(folder, snapshot, manifest, keep_last, may_go_on)
-                finally:
-                    self._watch(None)
-
-        if self._lane is None:
-            self._lane = self._parts.accelerator.host_lane("checkpoint", waits_for_io=True)
-        self._watch(snapshot)
-        self._expect_updates(snapshot)
-        self._last = Save(folder.target, self._lane.submit(run), lambda: self._drive(snapshot))
-        return self._last
-
-    def _drive(self, snapshot: Snapshot) -> None:
-        if snapshot.copies.is_coming:
+    def _drive(self, making: _Making) -> None:
+        snapshot = making.snapshot
+        if snapshot is not None and snapshot.copies.is_coming:
             try:
                 self._finish_updates()
             except UsageError:
@@ -146,16 +252,17 @@ class Saver:
 
     def settle(self) -> None:
         """Wait until the save that runs, if one does, is over: then anything may be overwritten. A failure stays with it."""
+        if self._making is not None and self._making.snapshot is not None:
+            self._making.snapshot.copies.give_up_held()  # by an update that was interrupted on this thread
         if self._last is not None:
             self._last.settle()
 
     def finish(self) -> None:
         """As `settle`, and raise the failure if nobody has seen it."""
-        last, self._last = self._last, None
-        if last is not None:
-            last.settle()
-            if not last.seen:
-                last.wait()
+        self.settle()
+        last, self._last, self._making = self._last, None, None
+        if last is not None and not last.seen:
+            last.wait()
 
     def raise_unseen(self) -> None:
         """Raise the failure of a save that is over and that nobody waited for. Never blocks."""
@@ -167,47 +274,34 @@ class Saver:
         try:
             self.finish()
         finally:
+            if self._making is not None:
+                self._making.give_up()
             if self._lane is not None:
                 self._lane.close()
 
-    # ---- parts of a save -------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _snapshot_into(
-        self, path: Path, manifest: Manifest, failures: Failures, *, beside: bool
-    ) -> Iterator[tuple[Folder, Snapshot]]:
-        ranks, rendezvous = self._parts.ranks, self._parts.rendezvous
-        shared = RankFolder(path, ranks, rendezvous) if ranks is not None and rendezvous is not None else None
-        with shared or StagedFolder(path, replace=True) as folder:
-            snapshot = Snapshot(folder.path, self._parts, manifest, self._model, failures, beside=beside)
-            try:
-                yield folder, snapshot
-            finally:
-                snapshot.close()
-
-    def _expect_updates(self, snapshot: Snapshot) -> None:
-        snapshot.copies.expect(self._parts.updates.coming() if self._parts.updates is not None else ())
-
-    def _watch(self, snapshot: Snapshot | None) -> None:
-        if self._parts.updates is not None:
-            self._parts.updates.watcher = snapshot
+    def _open_lane(self) -> HostLane:
+        if self._lane is None:
+            self._lane = self._parts.accelerator.host_lane("checkpoint", waits_for_io=True)
+            self._parts.made.append(self._lane)  # closed first of all: a save that was given up still reads what others hold
+        return self._lane
 
     def _reach_device(self) -> None:
         """What was given to compute so far is done before another thread reads device memory."""
-        accelerator, flats = self._parts.accelerator, [flat for unit in self._parts.units for flat in unit.flats]
-        if not accelerator.unified and self._parts.places is None and flats:
-            byte = flats[0].memory.flat[:1]
-            accelerator.copy_out(byte.new_empty(1, device="cpu"), byte).wait()
+        accelerator = self._parts.accelerator
+        if not accelerator.unified:
+            accelerator.mark().wait()
 
 
-def _write(
-    folder: Folder,
-    snapshot: Snapshot,
-    manifest: Manifest,
-    keep_last: int | None,
-    may_go_on: Callable[[], None] = lambda: None,
-) -> None:
-    snapshot.copy(may_go_on)
+def _folder(path: Path, parts: Parts) -> Folder:
+    if parts.ranks is None or parts.rendezvous is None:
+        return StagedFolder(path, replace=True)
+    return RankFolder(path, parts.ranks, parts.rendezvous)
+
+
+def _write(making: _Making, manifest: Manifest, keep_last: int | None, idleness: Idleness) -> None:
+    folder, snapshot = making.folder, making.snapshot
+    assert snapshot is not None
+    snapshot.copy(idleness.make_update)
     if isinstance(folder, RankFolder):
         folder.commit(manifest)
     else:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -47,17 +48,30 @@ _FINISHED_TOGETHER = 16
 """Files: the first sync waits for all that the drive has in flight, the others find it idle."""
 
 
+@dataclass(frozen=True, slots=True)
+class Small:
+    """What is whole in host memory: buffers by fqn, and random states."""
+
+    buffers: Mapping[str, torch.Tensor]
+    random: Mapping[str, torch.Tensor]
+
+    @staticmethod
+    def of(model: nn.Module, device: torch.device) -> Small:
+        """On the thread of the model, whose stream computes buffers."""
+        return Small({fqn: buffer.detach().cpu() for fqn, buffer in buffers_once(model)}, take_random_state(device))
+
+
 class Snapshot:
     """The state at construction, on its way into a folder's files.
 
-    `copy` belongs to one thread, whichever; `before_update` and `after_update` are called by the thread of the updates.
+    Made, used and closed by one thread, while that of the model waits until it is made; `before_update`, `updated` and
+    `after_update` are called by the thread of the updates.
     """
 
     def __init__(
-        self, folder: Path, parts: Parts, manifest: Manifest, model: nn.Module, failures: Failures, *, beside: bool
+        self, folder: Path, parts: Parts, manifest: Manifest, small: Small, failures: Failures, *, beside: bool
     ) -> None:
-        """Buffers and random states are written now. `failures()`: around every read from a tier. `beside`: training goes on
-        meanwhile; `expect` is to be called then."""
+        """`small` is written now. `failures()`: around every read from a tier. `beside`: training goes on meanwhile."""
         self._folder, self._parts, self._manifest = folder, parts, manifest
         self._rank = parts.ranks.index if parts.ranks is not None else 0
         self._at_once, self._finished_together = (1, 1) if beside else (_AT_ONCE, _FINISHED_TOGETHER)
@@ -68,16 +82,17 @@ class Snapshot:
             unit.index: UnitFile(folder, unit, self._rank, moments, parts.backend) for unit in parts.units if self._writes(unit)
         }
         self._order = [index for index in parts.residency.next_order() if index in self._files]
-        self.copies = Copies(chunk for file in self._files.values() for chunk in file.unit.chunks)
+        chunks = [chunk for file in self._files.values() for chunk in file.unit.chunks]
+        self.copies = Copies(chunks, parts.updates)
         self._keeps = beside and self._has_room_to_keep()
         # What can be shared takes neither a write nor room, once it lies in its scratch file.
         self._writes_updated = not (beside or self._sharing.may_work_in(folder))
-        self._kept: dict[ChunkOf, ChunkOf] = {}
+        self._kept: set[ChunkOf] = set()
         self._under_way: deque[ChunkCopy] = deque()
         self._unfinished: list[UnitFile] = []
         self._whole: list[TensorFile] = []
         try:
-            self._write_whole(model)
+            self._write_whole(small)
         except BaseException:
             self.close()
             raise
@@ -112,8 +127,7 @@ class Snapshot:
 
         A failure is the save's, not the update's.
         """
-        if self.copies.hold_for_update(chunk_of):
-            self._by_update(ChunkState(chunk_of, values, record), self._keep_or_write)
+        self._by_update(self.copies.hold_for_update, ChunkState(chunk_of, values, record), self._keep_or_write)
 
     def updated(self, chunk_of: ChunkOf, values: torch.Tensor, record: Record) -> None:
         """The chunk's `record` and `values` (as above) are at hand as an update leaves them: if that is the one that was still
@@ -121,21 +135,22 @@ class Snapshot:
 
         A failure is the save's, not the update's.
         """
-        if self._writes_updated and self.copies.hold_as_updated(chunk_of):
-            self._by_update(ChunkState(chunk_of, values, record), lambda state: self._write(state, shared=False))
+        if self._writes_updated:
+            state = ChunkState(chunk_of, values, record)
+            self._by_update(self.copies.hold_as_updated, state, lambda state: self._write(state, shared=False))
 
     def after_update(self, chunk_of: ChunkOf) -> None:
         """The chunk's update is over."""
-        self.copies.updated(chunk_of)
+        self.copies.updated()
 
-    def _by_update(self, state: ChunkState, save: Callable[[ChunkState], Copy]) -> None:
-        end = Copy.COPIED
+    def _by_update(self, hold: Callable[[ChunkOf], bool], state: ChunkState, save: Callable[[ChunkState], Copy]) -> None:
         try:
-            end = save(state)
+            if hold(state.chunk_of):
+                self.copies.become(state.chunk_of, save(state))
         except Exception as error:
             self.copies.fail(error)
         finally:
-            self.copies.become(state.chunk_of, end)
+            self.copies.give_up_held()  # nothing, where all went well
 
     def _keep_or_write(self, state: ChunkState) -> Copy:
         shared, kept = self._see_to(state.chunk_of)
@@ -147,14 +162,14 @@ class Snapshot:
 
     # ---- by the thread that copies ---------------------------------------------------------------------------------
 
-    def copy(self, may_go_on: Callable[[], None] = lambda: None) -> None:
+    def copy(self, make_update: Callable[[ChunkOf], bool]) -> None:
         """Write every chunk that is not yet, in the order in which updates will come; make the files durable; enter them
-        into the manifest. Raises the first failure of any thread. `may_go_on`: see `Copies.hold_for_copy`."""
+        into the manifest. Raises the first failure of any thread. `make_update`: see `Copies.hold_for_copy`."""
         try:
             for unit_index in self._order:
                 file = self._files[unit_index]
                 for chunk_of in file.unit.chunks:
-                    self._copy(chunk_of, may_go_on)
+                    self._copy(chunk_of, make_update)
                 if len(self._unfinished) == self._finished_together:
                     self._finish()  # what the drive has had a unit's time for
                 self._unfinished.append(file)
@@ -168,7 +183,7 @@ class Snapshot:
             self._files[unit_index].enter(self._manifest)
         self._finish_whole()
 
-    def _copy(self, chunk_of: ChunkOf, may_go_on: Callable[[], None]) -> None:
+    def _copy(self, chunk_of: ChunkOf, make_update: Callable[[ChunkOf], bool]) -> None:
         """Begin to copy the chunk, with those before it as far as makes room for it."""
         before = self._under_way[-1] if self._under_way else None
         if before is not None:
@@ -176,7 +191,7 @@ class Snapshot:
         while len(self._under_way) >= self._at_once:
             self._complete_first()
         # Beside training nothing is under way now, so what is waited for here does not wait for what this thread holds.
-        state = self.copies.hold_for_copy(chunk_of, may_go_on)
+        state = self.copies.hold_for_copy(chunk_of, make_update)
         if state is not Copy.COPIED:
             one = ChunkCopy(chunk_of, self._file_of(chunk_of))
             self._under_way.append(one)
@@ -216,8 +231,8 @@ class Snapshot:
         """Let go of what a failure has left under way."""
         for one in self._under_way:
             one.settle()
-            self.copies.become(one.chunk_of, Copy.COPIED)  # nobody is to wait for it
         self._under_way.clear()
+        self.copies.give_up_held()  # nobody is to wait for it
 
     def _file_of(self, chunk_of: ChunkOf) -> UnitFile:
         return self._files[chunk_of.flat.layout.unit_index]
@@ -227,14 +242,15 @@ class Snapshot:
         stores = stores_of(self._parts, chunk_of) if self._keeps and chunk_of.flat.layout.trainable else ()
         if not stores:
             return False
-        self._kept[chunk_of] = chunk_of  # first: what is kept in part is let go too
+        self._kept.add(chunk_of)  # first: what is kept in part is let go too
         if all(places.keep(chunk_of) for places in stores):
             return True
         self._let_go(chunk_of)
         return False
 
     def _let_go(self, chunk_of: ChunkOf) -> None:
-        if self._kept.pop(chunk_of, None) is not None:
+        if chunk_of in self._kept:
+            self._kept.remove(chunk_of)
             for places in stores_of(self._parts, chunk_of):
                 places.let_go(chunk_of)
 
@@ -243,7 +259,7 @@ class Snapshot:
         Not while `copy` runs."""
         self.copies.fail(AssertionError("the snapshot was closed"))
         self.copies.await_holders()  # nobody may still be writing to a descriptor that is about to be closed
-        for chunk_of in list(self._kept.values()):
+        for chunk_of in list(self._kept):
             self._let_go(chunk_of)
         for file in self._files.values():
             file.close()
@@ -253,11 +269,11 @@ class Snapshot:
 
     # ---- what is small -----------------------------------------------------------------------------------------------
 
-    def _write_whole(self, model: nn.Module) -> None:
+    def _write_whole(self, small: Small) -> None:
         """Buffers and random states, one file of each kind; none of buffers if there are none."""
-        self._buffer_shapes = {fqn: list(buffer.shape) for fqn, buffer in buffers_once(model)}
-        self._write_file("buffers", dict(buffers_once(model)) if self._rank == 0 else {})
-        self._write_file("random", take_random_state(self._parts.accelerator.device))
+        self._buffer_shapes = {fqn: list(buffer.shape) for fqn, buffer in small.buffers.items()}
+        self._write_file("buffers", small.buffers if self._rank == 0 else {})
+        self._write_file("random", small.random)
 
     def _write_file(self, stem: str, tensors: Mapping[str, torch.Tensor]) -> None:
         specs = [TensorSpec(name, known_dtype(name, one.dtype), tuple(one.shape)) for name, one in tensors.items()]
@@ -265,7 +281,7 @@ class Snapshot:
             file = TensorFile(self._folder, f"{stem}-rank-{self._rank:05d}.safetensors", specs, METADATA)
             self._whole.append(file)
             for name, tensor in tensors.items():
-                file.append(name, tensor.detach().cpu().contiguous())
+                file.append(name, tensor.contiguous())
 
     def _finish_whole(self) -> None:
         manifest = self._manifest

@@ -94,7 +94,8 @@ class ChunkGradient:
 class ChunkOf:
     """A chunk of a flat. Made once, with its flat; two of them are the same chunk only if they are the same object.
 
-    gradient   None where the chunk is not trained
+    gradient       None where the chunk is not trained
+    overwritten_by the number of the last update that has begun to overwrite the chunk's states. Written by `Updates`
     """
 
     flat: Flat
@@ -103,6 +104,7 @@ class ChunkOf:
     parameters: Place = field(default_factory=Place)
     record: Place = field(default_factory=Place)
     gradient: ChunkGradient | None = None
+    overwritten_by: int = -1
 
     @property
     def nbytes(self) -> int:

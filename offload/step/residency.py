@@ -106,6 +106,11 @@ class Residency:
         return self._units[unit_index].residency.use_count > 0
 
     @property
+    def is_used(self) -> bool:
+        """Whether a unit is in use, or a forward is running."""
+        return self.in_forward or any(unit.residency.use_count for unit in self._units)
+
+    @property
     def holds_any(self) -> bool:
         """Whether a `hold` is not yet let go."""
         return any(unit.residency.held_count for unit in self._units)
@@ -219,14 +224,19 @@ class Residency:
         """Run every update that is still enqueued, bringing in what it needs; but those of the units `besides`."""
         if self._updates is not None:
             for unit_index in self._updates.pending_units:
-                if unit_index in besides:
-                    continue
-                if self._updates.needs_residency or self._units[unit_index].residency.state is not UnitState.ABSENT:
-                    self._bring(unit_index)
-                else:
-                    self._updates.finish(unit_index)
-                if not self._units[unit_index].residency.use_count:
-                    self.close_off(unit_index)
+                if unit_index not in besides:
+                    self.finish_update(unit_index)
+
+    def finish_update(self, unit_index: int) -> None:
+        """Run the unit's update, if it is still enqueued, bringing in what it needs."""
+        if self._updates is None or not self._updates.is_pending(unit_index):
+            return
+        if self._updates.needs_residency or self._units[unit_index].residency.state is not UnitState.ABSENT:
+            self._bring(unit_index)
+        else:
+            self._updates.finish(unit_index)
+        if not self.in_use(unit_index):
+            self.close_off(unit_index)
 
     def forget(self, unit_index: int) -> None:
         """Empty the memory of a unit that holds what an undone update left there, or was to leave. It is not in use."""

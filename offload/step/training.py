@@ -73,7 +73,8 @@ class Training(Usable):
     def bring_in(self, parameter_index: int) -> None:
         """A guarded parameter's value is asked for (`Residency.bring_in`)."""
         self.check()
-        self._residency.bring_in(self._parameters[parameter_index])
+        with self.turn:
+            self._residency.bring_in(self._parameters[parameter_index])
 
     def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return (args, kwargs) if self.input_dtype is None else cast_floating(args, kwargs, self.input_dtype)

@@ -38,7 +38,7 @@ from offload.tiers.staging import Lease, StagingPool
 
 
 class Watcher(Protocol):
-    """Sees every chunk's update, on the lane."""
+    """Sees every chunk's update, on the lane. What one that is not told would miss: `ChunkOf.overwritten_by`."""
 
     def before_update(self, chunk_of: ChunkOf, values: Tensor, record: Record) -> None:
         """The chunk's record and values are at hand and about to be overwritten."""
@@ -67,6 +67,7 @@ class ChunkUpdate:
     chunk_of: ChunkOf
     pieces: list[PieceUpdate]
     factor: float
+    number: int = -1
     started: bool = False
     cancelled: bool = False
     applied: bool = False
@@ -107,6 +108,8 @@ class Updates:
         self._lane = InlineLane() if records.on_device else accelerator.host_lane("update", waits_for_io=self._reads)
         self.watcher: Watcher | None = None
         self._units: dict[int, _UnitUpdate] = {}
+        self.enqueued_count = 0
+        """Of units' updates: each is numbered by those before it."""
         self._ahead: deque[ChunkUpdate] = deque()
         self.ask_gather: Callable[[int], Asked] | None = None
         """Where parameters are whole on every rank and each updates its shard (ZeRO stages 1 and 2): brings the others'."""
@@ -131,9 +134,9 @@ class Updates:
         """Whether the lane is a thread of its own."""
         return isinstance(self._lane, ThreadLane)
 
-    def coming(self) -> list[ChunkOf]:
-        """The chunks whose enqueued update is not over."""
-        return [one.chunk_of for update in self._units.values() for one in update.chunks if not one.applied]
+    def coming(self) -> list[ChunkUpdate]:
+        """The enqueued updates of chunks that are not over."""
+        return [one for update in self._units.values() for one in update.chunks if not one.applied]
 
     def is_pending(self, unit_index: int) -> bool:
         return unit_index in self._units
@@ -147,6 +150,9 @@ class Updates:
         """Add a unit's update. Its gradients belong to the update from now on."""
         if unit.index in self._units:
             raise AssertionError(f"unit {unit.name} is updated twice at once")
+        for chunk_update in chunks:
+            chunk_update.number = self.enqueued_count
+        self.enqueued_count += 1
         self._units[unit.index] = _UnitUpdate(unit, chunks)
         if self._reads:
             self._ahead.extend(chunks)
@@ -306,6 +312,7 @@ class Updates:
         if watcher is not None:
             with self._timeline.lane_waiting("copy for checkpoint"):
                 watcher.before_update(chunk_of, values, record)
+        chunk_of.overwritten_by = chunk_update.number  # whoever copies the chunk finds it, watching or not
         with self._timeline.lane_working("adam"):
             pairs = zip(chunk_update.pieces, gradients, strict=True)
             updating.update([_segment(chunk_update, piece, record, gradient, values) for piece, gradient in pairs])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,10 +19,22 @@ class Usable(Listener):
         self._others = rendezvous
         self.failure: BaseException | None = None
         self.closed = False
+        self.turn = threading.RLock()
+        """Whose turn it is: held by the thread that drives the model while the engine is at work for it, and by who does some
+        of that work while it does nothing (`offload.checkpoint.idleness`)."""
+        self.turn_count = 0
+        """How often the thread that drives the model asked for its turn."""
 
     @contextmanager
     def failures(self) -> Iterator[None]:
         """A failure of the engine's own work leaves its state undefined; an answer to the user's error does not."""
+        self.turn_count += 1
+        with self.turn, self.failures_beside():
+            yield
+
+    @contextmanager
+    def failures_beside(self) -> Iterator[None]:
+        """The same on a thread that does not drive the model."""
         self.check()
         try:
             yield

@@ -19,7 +19,7 @@ from offload.tiers import aside
 from tests.tiers.faulty_io import Fault, FaultyBackend
 
 from ..acceptance.models import ON_CPU, Setup
-from ..acceptance.runs import assert_same_bits, refused
+from ..acceptance.runs import assert_same_bits
 from ..acceptance.speculating import at_once, counts
 from .loops import Resumable, files_of
 from .standing import Held, begun_at_the_end, chunk_count
@@ -197,7 +197,7 @@ def test_values_that_are_set_meanwhile_are_not_saved(opened: Any, tmp_path: Path
 
 
 def test_waiting_on_another_thread(opened: Any, tmp_path: Path) -> None:
-    """It gets what the thread of the model goes on to; and an error if that ends instead."""
+    """It gets what the thread of the model goes on to, and what that leaves undone when it ends, or does nothing."""
     run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
     run.train(range(1))
     save = run.engine.save_checkpoint(tmp_path / "beside", wait=False)
@@ -209,15 +209,24 @@ def test_waiting_on_another_thread(opened: Any, tmp_path: Path) -> None:
     left: list[Any] = []
 
     def begin() -> None:
-        left.append(run.engine.save_checkpoint(tmp_path / "never", wait=False))
+        left.append(run.engine.save_checkpoint(tmp_path / "left", wait=False))
 
     driver = threading.Thread(target=begin)
     driver.start()
     driver.join(60)
-    assert run.engine._parts.updates.coming()
-    with refused(offload.UsageError, "never", "thread"):
-        left[0].wait()
-    assert not (tmp_path / "never").exists()
+    left[0].wait()
+    idle = run.engine.save_checkpoint(tmp_path / "idle", wait=False)
+    waiting = threading.Thread(target=idle.wait)
+    waiting.start()
+    waiting.join(60)
+    losses = run.train(range(2, 4))
+    run.save(tmp_path / "last")
+    alone = Resumable(opened, ON_CPU)
+    alone.train(range(2))
+    alone.engine.save_checkpoint(tmp_path / "expected")
+    assert files_of(tmp_path / "left") == files_of(tmp_path / "idle") == files_of(tmp_path / "expected")
+    assert_same_bits(alone.train(range(2, 4)), losses)
+    assert_same_bits(alone.weights(), run.weights())
 
 
 def test_an_update_that_fails_fails_the_save(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,65 @@
+"""Updates that a save waits for, made on the save's thread while the thread that drives the model does nothing.
+
+Who drives the model makes them under its next forward. In a notebook, or at the end of a script, none may come. Where it has
+asked nothing of the engine for a while, is in no forward and holds no parameters, another thread may have an update made in
+its place: each holds `Usable.turn` while it works, so they never meet, and what it leaves is what the next forward would
+have left there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from offload.model.chunk import ChunkOf
+from offload.step.parts import Parts
+from offload.step.training import Training
+
+QUIET_SECONDS = 1.0
+"""Without a call. A loop that does other things for longer loses nothing but the overlap of one unit's update."""
+
+
+class Idleness:
+    """Of the thread that made this. `make_update` is for one other thread."""
+
+    def __init__(self, parts: Parts, training: Training) -> None:
+        self._training, self._residency = training, parts.residency
+        self._driver = threading.current_thread()
+        self._seen_count, self._seen_seconds = training.turn_count, time.monotonic()
+        self._unit_index = 0
+        self._accelerator = parts.accelerator
+        self._finish_as_driver = parts.accelerator.on_compute(self._finish)
+
+    def make_update(self, chunk_of: ChunkOf) -> bool:
+        """Have the update of the chunk's unit made if the thread of the model is idle; whether it was.
+
+        Raises the engine's failure, and `EngineFailedError` where the update will never be made."""
+        training = self._training
+        if training.closed:
+            return False  # by `close`, which has it made
+        training.check()
+        alive = self._driver.is_alive()
+        if not alive:
+            self._residency.abandon_uses()
+        elif not self._is_quiet() or not training.turn.acquire(blocking=False):
+            return False
+        try:
+            if self._residency.is_used:
+                return False
+            self._unit_index = chunk_of.flat.layout.unit_index
+            with training.failures_beside():
+                self._finish_as_driver()
+        finally:
+            if alive:
+                training.turn.release()
+        return True
+
+    def _finish(self) -> None:
+        self._residency.finish_update(self._unit_index)
+        self._accelerator.mark().wait()  # the thread of the model does not know that there is something to wait for
+
+    def _is_quiet(self) -> bool:
+        now, count = time.monotonic(), self._training.turn_count
+        if count != self._seen_count:
+            self._seen_count, self._seen_seconds = count, now
+        return now - self._seen_seconds >= QUIET_SECONDS

@@ -1,0 +1,47 @@
+"""KeyboardInterrupt at any moment of a step, a save or a load: every checkpoint that is there is what it says it is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .interrupting import PLACEMENTS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def interrupted(folder: Path, interrupts: int, seed: int) -> dict[str, dict[str, Any]]:
+    """What came of so many interrupts in each placement."""
+    arguments = {"folder": str(folder), "interrupts": interrupts, "seed": seed, "placements": list(PLACEMENTS)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.checkpoint.interrupting", json.dumps(arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    found: dict[str, dict[str, Any]] = {}
+    for line in done.stdout.splitlines():
+        found |= json.loads(line)
+    for placement, one in found.items():
+        assert one.get("wrong") == [] and one["interrupts"] >= interrupts, f"{placement}: {one}\n{done.stderr[-6000:]}"
+    assert set(found) == set(PLACEMENTS)
+    return found
+
+
+def test_some_interrupts(tmp_path: Path) -> None:
+    found = interrupted(tmp_path, 15, seed=1)
+    assert sum(one["checkpoints"] for one in found.values()) >= 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_many_interrupts(tmp_path: Path, seed: int) -> None:
+    found = interrupted(tmp_path, 150, seed)
+    assert all(one["checkpoints"] >= 20 for one in found.values())
