@@ -50,7 +50,7 @@ _METADATA = {
     torch.Tensor.__hash__, torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook,
     torch.Tensor.retain_grad, torch.Tensor.is_same_size, torch.Tensor.requires_grad_,
     torch.Tensor.is_shared, torch.is_floating_point, torch.is_complex, torch.numel,
-    torch.empty_like,
+    torch.empty_like, torch.autograd.grad,
 }  # fmt: skip
 
 _PROPERTIES = (

@@ -104,6 +104,11 @@ def _may_be_taken(info: ParameterInfo, gradient: torch.Tensor, accumulation: Any
     is_plain = gradient.layout is torch.strided and gradient.dtype == info.dtype and not gradient.requires_grad
     if not own_hooks_only or not is_plain or gradient.shape != info.shape:
         return False
+    return is_accumulated(accumulation)
+
+
+def is_accumulated(accumulation: Any) -> bool:
+    """Whether the backward that runs accumulates into the leaf, rather than return what it computes (`torch.autograd.grad`)."""
     try:
         return bool(torch._C._will_engine_execute_node(accumulation))
     except RuntimeError:  # what PyTorch answers of a leaf whose gradient is asked for instead of accumulated

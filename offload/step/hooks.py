@@ -32,8 +32,9 @@ from torch.autograd.graph import register_multi_grad_hook
 from offload.model.flats import ParameterInfo
 from offload.model.unit import Unit
 from offload.model.units import is_lookup
-from offload.step.gradient_parts import GradientParts
+from offload.step.gradient_parts import GradientParts, is_accumulated
 from offload.step.residency import Residency
+from offload.step.second_order import SecondOrder, levels_of
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -79,6 +80,7 @@ class _BackwardUse:
         self.graph_task = -1
         self.awaited: set[int] = set()
         self.thread = threading.get_ident()
+        self.first_number = torch._C._autograd._get_sequence_nr()
         self.began, self.ended = next(hooks.clock), 0
 
     @property
@@ -97,6 +99,13 @@ class _BackwardUse:
             self.open, self.graph_task = True, torch._C._current_graph_task_id()
             self.awaited = {info.index for info in hooks._units[self._unit_index].parameters if info.parameter.requires_grad}
             hooks.backward_use_started(self)
+
+    def differentiate(self, _: torch.Tensor) -> None:
+        """A gradient reaches an output."""
+        hooks = self._hooks()
+        if torch.is_grad_enabled() and hooks is not None:  # the backward records a graph
+            node = torch._C._current_autograd_node()
+            hooks.second_order.follow(node, self._unit_index, self.version, self.first_number)
 
     def end(self, *_: Any) -> None:
         hooks = self._hooks()
@@ -140,9 +149,10 @@ class Hooks:
         self._passed: Counter[int] = Counter()
         """By unit: its forwards without a graph that a reentrant checkpoint may yet compute again, and go through."""
         self._left_early: dict[int, Unit] = {}
-        self._backward_ended = False
+        self._backward_ended = self._accumulates = False
         self._root = self._units[0].modules[0]
         self._parts = GradientParts(self._units)
+        self.second_order = SecondOrder(residency, self._second_order_reaches, listener.failures)
 
     def install(self) -> None:
         for unit_position, unit in enumerate(self._units):
@@ -210,10 +220,12 @@ class Hooks:
         if call.unit is None or not call.started or self._listener.has_failed:
             return
         if call.use is not None:
-            outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+            outputs = [level for tensor in tensors_in(output) for level in levels_of(tensor) if level.requires_grad]
             call.use.ended = next(self.clock)
             if outputs:
                 register_multi_grad_hook(outputs, call.use.start, mode="any")
+                for tensor in outputs:
+                    tensor.register_hook(call.use.differentiate)
                 self._parts.watch(call.unit, call.inputs, outputs)
             elif enclosing := next((other.unit for other in reversed(self._calls) if other.unit is not None), None):
                 # What it computed left by another way than its output: backward reaches it when it reaches its parent.
@@ -233,6 +245,7 @@ class Hooks:
             self._passed.clear()
         self._backward_ended = False
         self._parts.forget()
+        self.second_order.abandon()
         self._residency.abandon_uses()
 
     # ---- backward ------------------------------------------------------------------------------------------------
@@ -241,6 +254,7 @@ class Hooks:
         graph_task = torch._C._current_graph_task_id()
         if graph_task not in self._graph_tasks:
             if not self._graph_tasks:
+                self._accumulates = False
                 self._listener.backward_begins()
             self._graph_tasks.append(graph_task)
             # Runs when this graph task is done; a reentrant checkpoint's backward is a graph task inside another.
@@ -255,11 +269,18 @@ class Hooks:
         for use in [use for use in self._open_uses if is_whole or use.graph_task == graph_task]:
             use.end()
         if is_whole:
+            with self._listener.failures():
+                self.second_order.end()
             self._backward_ended = True
             with self._listener.failures():
                 while self._left_early:
                     self._listener.backward_leaves(self._left_early.popitem()[1])
-                self._listener.backward_ended()
+                if self._accumulates:  # else it is `torch.autograd.grad`'s or a transform's, no part of the step
+                    self._listener.backward_ended()
+
+    def _second_order_reaches(self, unit_index: int, version: int | None) -> None:
+        self._enter_backward()
+        self._listener.backward_reaches(self._units[unit_index], version)
 
     def backward_use_started(self, use: _BackwardUse) -> None:
         self._enter_backward()
@@ -313,7 +334,8 @@ class Hooks:
         unit = self._units[unit_position]
         info = unit.parameters[parameter_position]
         self._enter_backward()
-        if info.trainable:
+        if info.trainable and is_accumulated(torch._C._current_autograd_node()):
+            self._accumulates = True
             with self._listener.failures():
                 self._listener.gradient_coming(unit, info)
 

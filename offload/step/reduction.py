@@ -142,13 +142,6 @@ class Reduction:
             state.told |= state.present
         return found
 
-    def is_reduced(self, unit: Unit) -> bool:
-        """Whether every trained parameter of the unit got a gradient and all of it is reduced."""
-        state = self._states[unit.index]
-        asked_and_over = state.asked is None or state.asked.settled
-        trained = {info.index for info in unit.parameters if info.trainable}
-        return asked_and_over and trained <= state.present and (state.asked is not None or not state.arrived)
-
     def forget(self, infos: list[ParameterInfo]) -> None:
         """The gradients of these parameters belong to an update: what comes from now on is new."""
         for info in infos:

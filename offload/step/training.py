@@ -72,8 +72,7 @@ class Training(Usable):
 
     def bring_in(self, parameter_index: int) -> None:
         """A guarded parameter's value is asked for (`Residency.bring_in`)."""
-        self.check()
-        with self.turn:
+        with self.failures():
             self._residency.bring_in(self._parameters[parameter_index])
 
     def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -88,11 +87,6 @@ class Training(Usable):
 
     def backward_begins(self) -> None:
         self.check()
-        if self.backward_updates and self.synchronizing and self._residency.holds_any:
-            raise UsageError(
-                "backward was called inside `with engine.gathered(...)`, where values are lent, and update='backward' would "
-                "change them: call it after the block, or set Config(update='step')."
-            )
 
     def version_of(self, unit: Unit) -> int:
         return self._versions[unit.index]
@@ -160,7 +154,7 @@ class Training(Usable):
         elif self.backward_updates and self.synchronizing and self._gradients is not None and unit.index not in self._late:
             if not all(self._gradients.is_complete(one) for one in unit.chunks if one.flat.layout.trainable):
                 return
-            if self.speculation.may_begin(unit.index):
+            if self.speculation.may_begin(unit.index) and not self._residency.holds_any:  # where values are lent
                 live = [info for info in unit.parameters if info.trainable and self._gradients.is_live(info)]
                 self._enqueue(live, 1.0 / self.loss_scale.value, undoable=True)
                 self._launch()

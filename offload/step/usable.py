@@ -6,9 +6,22 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
 from offload.errors import EngineFailedError, NonFiniteGradientError, ParameterAccessError, UsageError
 from offload.ranks.rendezvous import Rendezvous
 from offload.step.hooks import Listener
+
+
+@contextmanager
+def outside_transforms() -> Iterator[None]:
+    """What runs inside is no part of the function that torch.func (grad, jvp, vmap, ...) transforms around it."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        yield
+        return
+    with temporarily_clear_interpreter_stack():
+        yield
 
 
 class Usable(Listener):
@@ -37,7 +50,8 @@ class Usable(Listener):
         """The same on a thread that does not drive the model."""
         self.check()
         try:
-            yield
+            with outside_transforms():
+                yield
         except (ParameterAccessError, UsageError, EngineFailedError, NonFiniteGradientError):
             raise
         except BaseException as error:
