@@ -62,7 +62,7 @@ test: install
 NEEDED   := torch numpy safetensors psutil aiofiles pytest
 HAS_ALL  := import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, sys.argv[1:])))
 IN_PLACE  = { [ '$(origin PYTHON)' != file ] || [ ! -e $(STAMP) ]; } && $(PYTHON) -c '$(HAS_ALL)' $(NEEDED) 2>/dev/null
-WITH_GPU  = if $(IN_PLACE); then py='$(PYTHON)'; else py=$(PY); fi; export PYTHONPATH='$(CURDIR)'
+WITH_GPU  = if $(IN_PLACE); then py='$(PYTHON)'; else py=$(PY); fi; export PYTHONPATH='$(CURDIR)'$${PYTHONPATH:+:$$PYTHONPATH}
 
 in-place:
 	@if $(IN_PLACE); then sh native/in_place.sh $(PYTHON); else $(MAKE) --no-print-directory install; fi

@@ -1,7 +1,7 @@
 """What a GPU machine reaches: link rates, CPU Adam, and Llama-shaped models trained by offload and by its peers.
 
     python benchmarks/gpu.py --out docs/performance/gpu.json     # make gpu-report; under 9 minutes, whatever happens
-    python benchmarks/gpu.py --dry-run                           # the same on the CPU with tiny sizes, under a minute
+    python benchmarks/gpu.py --dry-run                           # the same on the CPU with tiny sizes, a minute
 
 bf16 with fp32 masters, AdamW, clipping to 1.0, sequence 2048, activation checkpointing of every layer, real text. Every cell
 is a process of its own with a limit of its own; results are written after each, so that a run that is stopped keeps what
@@ -12,11 +12,13 @@ at rates measured in the same run. "8 GiB" is the allocator's limit (set_per_pro
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
 import platform
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -28,29 +30,54 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from gpu_report.model import SHAPES, describe, flops_of_step
+from gpu_report.traffic import floor
 
 DEADLINE_SECONDS = 520.0
 """Of the whole run; the rest of the 9 minutes is for starting and writing."""
-DRY_DEADLINE_SECONDS = 55.0
-PEERS = ("FSDP2 CPUOffloadPolicy", "torchao CPUOffloadOptimizer", "DeepSpeed stage 3 cpu", "plain, in memory")
-REQUIRED = {"torchao CPUOffloadOptimizer": "torchao", "DeepSpeed stage 3 cpu": "deepspeed"}
+DRY_DEADLINE_SECONDS = 120.0
+PEERS = (
+    *("FSDP2 CPUOffloadPolicy", "torchao CPUOffloadOptimizer", "DeepSpeed stage 3 cpu", "DeepSpeed SuperOffload"),
+    "plain, in memory",
+)
+REQUIRED = {
+    "torchao CPUOffloadOptimizer": "torchao",
+    "DeepSpeed stage 3 cpu": "deepspeed",
+    "DeepSpeed SuperOffload": "deepspeed",
+}
+HOST_NBYTES = {
+    "offload": 16,
+    "offload, split states": 14,
+    "offload, accumulation 4": 18,
+    "offload, on NVMe": 2,
+    "FSDP2 CPUOffloadPolicy": 16,
+    "torchao CPUOffloadOptimizer": 8,
+    "DeepSpeed stage 3 cpu": 18,
+    "DeepSpeed SuperOffload": 18,
+    "plain, in memory": 0,
+}
+"""Of host memory per parameter, by formula; the first of offload's rows for those that are not named."""
 Cell = dict[str, Any]
 
 
 def cells(dry_run: bool) -> Iterator[tuple[str, str, float | None, float]]:
     """(contender, model, limit in GiB, seconds), the most telling first."""
     if dry_run:
-        for contender in ("offload", *PEERS):
-            yield contender, "tiny", 8.0 if contender == "offload" else None, 20.0
+        for contender in ("offload", "offload, accumulation 4", "offload, on NVMe", *PEERS):
+            yield contender, "tiny", 8.0 if contender == "offload" else None, 60.0
         return
     yield "offload, split states", "7B", 8.0, 75.0
     yield "offload", "1B", None, 30.0
     yield "plain, in memory", "1B", None, 30.0
-    for peer in PEERS[:3]:
+    for peer in PEERS[:4]:
         yield peer, "1B", None, 35.0
     yield "offload, split states", "7B", None, 75.0
+    yield "offload, accumulation 4", "1B", None, 30.0
+    yield "offload, update in backward", "1B", None, 30.0
+    yield "offload, no checkpointing", "1B", None, 30.0
+    yield "offload, on NVMe", "1B", None, 40.0
     yield "FSDP2 CPUOffloadPolicy", "7B", None, 75.0
     yield "DeepSpeed stage 3 cpu", "7B", None, 75.0
+    yield "DeepSpeed SuperOffload", "7B", None, 75.0
     yield "offload", "3B", 8.0, 45.0
     yield "offload", "3B", None, 45.0
     yield "offload", "1B", 8.0, 30.0
@@ -67,7 +94,11 @@ def cells(dry_run: bool) -> Iterator[tuple[str, str, float | None, float]]:
 
 
 class Child:
-    """A cell's process. Its lines are read as they come; at the limit it is killed, and what it said stays."""
+    """A cell's process. Its lines are read as they come; at the limit it is killed, and what it said stays.
+
+    It has a session of its own, which is killed whole, and is the first that the system ends where host memory runs out: a
+    peer that takes too much takes nobody else along.
+    """
 
     def __init__(self, arguments: dict[str, Any], environment: dict[str, str]) -> None:
         command = [sys.executable, "-m", "gpu_report.cell", json.dumps(arguments)]
@@ -78,7 +109,10 @@ class Child:
             text=True,
             env=environment,
             cwd=Path(__file__).resolve().parent,
+            start_new_session=True,
         )
+        with contextlib.suppress(OSError):  # it is over already
+            Path(f"/proc/{self._process.pid}/oom_score_adj").write_text("1000")
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._errors: list[str] = []
         self._threads = [threading.Thread(target=one, daemon=True) for one in (self._read, self._read_errors)]
@@ -102,18 +136,27 @@ class Child:
             try:
                 line = self._lines.get(timeout=max(0.0, stop - time.monotonic()))
             except queue.Empty:
-                self._process.kill()
-                self._process.wait()
+                self._end()
                 yield {"status": "timed out"}
                 return
             if line is None:
                 break
             if line.startswith("{"):
                 yield json.loads(line)
-        if self._process.wait() != 0:
+        code = self._process.wait()
+        self._end()
+        if code == -signal.SIGKILL:
+            yield {"status": "killed: host memory ended, or somebody did it"}
+        elif code != 0:
             self._threads[1].join(5.0)
             last = next((line.strip() for line in reversed(self._errors) if line.strip()), "no message")
-            yield {"status": f"failed ({self._process.returncode}): {last[:300]}"}
+            yield {"status": f"failed ({code}): {last[:300]}"}
+
+    def _end(self) -> None:
+        """Kill what is left of its session."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
 
 def write(path: Path | None, report: dict[str, Any]) -> None:
@@ -125,32 +168,11 @@ def write(path: Path | None, report: dict[str, Any]) -> None:
         os.replace(beside, path)
 
 
-def floor(cell: Cell, batch: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]:
-    """Seconds that each part needs at least for one step; the largest is the floor."""
-    shape = SHAPES[cell["model"]]
-    tokens = batch["micro_batch"] * shape.sequence
-    # The layers run forward once more in backward.
-    terms = {"compute": flops_of_step(shape, tokens, factor=8) / rates["matrix_flops"]}
-    moved = cell.get("nbytes_per_parameter")
-    if moved is not None:
-        terms["h2d"] = moved[0] * shape.numel / rates["links"]["h2d"]
-        terms["d2h"] = moved[1] * shape.numel / rates["links"]["d2h"]
-        terms["both links"] = sum(moved) * shape.numel / rates["links"]["both"]
-        terms["cpu adam"] = shape.numel / rates["cpu_adam_numel"]
-    bound = max(terms, key=lambda name: terms[name])
-    return {
-        "floor_seconds": terms[bound],
-        "bound_by": bound,
-        "terms": terms,
-        "share_of_floor": terms[bound] / batch["step_seconds"],
-    }
-
-
 def complete(cell: Cell, rates: dict[str, Any] | None) -> None:
     """Add to every batch what follows from it."""
     shape = SHAPES[cell["model"]]
     for batch in cell["batches"]:
-        tokens = batch["micro_batch"] * shape.sequence
+        tokens = batch["micro_batch"] * shape.sequence * cell.get("micro_batches_per_step", 1)
         batch["model_tflops"] = flops_of_step(shape, tokens) / batch["step_seconds"] / 1e12
         if rates is not None:
             batch |= floor(cell, batch, rates)
@@ -164,6 +186,18 @@ def run_cell(cell: Cell, arguments: dict[str, Any], seconds: float, environment:
         cell.update(said)
     if cell.get("status") == "timed out" and cell["batches"]:
         cell["status"] = "ok, until the time was up"
+
+
+def missing_room(contender: str, model: str) -> str:
+    """Why this machine's memory cannot hold a cell, which is then not begun; "" if it can."""
+    needed = HOST_NBYTES.get(contender, HOST_NBYTES["offload"]) * SHAPES[model].numel
+    there = available_nbytes()
+    return f"needs {needed / 2**30:.0f} GiB of host memory, {there / 2**30:.0f} are there" if needed > 0.95 * there else ""
+
+
+def available_nbytes() -> int:
+    line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
+    return int(line.split()[1]) * 1024
 
 
 def describe_machine() -> dict[str, Any]:
@@ -227,6 +261,8 @@ def main() -> None:
             cell["status"] = "not installed"
         elif remaining < seconds / 3:
             cell["status"] = "not reached: the time was up"
+        elif short := missing_room(contender, model):
+            cell["status"] = short
         else:
             arguments = {
                 "kind": "train", "name": contender, "model": model, "limit_gib": limit_gib, "seconds": remaining,

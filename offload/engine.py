@@ -236,8 +236,11 @@ class Engine:
         `links`: by name ("nvme read", "nvme write", "adam"), the seconds it was at work, those of them in which the model
         waited for it, the share that was hidden (None if it did nothing) and the bytes it moved (None if not counted). The
         largest `busy_seconds` is what a step takes at least with these links, however well they overlap.
+
+        An engine that failed says what it had planned and reached until then; a closed one raises `UsageError`.
         """
-        self._require_open()
+        if self.closed:
+            self._require_open()
         parts, training = self._parts, self._training
         reading = self._links.take()
         return {

@@ -1,10 +1,11 @@
-"""The ways to train that are compared. Each gives one step on a list of one micro-batch, with clipping to 1.0 and AdamW.
+"""The ways to train that are compared. Each gives one step on a list of micro-batches, with clipping to 1.0 and AdamW.
 
 A contender that this machine is not for raises `Unavailable` with the reason; what is not installed is not called.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from .model import Llama, Shape
+from .traffic import Traffic
 
 CLIP = 1.0
 LEARNING_RATE = 1e-4
@@ -26,14 +28,16 @@ class Unavailable(Exception):
 
 @dataclass
 class Contender:
-    """`step(tokens)` returns the loss, a tensor; `stats()` what the contender says of itself; `nbytes_per_parameter`: H2D and
-    D2H of a step of one micro-batch, by its formula (None: not known)."""
+    """`step(batches)` returns the loss of the last, a tensor; `stats()` what the contender says of itself; `traffic`: what a
+    step moves by its formula (None: not known)."""
 
-    step: Callable[[torch.Tensor], torch.Tensor]
+    step: Callable[[list[torch.Tensor]], torch.Tensor]
     close: Callable[[], None]
     stats: Callable[[], dict[str, Any]] = dict
-    nbytes_per_parameter: tuple[float, float] | None = None
+    traffic: Traffic | None = None
     note: str = ""
+    micro_batches_per_step: int = 1
+    recomputes: bool = True
 
 
 def _device() -> torch.device:
@@ -44,10 +48,11 @@ def _adamw(parameters: Any, **options: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.1, **options)
 
 
-def _step(model: nn.Module, optimizer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+def _step(model: nn.Module, optimizer: Any) -> Callable[[list[torch.Tensor]], torch.Tensor]:
     """The step of whoever takes PyTorch's own way through it."""
 
-    def step(tokens: torch.Tensor) -> torch.Tensor:
+    def step(batches: list[torch.Tensor]) -> torch.Tensor:
+        (tokens,) = batches
         loss = model(tokens)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -58,24 +63,26 @@ def _step(model: nn.Module, optimizer: Any) -> Callable[[torch.Tensor], torch.Te
     return step
 
 
-def ours(shape: Shape, **fields: Any) -> Contender:
+def ours(shape: Shape, *, micro_batches: int = 1, recomputes: bool = True, note: str = "", **fields: Any) -> Contender:
     """offload; `fields` of its configuration over parameters and states in CPU memory."""
     import offload
 
     with offload.deferred_init():
-        model = Llama(shape)
+        model = Llama(shape, recomputes=recomputes)
     config = {"parameters": "cpu", "optimizer_states": "cpu", "dtype": "bf16", "max_grad_norm": CLIP} | fields
     engine = offload.initialize(model, _adamw(model.parameters()), config)
 
-    def step(tokens: torch.Tensor) -> torch.Tensor:
-        loss = model(tokens)
-        engine.backward(loss)
+    def step(batches: list[torch.Tensor]) -> torch.Tensor:
+        for position, tokens in enumerate(batches):
+            with contextlib.nullcontext() if position == len(batches) - 1 else engine.no_sync():
+                loss = model(tokens)
+                engine.backward(loss / len(batches))
         engine.step()
         engine.zero_grad()
         return loss.detach()
 
-    moved = (4.0, 2.0) if config["parameters"] != "device" else (2.0, 2.0)
-    return Contender(step, engine.close, engine.stats, moved if config["optimizer_states"] != "device" else None)
+    where = config["parameters"], config["optimizer_states"], config.get("state_format", "fp32")
+    return Contender(step, engine.close, engine.stats, Traffic.of(*where, micro_batches), note, micro_batches, recomputes)
 
 
 def ours_split(shape: Shape) -> Contender:
@@ -86,6 +93,31 @@ def ours_split(shape: Shape) -> Contender:
 def ours_states_on_cpu(shape: Shape) -> Contender:
     """offload with the parameters on the device."""
     return ours(shape, parameters="device")
+
+
+def ours_accumulating(shape: Shape) -> Contender:
+    """offload with four micro-batches to a step."""
+    return ours(shape, micro_batches=4)
+
+
+def ours_in_backward(shape: Shape) -> Contender:
+    """offload that updates a unit as backward leaves it; nothing may clip it then."""
+    return ours(shape, update="backward", max_grad_norm=None, note="no clip")
+
+
+def ours_without_checkpointing(shape: Shape) -> Contender:
+    """offload without activation checkpointing."""
+    return ours(shape, recomputes=False)
+
+
+def ours_on_nvme(shape: Shape) -> Contender:
+    """offload with parameters and states on a drive."""
+    return ours(shape, parameters="nvme", optimizer_states="nvme", nvme=nvme_folder())
+
+
+def nvme_folder() -> str:
+    """Where the report may write: the folder in GPU_REPORT_NVME, else the system's for temporary files."""
+    return os.environ.get("GPU_REPORT_NVME") or tempfile.gettempdir()
 
 
 class _Masters:
@@ -113,7 +145,8 @@ def in_memory(shape: Shape) -> Contender:
     model.to(torch.bfloat16)
     optimizer.low = list(model.parameters())
 
-    def step(tokens: torch.Tensor) -> torch.Tensor:
+    def step(batches: list[torch.Tensor]) -> torch.Tensor:
+        (tokens,) = batches
         loss = model(tokens)
         loss.backward()
         optimizer.step()
@@ -162,11 +195,14 @@ def torchao(shape: Shape) -> Contender:
     model = Llama(shape).to(_device(), torch.bfloat16)
     optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, lr=LEARNING_RATE, weight_decay=0.1, fused=True)
 
-    return Contender(_step(model, optimizer), lambda: None, note="bf16 states, no fp32 master")
+    # It begins to copy a gradient to the host when autograd has it, before anything could clip it.
+    return Contender(_step(model, optimizer), lambda: None, note="bf16 states, no fp32 master; its clip has no effect")
 
 
-def deepspeed(shape: Shape) -> Contender:
-    """DeepSpeed ZeRO stage 3 with parameters and optimizer on the CPU, pinned, buckets of 200 M elements."""
+def deepspeed(shape: Shape, *, super_offload: bool = False) -> Contender:
+    """DeepSpeed ZeRO stage 3 with parameters and optimizer on the CPU, pinned, buckets of 200 M elements.
+
+    `super_offload`: its SuperOffload, with the share of updates left on the GPU that its tutorial recommends."""
     _require_gpu()
     import deepspeed as package
     from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -183,7 +219,7 @@ def deepspeed(shape: Shape) -> Contender:
         "zero_optimization": {
             "stage": 3,
             "offload_param": place,
-            "offload_optimizer": place,
+            "offload_optimizer": place | ({"super_offload": True, "ratio": 0.9} if super_offload else {}),
             "overlap_comm": True,
             "contiguous_gradients": True,
             "reduce_bucket_size": 200_000_000,
@@ -197,7 +233,8 @@ def deepspeed(shape: Shape) -> Contender:
     optimizer = DeepSpeedCPUAdam(model.parameters(), lr=LEARNING_RATE, weight_decay=0.1)
     engine, *_ = package.initialize(model=model, optimizer=optimizer, config=config)
 
-    def step(tokens: torch.Tensor) -> torch.Tensor:
+    def step(batches: list[torch.Tensor]) -> torch.Tensor:
+        (tokens,) = batches
         loss = engine(tokens)
         engine.backward(loss)
         engine.step()
@@ -206,12 +243,22 @@ def deepspeed(shape: Shape) -> Contender:
     return Contender(step, torch.distributed.destroy_process_group)
 
 
+def deepspeed_super_offload(shape: Shape) -> Contender:
+    """DeepSpeed with SuperOffload."""
+    return deepspeed(shape, super_offload=True)
+
+
 CONTENDERS: dict[str, Callable[[Shape], Contender]] = {
     "offload": ours,
     "offload, split states": ours_split,
     "offload, parameters on the device": ours_states_on_cpu,
+    "offload, accumulation 4": ours_accumulating,
+    "offload, update in backward": ours_in_backward,
+    "offload, no checkpointing": ours_without_checkpointing,
+    "offload, on NVMe": ours_on_nvme,
     "FSDP2 CPUOffloadPolicy": fsdp2,
     "torchao CPUOffloadOptimizer": torchao,
     "DeepSpeed stage 3 cpu": deepspeed,
+    "DeepSpeed SuperOffload": deepspeed_super_offload,
     "plain, in memory": in_memory,
 }

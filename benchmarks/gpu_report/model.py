@@ -72,11 +72,11 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """Every layer is an activation checkpoint."""
+    """Every layer is an activation checkpoint, unless `recomputes` is False."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, *, recomputes: bool = True) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape, self.recomputes = shape, recomputes
         self.embedding = nn.Embedding(shape.vocabulary, shape.width)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width)
@@ -90,7 +90,7 @@ class Llama(nn.Module):
         angles = torch.arange(tokens.shape[1], device=tokens.device)[:, None] * rates
         cosine, sine = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         for layer in self.layers:
-            x = checkpoint(layer, x, cosine, sine, use_reentrant=False)
+            x = checkpoint(layer, x, cosine, sine, use_reentrant=False) if self.recomputes else layer(x, cosine, sine)
         logits = self.head(self.norm(x))
         # In pieces: the fp32 logits of a whole batch would be larger than anything else.
         targets = tokens.roll(-1, dims=1)

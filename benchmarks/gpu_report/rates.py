@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +12,17 @@ import torch
 
 from offload import _native
 from offload.build.assembly import choose_accelerator
+from offload.cli.rates import Drive
 from offload.device import updating
 from offload.device.accelerator import Accelerator
 from offload.device.pending import Pending
+from offload.device.records import StateFormat
 from offload.device.rules import Hyper, Rule
+from offload.errors import OffloadError
+from offload.tiers.io import open_backend
 from offload.tiers.memory import HostMemory
+
+from .contenders import nvme_folder
 
 COPY_NBYTES = 4 * 2**20
 """Of one of the engine's copies: a chunk in 16 bits."""
@@ -89,12 +97,13 @@ def matrix_flops(device: torch.device, size: int, repeats: int = 10) -> float:
     return 2.0 * size**3 / _best_seconds(lambda: [a @ b for _ in range(4)] and None, repeats) * 4
 
 
-def cpu_adam(numel: int, repeats: int = 5) -> float:
-    """Parameters per second of the CPU kernel, bf16 gradient and weight, fp32 master and moments."""
+def cpu_adam(numel: int, state_format: StateFormat, repeats: int = 5) -> float:
+    """Parameters per second of the CPU kernel, bf16 gradient and weight, fp32 moments; fp32 master, or split."""
     grad, emit = (torch.zeros(numel, dtype=torch.bfloat16) for _ in range(2))
-    arrays = {name: torch.ones(numel) for name in ("master", "exp_avg", "exp_avg_sq")}
+    arrays = {name: torch.ones(numel) for name in ("exp_avg", "exp_avg_sq")}
+    arrays |= {"remainder": torch.zeros(numel, dtype=torch.int16)} if state_format.is_split else {"master": torch.ones(numel)}
     hyper = Hyper(Rule.ADAM, lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True)
-    segment = updating.Segment(grad, arrays, emit, hyper, step=1)
+    segment = updating.Segment(grad, arrays, emit, hyper, step=1, state_format=state_format)
     return numel / _best_seconds(lambda: updating.update([segment]), repeats)
 
 
@@ -107,6 +116,16 @@ def host_memory(numel: int, repeats: int = 5) -> float | None:
     return 7 * 4 * numel / _best_seconds(lambda: _native.stream(places, places[:3], numel), repeats)
 
 
+def drive(folder: str, nbytes: int, seconds: float) -> dict[str, float] | None:
+    """Bytes per second of reads and of writes, as the engine makes them; None where nothing can be written there."""
+    try:
+        with Drive(folder, nbytes) as file, contextlib.closing(open_backend(paths=[folder])) as backend:
+            return {name: file.bytes_per_second(backend, name, seconds) for name in ("write", "read")}
+    except OffloadError as error:
+        print(f"no drive: {error}", file=sys.stderr)
+        return None
+
+
 def measure(*, tiny: bool) -> dict[str, Any]:
     """Everything; `tiny` for a dry run."""
     accelerator = choose_accelerator()
@@ -114,7 +133,10 @@ def measure(*, tiny: bool) -> dict[str, Any]:
         return {
             "links": links(accelerator, 8 * 2**20 if tiny else 512 * 2**20, 2 if tiny else 5),
             "matrix_flops": matrix_flops(accelerator.device, 128 if tiny else 8192, 2 if tiny else 10),
-            "cpu_adam_numel": cpu_adam(1 << 18 if tiny else 1 << 27),
+            "cpu_adam_numel": {
+                one.value: cpu_adam(1 << 18 if tiny else 1 << 27, one) for one in (StateFormat.FP32, StateFormat.SPLIT)
+            },
+            "nvme": drive(nvme_folder(), 1 << 27 if tiny else 1 << 30, 0.2 if tiny else 1.5),
             "host_memory": host_memory(1 << 18 if tiny else 1 << 26),
         }
     finally:

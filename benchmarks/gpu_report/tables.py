@@ -19,6 +19,12 @@ def _planned(report: dict[str, Any], cell: dict[str, Any]) -> str:
     return f" (planned {nbytes / report['models'][cell['model']]['parameters']:.1f} bytes per parameter)"
 
 
+def _drive(rates: dict[str, Any]) -> str:
+    if not rates["nvme"]:
+        return ""
+    return f"; drive {rates['nvme']['read'] / 1e9:.1f} GB/s read, {rates['nvme']['write'] / 1e9:.1f} written"
+
+
 def _best(cell: dict[str, Any]) -> dict[str, Any] | None:
     return max(cell["batches"], key=lambda batch: batch["tokens_per_second"], default=None)
 
@@ -33,7 +39,8 @@ def gpu_machine_line(report: dict[str, Any]) -> str:
         f"{links['h2d'] / 1e9:.1f} GB/s H2D, {links['d2h'] / 1e9:.1f} D2H, {links['both'] / 1e9:.1f} both at once "
         f"({100 * share['h2d']:.0f}, {100 * share['d2h']:.0f} and {100 * share['both']:.0f} % of bare cudaMemcpyAsync); bf16 "
         "products "
-        f"{rates['matrix_flops'] / 1e12:.0f} TFLOP/s; CPU Adam {rates['cpu_adam_numel'] / 1e9:.2f} G parameters/s."
+        f"{rates['matrix_flops'] / 1e12:.0f} TFLOP/s; CPU Adam {rates['cpu_adam_numel']['fp32'] / 1e9:.2f} G parameters/s "
+        f"({rates['cpu_adam_numel']['split'] / 1e9:.2f} with split states){_drive(rates)}."
     )
 
 
@@ -41,19 +48,22 @@ def gpu(report: dict[str, Any]) -> str:
     """Each cell at its best micro-batch; the traces of ours."""
     introduction = "Llama-shaped, bf16 with fp32 masters, AdamW, clip 1.0, sequence 2048, activation checkpointing. "
     columns = (
-        "| model | memory | how | micro-batch | tokens/s | TFLOP/s (6N) | % of floor (bound by) | device peak | host peak |"
+        "| model | memory | how | micro-batch | tokens/s | TFLOP/s (6N) | % of floor (bound by) | device peak | host peak "
+        "| cores busy | start, s | ended |"
     )
     rows = []
     for cell in sorted(report["cells"], key=lambda cell: (cell["model"], -(cell["limit_gib"] or 1e9), cell["contender"])):
         batch = _best(cell)
-        head = f"| {cell['model']} | {_limit(cell)} | {cell['contender']} |"
+        note = f" ({cell['note']})" if cell.get("note") else ""
+        head = f"| {cell['model']} | {_limit(cell)} | {cell['contender']}{note} |"
         if batch is None:
-            rows.append(f"{head} {cell['status']} | | | | | |")
+            rows.append(f"{head} {cell['status']} | | | | | | | | |")
             continue
         rows.append(
             f"{head} {batch['micro_batch']} | {batch['tokens_per_second']:.0f} | {batch['model_tflops']:.1f} | "
             f"{100 * batch['share_of_floor']:.0f} ({batch['bound_by']}) | {gib(batch['peak_device_nbytes'])} | "
-            f"{gib(batch['peak_host_nbytes'])}{_planned(report, cell)} |"
+            f"{gib(batch['peak_host_nbytes'])}{_planned(report, cell)} | {100 * batch['host_share']:.0f} % | "
+            f"{cell['initialize_seconds']:.0f} | {cell['status']} |"
         )
     traced = [cell for cell in report["cells"] if "trace" in cell]
     links = []
