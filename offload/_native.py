@@ -45,6 +45,8 @@ STREAM_STEP_NUMEL = 64  # `stream` takes whole steps
 # A wait on the main thread returns this often to let Python see Ctrl-C.
 _INTERRUPTIBLE_NS = 100_000_000
 
+_NOT_ENDED = -1  # no transfer moved fewer than 0 bytes
+
 
 _library, _unavailable_reason = load()
 _warned = False
@@ -302,6 +304,32 @@ def pages_move(source: int, destination: int, nbytes: int) -> None:
     _check(_loaded().offload_pages_move(source, destination, nbytes), f"pages_move of {nbytes} bytes")
 
 
+class Ticket:
+    """One transfer, as the library writes of it: its name when it is submitted, its end when somebody waits for that.
+
+    Both are in memory of this object before the library's call returns, and before the library forgets them: so an exception
+    that a signal raises in Python between two of its steps loses neither.
+    """
+
+    __slots__ = ("ended", "name")
+
+    def __init__(self) -> None:
+        self.name = c_uint64(0)
+        self.ended = IoResultStructure(transferred_nbytes=_NOT_ENDED)
+
+    @property
+    def is_submitted(self) -> bool:
+        return bool(self.name.value)
+
+    @property
+    def result(self) -> IoResult | None:
+        """How it ended, once a `wait` or `poll` found that."""
+        ended = self.ended
+        if ended.transferred_nbytes == _NOT_ENDED:
+            return None
+        return IoResult(ended.status, ended.transferred_nbytes, ended.failed_offset)
+
+
 class IoEngine(_Owner):
     """Reads and writes in flight on file descriptors, by "io_uring" or by "threads".
 
@@ -329,38 +357,49 @@ class IoEngine(_Owner):
         if self._pointer is not None:  # else: closing took back everything
             _check(_loaded().offload_io_unregister(self._pointer, address), "unregister memory for I/O")
 
-    def submit(self, operation: str, fd: int, address: int, nbytes: int, offset: int, priority: int = PRIORITY_HIGH) -> int:
-        """Queue a "read", "write", or "fdatasync" of what was written and waited for. Returns the ticket at once."""
-        ticket = c_uint64()
+    def submit(
+        self,
+        operation: str,
+        fd: int,
+        address: int,
+        nbytes: int,
+        offset: int,
+        priority: int = PRIORITY_HIGH,
+        ticket: Ticket | None = None,
+    ) -> Ticket:
+        """Queue a "read", "write", or "fdatasync" of what was written and waited for. Returns the ticket at once.
+
+        `ticket`: a new one of the caller's, which then knows whether it was submitted whatever is raised here."""
+        ticket = ticket or Ticket()
         status = _loaded().offload_io_submit(
-            self._pointer, IO_OPERATIONS[operation], fd, address, nbytes, offset, priority, byref(ticket)
+            self._pointer, IO_OPERATIONS[operation], fd, address, nbytes, offset, priority, byref(ticket.name)
         )
         _check(status, f"submit a {operation} of {nbytes} bytes at offset {offset}")
-        return ticket.value
+        return ticket
 
-    def wait(self, ticket: int, timeout_ns: int | None = None) -> IoResult:
-        """How it ended (a failed transfer does not raise here). `TimeoutError`: not settled within timeout_ns (None:
-        without limit), the ticket stays; `OSError` ENOENT: no such ticket, or somebody else got its result."""
-        result = IoResultStructure()
+    def wait(self, ticket: Ticket, timeout_ns: int | None = None) -> IoResult:
+        """How it ended (a failed transfer does not raise here), as often as it is asked for.
+
+        `TimeoutError`: not settled within timeout_ns (None: without limit), the ticket stays; `OSError` ENOENT: not one of
+        this engine's."""
         remaining_ns = -1 if timeout_ns is None else timeout_ns
         longest_ns = _INTERRUPTIBLE_NS if threading.current_thread() is threading.main_thread() else sys.maxsize
-        while True:
+        while (result := ticket.result) is None:
             slice_ns = longest_ns if remaining_ns < 0 else min(remaining_ns, longest_ns)
-            status = _loaded().offload_io_wait(self._pointer, ticket, slice_ns, byref(result))
-            if status != -errno.ETIMEDOUT or remaining_ns == slice_ns:
-                break
-            remaining_ns -= slice_ns if remaining_ns > 0 else 0
-        _check(status, f"wait for ticket {ticket}")
-        return IoResult(result.status, result.transferred_nbytes, result.failed_offset)
+            status = _loaded().offload_io_wait(self._pointer, ticket.name, slice_ns, byref(ticket.ended))
+            if status == -errno.ETIMEDOUT and remaining_ns != slice_ns:
+                remaining_ns -= slice_ns if remaining_ns > 0 else 0
+            elif ticket.result is None:  # else: settled, if by another thread's wait
+                _check(status, f"wait for ticket {ticket.name.value}")
+        return result
 
-    def poll(self, ticket: int) -> IoResult | None:
+    def poll(self, ticket: Ticket) -> IoResult | None:
         """As `wait`, but None at once where it is not settled."""
-        result = IoResultStructure()
-        status = _loaded().offload_io_poll(self._pointer, ticket, byref(result))
-        if status == -errno.EAGAIN:
-            return None
-        _check(status, f"poll ticket {ticket}")
-        return IoResult(result.status, result.transferred_nbytes, result.failed_offset)
+        if ticket.result is None:
+            status = _loaded().offload_io_poll(self._pointer, ticket.name, byref(ticket.ended))
+            if status != -errno.EAGAIN and ticket.result is None:
+                _check(status, f"poll ticket {ticket.name.value}")
+        return ticket.result
 
     def stats(self) -> IoStatistics:
         """Totals since the engine was made."""

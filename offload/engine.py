@@ -20,7 +20,7 @@ from offload.checkpoint.preemption import Preemption
 from offload.checkpoint.saving import Save
 from offload.config import Config, parse_nbytes
 from offload.deepspeed_config import read_settings
-from offload.errors import EngineFailedError, ParameterAccessError, UsageError
+from offload.errors import EngineFailedError, ParameterAccessError, UsageError, words_of
 from offload.model.flats import ParameterInfo
 from offload.model.optimizer import OffloadOptimizer
 from offload.model.unchanged import Unchanged
@@ -29,6 +29,7 @@ from offload.ranks.agreement import Point
 from offload.ranks.consensus import together
 from offload.ranks.transport import join_ranks
 from offload.step.gathering import Gathering
+from offload.step.held_interrupt import HeldInterrupt
 from offload.step.hooks import Hooks
 from offload.step.loss_scale import LossScale
 from offload.step.parts import Parts, give_back
@@ -327,7 +328,7 @@ class Engine:
             state = self._checkpointing.resume_or_start(Path(dir))
             if state is None and failure is not None:
                 raise EngineFailedError(
-                    f"there is no checkpoint in {str(dir)!r}, and the engine failed: {failure}"
+                    f"there is no checkpoint in {str(dir)!r}, and the engine failed: {words_of(failure)}"
                 ) from failure
         if catch_sigterm and self._preemption is None:
             self._preemption = Preemption()
@@ -376,9 +377,10 @@ class Engine:
     def close(self) -> None:
         """Give back memory and files. Parameters that lie in the tiers become unreadable. Idempotent.
 
-        Raises the failure of an update or write that nobody has looked at, after everything was given back.
+        Raises the failure of an update or write that nobody has looked at, after everything was given back. Where an interrupt
+        ended it, a second call goes on.
         """
-        if self.closed:
+        if self.closed and not self._parts.made:
             return
         if self._preemption is not None:
             self._preemption.close()
@@ -391,10 +393,16 @@ class Engine:
         """Give back everything that `_engage` took; the first failure of it is raised after all of it."""
         self._hooks.remove()
         self._parts.residency.abandon_uses()
+        held = HeldInterrupt()
         try:
             self._checkpointing.saver.close()
         finally:
-            self._give_back()
+            if self._parts.rendezvous is None:
+                held.begin()
+            try:
+                self._give_back()
+            finally:
+                held.end()
 
     def _give_back(self) -> None:
         try:
@@ -423,7 +431,12 @@ class Engine:
             # The others may be anywhere: this rank cannot wait for them, and they must not wait for it.
             self._parts.rendezvous.abandon(f"{type(value).__name__}: {value}")
             self._training.failure = self._training.failure or value
-        self.close()
+        try:
+            self.close()
+        except Exception as error:
+            if value is None or ends_well or isinstance(value, Exception):
+                raise
+            warnings.warn(f"while the engine was closed after {words_of(value)}: {error}", RuntimeWarning, stacklevel=2)
 
     # ---- checks --------------------------------------------------------------------------------------------------
 
@@ -438,12 +451,12 @@ class Engine:
             yield failure
             return
         try:
-            self._disengage()
-        except Exception as error:  # of the state that is let go; what failed first is known
-            warnings.warn(f"while what the failed engine held was given back: {error}", RuntimeWarning, stacklevel=4)
-        moments = self._optimizer.moments if self._optimizer is not None else ()
-        parts = rebuild(self._parts, self.config, moments)
-        try:
+            try:
+                self._disengage()
+            except Exception as error:  # of the state that is let go; what failed first is known
+                warnings.warn(f"while what the failed engine held was given back: {error}", RuntimeWarning, stacklevel=4)
+            moments = self._optimizer.moments if self._optimizer is not None else ()
+            parts = rebuild(self._parts, self.config, moments)
             try:
                 self._engage(parts, {})
             except BaseException:

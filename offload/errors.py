@@ -68,3 +68,8 @@ class InitializerError(OffloadError, RuntimeError):
 
 class EngineFailedError(OffloadError, RuntimeError):
     """An earlier failure left the engine's state undefined. On one rank `Engine.load_checkpoint` makes it usable again."""
+
+
+def words_of(error: BaseException) -> str:
+    """What an error says; its name where it says nothing, as an interrupt does."""
+    return str(error) or type(error).__name__

@@ -28,7 +28,7 @@ from offload.checkpoint.random_state import CPU, DEVICE, put_random_state
 from offload.checkpoint.restoring import StateWriter, StoredParameter
 from offload.checkpoint.saving import Save, Saver
 from offload.checkpoint.state_reading import StateReader
-from offload.errors import CheckpointError, EngineFailedError, RankError, StorageError, UsageError
+from offload.errors import CheckpointError, EngineFailedError, RankError, StorageError, UsageError, words_of
 from offload.model.flats import ParameterInfo
 from offload.model.optimizer import OffloadOptimizer
 from offload.ranks.agreement import Point
@@ -75,7 +75,7 @@ class Checkpointing:
         self._require_outside("waiting for a save")
         if training.closed:  # by `close`, which raises what fails here
             if training.failure is not None:
-                raise EngineFailedError(f"the engine failed: {training.failure}") from training.failure
+                raise EngineFailedError(f"the engine failed: {words_of(training.failure)}") from training.failure
             with training.turn:
                 training.settle()
             return
@@ -231,7 +231,7 @@ class Checkpointing:
         training, residency, manifest = self._training, self._parts.residency, opened.manifest
         infos = {info.index: info for info in self._parts.parameters}
         stored = {index: StoredParameter(opened, entry, infos[index]) for index, entry in matching.entries.items()}
-        with training.failures():
+        with training.failures(holds_interrupts=False):
             residency.abandon_uses()
             training.settle()
             training.restart(manifest.step_count)

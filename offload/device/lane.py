@@ -14,7 +14,8 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 
-from offload.device.pending import Pending
+from offload.device.pending import Latch, Pending
+from offload.errors import ConfigError, EngineFailedError
 
 Job = Callable[[], None]
 
@@ -36,7 +37,7 @@ class LaneJob(Pending):
 
     def __init__(self, job: Job) -> None:
         self._job: Job | None = job
-        self._failure: BaseException | None = None
+        self._failure: Exception | None = None
 
     def run(self) -> None:
         job, self._job = self._job, None
@@ -46,6 +47,9 @@ class LaneJob(Pending):
             job()
         except Exception as error:
             self._failure = error
+        except BaseException as error:
+            self._failure = EngineFailedError(f"the engine's own work was interrupted by {type(error).__name__}")
+            raise
 
     def raise_failure(self) -> None:
         if self._failure is not None:
@@ -78,11 +82,11 @@ class InlineLane(HostLane):
             self._queue.append(pending)
         return pending
 
-    def run_until(self, last: Pending) -> None:
+    def run_until(self, last: LaneJob) -> None:
         """Run jobs up to and with `last`, which is one of this lane's."""
         with self._lock:
             while not last.done():
-                self._queue.popleft().run()
+                (self._queue.popleft() if self._queue else last).run()  # an interrupt may have come between the two
 
     def run_one(self) -> None:
         """Run the first job that waits, if one does."""
@@ -96,10 +100,21 @@ class InlineLane(HostLane):
                 self._queue.popleft().run()
 
 
+def start_thread(thread: threading.Thread) -> None:
+    """Raises `ConfigError` where the system has no more threads."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"the system refuses a thread for {thread.name} ({error}): the limit of processes and threads is reached. Raise it "
+            "(ulimit -u; in a container its limit of pids), or end other programs and DataLoader workers."
+        ) from error
+
+
 class _ThreadJob(LaneJob):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self._settled = threading.Event()
+        self._settled = Latch()
 
     def run(self, after: LaneJob | None = None) -> None:
         """`after`: a job that ran before; its failure is this one's too."""
@@ -108,6 +123,8 @@ class _ThreadJob(LaneJob):
                 self._failure = after._failure
             if self._failure is None:
                 super().run()
+        except BaseException:
+            return  # kept for whoever waits: the lane goes on
         finally:
             self._settled.set()
 
@@ -139,21 +156,23 @@ class ThreadLane(HostLane):
     def submit(self, job: Job) -> Pending:
         pending = _ThreadJob(job)
         with self._lock:
-            if self._thread is None:
+            if self._thread is None or self._thread.ident is None:
                 work = (self._queue, _ThreadJob(self._begin or (lambda: None)))
+                # Known before it starts: `close` ends it also where an interrupt comes while it does.
                 self._thread = threading.Thread(target=_work, args=work, name=self._name, daemon=True)
-                self._thread.start()
                 weakref.finalize(self, self._queue.put, None).atexit = False
+                start_thread(self._thread)
             self._queue.put(pending)
         return pending
 
     def close(self) -> None:
         with self._lock:
-            thread, self._thread = self._thread, None
-            if thread is not None:
-                self._queue.put(None)
+            thread = self._thread
         if thread is not None:
-            thread.join()
+            self._queue.put(None)  # again where an interrupt ended an earlier call
+            if thread.ident is not None:  # else: it was refused
+                thread.join()
+            self._thread = None
 
 
 def _work(jobs: _Jobs, begin: _ThreadJob) -> None:

@@ -7,6 +7,7 @@ raised at the end of the step: the owner of the operation keeps the `Pending` un
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
@@ -56,3 +57,28 @@ class AllOf(Pending):
 
     def done(self) -> bool:
         return all(part.done() for part in self._parts)
+
+
+class Latch:
+    """Set once, by one thread; waited for by any number.
+
+    Unlike in `threading.Event` every step is one of a lock in C: what a signal raises in a thread that waits leaves no lock
+    held, on which the thread that sets it would wait for ever.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        self._is_set = True
+        self._lock.release()
+
+    def wait(self) -> None:
+        if not self._is_set:
+            with self._lock:  # each who waits lets the next one in
+                pass
+
+    def is_set(self) -> bool:
+        return self._is_set

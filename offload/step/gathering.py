@@ -38,25 +38,28 @@ class Gathering:
         residency = self._parts.residency
         unit_indices = sorted({info.unit_index for info in infos})
         self.meet(Point.GATHERED, argument=_digest(infos))
-        with self._training.failures():
-            residency.finish_updates()
-            for unit_index in unit_indices:
-                residency.hold(unit_index)
-            for info in infos:
-                self._lend(info)
+        lent = False
         try:
+            with self._training.failures():
+                residency.finish_updates()
+                for unit_index in unit_indices:
+                    residency.hold(unit_index)
+                for info in infos:
+                    self._lend(info)
+                lent = True  # in there: an interrupt that was held comes when the block is left
             yield
         finally:
-            with self._training.failures():
-                refusals = [refusal for info in infos if (refusal := self._refusal(info)) is not None]
-                if not refusals:
-                    self._require_same_writes(infos)
-                for info in infos:
-                    self._take_back(info, carries=not refusals)
-                for unit_index in unit_indices:
-                    residency.let_go(unit_index)
-                if refusals:
-                    raise UsageError(f"{refusals[0]} Nothing that was written inside has an effect.")
+            if lent:
+                with self._training.failures():
+                    refusals = [refusal for info in infos if (refusal := self._refusal(info)) is not None]
+                    if not refusals:
+                        self._require_same_writes(infos)
+                    for info in infos:
+                        self._take_back(info, carries=not refusals)
+                    for unit_index in unit_indices:
+                        residency.let_go(unit_index)
+                    if refusals:
+                        raise UsageError(f"{refusals[0]} Nothing that was written inside has an effect.")
 
     def _lend(self, info: ParameterInfo) -> None:
         assert info.guard is not None

@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -119,15 +121,39 @@ class _BackwardUse:
             self.end()
 
 
+def _stack() -> Iterator[FrameType]:
+    """The calling thread's frames, the innermost first."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+_CALLING_FILE = nn.Module._call_impl.__code__.co_filename
+
+
 @dataclasses.dataclass(slots=True)
 class _Call:
     """One forward call of a hooked module that is running. `unit` is None where an enclosing call covers its use."""
 
-    unit: Unit | None
+    module: nn.Module
+    unit: Unit | None = None
+    thread: int = dataclasses.field(default_factory=threading.get_ident)
     inputs: list[torch.Tensor] = dataclasses.field(default_factory=list)
     use: _BackwardUse | None = None
     recorded: bool = False
     started: bool = False
+    frame: FrameType | None = None
+    """That of PyTorch's function which calls the module and its hooks."""
+
+    def __post_init__(self) -> None:
+        self.frame = next((frame for frame in _stack() if frame.f_code.co_filename == _CALLING_FILE), None)
+
+    def is_running(self) -> bool:
+        """Whether the call goes on. PyTorch calls no hook after one that an interrupt ended (`KeyboardInterrupt` is no
+        `Exception`): it is on the stack no more."""
+        elsewhere = self.frame is None or self.thread != threading.get_ident()
+        return elsewhere or any(frame is self.frame for frame in _stack())
 
 
 class Hooks:
@@ -153,6 +179,7 @@ class Hooks:
         self._root = self._units[0].modules[0]
         self._parts = GradientParts(self._units)
         self.second_order = SecondOrder(residency, self._second_order_reaches, listener.failures)
+        residency.drop_abandoned_forwards = self.drop_abandoned
 
     def install(self) -> None:
         for unit_position, unit in enumerate(self._units):
@@ -175,14 +202,16 @@ class Hooks:
 
         @torch._dynamo.disable  # type: ignore[untyped-decorator]
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            self._after_forward(output)
+            self._after_forward(module, output)
 
         self._removers.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
         self._removers.append(module.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
         inside_backward = in_backward()
-        call = _Call(None)
+        if self._calls:
+            self.drop_abandoned()
+        call = _Call(module)
         self._calls.append(call)  # first of all: the hook after the forward runs even if this one raises
         if not inside_backward and len(self._calls) == 1:
             self._reset()
@@ -215,8 +244,13 @@ class Hooks:
             self._passed[unit.index] += in_step or self._calls[0].unit is not self._units[0]
         return changed
 
-    def _after_forward(self, output: Any) -> None:
-        call = self._calls.pop()
+    def _after_forward(self, module: nn.Module, output: Any) -> None:
+        position = max((index for index, call in enumerate(self._calls) if call.module is module), default=None)
+        if position is None:
+            return  # a hook of the user's raised before it could begin
+        call = self._calls[position]
+        self._forget_calls(position + 1)
+        self._calls.pop()
         if call.unit is None or not call.started or self._listener.has_failed:
             return
         if call.use is not None:
@@ -230,11 +264,26 @@ class Hooks:
             elif enclosing := next((other.unit for other in reversed(self._calls) if other.unit is not None), None):
                 # What it computed left by another way than its output: backward reaches it when it reaches its parent.
                 self._residency.accompany(enclosing.index, call.unit.index)
-        self._residency.leave_forward()
+        self._residency.leave_forward(call.unit.index)
         with self._listener.failures():
             self._residency.end_use(call.unit.index, recorded=call.recorded)
             if not self._calls and not in_backward():
                 self._listener.forward_ended()
+
+    def drop_abandoned(self) -> None:
+        """Forget the calls that an interrupt ended."""
+        count = len(self._calls)
+        while count and not self._calls[count - 1].is_running():
+            count -= 1
+        self._forget_calls(count)
+        if not count and not in_backward():
+            self._reset()
+
+    def _forget_calls(self, first: int) -> None:
+        for call in self._calls[first:]:
+            if call.unit is not None:
+                self._residency.leave_forward(call.unit.index)
+        del self._calls[first:]
 
     def _reset(self) -> None:
         """A new outermost forward: nothing of an earlier forward or backward that was cut short is still going on."""

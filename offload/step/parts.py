@@ -33,15 +33,23 @@ class Closable(Protocol):
 
 
 def close_all(made: list[Closable]) -> None:
-    """Close what was made, last first, emptying the list. One failure does not keep the rest open; the first is raised."""
-    failure: BaseException | None = None
+    """Close what was made, last first, emptying the list. One failure does not keep the rest open, nor does one interrupt;
+    that, else the first failure, is raised."""
+    failure: Exception | None = None
+    interrupt: BaseException | None = None
     while made:
         try:
-            made.pop().close()
-        except BaseException as error:
+            made[-1].close()
+        except Exception as error:
             failure = failure or error
-    if failure is not None:
-        raise failure
+        except BaseException as error:
+            if interrupt is not None:
+                raise  # what is left stays in the list
+            interrupt = error
+            continue  # the same once more: a close that an interrupt ended goes on where it was
+        made.pop()
+    if (first := interrupt or failure) is not None:
+        raise first
 
 
 def give_back(made: list[Closable]) -> None:

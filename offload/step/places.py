@@ -192,7 +192,8 @@ class Places(ABC):
         finally:
             with self._lock:  # only now: until it is over, every other thread that comes must find it and wait too
                 for chunk_of, pending in pendings.items():
-                    self._forget_write(chunk_of, pending)
+                    if pending.done():  # else: an interrupt ended the wait
+                        self._forget_write(chunk_of, pending)
 
     def _forget_write(self, chunk_of: ChunkOf, pending: Pending) -> None:
         place = self._place(chunk_of)

@@ -60,6 +60,8 @@ class Residency:
         self._went_as_planned = True
         self.before_use: Callable[[int], None] | None = None
         """Told of a unit that is about to be used: its update may have to be undone first."""
+        self.drop_abandoned_forwards: Callable[[], None] | None = None
+        """Has `leave_forward` called for each that an interrupt ended."""
         self._follow(plan(trace, self._nbytes, self.capacity_nbytes, self._prefetch))
 
     # ---- uses ----------------------------------------------------------------------------------------------------
@@ -119,11 +121,17 @@ class Residency:
         """A forward of the unit is running: parameters read inside it without a use of their own are its companions."""
         self._open_forward.append(unit_index)
 
-    def leave_forward(self) -> None:
-        self._open_forward.pop()
+    def leave_forward(self, unit_index: int) -> None:
+        """The innermost of the unit's is over, if one is running, and so is what it called."""
+        if unit_index in self._open_forward:
+            while self._open_forward.pop() != unit_index:
+                pass
 
     @property
     def in_forward(self) -> bool:
+        """Whether a forward is running."""
+        if self._open_forward and self.drop_abandoned_forwards is not None:
+            self.drop_abandoned_forwards()
         return bool(self._open_forward)
 
     def bring_in(self, info: ParameterInfo) -> None:
@@ -132,7 +140,7 @@ class Residency:
             self._bring(info.unit_index)
             self._units[info.unit_index].close_off(readable=True)
             return
-        if not self._open_forward:
+        if not self.in_forward:
             raise ParameterAccessError(
                 f"the value of parameter {info.fqn!r} is not in memory: it lies in its tier between uses. Read or "
                 "write it inside "

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from offload.errors import EngineFailedError, NonFiniteGradientError, ParameterAccessError, UsageError
+from offload.errors import EngineFailedError, NonFiniteGradientError, ParameterAccessError, UsageError, words_of
 from offload.ranks.rendezvous import Rendezvous
+from offload.step.held_interrupt import HeldInterrupt
 from offload.step.hooks import Listener
+
+_ANSWERS = (ParameterAccessError, UsageError, EngineFailedError, NonFiniteGradientError)
+"""To an error of the user's: they leave the engine as it was."""
 
 
 @contextmanager
@@ -22,6 +27,48 @@ def outside_transforms() -> Iterator[None]:
         return
     with temporarily_clear_interpreter_stack():
         yield
+
+
+class _OwnWork:
+    """Around the engine's own work. No generator: there an interrupt could come between its `yield` and the work."""
+
+    __slots__ = ("_held", "_outside", "_turn", "_usable")
+
+    def __init__(self, usable: Usable, held: HeldInterrupt | None, turn: threading.RLock | None) -> None:
+        self._usable, self._held, self._turn = usable, held, turn
+        self._outside: AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> None:
+        if self._held is not None:
+            self._held.begin()
+        try:
+            if self._turn is not None:
+                self._turn.acquire()
+        except BaseException:
+            self._turn = None  # not had
+            self._end()
+            raise
+        try:
+            self._usable.check()
+            if torch._C._functorch.peek_interpreter_stack() is not None:
+                self._outside = outside_transforms()
+                self._outside.__enter__()
+        except BaseException:
+            self._end()
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None and not isinstance(error, _ANSWERS):
+            self._usable.fail(error)
+        self._end()
+
+    def _end(self) -> None:
+        if self._outside is not None:
+            self._outside.__exit__(None, None, None)
+        if self._turn is not None:
+            self._turn.release()
+        if self._held is not None:
+            self._held.end()
 
 
 class Usable(Listener):
@@ -38,27 +85,22 @@ class Usable(Listener):
         self.turn_count = 0
         """How often the thread that drives the model asked for its turn."""
 
-    @contextmanager
-    def failures(self) -> Iterator[None]:
-        """A failure of the engine's own work leaves its state undefined; an answer to the user's error does not."""
-        self.turn_count += 1
-        with self.turn, self.failures_beside():
-            yield
+    def failures(self, *, holds_interrupts: bool = True) -> _OwnWork:
+        """A failure of the engine's own work leaves its state undefined; an answer to the user's error does not.
 
-    @contextmanager
-    def failures_beside(self) -> Iterator[None]:
+        Ctrl-C waits for the end of the work, but where that may take long: where others are waited for, or as asked for."""
+        self.turn_count += 1
+        return _OwnWork(self, HeldInterrupt() if holds_interrupts and self._others is None else None, self.turn)
+
+    def failures_beside(self) -> _OwnWork:
         """The same on a thread that does not drive the model."""
-        self.check()
-        try:
-            with outside_transforms():
-                yield
-        except (ParameterAccessError, UsageError, EngineFailedError, NonFiniteGradientError):
-            raise
-        except BaseException as error:
-            self.failure = error
-            if self._others is not None:
-                self._others.abandon(f"{type(error).__name__}: {error}")
-            raise
+        return _OwnWork(self, None, None)
+
+    def fail(self, error: BaseException) -> None:
+        """The engine's state is undefined from now on, because of `error`."""
+        self.failure = error
+        if self._others is not None:
+            self._others.abandon(f"{type(error).__name__}: {error}")
 
     @property
     def has_failed(self) -> bool:
@@ -70,6 +112,6 @@ class Usable(Listener):
             raise UsageError("the engine was closed: call offload.initialize again.")
         if self.failure is not None:
             raise EngineFailedError(
-                f"the engine failed earlier and its state is undefined: {self.failure}. Go on from the last checkpoint: "
-                "engine.load_checkpoint(dir) on one rank, else start again."
+                f"the engine failed earlier and its state is undefined: {words_of(self.failure)}. Go on from the last "
+                "checkpoint: engine.load_checkpoint(dir) on one rank, else start again."
             ) from self.failure

@@ -62,11 +62,11 @@ class VerifiedRead(Pending):
     def wait(self) -> None:
         self._transfers.wait()
         with self._lock:
-            stored, self._stored = self._stored, ()
-            for one in stored:
+            for one in self._stored:
                 found = checksum(one.part)
                 if found != one.expected and self._failure is None:
                     self._failure = _corrupt(one, found)
+            self._stored = ()  # last: whoever waits after an interrupt looks again
         if self._failure is not None:
             raise self._failure
 

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -137,14 +138,43 @@ def test_failures_carry_errno_and_offset(engine: IoEngine, fd: int, tmp_path: Pa
     assert engine.wait(engine.submit("write", fd, data.ctypes.data, len(data), 0)).status == 0
 
 
-def test_a_ticket_can_be_had_once(engine: IoEngine, fd: int) -> None:
+def test_a_result_can_be_had_again(engine: IoEngine, fd: int) -> None:
     data = _noise(100)
     ticket = engine.submit("write", fd, data.ctypes.data, 100, 0)
-    assert engine.wait(ticket).status == 0
-    for again in (lambda: engine.wait(ticket), lambda: engine.poll(ticket), lambda: engine.wait(10**9)):
+    for again in (engine.wait, engine.poll, engine.wait):
+        assert again(ticket) == (0, 100, -1)
+    for of_no_engine in (engine.wait, engine.poll):
         with pytest.raises(OSError) as caught:
-            again()
+            of_no_engine(_native.Ticket())
         assert caught.value.errno == errno.ENOENT
+
+
+@pytest.mark.parametrize("call", ["offload_io_submit", "offload_io_wait", "offload_io_poll"])
+def test_an_interrupt_right_after_a_call_of_the_library_loses_nothing(
+    engine: IoEngine, fd: int, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = _native._loaded()
+
+    class Interrupting:
+        def __getattr__(self, name: str) -> Any:
+            function = getattr(library, name)
+
+            def interrupted(*arguments: Any) -> int:
+                status = function(*arguments)
+                if name == call and status == 0:
+                    raise KeyboardInterrupt
+                return int(status)
+
+            return interrupted
+
+    data, ticket = _noise(100), _native.Ticket()
+    with monkeypatch.context() as patched:
+        patched.setattr(_native, "_loaded", Interrupting)
+        with pytest.raises(KeyboardInterrupt):
+            engine.submit("write", fd, data.ctypes.data, 100, 0, ticket=ticket)
+            while engine.poll(ticket) is None if call == "offload_io_poll" else engine.wait(ticket):
+                pass
+    assert ticket.is_submitted and engine.wait(ticket) == (0, 100, -1)
 
 
 def test_a_wait_that_is_too_short_leaves_the_ticket(engine: IoEngine) -> None:

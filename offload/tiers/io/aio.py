@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 from aiofiles.os import wrap
 from torch import Tensor
 
-from offload.device.pending import Pending
+from offload.device.pending import Latch, Pending
 from offload.tiers.io.backend import IoMeter, IoStats, OpenFile, Priority, Transfer, not_registered
 from offload.tiers.io.failure import transfer_error
 
@@ -39,7 +39,7 @@ class _AioPending(Pending):
         self.open_block_count = 0  # the three below belong to the event loop's thread
         self.done_nbytes = 0
         self.failed: tuple[int, int] | None = None  # lowest failed offset, errno
-        self._settled = threading.Event()
+        self._settled = Latch()
 
     def block_ended(self, block: Transfer, code: int) -> bool:
         """Take in a finished or failed block; whether it was the last. (Event loop's thread.)"""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -17,76 +16,68 @@ from offload.device.pending import Pending
 from offload.tiers.io.backend import IoStats, OpenFile, Priority
 from offload.tiers.io.failure import transfer_error
 
-_InFlight = set["_NativePending"]
-
 _log = logging.getLogger(__name__)
 
 
 class _NativePending(Pending):
-    """One ticket. Its result can be had from the engine once, so the first to see it keeps it for the others."""
+    """One ticket. From before it is submitted until its end is known it is in `_in_flight`, which holds its memory and file
+    under the kernel's hands, whatever becomes of those who wait for it."""
 
     def __init__(self, engine: _native.IoEngine, file: OpenFile, tensor: Tensor, offset_nbytes: int, *, is_write: bool) -> None:
-        self._engine = engine
+        self.engine = engine
         self._file = file
         self._tensor: Tensor | None = tensor
         self._offset_nbytes = offset_nbytes
         self._nbytes = tensor.numel()
         self._is_write = is_write
-        self._ticket = 0
-        self._in_flight: _InFlight | None = None
-        self._result: _native.IoResult | None = None
-        self._lock = threading.Lock()  # held while the result is being fetched
+        self._ticket = _native.Ticket()
 
-    def submit(self, in_flight: _InFlight, priority: Priority) -> None:
+    def submit(self, priority: Priority) -> None:
         assert self._tensor is not None
-        self._in_flight = in_flight
-        in_flight.add(self)
+        _in_flight.add(self)
         try:
-            self._ticket = self._engine.submit(
+            self.engine.submit(
                 "write" if self._is_write else "read",
                 self._file.fileno(),
                 self._tensor.data_ptr(),
                 self._nbytes,
                 self._offset_nbytes,
                 int(priority),
+                self._ticket,
             )
         except BaseException:
-            in_flight.discard(self)
+            if not self._ticket.is_submitted:
+                _in_flight.discard(self)
             raise
 
     def wait(self) -> None:
-        if self._result is None:
-            with self._lock:
-                if self._result is None:
-                    self._settle(self._engine.wait(self._ticket, None))
-        assert self._result is not None
-        if self._result.status != 0:
+        result = self.engine.wait(self._ticket)
+        self._let_go()
+        if result.status != 0:
             raise transfer_error(
                 is_write=self._is_write,
                 path=self._file.path,
-                offset_nbytes=self._result.failed_offset,
+                offset_nbytes=result.failed_offset,
                 nbytes=self._nbytes,
-                done_nbytes=self._result.transferred_nbytes,
-                code=-self._result.status,
+                done_nbytes=result.transferred_nbytes,
+                code=-result.status,
             )
 
     def done(self) -> bool:
-        # Somebody who holds the lock is blocked in the engine, or about to settle: not done as far as is known.
-        if self._result is None and self._lock.acquire(blocking=False):
-            try:
-                if self._result is None:
-                    result = self._engine.poll(self._ticket)
-                    if result is not None:
-                        self._settle(result)
-            finally:
-                self._lock.release()
-        return self._result is not None
+        if self.engine.poll(self._ticket) is None:
+            return False
+        self._let_go()
+        return True
 
-    def _settle(self, result: _native.IoResult) -> None:
-        self._result = result
+    def _let_go(self) -> None:
         self._tensor = None
-        if self._in_flight is not None:
-            self._in_flight.discard(self)
+        _in_flight.discard(self)
+
+
+_in_flight: set[_NativePending] = set()
+"""Of all engines of this process."""
+
+os.register_at_fork(after_in_child=_in_flight.clear)  # they are the parent's
 
 
 class NativeBackend:
@@ -96,10 +87,9 @@ class NativeBackend:
         """Raises `OSError` where the system has no such engine or forbids it."""
         self.name: str = kind
         self._engine = _native.IoEngine(kind, queue_depth, block_nbytes)
-        self._in_flight: _InFlight = set()
         self._closed = False
         self._final_stats: IoStats | None = None
-        self._finalizer = weakref.finalize(self, _drain, self._engine, self._in_flight, os.getpid())
+        self._finalizer = weakref.finalize(self, _drain, self._engine, os.getpid())
 
     def read(self, file: OpenFile, into: Tensor, offset_nbytes: int, *, priority: Priority) -> Pending:
         return self._submit(_NativePending(self._engine, file, into, offset_nbytes, is_write=False), priority)
@@ -130,28 +120,29 @@ class NativeBackend:
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            _settle_all(self._in_flight)
+            _settle_all(self._engine)
             self._final_stats = self.stats()
         self._finalizer()
 
     def _submit(self, pending: _NativePending, priority: Priority) -> Pending:
         if self._closed:
             raise AssertionError(f"a transfer was submitted to a closed {self.name} backend")
-        pending.submit(self._in_flight, priority)
+        pending.submit(priority)
         return pending
 
 
-def _drain(engine: _native.IoEngine, in_flight: _InFlight, process_id: int) -> None:
+def _drain(engine: _native.IoEngine, process_id: int) -> None:
     if os.getpid() != process_id:
         return  # the threads and the ring stayed with the parent
-    _settle_all(in_flight)
+    _settle_all(engine)
     engine.close()
 
 
-def _settle_all(in_flight: _InFlight) -> None:
-    """Wait for everything in flight, so that tensors and files are held until the kernel let go of them."""
-    for pending in tuple(in_flight):
-        try:
-            pending.wait()
-        except OSError:
-            continue  # stays in the Pending, for whoever holds it
+def _settle_all(engine: _native.IoEngine) -> None:
+    """Wait for everything of the engine's in flight, so that tensors and files are held until the kernel let go of them."""
+    for pending in tuple(_in_flight):
+        if pending.engine is engine:
+            try:
+                pending.wait()
+            except OSError:
+                continue  # stays in the Pending, for whoever holds it
