@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from offload.checkpoint.manifest import MOMENTS, Manifest, ParameterEntry, TensorEntry
-from offload.checkpoint.tensor_file import DTYPES
+from offload.model.file_dtypes import DTYPES
 from offload.model.optimizer_kinds import moments_saved_by
 
 

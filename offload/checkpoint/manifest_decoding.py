@@ -25,8 +25,8 @@ from offload.checkpoint.manifest import (
     RandomEntry,
     TensorEntry,
 )
-from offload.checkpoint.tensor_file import DTYPES
 from offload.errors import CheckpointError
+from offload.model.file_dtypes import DTYPES
 
 READABLE_VERSIONS = (VERSION, VERSION_IMPORTED, VERSION_PADDED)
 

@@ -13,8 +13,8 @@ from offload.checkpoint.consistency import Inconsistent, check_parameter, check_
 from offload.checkpoint.manifest import BufferEntry, Manifest, ParameterEntry, TensorEntry
 from offload.checkpoint.model_names import buffers_once
 from offload.checkpoint.random_state import CPU, DEVICE, take_random_state
-from offload.checkpoint.tensor_file import DTYPE_CODES, DTYPES
 from offload.errors import CheckpointError
+from offload.model.file_dtypes import DTYPE_CODES, DTYPES
 from offload.model.flats import ParameterInfo
 from offload.model.weight_names import Differences
 from offload.step.parts import Parts

@@ -19,7 +19,7 @@ from offload.checkpoint.manifest import BufferEntry, Manifest, ModelEntry, Param
 from offload.checkpoint.model_names import CONFIGS
 from offload.checkpoint.opened import OpenedCheckpoint
 from offload.checkpoint.staged_folder import MANIFEST_NAME
-from offload.checkpoint.tensor_file import DTYPES
+from offload.model.file_dtypes import DTYPES
 
 
 def export_checkpoint(source: Path, target: Path, dtype: torch.dtype | None, max_shard_nbytes: int) -> int:

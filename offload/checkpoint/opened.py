@@ -20,8 +20,9 @@ from offload.checkpoint.crc32 import crc32
 from offload.checkpoint.manifest import Manifest, TensorEntry
 from offload.checkpoint.manifest_decoding import decode
 from offload.checkpoint.staged_folder import MANIFEST_NAME, lock_folder, open_folder, take_back
-from offload.checkpoint.tensor_file import DTYPES, raw_bytes
+from offload.checkpoint.tensor_file import raw_bytes
 from offload.errors import CheckpointError
+from offload.model.file_dtypes import DTYPES
 
 MAX_MANIFEST_NBYTES = 1 << 30
 _SLAB_NBYTES = 4 * 2**20

@@ -12,11 +12,11 @@ from offload.checkpoint.consistency import same_order
 from offload.checkpoint.manifest import VALUE, ParameterEntry, TensorEntry
 from offload.checkpoint.opened import OpenedCheckpoint
 from offload.checkpoint.state_reading import ChunkBuffers, parameter_nbytes
-from offload.checkpoint.tensor_file import DTYPES
 from offload.device.rounding import round_into
 from offload.device.segment import MASTER
 from offload.layout import Piece
 from offload.model.chunk import ChunkOf
+from offload.model.file_dtypes import DTYPES
 from offload.model.flats import ParameterInfo
 from offload.model.unit import Unit
 from offload.step.parts import Parts

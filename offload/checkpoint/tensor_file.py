@@ -22,17 +22,10 @@ from offload.checkpoint.crc32 import combine, crc32
 from offload.checkpoint.staged_folder import write_failure
 from offload.errors import UsageError
 from offload.layout import round_up
+from offload.model.file_dtypes import DTYPE_CODES
 
 DATA_ALIGN = 4096
 """Bytes. Where a file's data begins: what direct I/O and shared extents (reflinks) can start at."""
-
-DTYPE_CODES: dict[torch.dtype, str] = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
-DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 METADATA = {"format": "pt"}
 """Of every data file; Hugging Face's reader asks for it."""

@@ -17,11 +17,12 @@ from offload.checkpoint.direct_file import ALIGN, DirectFile, open_direct
 from offload.checkpoint.manifest import MOMENTS, VALUE, FileEntry, Manifest, ParameterEntry, PieceEntry, TensorEntry
 from offload.checkpoint.staged_folder import write_failure
 from offload.checkpoint.state_reading import ChunkState, PieceState, settle
-from offload.checkpoint.tensor_file import DTYPE_CODES, METADATA, TensorFile, TensorSpec
+from offload.checkpoint.tensor_file import METADATA, TensorFile, TensorSpec
 from offload.checkpoint.unit_tensors import GapPart, UnitTensors, tensor_name
 from offload.device.pending import AllOf, Pending
 from offload.errors import StorageError
 from offload.model.chunk import ChunkOf
+from offload.model.file_dtypes import DTYPE_CODES
 from offload.model.flats import ParameterInfo
 from offload.model.unit import Unit
 from offload.tiers.io.backend import IoBackend, Priority

@@ -22,11 +22,12 @@ from offload.checkpoint.manifest import (
     encode,
 )
 from offload.checkpoint.staged_folder import MANIFEST_NAME, StagedFolder
-from offload.checkpoint.tensor_file import DTYPE_CODES, METADATA, TensorFile, TensorSpec, known_dtype, write_file
+from offload.checkpoint.tensor_file import METADATA, TensorFile, TensorSpec, known_dtype, write_file
 from offload.device.rounding import round_into
 from offload.errors import CheckpointError
 from offload.importing import deepspeed_universal, torch_distributed
-from offload.importing.source import Source, SourceParameter, SourceTensor, refused
+from offload.importing.source import Source, SourceParameter, SourceTensor, check_source, reading, refused
+from offload.model.file_dtypes import DTYPE_CODES
 
 KINDS: dict[str, Callable[[Path], Source]] = {
     deepspeed_universal.KIND: deepspeed_universal.open_source,
@@ -57,11 +58,12 @@ def import_checkpoint(source: Path, target: Path, kind: str | None = None) -> So
 
 def open_source(path: Path, kind: str | None) -> Source:
     """What is in the folder, before its tensors are read. Raises `CheckpointError`."""
-    if kind is not None:
-        return KINDS[kind](path)
-    for name, recognises in _RECOGNISED.items():
-        if recognises(path):
-            return KINDS[name](path)
+    with reading(path):
+        chosen = kind or next((name for name, recognises in _RECOGNISED.items() if recognises(path)), None)
+        if chosen is not None:
+            found = KINDS[chosen](path)
+            check_source(found, path)
+            return found
     raise CheckpointError(
         f"{str(path)!r} is no checkpoint that can be imported: expected a folder with 'zero' in it (DeepSpeed's universal "
         f"checkpoint: run its ds_to_universal first) or with {torch_distributed.METADATA!r} (torch.distributed.checkpoint)."
@@ -119,7 +121,7 @@ class _Converter:
             raise refused(Path(file_name), "two of its tensors have one name")
         with closing(TensorFile(self._folder, file_name, specs, METADATA)) as file:
             for (name, tensor), spec in zip(tensors, specs, strict=True):
-                for part in tensor.parts():
+                for part in _parts(name, tensor):
                     _append(file, name, spec.dtype, part)
             file.finish()
         self._manifest.files.append(FileEntry(file.name, file.nbytes, file.header_nbytes, file.header_crc32))
@@ -129,6 +131,22 @@ class _Converter:
             )
             for spec in specs
         }
+
+
+def _parts(name: str, tensor: SourceTensor) -> Iterator[torch.Tensor]:
+    """All elements of a tensor of the source, of the dtype and as many as it said."""
+    parts, numel = iter(tensor.parts()), 0
+    while True:
+        with reading(Path(name)):
+            part = next(parts, None)
+        if part is None:
+            break
+        numel += part.numel()
+        if numel > tensor.numel:
+            break
+        yield part
+    if numel != tensor.numel:
+        raise refused(Path(name), f"{numel} of its {tensor.numel} elements are there")
 
 
 def _append(file: TensorFile, name: str, dtype: torch.dtype, part: torch.Tensor) -> None:

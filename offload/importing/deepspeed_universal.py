@@ -18,11 +18,12 @@ from typing import Any
 import torch
 
 from offload.errors import CheckpointError
-from offload.importing.restricted_load import load_plain
+from offload.importing.restricted_load import load_plain, load_unchecked, require_whole_tensors
 from offload.importing.source import (
     Source,
     SourceParameter,
     SourceTensor,
+    as_shape,
     as_step,
     check_moments,
     in_parts,
@@ -149,15 +150,17 @@ def _read_model(path: Path) -> _Model:
     if not found:
         model.unread = "there is no *model_states.pt"
         return model
-    try:
-        for file in found:
-            content = load_plain(file)
-            if isinstance(content, Mapping):
-                if file == found[0]:
-                    _take_model(content, model, file)
-                _take_fragments(content.get("frozen_param_fragments"), model)
-    except CheckpointError as error:
-        model.unread = str(error)
+    for file in found:
+        try:
+            content = load_unchecked(file)
+        except CheckpointError as error:
+            model.unread = str(error)
+            break
+        require_whole_tensors(content, file)
+        if isinstance(content, Mapping):
+            if file == found[0]:
+                _take_model(content, model, file)
+            _take_fragments(content.get("frozen_param_fragments"), model)
     if model.step_count is None:
         model.step_count = _optimizer_steps(path / "zero" / "optimizer_state.pt")
     return model
@@ -179,20 +182,24 @@ def _take_fragments(fragments: object, model: _Model) -> None:
 def _take_model(content: Mapping[str, Any], model: _Model, path: Path) -> None:
     for group in [*_items(content.get("param_shapes")), content.get("frozen_param_shapes")]:
         if isinstance(group, Mapping):
-            model.shapes.update({name: tuple(shape) for name, shape in group.items()})
+            model.shapes.update({str(name): as_shape(shape, repr(name), path) for name, shape in group.items()})
     aliases = content.get("shared_params")
     if isinstance(aliases, Mapping):
         model.aliases = {str(alias): str(stored) for alias, stored in aliases.items()}
     module, names = content.get("module"), content.get("buffer_names")
     if isinstance(module, Mapping) and isinstance(names, list):
+        if not all(isinstance(name, str) for name in names):
+            raise refused(path, f"its buffer_names are {names!r}, which are no names")
         model.buffers = {name: module[name] for name in names if isinstance(module.get(name), torch.Tensor)}
     if content.get("global_steps") is not None:
         skipped = content.get("skipped_steps") or 0
         model.step_count = as_step(content["global_steps"], "global_steps", path) - as_step(skipped, "skipped_steps", path)
+        if model.step_count < 0:
+            raise refused(path, f"it skipped {skipped} of {content['global_steps']} steps")
 
 
 def _items(value: object) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _optimizer_steps(path: Path) -> int | None:
@@ -201,6 +208,8 @@ def _optimizer_steps(path: Path) -> int | None:
         content = load_plain(path)
     except CheckpointError:
         return None
-    state = content.get("optimizer_state_dict", {}).get("state", {}) if isinstance(content, Mapping) else {}
-    steps = {as_step(one["step"], "step", path) for one in state.values() if isinstance(one, Mapping) and "step" in one}
+    for key in ("optimizer_state_dict", "state"):
+        content = content.get(key) if isinstance(content, Mapping) else None
+    states = content.values() if isinstance(content, Mapping) else ()
+    steps = {as_step(one["step"], "step", path) for one in states if isinstance(one, Mapping) and "step" in one}
     return steps.pop() if len(steps) == 1 else None

@@ -7,8 +7,12 @@ plain pickle, which torch reads without any restriction; `MetadataUnpickler` kno
 from __future__ import annotations
 
 import io
+import os
 import pathlib
 import pickle
+import re
+import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +56,7 @@ def _layout(name: str) -> str:
 
 def load_metadata(path: Path) -> Any:
     """The `Metadata` object in DCP's file `path`. Raises `CheckpointError`."""
+    _require_regular(path)
     try:
         with open(path, "rb") as file:
             return MetadataUnpickler(file).load()
@@ -62,24 +67,66 @@ def load_metadata(path: Path) -> Any:
 
 
 def load_plain(path: Path) -> Any:
-    """What torch.save wrote to a file, if it is tensors and plain values; tensors are mapped, not read.
+    """What torch.save wrote to a file, if it is plain values and tensors that have all their elements in it; these are
+    mapped, not read. Raises `CheckpointError`."""
+    content = load_unchecked(path)
+    require_whole_tensors(content, path)
+    return content
 
-    Raises `CheckpointError`."""
+
+def load_unchecked(path: Path) -> Any:
+    """As `load_plain`, for `require_whole_tensors` to look at."""
+    _require_regular(path)
     try:
-        return torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
+        content = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
     except OSError as error:
         raise refused(path, f"it cannot be read ({error.strerror})") from error
-    except Exception as error:
-        raise refused(path, f"it is not a file of tensors that can be read safely ({_first_line(error)})") from error
+    except Exception as error:  # a malformed pickle may fail in any way
+        raise refused(path, f"it is not a file of tensors that can be read safely ({_reason(error)})") from None
+    return content
 
 
-def load_plain_bytes(content: bytes, what: str, path: Path) -> Any:
+def load_plain_bytes(content: bytes | bytearray, what: str, path: Path) -> Any:
     """As `load_plain`, from bytes that lie somewhere in the file `path`."""
     try:
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        loaded = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:
-        raise refused(path, f"{what} is not a tensor that can be read safely ({_first_line(error)})") from error
+        raise refused(path, f"{what} is not a tensor that can be read safely ({_reason(error)})") from None
+    require_whole_tensors(loaded, path)
+    return loaded
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _reason(error: Exception) -> str:
+    """What torch says, without its advice to read the file in a way that runs what is in it."""
+    text = str(error).strip()
+    named = re.search(r"GLOBAL (\S+)", text)
+    if named is not None:
+        return f"it names {named[1]}"
+    first = (text.splitlines() or [type(error).__name__])[0]
+    return type(error).__name__ if isinstance(error, pickle.UnpicklingError) or "weights_only" in first else first
+
+
+def _require_regular(path: Path) -> None:
+    """Opening a pipe would wait for somebody to write into it."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:
+        raise refused(path, f"it cannot be read ({error.strerror})") from error
+    if not stat.S_ISREG(mode):
+        raise refused(path, "it is no regular file")
+
+
+def require_whole_tensors(content: Any, path: Path) -> None:
+    """Every tensor in nested lists and mappings has an element in the file for each of its own. Raises `CheckpointError`."""
+    pending, seen = [content], set()
+    while pending:
+        one = pending.pop()
+        if isinstance(one, torch.Tensor):
+            plain = type(one) in (torch.Tensor, torch.nn.Parameter) and one.layout is torch.strided
+            if not plain or one.is_meta or one.is_quantized or one.is_conj() or one.is_neg():
+                raise refused(path, "it holds a tensor that is not a plain one (sparse, quantized, without values, ...)")
+            if one.numel() * one.element_size() > one.untyped_storage().nbytes():
+                raise refused(path, f"it holds a tensor of shape {list(one.shape)} in {one.untyped_storage().nbytes()} bytes")
+        elif isinstance(one, (Mapping, list, tuple, set, frozenset)) and id(one) not in seen:
+            seen.add(id(one))
+            pending.extend(one.values() if isinstance(one, Mapping) else one)

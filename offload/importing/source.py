@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from offload.errors import CheckpointError
+from offload.errors import CheckpointError, OffloadError
 
 
 @dataclass(slots=True)
@@ -54,8 +55,47 @@ class Source:
     missing: list[str] = field(default_factory=list)
 
 
+_MALFORMED = (
+    AttributeError, TypeError, KeyError, IndexError, ValueError, OverflowError, RecursionError, RuntimeError, EOFError,
+)  # fmt: skip
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """What goes wrong inside with what `path` holds is a `CheckpointError`: somebody else wrote it, and it may be anything."""
+    try:
+        yield
+    except OffloadError:
+        raise
+    except OSError as error:
+        raise refused(path, f"it cannot be read ({error.strerror})") from error
+    except _MALFORMED as error:
+        raise refused(path, f"its parts do not fit together ({error!r})") from error
+
+
+def as_shape(value: object, what: str, path: Path) -> tuple[int, ...]:
+    """A shape from any sequence of whole numbers. Raises `CheckpointError`."""
+    sizes = tuple(value) if isinstance(value, (list, tuple)) else None
+    if sizes is None or not all(isinstance(size, int) and 0 <= size < 2**63 for size in sizes):
+        raise refused(path, f"the shape of {what} is {value!r}, which is no list of sizes")
+    return sizes
+
+
+def check_source(source: Source, path: Path) -> None:
+    """Names that a checkpoint can have, each once; steps and sizes that are none below 0. Raises `CheckpointError`."""
+    names = [fqn for parameter in source.parameters for fqn in parameter.fqns] + [fqn for fqn, _ in source.buffers]
+    for name in names:
+        if not isinstance(name, str) or not name or name == "__metadata__":
+            raise refused(path, f"it names a tensor {name!r}, which no parameter or buffer can be called")
+    if len(set(names)) != len(names):
+        twice = next(name for index, name in enumerate(names) if name in names[:index])
+        raise refused(path, f"it holds {twice!r} twice")
+    if source.step_count < 0:
+        raise refused(path, f"it is at step {source.step_count}")
+
+
 def check_moments(parameter: SourceParameter, path: Path) -> None:
-    """Both or none, of the parameter's shape. Raises `CheckpointError`."""
+    """Both or none, of the parameter's shape, all of them floating-point. Raises `CheckpointError`."""
     moments = (parameter.exp_avg, parameter.exp_avg_sq)
     if (moments[0] is None) != (moments[1] is None):
         raise refused(path, f"{parameter.fqns[0]!r} has one of exp_avg and exp_avg_sq without the other")
@@ -63,6 +103,9 @@ def check_moments(parameter: SourceParameter, path: Path) -> None:
         if moment is not None and moment.shape != parameter.value.shape:
             shapes = f"{list(moment.shape)} and {list(parameter.value.shape)}"
             raise refused(path, f"a moment of {parameter.fqns[0]!r} and its value have the shapes {shapes}")
+    for tensor in (parameter.value, *moments):
+        if tensor is not None and not tensor.dtype.is_floating_point:
+            raise refused(path, f"{parameter.fqns[0]!r} is trained and of dtype {tensor.dtype}: expected floating point")
 
 
 def refused(path: Path, what: str) -> CheckpointError:

@@ -22,8 +22,10 @@ from offload.importing.source import (
     Source,
     SourceParameter,
     SourceTensor,
+    as_shape,
     as_step,
     check_moments,
+    reading,
     refused,
 )
 
@@ -60,15 +62,16 @@ class _Stored:
 def open_source(path: Path) -> Source:
     """Raises `CheckpointError`."""
     metadata = load_metadata(path / METADATA)
-    try:
-        stored = _stored(metadata)
+    with reading(path / METADATA):
+        stored = _stored(metadata, path / METADATA)
         paths = {name: _path_of(metadata, name) for name in stored}
-    except (AttributeError, TypeError, KeyError, ValueError) as error:
-        raise refused(path / METADATA, f"its parts do not fit together ({error!r})") from error
     states = {state: name for name, parts in paths.items() if (state := _optimizer_state(parts)) is not None}
     trained = {fqn for fqn, _ in states}
     weights = _weights({name: parts for name, parts in paths.items() if _optimizer_state(parts) is None}, trained, path)
     folder = _Folder(path)
+    for tensor in stored.values():
+        for shard in tensor.shards:
+            folder.check(shard, tensor.dtype)
     parameters = []
     for fqn, name in weights.items():
         parameter = SourceParameter([fqn], folder.tensor(stored[name], name))
@@ -84,13 +87,15 @@ def open_source(path: Path) -> Source:
     return Source(KIND, parameters, [], max((one.step for one in parameters), default=0), missing)
 
 
-def _stored(metadata: Any) -> dict[str, _Stored]:
+def _stored(metadata: Any, path: Path) -> dict[str, _Stored]:
     """Every tensor, with its shards in the order of their place in it."""
     found: dict[str, _Stored] = {}
     for name, entry in metadata.state_dict_metadata.items():
         if not hasattr(entry, "chunks"):
             continue  # bytes: numbers of param_groups and other objects, which are left alone
-        tensor = _Stored(tuple(map(int, entry.size)), entry.properties.dtype)
+        tensor = _Stored(as_shape(tuple(entry.size), repr(name), path), entry.properties.dtype)
+        if not isinstance(tensor.dtype, torch.dtype):
+            raise ValueError(f"{name} is of dtype {tensor.dtype}")
         for chunk in entry.chunks:
             found_at = metadata.storage_data[_index(name, chunk.offsets)]
             if getattr(found_at, "transform_descriptors", None):
@@ -132,7 +137,11 @@ def _path_of(metadata: Any, name: str) -> _Path:
     """The keys that lead to a tensor in the state that was saved."""
     paths = metadata.planner_data
     parts = paths.get(name) if isinstance(paths, dict) else None
-    return tuple(parts) if isinstance(parts, (tuple, list)) and parts else (name,)
+    if not (isinstance(parts, (tuple, list)) and parts):
+        return (name,)
+    if not all(isinstance(part, (str, int)) for part in parts):
+        raise ValueError(f"the keys that lead to {name} are {parts!r}")
+    return tuple(parts)
 
 
 def _optimizer_state(parts: _Path) -> tuple[str, str] | None:
@@ -160,7 +169,10 @@ def _weights(paths: dict[str, _Path], trained: set[str], path: Path) -> dict[str
 def _step(folder: _Folder, stored: dict[str, _Stored], name: str | None, fqn: str, path: Path) -> int:
     if name is None:
         raise refused(path, f"nothing says how many steps the moments of {fqn!r} have had")
-    (part,) = folder.tensor(stored[name], name).parts()
+    steps = folder.tensor(stored[name], name)
+    if steps.numel != 1:
+        raise refused(path, f"the step of {fqn!r} is a tensor of shape {list(steps.shape)}")
+    (part,) = steps.parts()
     return as_step(part, f"the step of {fqn!r}", path)
 
 
@@ -192,19 +204,38 @@ class _Folder:
             raise refused(self._path / shard.file, f"a shard of {name!r} is not a tensor of {list(shard.shape)}, {dtype}")
         return tensor.contiguous()
 
-    def _read(self, shard: _Shard) -> bytes:
+    def check(self, shard: _Shard, dtype: torch.dtype) -> None:
+        """Whether the file can hold what the metadata says, before memory is taken for it."""
+        if shard.nbytes < math.prod(shard.shape) * dtype.itemsize:
+            raise refused(self._path / METADATA, f"a shard of {list(shard.shape)}, {dtype} has {shard.nbytes} bytes")
+        os.close(self._open(shard))
+
+    def _open(self, shard: _Shard) -> int:
         path = self._path / shard.file
         if shard.file != os.path.basename(shard.file) or shard.file in ("", ".", ".."):
             raise refused(self._path, f"its metadata names the file {shard.file!r}, which is no plain name")
         try:
             fileno = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            try:
-                status = os.fstat(fileno)
-                end = shard.offset + shard.nbytes
-                if not stat.S_ISREG(status.st_mode) or min(shard.offset, shard.nbytes) < 0 or end > status.st_size:
-                    raise refused(path, f"it is no file of at least {end} bytes")
-                return os.pread(fileno, shard.nbytes, shard.offset)
-            finally:
-                os.close(fileno)
+        except (OSError, ValueError) as error:
+            raise refused(path, f"it cannot be read ({error})") from error
+        status, end = os.fstat(fileno), shard.offset + shard.nbytes
+        if not stat.S_ISREG(status.st_mode) or min(shard.offset, shard.nbytes) < 0 or end > status.st_size:
+            os.close(fileno)
+            raise refused(path, f"it is no file of at least {end} bytes")
+        return fileno
+
+    def _read(self, shard: _Shard) -> bytearray:
+        """One call reads 2,147,479,552 bytes at most, and may be cut short by a signal or a network."""
+        content = bytearray(shard.nbytes)
+        view, fileno = memoryview(content), self._open(shard)
+        try:
+            while view:
+                count = os.preadv(fileno, [view], shard.offset + shard.nbytes - len(view))
+                if not count:
+                    raise refused(self._path / shard.file, f"it ended {len(view)} bytes before a shard did")
+                view = view[count:]
         except OSError as error:
-            raise refused(path, f"it cannot be read ({error.strerror})") from error
+            raise refused(self._path / shard.file, f"it cannot be read ({error.strerror})") from error
+        finally:
+            os.close(fileno)
+        return content

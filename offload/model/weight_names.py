@@ -6,9 +6,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from offload.errors import InitializerError
+from offload.model.file_dtypes import converts
 
 _LISTED_COUNT = 10
 # Buffers which models used to save, and which old checkpoints therefore hold; models today compute them.
@@ -22,29 +24,40 @@ class Differences:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     misshapen: list[str] = field(default_factory=list)
+    of_other_kinds: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.missing or self.unexpected or self.misshapen)
+        return bool(self.missing or self.unexpected or self.misshapen or self.of_other_kinds)
 
     def __str__(self) -> str:
         kinds = (
             ("missing", self.missing),
             ("unexpected", self.unexpected),
             ("of another shape", self.misshapen),
+            ("of a dtype that does not become the model's unasked (floating point does)", self.of_other_kinds),
         )
         return "; ".join(f"{len(lines)} {kind}: {_listed(lines)}" for kind, lines in kinds if lines)
 
 
-def match_names(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], origin: str) -> dict[str, tuple[str, ...]]:
-    """{first fqn of a parameter or persistent buffer: the names in `shapes` which hold it, its first fqn's first}.
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a file says of one tensor. `dtype`: None where it is one that torch, or this package, has not."""
 
-    `origin` is where `shapes` come from, for errors. Errors: `InitializerError` with all differences.
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    dtype_name: str
+
+
+def match_names(model: nn.Module, stored: Mapping[str, Stored], origin: str) -> dict[str, tuple[str, ...]]:
+    """{first fqn of a parameter or persistent buffer: the names in `stored` which hold it, its first fqn's first}.
+
+    `origin` is where `stored` comes from, for errors. Errors: `InitializerError` with all differences.
     """
     tensors = persistent_tensors(model)
     first_fqn: dict[int, str] = {}
     for fqn, tensor in tensors.items():
         first_fqn.setdefault(id(tensor), fqn)
-    by_fqn, unexpected = _names_by_fqn(model, shapes, tensors, origin)
+    by_fqn, unexpected = _names_by_fqn(model, stored, tensors, origin)
     found: dict[str, tuple[str, ...]] = {}
     for fqn, tensor in tensors.items():
         if fqn in by_fqn:
@@ -61,9 +74,16 @@ def match_names(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], origin:
                 differences.missing.append(f"{fqn} {list(shape)}")
             continue
         differences.misshapen += [
-            f"{name} (model: {list(shape)}, file: {list(shapes[name])})" for name in found[fqn] if shapes[name] != shape
+            f"{name} (model: {list(shape)}, file: {list(stored[name].shape)})"
+            for name in found[fqn]
+            if stored[name].shape != shape
         ]
-    differences.unexpected = [f"{name} {list(shapes[name])}" for name in unexpected if not left_over(name)]
+        differences.of_other_kinds += [
+            f"{name} (model: {tensors[fqn].dtype}, file: {stored[name].dtype_name})"
+            for name in found[fqn]
+            if (dtype := stored[name].dtype) is None or not converts(dtype, tensors[fqn].dtype)
+        ]
+    differences.unexpected = [f"{name} {list(stored[name].shape)}" for name in unexpected if not left_over(name)]
     if differences:
         raise InitializerError(
             f"the weights in {origin} do not fit {type(model).__name__}: {differences}. Build the model from the "

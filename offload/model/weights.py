@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from offload.errors import InitializerError
-from offload.model.weight_names import match_names
+from offload.model.file_dtypes import DTYPES
+from offload.model.weight_names import Stored, match_names
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -34,7 +36,11 @@ _COMPARE_NBYTES = 16 * 2**20
 @dataclass(frozen=True, slots=True)
 class _Entry:
     file: Path
-    shape: tuple[int, ...]
+    stored: Stored
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape
 
 
 class WeightSource:
@@ -65,7 +71,8 @@ class WeightSource:
         """Which tensor goes where: {fqn in `model`: name in the source}, without reading them.
 
         The fqns are those of the parameters and persistent buffers, a tied one under the first of its fqns. Nothing may
-        be missing, left over or of another shape; dtypes may differ, casting is up to the caller. Any of the names
+        be missing, left over or of another shape; of dtypes floating-point ones may differ (`file_dtypes.converts`), casting
+        is up to the caller. Any of the names
         of a tied parameter will do; if several are there, they must be equal (they are compared in pieces).
         As in Hugging Face's `from_pretrained`, names may lack the model's `base_model_prefix` or have it in excess, and
         names which the model declares as ignorable (`_keys_to_ignore_on_load_missing`, `..._unexpected`) are: an fqn
@@ -73,8 +80,8 @@ class WeightSource:
 
         Errors: `InitializerError` which lists the differences, with shapes, and says what to do.
         """
-        shapes = {name: entry.shape for name, entry in self._entries.items()}
-        found = match_names(model, shapes, str(self.path))
+        stored = {name: entry.stored for name, entry in self._entries.items()}
+        found = match_names(model, stored, str(self.path))
         for fqn, (first, *others) in found.items():
             for other in others:
                 if not self._equal(first, other):
@@ -112,13 +119,13 @@ def open_weights(path: str | os.PathLike[str]) -> WeightSource:
     """
     path = Path(path)
     if path.is_dir():
-        chosen = next((path / name for name in (SINGLE_FILE, INDEX_FILE) if (path / name).exists()), None)
+        chosen = next((path / name for name in (SINGLE_FILE, INDEX_FILE) if os.path.lexists(path / name)), None)
         if chosen is None:
             raise InitializerError(
                 f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}; name the safetensors file itself, or convert the "
                 "checkpoint (in Hugging Face: save_pretrained)"
             )
-    elif path.exists():
+    elif os.path.lexists(path):
         chosen = path
     else:
         raise InitializerError(f"{path} does not exist; give a safetensors file, or a directory with {SINGLE_FILE}")
@@ -127,7 +134,24 @@ def open_weights(path: str | os.PathLike[str]) -> WeightSource:
 
 def _file_entries(file: Path) -> dict[str, _Entry]:
     with _opened(file) as opened:
-        return {name: _Entry(file, tuple(opened.get_slice(name).get_shape())) for name in opened.keys()}  # noqa: SIM118
+        return {name: _Entry(file, _stored(opened.get_slice(name))) for name in opened.keys()}  # noqa: SIM118
+
+
+def _stored(slices: Any) -> Stored:
+    code = str(slices.get_dtype())
+    dtype = DTYPES.get(code)
+    return Stored(tuple(slices.get_shape()), dtype, code if dtype is None else str(dtype))
+
+
+def _require_regular(file: Path) -> None:
+    """Opening a pipe would wait for somebody to write into it, and reading a device may never end."""
+    try:
+        mode = os.stat(file).st_mode
+    except OSError as error:
+        raise InitializerError(f"{file} cannot be read: {error.strerror}; fetch it again, or name another file") from error
+    if not stat.S_ISREG(mode):
+        kind = "a folder" if stat.S_ISDIR(mode) else "a pipe, a socket or a device"
+        raise InitializerError(f"{file} is {kind}: expected a file of safetensors, or an index of such files")
 
 
 def _indexed(index: Path) -> dict[str, _Entry]:
@@ -145,6 +169,7 @@ def _indexed(index: Path) -> dict[str, _Entry]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
+    _require_regular(index)
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -162,6 +187,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
+    _require_regular(file)
     # safe_open reports a bad header, a bad offset and an unreadable file by different types.
     try:
         with safe_open(str(file), framework="pt", device="cpu") as opened:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from offload.device.rounding import round_into
 from offload.errors import UsageError
 from offload.model.chunk import ChunkOf
+from offload.model.file_dtypes import converts
 from offload.model.flats import Flat
 from offload.model.unit import Unit
 from offload.model.weight_names import Differences, persistent_buffers
@@ -63,25 +64,28 @@ class ValueLoading:
         for index in reversed(range(len(said))):
             for name, (shape, dtype) in said[index].items():
                 found[name], shapes[name] = (index, getattr(torch, dtype)), shape
-        self._require_fit(shapes)
+        self._require_fit(shapes, {name: dtype for name, (_, dtype) in found.items()})
         return found
 
-    def _require_fit(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        wanted = [(info.fqns, list(info.shape)) for info in self._parts.parameters]
-        wanted += [((fqn,), list(buffer.shape)) for fqn, buffer in self._buffers.items()]
+    def _require_fit(self, shapes: Mapping[str, Sequence[int]], dtypes: Mapping[str, torch.dtype]) -> None:
+        wanted = [(info.fqns, list(info.shape), info.dtype) for info in self._parts.parameters]
+        wanted += [((fqn,), list(buffer.shape), buffer.dtype) for fqn, buffer in self._buffers.items()]
         differences = Differences()
-        for fqns, shape in wanted:
+        for fqns, shape, dtype in wanted:
             given = [name for name in fqns if name in shapes]
             if not given:
                 differences.missing.append(f"{fqns[0]} {shape}")
             differences.misshapen += [
                 f"{name} (model: {shape}, given: {shapes[name]})" for name in given if list(shapes[name]) != shape
             ]
-        known = {name for fqns, _ in wanted for name in fqns}
+            differences.of_other_kinds += [
+                f"{name} (model: {dtype}, given: {dtypes[name]})" for name in given if not converts(dtypes[name], dtype)
+            ]
+        known = {name for fqns, _, _ in wanted for name in fqns}
         differences.unexpected = [f"{name} {shape}" for name, shape in shapes.items() if name not in known]
         if differences:
             raise UsageError(
-                f"load_state_dict was given names or shapes that are not the model's: {differences}. Nothing changed."
+                f"load_state_dict was given names, shapes or dtypes that are not the model's: {differences}. Nothing changed."
             )
 
     def _value(self, fqns: Sequence[str], shape: torch.Size, owners: Mapping[str, tuple[int, torch.dtype]]) -> Tensor:
