@@ -24,6 +24,7 @@ from offload.build.building import Building
 from offload.deferred_init.deferred_init import name_parameters
 from offload.model.description import (
     check_buffers,
+    check_renormalized,
     check_state_format,
     check_values,
     describe_parameters,
@@ -126,6 +127,7 @@ class Assembly:
         if not infos:
             raise ConfigError(f"{type(model).__name__} has no parameters.")
         check_state_format(config, infos)
+        check_renormalized(model, infos, self._ranks.world_size if self._ranks is not None else 1)
         name_parameters(model)
         covered = self._source.match(model) if self._source is not None else {}
         check_values(infos, covered)

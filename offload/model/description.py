@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from offload.deferred_init.deferred_init import is_deferred
 from offload.errors import ConfigError, InitializerError
 from offload.layout import ParameterSpec
 from offload.model.flats import ParameterInfo, dense_strides
-from offload.model.units import ModuleUnit
+from offload.model.units import ModuleUnit, renormalizing
 from offload.model.weight_names import persistent_buffers
 
 _TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -49,6 +50,7 @@ def describe_parameters(
                     unit_index=unit_index,
                 )
             )
+    check_memory(infos)
     return infos
 
 
@@ -64,6 +66,90 @@ def _group_indices(optimizer: torch.optim.Optimizer | None, names: Mapping[int, 
                 )
             groups[id(parameter)] = group_index
     return groups
+
+
+def check_renormalized(model: nn.Module, infos: Iterable[ParameterInfo], rank_count: int) -> None:
+    """Raise `ConfigError` where a lookup's `max_norm` writes in forward what cannot reach the weight's master."""
+    by_id = {id(info.parameter): info for info in infos}
+    for name, module in renormalizing(model).items():
+        info = by_id[id(module.weight)]
+        if rank_count > 1 or (info.trainable and info.dtype != torch.float32):
+            why = "each rank writes to other rows" if rank_count > 1 else f"the fp32 master of {info.dtype} does not see it"
+            raise ConfigError(
+                f"{type(module).__name__} {name!r} has max_norm={module.max_norm}, with which forward writes to its weight, "
+                f"and {why}: set max_norm=None, and scale the rows between steps inside `with engine.gathered([weight]):`."
+            )
+
+
+def check_memory(infos: Iterable[ParameterInfo]) -> None:
+    """Raise `ConfigError` where trained parameters share memory with others, or elements with themselves: apart they would
+    drift. One Parameter under several names is one."""
+    begun: list[tuple[ParameterInfo, _Extent]] = []
+    for info, extent in sorted(((info, _Extent.of(info)) for info in infos if info.numel), key=lambda pair: pair[1].place):
+        if info.trainable and extent.element_count() < info.numel:
+            raise ConfigError(
+                f"parameter {info.fqn!r} has elements that share memory (shape {tuple(info.shape)}, strides "
+                f"{info.parameter.stride()}): a trained parameter needs memory for each; make it of a copy (.clone())."
+            )
+        begun = [(other, one) for other, one in begun if (one.storage, one.stop) > extent.place]
+        for other, one in begun:
+            if (info.trainable or other.trainable) and one.overlaps(extent):
+                raise ConfigError(
+                    f"parameters {other.fqn!r} and {info.fqn!r} overlap in memory but are two Parameters: the engine would "
+                    "train them apart. Assign one Parameter to both names (tied weights), or give each memory of its own "
+                    "(.clone())."
+                )
+        begun.append((info, extent))
+
+
+@dataclass(frozen=True, slots=True)
+class _Extent:
+    """The bytes that a parameter's elements take. `storage`: 0 of what has addresses, else what `start` counts from."""
+
+    parameter: nn.Parameter
+    storage: int
+    start: int
+    stop: int
+
+    @staticmethod
+    def of(info: ParameterInfo) -> _Extent:
+        tensor, itemsize = info.parameter, info.parameter.element_size()
+        offset = tensor.storage_offset() * itemsize
+        base = 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        storage = tensor.untyped_storage()._cdata if tensor.is_meta else 0
+        return _Extent(tensor, storage, int(base + offset), int(base + offset + (last + 1) * itemsize))
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.storage, self.start
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether every byte is an element's, and of one element."""
+        return dense_strides(self.parameter) == self.parameter.stride()
+
+    def element_count(self) -> int:
+        """Of elements with memory of their own."""
+        if self.is_dense:
+            return self.parameter.numel()
+        return int(self._marked(self.start, self.stop).sum()) // self.parameter.element_size()
+
+    def overlaps(self, other: _Extent) -> bool:
+        """Whether they share a byte; they do begin before the other ends, and vice versa."""
+        if self.is_dense and other.is_dense:
+            return True
+        start, stop = min(self.start, other.start), max(self.stop, other.stop)
+        return bool((self._marked(start, stop) & other._marked(start, stop)).any())
+
+    def _marked(self, start: int, stop: int) -> torch.Tensor:
+        """bool [stop - start]: which of the bytes are the parameter's."""
+        found = torch.zeros(stop - start, dtype=torch.bool)
+        itemsize = self.parameter.element_size()
+        strides = (*(stride * itemsize for stride in self.parameter.stride()), 1)
+        places = torch.arange(stop - start).as_strided((*self.parameter.shape, itemsize), strides, self.start - start)
+        found[places.flatten()] = True
+        return found
 
 
 def parameter_specs(infos: Iterable[ParameterInfo]) -> list[ParameterSpec]:

@@ -43,6 +43,8 @@ class ParameterInfo:
     step: int = 0
     lent_count: int = 0
     """How many `engine.gathered` that are open were given it."""
+    seen_version: int = 0
+    """PyTorch's count of in-place writes to it, when it was last looked at."""
 
     @property
     def fqn(self) -> str:
@@ -51,6 +53,14 @@ class ParameterInfo:
     @property
     def numel(self) -> int:
         return self.shape.numel()
+
+    def note_version(self) -> None:
+        self.seen_version = self.parameter._version
+
+    @property
+    def was_written(self) -> bool:
+        """Whether something wrote to it in place since `note_version`."""
+        return self.parameter._version != self.seen_version
 
     def in_memory_order(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` of this parameter's shape as [numel], contiguous, in the order of the slot. A copy only if needed."""

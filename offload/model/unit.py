@@ -168,6 +168,7 @@ class Unit:
 
     def open_up(self) -> None:
         for info in self.parameters:
+            info.note_version()
             if info.guard is not None:
                 info.guard.open_up()
 

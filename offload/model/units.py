@@ -136,6 +136,12 @@ def uses_of(units: list[ModuleUnit]) -> list[Use]:
     return [Use(unit_of[id(module)], not is_lookup(module)) for module in used]
 
 
+def renormalizing(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
+    """The lookups, by name, that write to the rows that they look up first: `max_norm` is the largest norm they may have."""
+    embeddings = ((name, one) for name, one in model.named_modules() if isinstance(one, (nn.Embedding, nn.EmbeddingBag)))
+    return {name: one for name, one in embeddings if one.max_norm is not None}
+
+
 def is_lookup(module: nn.Module) -> bool:
     """Whether backward through the module does not read its parameters: it takes rows of them by index."""
     return isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward

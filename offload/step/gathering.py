@@ -18,18 +18,16 @@ from offload.model.unit import Unit
 from offload.model.weight_names import persistent_buffers
 from offload.ranks.agreement import Point
 from offload.ranks.consensus import checksum
+from offload.step.homes import Homes
 from offload.step.parts import Parts
 from offload.step.training import Training
-from offload.tiers.memory import HostMemory
 
 
 class Gathering:
     """See the module. Owned by the thread that drives the model."""
 
     def __init__(self, parts: Parts, training: Training) -> None:
-        self._parts, self._training = parts, training
-        flats = [flat for unit in parts.units for flat in unit.flats]
-        self._views = {info.index: view for flat in flats for info, view in zip(flat.parameters, flat.views, strict=True)}
+        self._parts, self._training, self._homes = parts, training, Homes(parts)
 
     @contextmanager
     def gathered(self, infos: Sequence[ParameterInfo]) -> Iterator[None]:
@@ -65,11 +63,11 @@ class Gathering:
         assert info.guard is not None
         if not info.lent_count:
             info.guard.open_up()
-            info.parameter.data = self._views[info.index].clone()
+            info.parameter.data = self._homes.views[info.index].clone()
         info.lent_count += 1
 
     def _refusal(self, info: ParameterInfo) -> str | None:
-        lent, view = info.parameter, self._views[info.index]
+        lent, view = info.parameter, self._homes.views[info.index]
         if (lent.shape, lent.dtype, lent.device) == (view.shape, view.dtype, view.device):
             return None
         return (
@@ -79,16 +77,17 @@ class Gathering:
         )
 
     def _take_back(self, info: ParameterInfo, *, carries: bool) -> None:
-        lent, view = info.parameter.detach(), self._views[info.index]
+        lent, view = info.parameter.detach(), self._homes.views[info.index]
         if carries:
             # Bits, not values: a NaN that was there before is no change.
             written = _bits(info.in_memory_order(lent)) != _bits(info.in_memory_order(view))
             if bool(written.any()):
                 view.copy_(lent)
-                self._write_home(info, written)
+                self._homes.write(info, written)
         info.lent_count -= 1
         if not info.lent_count:
             info.parameter.data = view
+        info.note_version()
 
     def _require_same_writes(self, infos: Sequence[ParameterInfo]) -> None:
         """Each rank carries its shard home, so all must have written the same."""
@@ -147,7 +146,7 @@ class Gathering:
         residency = self._parts.residency
         residency.hold(unit.index)
         for info in unit.parameters:
-            value = info.parameter if info.lent_count else self._views[info.index]
+            value = info.parameter if info.lent_count else self._homes.views[info.index]
             values[info.index] = value.detach().to("cpu", copy=True)
         residency.let_go(unit.index)
         records = self._parts.records
@@ -181,7 +180,7 @@ class Gathering:
         """The chunk's fp32 masters [chunk.numel]; `values`: those of the flat's parameters, by parameter index."""
         records = self._parts.records
         assert records is not None
-        buffer = self._read_record(chunk_of)
+        buffer = self._homes.read_record(chunk_of)
         record = records.over(chunk_of, buffer)
         if MASTER in record.arrays:
             return record.arrays[MASTER]
@@ -197,51 +196,6 @@ class Gathering:
             low, high = piece.start - chunk_of.chunk.start, piece.stop - chunk_of.chunk.start
             part = info.in_memory_order(values[info.index])[piece.start - piece.slot.start : piece.stop - piece.slot.start]
             part.copy_(master[low:high])
-
-    def _read_record(self, chunk_of: ChunkOf) -> torch.Tensor:
-        """The chunk's record in memory: where it lies, or read into a buffer of its own."""
-        records = self._parts.records
-        assert records is not None
-        stored = records.view(chunk_of)
-        if stored is not None:
-            return stored
-        buffer = HostMemory(records.nbytes(chunk_of), "gathered records", ledger=self._parts.ledger).tensor
-        records.read(chunk_of, buffer).wait()
-        return buffer
-
-    def _write_home(self, info: ParameterInfo, written: torch.Tensor) -> None:
-        """Carry the written elements (`written`: bool [numel] in slot order) to the parameter's home and its master."""
-        unit = self._parts.units[info.unit_index]
-        places, records = self._parts.places, self._parts.records
-        ordered = info.in_memory_order(self._views[info.index])
-        for chunk_of in unit.chunks:
-            for other, piece in chunk_of.pieces:
-                if other is not info:
-                    continue
-                part = slice(piece.start - piece.slot.start, piece.stop - piece.slot.start)
-                if records is not None and info.trainable and records.format(chunk_of).own_master:
-                    buffer = self._read_record(chunk_of)
-                    record = records.over(chunk_of, buffer)
-                    low, high = piece.start - chunk_of.chunk.start, piece.stop - chunk_of.chunk.start
-                    record.replace_master(low, high, written[part].to(buffer.device), ordered[part].to(buffer.device))
-                    if records.view(chunk_of) is None:
-                        records.write(chunk_of, buffer).wait()
-                if places is not None:
-                    self._write_chunk(chunk_of)
-
-    def _write_chunk(self, chunk_of: ChunkOf) -> None:
-        places = self._parts.places
-        assert places is not None
-        values = chunk_of.flat.chunk_bytes(chunk_of.chunk)
-        stored = places.view(chunk_of)
-        if stored is not None:
-            self._parts.accelerator.copy_out(stored[: values.numel()], values).wait()
-        elif self._parts.accelerator.unified:
-            places.write(chunk_of, values).wait()
-        else:
-            buffer = HostMemory(values.numel(), "gathered parameters", ledger=self._parts.ledger).tensor
-            self._parts.accelerator.copy_out(buffer, values).wait()
-            places.write(chunk_of, buffer).wait()
 
 
 def _digest(infos: Sequence[ParameterInfo]) -> int:

@@ -33,7 +33,7 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from offload.model.flats import ParameterInfo
 from offload.model.unit import Unit
-from offload.model.units import is_lookup
+from offload.model.units import is_lookup, renormalizing
 from offload.step.gradient_parts import GradientParts, is_accumulated
 from offload.step.residency import Residency
 from offload.step.second_order import SecondOrder, levels_of
@@ -177,6 +177,7 @@ class Hooks:
         self._left_early: dict[int, Unit] = {}
         self._backward_ended = self._accumulates = False
         self._root = self._units[0].modules[0]
+        self._renormalized = {id(module.weight) for module in renormalizing(self._root).values()}
         self._parts = GradientParts(self._units)
         self.second_order = SecondOrder(residency, self._second_order_reaches, listener.failures)
         residency.drop_abandoned_forwards = self.drop_abandoned
@@ -264,11 +265,23 @@ class Hooks:
             elif enclosing := next((other.unit for other in reversed(self._calls) if other.unit is not None), None):
                 # What it computed left by another way than its output: backward reaches it when it reaches its parent.
                 self._residency.accompany(enclosing.index, call.unit.index)
-        self._residency.leave_forward(call.unit.index)
-        with self._listener.failures():
-            self._residency.end_use(call.unit.index, recorded=call.recorded)
-            if not self._calls and not in_backward():
-                self._listener.forward_ended()
+        try:
+            with self._listener.failures():
+                self._report_writes(call.unit)
+        finally:
+            self._residency.leave_forward(call.unit.index)
+            with self._listener.failures():
+                self._residency.end_use(call.unit.index, recorded=call.recorded)
+                if not self._calls and not in_backward():
+                    self._listener.forward_ended()
+
+    def _report_writes(self, unit: Unit) -> None:
+        """What this forward wrote in place to parameters that it had."""
+        uncounted = self._renormalized if torch.is_inference_mode_enabled() else ()  # no versions are counted there
+        for info in [info for one in (unit, *unit.residency.companions) for info in one.parameters]:
+            if (info.was_written or id(info.parameter) in uncounted) and not info.lent_count:
+                info.note_version()
+                self._listener.forward_wrote(info)
 
     def drop_abandoned(self) -> None:
         """Forget the calls that an interrupt ended."""
@@ -421,6 +434,10 @@ class Listener:
 
     def forward_ended(self) -> None:
         """An outermost forward is over (or was cut short by an exception)."""
+        raise NotImplementedError
+
+    def forward_wrote(self, info: ParameterInfo) -> None:
+        """A forward that is about to end wrote to the parameter in place."""
         raise NotImplementedError
 
     def backward_begins(self) -> None:

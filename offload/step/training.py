@@ -22,6 +22,7 @@ from offload.model.flats import ParameterInfo, some_of
 from offload.model.guard import TakenGradient
 from offload.model.unit import Unit
 from offload.ranks.agreement import Point
+from offload.step.homes import Homes
 from offload.step.hooks import cast_floating
 from offload.step.loss_scale import LossScale
 from offload.step.norm import clip_factor, exchanged, norm_of
@@ -47,6 +48,7 @@ class Training(Usable):
         self._places, self._records, self._stage = parts.places, parts.records, parts.layout.stage
         self._accelerator, self._timeline = parts.accelerator, parts.timeline
         self._memory_is_short = parts.places is not None or parts.placement.uses_nvme
+        self._homes = Homes(parts)
         self.loss_scale = loss_scale
         self.max_grad_norm: float | None = None
         self.input_dtype: torch.dtype | None = None
@@ -84,6 +86,18 @@ class Training(Usable):
     def forward_ended(self) -> None:
         # What this forward did not use (an expert, a head) is not updated under it: do it now.
         self._finish_updates()
+
+    def forward_wrote(self, info: ParameterInfo) -> None:
+        """Carry all its values home: of fp32 parameters, and of what is not trained, that is exactly what was written."""
+        wrote = f"a forward wrote to parameter {info.fqn!r} in place"
+        instead = "Write to it between steps, inside `with engine.gathered([parameter]):`."
+        if self._ranks is not None:
+            raise UsageError(f"{wrote}: each rank's would write something else to what all share. {instead}")
+        if info.trainable and info.dtype != torch.float32:
+            raise UsageError(f"{wrote}, which its fp32 master does not see: its next update would undo it. {instead}")
+        if self._updates is not None and self._updates.watcher is not None:
+            raise UsageError(f"{wrote} while a save with wait=False copies it: wait for the save first. {instead}")
+        self._homes.write(info, torch.ones(info.numel, dtype=torch.bool))
 
     def backward_begins(self) -> None:
         self.check()
