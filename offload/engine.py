@@ -293,7 +293,8 @@ class Engine:
         one is there, the old one is. Host memory: the largest chunk's record.
 
         client_state  JSON values to get back from `load_checkpoint`: a scheduler's state_dict(), the position in the data, ...
-        keep_last     with `dir` = "folder/step-<n>": remove all numbered checkpoints in the folder but the last so many
+        keep_last     with `dir` = "folder/step-<n>": remove all numbered checkpoints in the folder but the last so many, by
+                      when they were written, that are sound. Damaged ones and links do not count, and stay
         wait          False: return at once and write beside training. What is saved is the state of this moment; the
                       checkpoint is there when the returned `Save`'s `wait()` returns. The next save, a load, `export`,
                       `gathered`, `close()` and the end of the interpreter wait for it. A failure is raised once: by
@@ -317,7 +318,7 @@ class Engine:
             return self._checkpointing.load(Path(dir))
 
     def resume_or_start(self, dir: str | os.PathLike[str], *, catch_sigterm: bool = False) -> dict[str, Any] | None:
-        """Load the newest sound checkpoint "step-<n>" in `dir` and return its client_state; None if there is none at all.
+        """Load the sound checkpoint "step-<n>" in `dir` that was written last; return its client_state, None if there is none.
 
         Checkpoints that are damaged are passed over with a warning. Raises `CheckpointError` if all of them are.
 

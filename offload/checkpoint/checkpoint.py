@@ -21,7 +21,7 @@ from offload.checkpoint.export import Exporter
 from offload.checkpoint.manifest import LossScaleEntry, Manifest, ModelEntry, OptimizerEntry
 from offload.checkpoint.matching import Matching
 from offload.checkpoint.model_names import buffers_once, kept_fqn, model_configs
-from offload.checkpoint.numbering import check_keep_last, newest_number, numbered
+from offload.checkpoint.numbering import check_keep_last, highest_number, numbered
 from offload.checkpoint.opened import OpenedCheckpoint
 from offload.checkpoint.param_groups import group_numbers, restore_group_numbers
 from offload.checkpoint.random_state import CPU, DEVICE, put_random_state
@@ -161,10 +161,10 @@ class Checkpointing:
         return value
 
     def save_next(self, folder: Path, client_state: Mapping[str, Any] | None, keep_last: int | None) -> None:
-        """Save as the newest checkpoint in `folder`: "step-<steps done>", or one more than the newest number there."""
+        """Save as the newest checkpoint in `folder`: "step-<steps done>", or one more than the highest number there."""
         done = self._training.step_count + self._training.loss_scale.skipped_step_count
-        newest = newest_number(folder)
-        self.save(folder / f"step-{done if newest <= done else newest + 1}", client_state, keep_last)
+        highest = highest_number(folder)
+        self.save(folder / f"step-{done if highest <= done else highest + 1}", client_state, keep_last)
 
     def resume_or_start(self, path: Path) -> dict[str, Any] | None:
         """See `Engine.resume_or_start`."""
@@ -224,6 +224,8 @@ class Checkpointing:
         opened.check_files()
         ranks = self._parts.ranks
         opened.check_contents(ranks.index if ranks is not None else 0, ranks.world_size if ranks is not None else 1)
+        if ranks is None:
+            self.saver.soundness.note_sound(opened.path)
         return matching
 
     def _restore(self, opened: OpenedCheckpoint, matching: Matching) -> None:

@@ -1,4 +1,8 @@
-"""Checkpoints named "step-<n>" in one folder: which there are, and which are no longer wanted."""
+"""Checkpoints named "step-<n>" in one folder: which there are, and which are no longer wanted.
+
+The newest is the one that was written last, whatever the numbers: another run's may be higher. When it was written is said
+by the times of its files, which a save sets behind all others' where the clock went back. Copies must keep these times.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +10,70 @@ import os
 import re
 from pathlib import Path
 
-from offload.checkpoint.staged_folder import MANIFEST_NAME, retire, take_back
+from offload.checkpoint.soundness import Soundness
+from offload.checkpoint.staged_folder import MANIFEST_NAME, retire, take_back, write_failure
 from offload.errors import StorageError, UsageError
 
 _NUMBERED = re.compile(r"step-(\d{1,18})")
+_TICK_NS = 2_000_000_000
+"""What every file system tells apart."""
 
 
 def numbered(path: Path) -> list[Path]:
-    """The checkpoints `step-<n>` in a folder, the newest first. Raises `StorageError` where it cannot be listed."""
+    """The checkpoints `step-<n>` in a folder, the one written last first. Raises `StorageError` where it cannot be listed."""
     try:
         take_back(path)
-        found = [(int(match[1]), path / match[0]) for name in os.listdir(path) if (match := _NUMBERED.fullmatch(name))]
+        names = [name for name in os.listdir(path) if _NUMBERED.fullmatch(name)]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise StorageError(
             error.errno, f"{str(path)!r} cannot be listed ({error.strerror}): name the folder that holds the checkpoints."
         ) from error
-    return [one for _, one in sorted(found, reverse=True)]
+    return sorted((path / name for name in names), key=lambda one: (_written_ns(one), _number(one.name)), reverse=True)
 
 
-def newest_number(path: Path) -> int:
+def highest_number(path: Path) -> int:
     """Of the checkpoints in a folder; 0 if there are none."""
-    return max((int(found.name.removeprefix("step-")) for found in numbered(path)), default=0)
+    return max((_number(found.name) for found in numbered(path)), default=0)
+
+
+def _number(name: str) -> int:
+    return int(name.removeprefix("step-"))
+
+
+def _written_ns(path: Path) -> int:
+    """The time of its oldest file: one that is damaged later makes it no newer."""
+    return min(_times_ns(path), default=0)
+
+
+def _times_ns(path: Path) -> list[int]:
+    try:
+        return [entry.stat(follow_symlinks=False).st_mtime_ns for entry in os.scandir(path)]
+    except OSError:
+        return []  # whoever opens it says why
+
+
+def date_behind_others(folder: Path, target: Path) -> None:
+    """The checkpoint in `folder`, which is about to become `target`, is the one written last of those beside it."""
+    if not _NUMBERED.fullmatch(target.name):
+        return
+    latest = max((_written_ns(path) for path in numbered(target.parent) if path.name != target.name), default=-1)
+    if _written_ns(folder) <= latest:
+        try:
+            for name in os.listdir(folder):
+                _set_time(folder / name, latest + _TICK_NS)
+        except OSError as error:
+            raise write_failure("dating the files of", folder, error) from error
+
+
+def _set_time(path: Path, time_ns: int) -> None:
+    fileno = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.utime(fileno, ns=(time_ns, time_ns))
+        os.fsync(fileno)
+    finally:
+        os.close(fileno)
 
 
 def check_keep_last(path: Path, keep_last: int | None) -> None:
@@ -43,10 +88,17 @@ def check_keep_last(path: Path, keep_last: int | None) -> None:
         )
 
 
-def retire_older(saved: Path, keep_last: int) -> None:
-    """Remove all numbered checkpoints beside `saved` but the last so many. Raises `StorageError`."""
-    for path in numbered(saved.parent)[keep_last:]:
-        if path.name != saved.name and not path.is_symlink() and (path / MANIFEST_NAME).is_file():
+def retire_older(saved: Path, keep_last: int, soundness: Soundness) -> None:
+    """Remove the numbered checkpoints beside `saved` but the last so many, with it, that are sound. Raises `StorageError`.
+
+    What is damaged, and links, do not count and stay; so does what holds other files."""
+    kept_count = 1
+    for path in numbered(saved.parent):
+        if path.name == saved.name or path.is_symlink():
+            continue
+        if kept_count < keep_last:
+            kept_count += soundness.is_sound(path)
+        elif (path / MANIFEST_NAME).is_file() and not soundness.is_known_damaged(path):
             try:
                 retire(path)
             except OSError as error:

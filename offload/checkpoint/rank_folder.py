@@ -19,6 +19,7 @@ from types import TracebackType
 
 from offload.checkpoint.manifest import Manifest, ParameterEntry, encode
 from offload.checkpoint.manifest_decoding import decode
+from offload.checkpoint.numbering import date_behind_others
 from offload.checkpoint.staged_folder import MANIFEST_NAME, StagedFolder, open_folder
 from offload.checkpoint.tensor_file import write_file
 from offload.errors import CheckpointError, RankError
@@ -103,6 +104,7 @@ class RankFolder:
         for index in range(self._ranks.world_size):
             os.unlink(self.path / _part_name(index))
         write_file(self.path / MANIFEST_NAME, encode(merged))
+        date_behind_others(self.path, self.target)
         self._staged.commit()
         self.path = self._staged.path
 

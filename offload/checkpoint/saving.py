@@ -33,8 +33,9 @@ from torch import nn
 
 from offload.checkpoint.idleness import Idleness
 from offload.checkpoint.manifest import Manifest, encode
-from offload.checkpoint.numbering import retire_older
+from offload.checkpoint.numbering import date_behind_others, retire_older
 from offload.checkpoint.rank_folder import RankFolder
+from offload.checkpoint.soundness import Soundness
 from offload.checkpoint.staged_folder import MANIFEST_NAME, StagedFolder
 from offload.checkpoint.state_reading import Failures
 from offload.checkpoint.tensor_file import write_file
@@ -193,6 +194,7 @@ class Saver:
     def __init__(self, parts: Parts, training: Training, model: nn.Module, finish_updates: Callable[[], None]) -> None:
         """`finish_updates`: has every update that is enqueued made, or raises why it cannot be."""
         self._parts, self._training, self._model, self._finish_updates = parts, training, model, finish_updates
+        self.soundness = Soundness()
         self._lane: HostLane | None = None
         self._making: _Making | None = None
         self._last: Save | None = None
@@ -227,7 +229,7 @@ class Saver:
             elif self.follows_updates:
                 self._finish_updates()
             making.may_run = True
-            lane.submit(lambda: making.run(lambda: _write(making, manifest, keep_last, idleness)))
+            lane.submit(lambda: making.run(lambda: self._write(making, manifest, keep_last, idleness)))
             if wait:
                 save.wait()
         except BaseException as error:
@@ -279,6 +281,20 @@ class Saver:
             if self._lane is not None:
                 self._lane.close()
 
+    def _write(self, making: _Making, manifest: Manifest, keep_last: int | None, idleness: Idleness) -> None:
+        folder, snapshot = making.folder, making.snapshot
+        assert snapshot is not None
+        snapshot.copy(idleness.make_update)
+        if isinstance(folder, RankFolder):
+            folder.commit(manifest)
+        else:
+            write_file(folder.path / MANIFEST_NAME, encode(manifest))
+            date_behind_others(folder.path, folder.target)
+            folder.commit()
+        self.soundness.note_sound(folder.target)
+        if keep_last is not None and not (isinstance(folder, RankFolder) and not folder.is_first):
+            retire_older(folder.target, keep_last, self.soundness)
+
     def _open_lane(self) -> HostLane:
         if self._lane is None:
             self._lane = self._parts.accelerator.host_lane("checkpoint", waits_for_io=True)
@@ -296,16 +312,3 @@ def _folder(path: Path, parts: Parts) -> Folder:
     if parts.ranks is None or parts.rendezvous is None:
         return StagedFolder(path, replace=True)
     return RankFolder(path, parts.ranks, parts.rendezvous)
-
-
-def _write(making: _Making, manifest: Manifest, keep_last: int | None, idleness: Idleness) -> None:
-    folder, snapshot = making.folder, making.snapshot
-    assert snapshot is not None
-    snapshot.copy(idleness.make_update)
-    if isinstance(folder, RankFolder):
-        folder.commit(manifest)
-    else:
-        write_file(folder.path / MANIFEST_NAME, encode(manifest))
-        folder.commit()
-    if keep_last is not None and not (isinstance(folder, RankFolder) and not folder.is_first):
-        retire_older(folder.target, keep_last)

@@ -343,7 +343,63 @@ def test_keep_last_keeps_what_was_saved_and_what_is_not_ours(opened: Any, tmp_pa
         engine.save_checkpoint(tmp_path / f"step-{n}")
     (tmp_path / "step-5" / "notes.txt").write_text("mine")
     engine.save_checkpoint(tmp_path / "step-1", keep_last=1)
-    assert {name for name in os.listdir(tmp_path) if name.startswith("step")} == {"step-1", "step-5", "step-7"}
+    assert {name for name in os.listdir(tmp_path) if name.startswith("step")} == {"step-1", "step-5"}
+
+
+def numbers_in(folder: Path) -> set[int]:
+    return {int(name.removeprefix("step-")) for name in os.listdir(folder) if name.startswith("step-")}
+
+
+@pytest.mark.parametrize("ahead_seconds", [0, 3600])
+def test_an_older_runs_higher_numbers(opened: Any, tmp_path: Path, ahead_seconds: int) -> None:
+    """What was written last is kept and resumed, also where the older run's clock was ahead."""
+    older = make(opened)
+    for n in (100, 200, 300):
+        older.save_checkpoint(tmp_path / f"step-{n}", client_state={"n": n})
+        for file in (tmp_path / f"step-{n}").iterdir():
+            written_ns = file.stat().st_mtime_ns + ahead_seconds * 10**9
+            os.utime(file, ns=(written_ns, written_ns))
+    newer = make(opened)
+    for n in (5, 6, 7, 8):
+        newer.save_checkpoint(tmp_path / f"step-{n}", client_state={"n": n}, keep_last=3, wait=n % 2 == 0).wait()
+        assert numbers_in(tmp_path) == {5: {5, 300, 200}, 6: {6, 5, 300}, 7: {7, 6, 5}, 8: {8, 7, 6}}[n]
+        assert make(opened).resume_or_start(tmp_path) == {"n": n}
+
+
+def flip_a_byte(folder: Path) -> None:
+    file = next(folder.glob("unit-*"))
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+DAMAGES: dict[str, Any] = {
+    "a byte": flip_a_byte,
+    "the manifest": lambda folder: (folder / "MANIFEST.json").write_bytes(b"{}"),
+    "no manifest": lambda folder: (folder / "MANIFEST.json").unlink(),
+    "a file is missing": lambda folder: next(folder.glob("unit-*")).unlink(),
+    "a file is short": lambda folder: os.truncate(next(folder.glob("unit-*")), 5000),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("same_process", [True, False])
+def test_damaged_ones_and_links_do_not_count(
+    opened: Any, tmp_path: Path, damage: str, same_process: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make(opened)
+    for n in (1, 2, 3, 4):
+        engine.save_checkpoint(tmp_path / f"step-{n}", client_state={"n": n})
+    DAMAGES[damage](tmp_path / "step-4")
+    (tmp_path / "step-900").symlink_to(tmp_path / "step-3")
+    again = engine if same_process else make(opened)
+    again.save_checkpoint(tmp_path / "step-5", client_state={"n": 5}, keep_last=3)
+    assert numbers_in(tmp_path) == {900, 5, 4, 3, 2}
+    assert "step-4 does not count" in caplog.text and caplog.text.count("does not count") == 1
+    again.save_checkpoint(tmp_path / "step-6", client_state={"n": 6}, keep_last=1)
+    assert numbers_in(tmp_path) == {900, 6, 4}
+    DAMAGES[damage](tmp_path / "step-6")
+    with refused(offload.CheckpointError, "step-"):
+        again.resume_or_start(tmp_path)
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.5, "2"])
