@@ -10,18 +10,19 @@ import torch
 from torch import nn
 
 from offload import _native
+from offload.build.building import Building
+from offload.build.handshake import agree_on_least, config_facts, parameter_facts
+from offload.build.materialize import InitialValues, NoValues, initial_buffers
 from offload.config import Config
+from offload.deferred_init.deferred_init import name_parameters
 from offload.device.accelerator import Accelerator
 from offload.device.cpu import CpuAccelerator
 from offload.device.cuda import CudaAccelerator
 from offload.device.deferred import DeferredAccelerator
 from offload.device.host_room import host_room
-from offload.ranks.transport import Ranks
 from offload.device.records import RecordFormat
 from offload.errors import BudgetError, ConfigError
 from offload.layout import CHUNK_NUMELS, Layout, ParameterSpec, build_layout
-from offload.build.building import Building
-from offload.deferred_init.deferred_init import name_parameters
 from offload.model.description import (
     check_buffers,
     check_renormalized,
@@ -31,18 +32,17 @@ from offload.model.description import (
     parameter_specs,
 )
 from offload.model.flats import ParameterInfo
-from offload.build.handshake import agree_on_least, config_facts, parameter_facts
-from offload.ranks.consensus import Facts, together
-from offload.build.materialize import InitialValues, NoValues, initial_buffers
 from offload.model.optimizer_kinds import InitialState, check_optimizer, initial_state, moments_of
-from offload.step.parts import Parts
-from offload.planning.placement import ALONE, Placement, Sharing, decide, record_format
-from offload.step.reduction import AVERAGE_VARIABLE, average_dtype
 from offload.model.units import ModuleUnit, fold_for_ranks, partition, uses_of
 from offload.model.weights import WeightSource
 from offload.planning.budget import Footprint, Tier
+from offload.planning.placement import ALONE, Placement, Sharing, decide, record_format
 from offload.planning.plan import expected_nbytes, worthwhile_nbytes
 from offload.planning.trace import Expected
+from offload.ranks.consensus import Facts, together
+from offload.ranks.transport import Ranks
+from offload.step.parts import Parts
+from offload.step.reduction import AVERAGE_VARIABLE, average_dtype
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LEAST_UNIT_NUMEL = 64 * 1024

@@ -6,31 +6,32 @@ from collections.abc import Callable
 
 import torch
 
+from offload.build.materialize import InitialValues, Materializer
+from offload.build.storage import Storage
 from offload.config import Config
 from offload.device.accelerator import Accelerator, HomeMemory, UnitMemory
-from offload.ranks.transport import Ranks
 from offload.device.records import RecordFormat
 from offload.layout import FlatLayout, Layout, UnitLayout
-from offload.step.fetching import DirectFetcher, Fetcher, GatheredFetcher, HomeFetcher, StagedFetcher
 from offload.model.chunk import ChunkOf
 from offload.model.flats import Flat, ParameterInfo
-from offload.model.unit import Unit
-from offload.step.gradients import Gradients
-from offload.build.materialize import InitialValues, Materializer
 from offload.model.optimizer_kinds import InitialState
-from offload.step.parts import Closable, Parts, give_back
+from offload.model.unit import Unit
+from offload.model.units import ModuleUnit
 from offload.planning.placement import KEPT_PARAMETERS, KEPT_RECORDS, Placement, record_format
+from offload.planning.route import Arrival, Memory, routes_of
+from offload.planning.trace import Expected
+from offload.ranks.rendezvous import Rendezvous
+from offload.ranks.transport import Ranks
+from offload.step.fetching import DirectFetcher, Fetcher, GatheredFetcher, HomeFetcher, StagedFetcher
+from offload.step.gradients import Gradients
+from offload.step.parts import Closable, Parts, give_back
 from offload.step.places import ParameterPlaces, RecordPlaces
 from offload.step.reduction import Reduction
-from offload.ranks.rendezvous import Rendezvous
 from offload.step.residency import Capacity, Residency
 from offload.step.shard_exchange import ShardExchange
-from offload.step.sinks import CopyInSink, CopyOutSink, InPlaceSink, ParameterSink, ResidentSink, StoreSink
-from offload.build.storage import Storage
+from offload.step.sinks import sink_for
 from offload.step.timeline import Timeline
-from offload.model.units import ModuleUnit
 from offload.step.update import Updates
-from offload.planning.trace import Expected
 from offload.tiers.memory import MemoryLedger
 from offload.tiers.staging import StagingPool
 
@@ -50,6 +51,7 @@ class Building:
         """`moments`: what the optimizer keeps (`offload.device.rules.MOMENTS`)."""
         self._accelerator, self._layout, self._placement, self._config = accelerator, layout, placement, config
         self._ranks, self._moments = ranks, moments
+        self._routes = routes_of(layout, placement, unified=accelerator.unified)
         self.value_facts: dict[str, int] = {}
         self._ledger = MemoryLedger()
         self._made: list[Closable] = [accelerator]
@@ -98,7 +100,9 @@ class Building:
                 reduced=self._ranks is not None,
                 transit_buffer_count=placement.transit_buffer_count,
             )
-            updates = Updates(records, gradients, self._sink(places, pool), pool, accelerator, timeline)
+            emissions = {route.emission for route in self._routes}
+            sinks = {emission: sink_for(emission, accelerator, pool, places) for emission in emissions}
+            updates = Updates(records, gradients, sinks, pool, accelerator, timeline)
             self._made.extend((gradients, updates))
         fetcher = self._fetcher(places, pool, updates)
         self._made.append(fetcher)
@@ -127,8 +131,8 @@ class Building:
 
     @property
     def _fetches_or_stores(self) -> bool:
-        """Whether parameters have a home in a store, rather than for good in memory that the device computes on."""
-        return self._placement.unit_capacity_nbytes is not None
+        """Whether parameters of any unit have a home in a store."""
+        return any(route.has_store for route in self._routes)
 
     @property
     def _has_unit_budget(self) -> bool:
@@ -141,10 +145,10 @@ class Building:
         for flat_layout in layout.flats:
             members = [by_index[slot.parameter_index] for slot in flat_layout.slots]
             memory = self._memory(flat_layout)
-            flats.append(Flat(flat_layout, memory, members[0].dtype, members))
+            flats.append(Flat(flat_layout, memory, members[0].dtype, members, self._routes[layout.index]))
             if self._fetches_or_stores and memory.filled and not memory.stays:
                 memory.empty()
-        return Unit(layout, module_unit.modules, flats, infos)
+        return Unit(layout, module_unit.modules, flats, infos, self._routes[layout.index])
 
     def _memory(self, flat: FlatLayout) -> UnitMemory:
         units, kept_count = self._layout.units, self._placement.kept.unit_count
@@ -158,14 +162,12 @@ class Building:
     # ---- ways ----------------------------------------------------------------------------------------------------
 
     def _is_undoable(self, chunk_of: ChunkOf) -> bool:
-        flat = chunk_of.flat.layout
-        return flat.trainable and flat.unit_index in self._placement.undoable_units
+        return chunk_of.flat.layout.trainable and chunk_of.route.undoable
 
     @property
     def _states_device(self) -> torch.device | None:
         """Where records lie, if that is memory out of the host's reach."""
-        on_device = self._placement.optimizer_states == "device" and not self._accelerator.unified
-        return self._accelerator.device if on_device else None
+        return self._accelerator.device if any(route.update_in is Memory.DEVICE for route in self._routes) else None
 
     def _format_of(self, flat: FlatLayout) -> RecordFormat:
         tiers = self._placement
@@ -173,33 +175,11 @@ class Building:
             self._accelerator, self._config, self._moments, tiers.parameters, tiers.optimizer_states, flat.dtype
         )
 
-    def _sink(self, places: ParameterPlaces | None, pool: StagingPool) -> ParameterSink:
-        accelerator, placement = self._accelerator, self._placement
-        on_device = placement.optimizer_states == "device"
-        if self._layout.shards_parameters:
-            assert places is not None
-            return self._shard_sink(places, pool)
-        if accelerator.unified:
-            return InPlaceSink() if places is None else ResidentSink(places)
-        if places is None:
-            return InPlaceSink() if on_device else CopyInSink(accelerator, pool)
-        return CopyOutSink(accelerator, places, pool) if on_device else StoreSink(places, pool)
-
-    def _shard_sink(self, places: ParameterPlaces, pool: StagingPool) -> ParameterSink:
-        """Shards are updated at home: what is resident holds the other ranks' too, and is gathered anew."""
-        accelerator, placement = self._accelerator, self._placement
-        if accelerator.unified or (placement.parameters == "device") == (placement.optimizer_states == "device"):
-            return StoreSink(places, pool)
-        if placement.parameters == "device":
-            return CopyInSink(accelerator, pool, places)
-        return CopyOutSink(accelerator, places, pool)
-
     def _fetcher(self, places: ParameterPlaces | None, pool: StagingPool, updates: Updates | None) -> Fetcher:
-        if places is None:
+        arrivals = {route.arrival for route in self._routes}
+        if places is None or arrivals <= {Arrival.STAYS}:
             return HomeFetcher()
-        if self._accelerator.unified and not self._layout.shards_parameters:
-            return DirectFetcher(places)
-        return StagedFetcher(self._accelerator, places, pool, updates)
+        return StagedFetcher(self._accelerator, places, pool, updates) if Arrival.COPIED in arrivals else DirectFetcher(places)
 
     # ---- ranks ---------------------------------------------------------------------------------------------------
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from offload.config import Config
-from offload.ranks.transport import Ranks
-from offload.errors import ConfigError, RankError
 from offload.layout import Layout
 from offload.model.flats import ParameterInfo
-from offload.planning.placement import Placement
 from offload.planning.budget import Tier
+from offload.planning.placement import Placement
+from offload.ranks.transport import Ranks
 
 _TIERS: tuple[Tier, ...] = ("device", "cpu", "nvme")
 _MAY_DIFFER = ("nvme",)

@@ -12,16 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
-from offload.device.accelerator import Accelerator
 from offload.deferred_init.deferred_init import held_values, materialize
+from offload.device.accelerator import Accelerator
 from offload.model.chunk import ChunkOf
 from offload.model.flats import ParameterInfo
-from offload.model.unit import Unit
-from offload.ranks.consensus import checksum
 from offload.model.optimizer_kinds import InitialState
-from offload.step.places import ParameterPlaces, RecordPlaces
+from offload.model.unit import Unit
 from offload.model.weight_names import persistent_buffers
 from offload.model.weights import WeightSource
+from offload.ranks.consensus import checksum
+from offload.step.places import ParameterPlaces, RecordPlaces
 from offload.tiers.memory import HostMemory, MemoryLedger
 
 

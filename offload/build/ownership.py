@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from offload.errors import ConfigError, UsageError
 from offload.deferred_init.held_tensors import Slot, replacing_held_tensors
+from offload.errors import ConfigError, UsageError
 from offload.model.flats import ParameterInfo
 from offload.model.guard import ParameterGuard
 from offload.model.optimizer import OffloadOptimizer

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from offload.config import Config
 from offload.device.accelerator import Accelerator, HomeMemory
 from offload.layout import Extent, UnitLayout
-from offload.step.parts import Closable
-from offload.planning.placement import KEPT_PARAMETERS, KEPT_RECORDS, Placement
-from offload.step.places import ACCUMULATED, OPTIMIZER_STATES, StoreFactory
 from offload.planning.budget import Tier
+from offload.planning.placement import KEPT_PARAMETERS, KEPT_RECORDS, Placement
+from offload.step.parts import Closable
+from offload.step.places import ACCUMULATED, OPTIMIZER_STATES, StoreFactory
 from offload.tiers.device import DeviceStore
 from offload.tiers.io import IoBackend, open_backend
 from offload.tiers.memory import HostMemory, MemoryLedger

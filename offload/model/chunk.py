@@ -17,6 +17,7 @@ import torch
 
 from offload.device.pending import Pending
 from offload.layout import Chunk, Extent, Piece
+from offload.planning.route import Route
 from offload.tiers.staging import Lease
 
 if TYPE_CHECKING:
@@ -105,6 +106,11 @@ class ChunkOf:
     record: Place = field(default_factory=Place)
     gradient: ChunkGradient | None = None
     overwritten_by: int = -1
+
+    @property
+    def route(self) -> Route:
+        """Of its unit."""
+        return self.flat.route
 
     @property
     def nbytes(self) -> int:

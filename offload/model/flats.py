@@ -20,6 +20,7 @@ from offload.device.accelerator import UnitMemory, with_own_storage
 from offload.layout import Chunk, FlatLayout, Slot
 from offload.model.chunk import ChunkOf
 from offload.model.guard import ParameterGuard
+from offload.planning.route import Route
 
 
 @dataclass(slots=True)
@@ -94,8 +95,12 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 class Flat:
     """One flat buffer of one unit on the device."""
 
-    def __init__(self, layout: FlatLayout, memory: UnitMemory, dtype: torch.dtype, parameters: list[ParameterInfo]) -> None:
+    def __init__(
+        self, layout: FlatLayout, memory: UnitMemory, dtype: torch.dtype, parameters: list[ParameterInfo], route: Route
+    ) -> None:
         self.layout = layout
+        self.route = route
+        """Of its unit."""
         self.memory = memory
         self.dtype = dtype
         self.parameters = parameters

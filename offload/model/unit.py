@@ -23,6 +23,7 @@ from offload.errors import InitializerError
 from offload.layout import UnitLayout
 from offload.model.chunk import ChunkOf
 from offload.model.flats import Flat, ParameterInfo
+from offload.planning.route import Emission, Route
 from offload.ranks.rendezvous import Asked
 
 
@@ -121,9 +122,15 @@ class Unit:
     """Those whose forward uses the unit; more than one where they share its parameters."""
     flats: list[Flat]
     parameters: list[ParameterInfo]
+    route: Route
     residency: UnitResidency = field(default_factory=UnitResidency)
     fetch: Fetch | None = None
     """Written by the fetcher, in the thread that drives the model; its copies are added by the fetcher's lane."""
+
+    @property
+    def needs_residency(self) -> bool:
+        """Whether it must be in device memory while it is updated."""
+        return self.route.emission is Emission.RESIDENT
 
     @property
     def index(self) -> int:

@@ -197,7 +197,7 @@ class Residency:
     def bring_first(self) -> None:
         """Start the fetch of the first unit that the next forward will find missing, if its update is enqueued and needs it.
         What is in memory of units that come later, not yet updated, goes where it is in the way."""
-        if self._updates is None or not self._updates.needs_residency:
+        if self._updates is None:
             return
         begun = self._updates.launched_units
         first = next(
@@ -221,7 +221,7 @@ class Residency:
         if self._updates is None:
             return
         for unit_index in self._updates.pending_units:
-            if not self._updates.needs_residency:
+            if not self._units[unit_index].needs_residency:
                 if self._may_evict(unit_index):
                     self._drop(unit_index)
                 self._updates.launch(unit_index)
@@ -239,7 +239,8 @@ class Residency:
         """Run the unit's update, if it is still enqueued, bringing in what it needs."""
         if self._updates is None or not self._updates.is_pending(unit_index):
             return
-        if self._updates.needs_residency or self._units[unit_index].residency.state is not UnitState.ABSENT:
+        unit = self._units[unit_index]
+        if unit.needs_residency or unit.residency.state is not UnitState.ABSENT:
             self._bring(unit_index)
         else:
             self._updates.finish(unit_index)
@@ -298,7 +299,8 @@ class Residency:
                 self._start_fetch(op.unit_index, optional=True)
             elif self._may_evict(op.unit_index):
                 updates = self._updates
-                if updates is not None and updates.needs_residency and updates.is_running(op.unit_index):
+                runs = updates is not None and updates.is_running(op.unit_index)
+                if runs and self._units[op.unit_index].needs_residency:
                     return
                 self._evict(op.unit_index)
             self._deferred = self._deferred[1:]
@@ -323,7 +325,8 @@ class Residency:
         self._resident_nbytes += self._units[unit_index].residency.nbytes
         self.peak_resident_nbytes = max(self.peak_resident_nbytes, self._resident_nbytes)
         self._fetcher.start(self._units[unit_index])
-        if self._updates is not None and self._updates.needs_residency and self._updates.is_pending(unit_index):
+        unit = self._units[unit_index]
+        if self._updates is not None and unit.needs_residency and self._updates.is_pending(unit_index):
             self._updates.launch(unit_index)
 
     def _bring(self, unit_index: int) -> None:

@@ -1,4 +1,4 @@
-"""Where an update finds a chunk's parameter values and where it leaves the new ones: one sink per placement.
+"""Where an update finds a chunk's parameter values and where it leaves the new ones: one sink per `Emission`.
 
 A sink's `begin` gives the values [chunk.numel] in the parameters' dtype, in memory that the update's kernel can
 address; `commit` brings what the update wrote there to the parameters' home. Where the parameters are (a part of) their
@@ -22,6 +22,7 @@ from offload.layout import Piece
 from offload.model.chunk import ChunkOf
 from offload.planning.budget import READ_AHEAD
 from offload.planning.purposes import EMITTED
+from offload.planning.route import Emission
 from offload.step.places import ParameterPlaces
 from offload.tiers.staging import Lease, StagingPool
 
@@ -39,9 +40,6 @@ class Old(Enum):
 
 class ParameterSink(ABC):
     """See the module. One chunk is between `begin` and `commit` at a time, on the update's thread."""
-
-    needs_residency = False
-    """Whether the unit must be in device memory while it is updated."""
 
     def read_ahead(self, chunk_of: ChunkOf) -> None:  # noqa: B027 - most have the values at hand
         """Start reading values of which a later `begin` will need all. May do nothing."""
@@ -73,8 +71,6 @@ class InPlaceSink(ParameterSink):
 
 class ResidentSink(ParameterSink):
     """The unit is resident in memory that the kernel can address; its home is a store."""
-
-    needs_residency = True
 
     def __init__(self, places: ParameterPlaces) -> None:
         self._places = places
@@ -221,3 +217,15 @@ class CopyOutSink(ParameterSink):
         if lease is not None:
             lease.release(after=self._places.write(chunk_of, lease.tensor[:nbytes]))
         return Settled()
+
+
+def sink_for(emission: Emission, accelerator: Accelerator, pool: StagingPool, places: ParameterPlaces | None) -> ParameterSink:
+    """`places`: absent where no unit's parameters have a store."""
+    if emission is Emission.IN_PLACE:
+        return InPlaceSink()
+    if emission is Emission.COPY_IN:
+        return CopyInSink(accelerator, pool, places)
+    assert places is not None
+    if emission is Emission.RESIDENT:
+        return ResidentSink(places)
+    return StoreSink(places, pool) if emission is Emission.STORE else CopyOutSink(accelerator, places, pool)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from offload.device import updating
 from offload.device.accelerator import Accelerator
-from offload.device.lane import InlineLane, ThreadLane
+from offload.device.lane import HostLane, InlineLane, ThreadLane
 from offload.device.pending import Pending
 from offload.device.records import Record
 from offload.device.rules import Hyper
@@ -29,6 +29,7 @@ from offload.model.chunk import ChunkOf
 from offload.model.flats import ParameterInfo
 from offload.model.unit import Unit
 from offload.planning.purposes import RECORDS, RECORDS_ON_DEMAND
+from offload.planning.route import Emission, Memory
 from offload.ranks.rendezvous import Asked
 from offload.step.gradients import Gradients
 from offload.step.places import RecordPlaces
@@ -96,16 +97,19 @@ class Updates:
         self,
         records: RecordPlaces,
         gradients: Gradients,
-        sink: ParameterSink,
+        sinks: Mapping[Emission, ParameterSink],
         pool: StagingPool,
         accelerator: Accelerator,
         timeline: Timeline,
     ) -> None:
-        self._records, self._gradients, self._sink, self._pool = records, gradients, sink, pool
+        self._records, self._gradients, self._sinks, self._pool = records, gradients, sinks, pool
         self._accelerator, self._timeline = accelerator, timeline
-        # On the device an update is a launch in the order of compute, not work for a thread of the host.
         self._reads = not records.in_memory or gradients.spills
-        self._lane = InlineLane() if records.on_device else accelerator.host_lane("update", waits_for_io=self._reads)
+        # On the device an update is a launch in the order of compute, not work for a thread of the host.
+        self._lanes: dict[Memory, HostLane] = {
+            Memory.DEVICE: InlineLane(),
+            Memory.HOST: accelerator.host_lane("update", waits_for_io=self._reads),
+        }
         self.watcher: Watcher | None = None
         self._units: dict[int, _UnitUpdate] = {}
         self.enqueued_count = 0
@@ -113,11 +117,6 @@ class Updates:
         self._ahead: deque[ChunkUpdate] = deque()
         self.ask_gather: Callable[[int], Asked] | None = None
         """Where parameters are whole on every rank and each updates its shard (ZeRO stages 1 and 2): brings the others'."""
-
-    @property
-    def needs_residency(self) -> bool:
-        """Whether a unit must be resident before it is launched."""
-        return self._sink.needs_residency
 
     @property
     def pending_units(self) -> list[int]:
@@ -132,7 +131,7 @@ class Updates:
     @property
     def runs_beside(self) -> bool:
         """Whether the lane is a thread of its own."""
-        return isinstance(self._lane, ThreadLane)
+        return isinstance(self._lanes[Memory.HOST], ThreadLane)
 
     def coming(self) -> list[ChunkUpdate]:
         """The enqueued updates of chunks that are not over."""
@@ -160,14 +159,15 @@ class Updates:
     def read_ahead(self) -> None:
         """Start reading the first records before any unit is launched."""
         if self._ahead:
-            self._lane.submit(self._read_ahead)
+            self._lanes[self._ahead[0].chunk_of.route.update_in].submit(self._read_ahead)
 
     def launch(self, unit_index: int) -> Pending:
         """Hand the unit's update to the lane, once; settles when its new parameters are in place."""
         update = self._units[unit_index]
         if update.job is None:
             # On the device the job gives work to compute, and a thread of the fetcher may be the one that runs it.
-            update.job = self._lane.submit(self._accelerator.on_compute(lambda: self._run(update)))
+            lane = self._lanes[update.unit.route.update_in]
+            update.job = lane.submit(self._accelerator.on_compute(lambda: self._run(update)))
         return update.job
 
     def finish(self, unit_index: int) -> None:
@@ -215,7 +215,8 @@ class Updates:
             del self._units[unit_index]
 
     def close(self) -> None:
-        self._lane.close()
+        for lane in self._lanes.values():
+            lane.close()
 
     # ---- on the lane ---------------------------------------------------------------------------------------------
 
@@ -228,7 +229,7 @@ class Updates:
                 self._start_reading(chunk_update, self._lease_now(chunk_update.chunk_of))
             self._read_ahead()
             update.published.append(self._apply(chunk_update))
-        if self._records.on_device:
+        if update.unit.route.update_in is Memory.DEVICE:
             update.published.append(self._accelerator.mark())
 
     def _is_in_place(self, chunk_of: ChunkOf) -> bool:
@@ -267,7 +268,7 @@ class Updates:
             if chunk_update.reading is not None:
                 chunk_update.reading.wait()
             lease.release()
-        self._sink.forget(chunk_update.chunk_of)
+        self._sinks[chunk_update.chunk_of.route.emission].forget(chunk_update.chunk_of)
 
     def _prefetch_gradient(self, chunk_update: ChunkUpdate) -> bool:
         try:
@@ -284,7 +285,7 @@ class Updates:
             if lease is not None:
                 chunk_update.reading = self._records.read(chunk_of, lease.tensor[: self._records.nbytes(chunk_of)])
             if self._old(chunk_update) is Old.ALL:
-                self._sink.read_ahead(chunk_of)
+                self._sinks[chunk_of.route.emission].read_ahead(chunk_of)
             self._gradients.prefetch(chunk_of)  # False: the update in hand reads it
         except Exception as error:
             # Reading ahead is nobody's errand: the failure waits for the update that needs what was not read.
@@ -304,7 +305,7 @@ class Updates:
                 chunk_update.reading.wait()
             gradients = self._gradients.open(chunk_of, [piece.piece for piece in chunk_update.pieces])
         with self._timeline.lane_waiting("read parameters"):
-            values = self._sink.begin(chunk_of, self._old(chunk_update))
+            values = self._sinks[chunk_of.route.emission].begin(chunk_of, self._old(chunk_update))
         buffer = lease.tensor if lease is not None else self._records.view(chunk_of)
         assert buffer is not None
         record = self._records.over(chunk_of, buffer)
@@ -320,7 +321,9 @@ class Updates:
         if watcher is not None:
             with self._timeline.lane_waiting("copy for checkpoint"):
                 watcher.updated(chunk_of, values, record)
-        published = self._sink.commit(chunk_of, values, [piece.piece for piece in chunk_update.pieces])
+        published = self._sinks[chunk_of.route.emission].commit(
+            chunk_of, values, [piece.piece for piece in chunk_update.pieces]
+        )
         if lease is not None:
             chunk_update.lease = None
             lease.release(after=self._records.write(chunk_of, buffer[: self._records.nbytes(chunk_of)]))
