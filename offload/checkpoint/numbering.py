@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from offload.checkpoint.soundness import Soundness
-from offload.checkpoint.staged_folder import MANIFEST_NAME, retire, take_back, write_failure
+from offload.checkpoint.staged_folder import MANIFEST_NAME, raise_if_short, retire, take_back, write_failure
 from offload.errors import StorageError, UsageError
 
 _NUMBERED = re.compile(r"step-(\d{1,18})")
@@ -27,6 +27,7 @@ def numbered(path: Path) -> list[Path]:
     except FileNotFoundError:
         return []
     except OSError as error:
+        raise_if_short(path, error)
         raise StorageError(
             error.errno, f"{str(path)!r} cannot be listed ({error.strerror}): name the folder that holds the checkpoints."
         ) from error

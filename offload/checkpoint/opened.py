@@ -19,7 +19,7 @@ import torch
 from offload.checkpoint.crc32 import crc32
 from offload.checkpoint.manifest import Manifest, TensorEntry
 from offload.checkpoint.manifest_decoding import decode
-from offload.checkpoint.staged_folder import MANIFEST_NAME, lock_folder, open_folder, take_back
+from offload.checkpoint.staged_folder import MANIFEST_NAME, lock_folder, open_folder, raise_if_short, take_back
 from offload.checkpoint.tensor_file import raw_bytes
 from offload.errors import CheckpointError
 from offload.model.file_dtypes import DTYPES
@@ -149,6 +149,7 @@ class OpenedCheckpoint:
                 self._open_file = name, self._open_regular(name)
             yield self._open_file[1]
         except OSError as error:
+            raise_if_short(self.path / name, error)
             raise CheckpointError(f"{str(self.path / name)!r} cannot be read ({error.strerror}). {_ELSE}") from error
 
     def _open_regular(self, name: str) -> int:
@@ -183,6 +184,7 @@ def _open(path: Path) -> int:
             take_back(Path(os.path.abspath(path)).parent)
         return open_folder(path, follow=True)
     except OSError as error:
+        raise_if_short(path, error)
         raise CheckpointError(
             f"{str(path)!r} cannot be opened as a checkpoint ({error.strerror}): name the folder that save_checkpoint made."
         ) from error

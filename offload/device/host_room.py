@@ -18,6 +18,8 @@ from pathlib import Path
 
 import psutil
 
+from offload.errors import BudgetError
+
 _PROC = Path("/proc")
 _UNLIMITED = 1 << 60
 """Bytes. Groups of v1 say a number beyond this where v2 says "max"."""
@@ -49,6 +51,18 @@ _V2 = _GroupFiles(("memory.max", "memory.high"), "memory.current", ("active_file
 def host_room(proc: Path = _PROC) -> HostRoom:
     """The bound with the least left. `proc`: where the system describes this process."""
     return min(host_rooms(proc), key=lambda room: room.free_nbytes)
+
+
+def refused_memory(nbytes: int, purpose: str, error: OSError) -> BudgetError:
+    """The user's error where the system refused `nbytes` of host memory, or addresses for them."""
+    room = host_room()
+    remedy = "lower cpu_memory, move more to nvme, or close other programs"
+    if room.name.startswith("RLIMIT"):
+        remedy = f"raise that limit (ulimit {'-v' if room.name.endswith('AS') else '-d'}), or {remedy}"
+    return BudgetError(
+        f"the system has no {nbytes} bytes ({nbytes / 2**30:.2f} GiB) of host memory for {purpose} ({error.strerror}; "
+        f"{room.free_nbytes} bytes are left, by {room.name}): {remedy}"
+    )
 
 
 def host_rooms(proc: Path = _PROC) -> list[HostRoom]:

@@ -7,6 +7,7 @@ import mmap
 import torch
 
 from offload.device.accelerator import UnitMemory
+from offload.device.host_room import refused_memory
 
 _PAGE_NBYTES = 4096
 
@@ -17,7 +18,12 @@ class MappedMemory(UnitMemory):
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.filled = False
-        self._mapping = mmap.mmap(-1, -(-nbytes // _PAGE_NBYTES) * _PAGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            self._mapping = mmap.mmap(
+                -1, -(-nbytes // _PAGE_NBYTES) * _PAGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            )
+        except OSError as error:
+            raise refused_memory(nbytes, "parameters in use", error) from error
         self.flat = torch.frombuffer(self._mapping, dtype=torch.uint8, count=nbytes)
 
     def _gain(self) -> None:

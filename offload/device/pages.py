@@ -12,6 +12,7 @@ import torch
 
 from offload import _native
 from offload.device.accelerator import UnitMemory
+from offload.device.host_room import refused_memory
 from offload.layout import round_up
 
 PAGE_NBYTES = 2 * 1024 * 1024
@@ -37,7 +38,10 @@ class PagePool:
         """Addresses of `count` free pages; makes more where there are not enough."""
         missing = count - len(self._free)
         if missing > 0:
-            arena = _native.Arena(missing * PAGE_NBYTES, huge_pages=True)
+            try:
+                arena = _native.Arena(missing * PAGE_NBYTES, huge_pages=True)
+            except OSError as error:
+                raise refused_memory(missing * PAGE_NBYTES, "parameters in use", error) from error
             self._arenas.append(arena)
             self._free.extend(arena.address + index * PAGE_NBYTES for index in range(missing))
             self.page_count += missing
@@ -62,7 +66,10 @@ class MovedPages(UnitMemory):
         self.nbytes = nbytes
         self.filled = False
         self._homes: list[int] = []
-        self._range = _native.PageRange(round_up(nbytes, PAGE_NBYTES))
+        try:
+            self._range = _native.PageRange(round_up(nbytes, PAGE_NBYTES))
+        except OSError as error:
+            raise refused_memory(nbytes, "the addresses of parameters", error) from error
         self.flat = torch.frombuffer(self._range.buffer(), dtype=torch.uint8, count=nbytes)
 
     def _gain(self) -> None:

@@ -22,7 +22,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from offload.errors import BudgetError
+from offload.device.host_room import refused_memory
 from offload.layout import round_up
 
 PAGE_NBYTES = 4096
@@ -144,10 +144,7 @@ def _map(nbytes: int, purpose: str, *, prefault: bool, direct_io: bool) -> tuple
         if prefault:
             _advise(mapping, _MADV_POPULATE_WRITE, start, nbytes)
     except OSError as error:
-        raise BudgetError(
-            f"the system has no {nbytes} bytes ({nbytes / 2**30:.2f} GiB) of host memory for {purpose} "
-            f"({error.strerror}): lower cpu_memory, move more to nvme, or close other programs"
-        ) from error
+        raise refused_memory(nbytes, purpose, error) from error
     return mapping, start
 
 

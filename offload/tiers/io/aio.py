@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable
 from aiofiles.os import wrap
 from torch import Tensor
 
+from offload.device.lane import start_thread
 from offload.device.pending import Latch, Pending
 from offload.tiers.io.backend import IoMeter, IoStats, OpenFile, Priority, Transfer, not_registered
 from offload.tiers.io.failure import transfer_error
@@ -93,7 +94,7 @@ class AioBackend:
             name="offload-aiofiles-loop",
             daemon=True,
         )
-        self._thread.start()
+        start_thread(self._thread)
         self._finalizer = weakref.finalize(self, _stop, self._loop, self._queue, self._thread, self._process_id)
 
     def read(self, file: OpenFile, into: Tensor, offset_nbytes: int, *, priority: Priority) -> Pending:
