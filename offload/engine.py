@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
 from offload.build.assembly import DTYPES, Assembly, rebuild
 from offload.build.ownership import Taking, check_free, let_go
+from offload.build.refitting import NewlyTrained, passing_checkpoint, refitted
 from offload.checkpoint.checkpoint import Checkpointing
+from offload.checkpoint.matching import StatesMissing
 from offload.checkpoint.preemption import Preemption
 from offload.checkpoint.saving import Save
 from offload.config import Config, parse_nbytes
@@ -39,6 +42,8 @@ from offload.step.value_loading import ValueLoading
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+T = TypeVar("T")
 
 
 def initialize(
@@ -128,6 +133,15 @@ class Engine:
         self._checkpointing = Checkpointing(parts, self._training, self._gathering, model, self._optimizer)
         self._training.before_step = self._checkpointing.saver.raise_unseen
         self._hooks = Hooks(parts.units, parts.residency, self._training)
+        if self._optimizer is not None:
+            self._newly_trained = NewlyTrained(parts.parameters, lambda: optimizer.param_groups)
+            reference = weakref.ref(self)
+
+            def refit() -> Hooks | None:
+                engine = reference()
+                return engine._fit_newly_trained() if engine is not None else None
+
+            self._training.refit = refit
         Taking(model, parts, buffers).take(self._training, self._hooks)
 
     # ---- the loop ------------------------------------------------------------------------------------------------
@@ -315,7 +329,7 @@ class Engine:
         On one rank an engine that failed can be used again after it: everything but its configuration is made anew.
         """
         with self._revived():
-            return self._checkpointing.load(Path(dir))
+            return self._with_states(lambda: self._checkpointing.load(Path(dir)))
 
     def resume_or_start(self, dir: str | os.PathLike[str], *, catch_sigterm: bool = False) -> dict[str, Any] | None:
         """Load the sound checkpoint "step-<n>" in `dir` that was written last; return its client_state, None if there is none.
@@ -326,7 +340,7 @@ class Engine:
                        `exit_if_terminated` at the end of each step brings about. The second ends the process at once.
         """
         with self._revived() as failure:
-            state = self._checkpointing.resume_or_start(Path(dir))
+            state = self._with_states(lambda: self._checkpointing.resume_or_start(Path(dir)))
             if state is None and failure is not None:
                 raise EngineFailedError(
                     f"there is no checkpoint in {str(dir)!r}, and the engine failed: {words_of(failure)}"
@@ -438,6 +452,55 @@ class Engine:
             if value is None or ends_well or isinstance(value, Exception):
                 raise
             warnings.warn(f"while the engine was closed after {words_of(value)}: {error}", RuntimeWarning, stacklevel=2)
+
+    # ---- what is newly trained -----------------------------------------------------------------------------------
+
+    def _fit_newly_trained(self) -> Hooks | None:
+        """At the begin of a forward: give states to what was unfrozen or added to the optimizer since the last one."""
+        found = self._newly_trained.find()
+        if not found:
+            return None
+        names = f"parameter {found[0].fqn!r} was unfrozen or added to the optimizer"
+        if self._parts.ranks is not None:
+            raise UsageError(f"{names}; on several ranks the layout is fixed: save, close the engine and initialize again.")
+        if self._training.is_within_step or self._parts.residency.holds_any:
+            raise UsageError(
+                f"{names} while gradients wait for a step, or inside engine.gathered: do that between optimizer.step() and the "
+                "next forward."
+            )
+        self._refit({info.index for info in found})
+        return self._hooks
+
+    def _with_states(self, load: Callable[[], T]) -> T:
+        """`load`, once there are states for what it brings states of."""
+        try:
+            return load()
+        except StatesMissing as missing:
+            self._training.zero_grad()
+            self._refit(missing.parameter_indices)
+        return load()
+
+    def _refit(self, trained: Collection[int]) -> None:
+        """Make the parts anew, with states for the parameters of these indices too, and carry everything over. What fails
+        before the new parts are there leaves all as it was."""
+        with passing_checkpoint(self.config) as path:
+            self._checkpointing.save(path, None, None)
+            parts, training, optimizer = self._parts, self._training, self.optimizer
+            own = {info.index: info.parameter.grad for info in parts.parameters if not info.trainable}
+            self._disengage()
+            failure: Exception | None = None
+            try:
+                made = refitted(parts, self.config, optimizer.moments, optimizer.param_groups, trained)
+            except Exception as error:
+                failure, made = error, rebuild(parts, self.config, optimizer.moments)
+            self._engage(made, {})
+            self._checkpointing.load(path)
+            training.retired = True
+            self._training.synchronizing, self._training.grad_norm = training.synchronizing, training.grad_norm
+            for info in made.parameters:
+                info.parameter.grad = own.get(info.index)
+        if failure is not None:
+            raise failure
 
     # ---- checks --------------------------------------------------------------------------------------------------
 

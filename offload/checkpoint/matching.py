@@ -23,6 +23,14 @@ SWITCHES = frozenset({"foreach", "fused", "capturable", "differentiable", "maxim
 """Keys of a parameter group that choose torch's implementation; they are the running program's."""
 
 
+class StatesMissing(Exception):
+    """The engine must first have states for the parameters of these indices, which are frozen."""
+
+    def __init__(self, parameter_indices: frozenset[int]) -> None:
+        super().__init__(parameter_indices)
+        self.parameter_indices = parameter_indices
+
+
 class Matching:
     """Checks one manifest against one engine.
 
@@ -47,6 +55,7 @@ class Matching:
             if self._manifest.imported is not None:
                 self._adopt(model)
             self._check_names()
+            self._check_states(groups)
             for info in self._parts.parameters:
                 self._check_parameter(info, self.entries[info.index], trains=kind is not None)
             self._check_buffers(model)
@@ -109,12 +118,19 @@ class Matching:
         if differences:
             raise self._misfit(f"of its parameters there are {differences}")
 
+    def _check_states(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """What was trained and is frozen now keeps its states, so it needs a place for them."""
+        group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
+        frozen = [info for info in self._parts.parameters if not info.trainable and id(info.parameter) in group_of]
+        missing = [info for info in frozen if self.entries[info.index].group == group_of[id(info.parameter)]]
+        if missing and self._parts.ranks is None and self._manifest.imported is None:
+            raise StatesMissing(frozenset(info.index for info in missing))
+
     def _check_parameter(self, info: ParameterInfo, entry: ParameterEntry, *, trains: bool) -> None:
         trained, imported = entry.group is not None, self._manifest.imported is not None
-        if trains and trained != info.trainable and not imported:
-            then, now = ("trained", "not trained now") if trained else ("not trained", "trained now")
-            raise self._misfit(f"parameter {info.fqn!r} was {then} when it was saved and is {now}")
-        if trains and entry.group != info.group_index and not imported:
+        if trains and trained and not info.trainable and not imported:
+            raise self._misfit(f"parameter {info.fqn!r} was trained when it was saved and is not trained now")
+        if trains and trained and entry.group != info.group_index and not imported:
             raise self._misfit(
                 f"parameter {info.fqn!r} was in the optimizer's group {entry.group} and is in group {info.group_index} now"
             )

@@ -29,14 +29,12 @@ def describe_parameters(
     groups = _group_indices(optimizer, names)
     infos: list[ParameterInfo] = []
     for unit_index, unit in enumerate(module_units):
-        for fqn, parameter in unit.parameters:
+        for _, parameter in unit.parameters:
             group_index = groups.get(id(parameter))
             # A parameter that requires a gradient but is in no group is autograd's and the user's: its `grad` is
             # ordinary.
             trainable = parameter.requires_grad and group_index is not None
             run_dtype = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-            if trainable and run_dtype not in _TRAINABLE_DTYPES:
-                raise ConfigError(f"parameter {fqn!r} is of dtype {run_dtype}: a trained parameter must be fp32, bf16 or fp16.")
             infos.append(
                 ParameterInfo(
                     index=len(infos),
@@ -50,8 +48,18 @@ def describe_parameters(
                     unit_index=unit_index,
                 )
             )
+    check_trainable(infos)
     check_memory(infos)
     return infos
+
+
+def check_trainable(infos: Iterable[ParameterInfo]) -> None:
+    """Raise `ConfigError` for a trained parameter of a dtype that none can be of."""
+    for info in infos:
+        if info.trainable and info.dtype not in _TRAINABLE_DTYPES:
+            raise ConfigError(
+                f"parameter {info.fqn!r} is of dtype {info.dtype}: a trained parameter must be fp32, bf16 or fp16."
+            )
 
 
 def _group_indices(optimizer: torch.optim.Optimizer | None, names: Mapping[int, list[str]]) -> dict[int, int]:

@@ -52,7 +52,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.defaults = source.defaults
         self.source_class = type(source)
         self.moments = moments_of(source)
-        self._is_complete = True
 
     def hyper_of(self, group_index: int) -> Hyper:
         """The numbers of one parameter group, as they stand now. Raises `UsageError` where its records cannot follow them."""
@@ -85,9 +84,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.stepper.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only during construction: the engine's layout is fixed by `initialize`."""
-        if hasattr(self, "_is_complete"):
-            raise UsageError("a param_group was added after initialize: make all groups first, then call offload.initialize.")
+        """The group's parameters, which are the model's, are trained from the next forward on."""
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:

@@ -18,11 +18,11 @@ class Unchanged:
 
     def __init__(self, model: nn.Module, parameters: Sequence[ParameterInfo], groups: Groups) -> None:
         self._model, self._parameters, self._groups = model, parameters, groups
-        self._required_grad = {info.index: info.parameter.requires_grad for info in parameters}
         self._group_of = self._group_indices()
 
     def check(self) -> None:
-        """A parameter added, removed, replaced, frozen, unfrozen or regrouped since `initialize` is in no flat: say so."""
+        """A parameter added, removed, replaced or moved to another group since `initialize` is in no flat, and one that was
+        added to the optimizer or unfrozen after the last forward has none with states yet: say so."""
         known = {id(info.parameter): info for info in self._parameters}
         for fqn, parameter in self._model.named_parameters():
             info = known.pop(id(parameter), None)
@@ -30,9 +30,6 @@ class Unchanged:
                 raise UsageError(
                     f"parameter {fqn!r} was added or replaced after initialize: close the engine and initialize again."
                 )
-            if parameter.requires_grad != self._required_grad[info.index]:
-                now = "unfrozen" if parameter.requires_grad else "frozen"
-                raise UsageError(f"parameter {fqn!r} was {now} after initialize: close the engine and initialize again.")
         if known:
             gone = next(iter(known.values()))
             raise UsageError(
@@ -45,14 +42,19 @@ class Unchanged:
 
     def _check_groups(self) -> None:
         now, before = self._group_indices(), self._group_of
-        if now != before:
-            names = {id(info.parameter): info.fqn for info in self._parameters}
-            moved = [
-                names.get(key, "one unknown to the model")
-                for key in now.keys() | before.keys()
-                if now.get(key) != before.get(key)
-            ]
+        known = {id(info.parameter): info for info in self._parameters}
+        moved = [known[key].fqn for key, group in before.items() if now.get(key) != group]
+        moved += ["one unknown to the model" for key in now if key not in known]
+        if moved:
             raise UsageError(
-                f"optimizer.param_groups changed after initialize (parameter {', '.join(sorted(moved)[:5])}): make all groups "
-                "first, then call offload.initialize; their numbers (lr, betas, ...) may change at any time."
+                f"optimizer.param_groups changed after initialize (parameter {', '.join(sorted(moved)[:5])}): a group may be "
+                "added, of the model's own parameters, and numbers (lr, betas, ...) may change at any time. Else close the "
+                "engine and initialize again."
             )
+        for key in now:
+            info = known[key]
+            if not info.trainable and info.parameter.grad is not None:
+                raise UsageError(
+                    f"parameter {info.fqn!r} has a gradient, and was unfrozen or added to the optimizer after the last "
+                    "forward, so that it has no states yet: do that between optimizer.step() and the next forward."
+                )

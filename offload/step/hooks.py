@@ -31,6 +31,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
+from offload.errors import UsageError
 from offload.model.flats import ParameterInfo
 from offload.model.unit import Unit
 from offload.model.units import is_lookup, renormalizing
@@ -97,7 +98,11 @@ class _BackwardUse:
 
     def start(self, *_: Any) -> None:
         hooks = self._hooks()
-        if not self.open and hooks is not None:
+        if hooks is None:
+            raise UsageError(
+                "backward reached a forward whose engine is gone, and its parameters with it: run the forward again."
+            )
+        if not self.open:
             self.open, self.graph_task = True, torch._C._current_graph_task_id()
             self.awaited = {info.index for info in hooks._units[self._unit_index].parameters if info.parameter.requires_grad}
             hooks.backward_use_started(self)
@@ -187,7 +192,7 @@ class Hooks:
             for module in _use_modules(unit, unit is self._units[0]):
                 self._hook_module(unit, module)
             for parameter_position, info in enumerate(unit.parameters):
-                if info.parameter.requires_grad:
+                if info.parameter.requires_grad or info.trainable:
                     self._hook_parameter(info, unit_position, parameter_position)
 
     def remove(self) -> None:
@@ -216,7 +221,10 @@ class Hooks:
         self._calls.append(call)  # first of all: the hook after the forward runs even if this one raises
         if not inside_backward and len(self._calls) == 1:
             self._reset()
-            self._listener.forward_begins()
+            successor = self._listener.forward_begins()
+            if successor is not None:
+                self._calls.pop()
+                return successor._before_forward(successor._units[unit.index], module, args, kwargs)
         if inside_backward and torch.is_grad_enabled():
             self._enter_backward()  # before a backward inside this one is taken for the whole
         if module not in unit.modules and self._residency.in_use(unit.index):
@@ -389,8 +397,11 @@ class Hooks:
             if hooks is not None:
                 hooks._after_accumulation(unit_position, parameter_position)
 
+        is_frozen = not info.parameter.requires_grad  # for now: PyTorch takes hooks of what requires a gradient alone
+        info.parameter.requires_grad_(True)
         self._removers.append(info.parameter.register_hook(before_accumulation).remove)
         self._removers.append(info.parameter.register_post_accumulate_grad_hook(after_accumulation).remove)
+        info.parameter.requires_grad_(not is_frozen)
 
     def _before_accumulation(self, unit_position: int, parameter_position: int) -> None:
         unit = self._units[unit_position]
@@ -428,8 +439,8 @@ class Listener:
         """The root's inputs, as the root is to see them."""
         raise NotImplementedError
 
-    def forward_begins(self) -> None:
-        """An outermost forward starts."""
+    def forward_begins(self) -> Hooks | None:
+        """An outermost forward starts. Returns the hooks that have taken the place of these, if any have."""
         raise NotImplementedError
 
     def forward_ended(self) -> None:

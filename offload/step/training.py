@@ -23,7 +23,7 @@ from offload.model.guard import TakenGradient
 from offload.model.unit import Unit
 from offload.ranks.agreement import Point
 from offload.step.homes import Homes
-from offload.step.hooks import cast_floating
+from offload.step.hooks import Hooks, cast_floating
 from offload.step.loss_scale import LossScale
 from offload.step.norm import clip_factor, exchanged, norm_of
 from offload.step.parts import Parts
@@ -60,6 +60,8 @@ class Training(Usable):
         self.synchronizing = True
         self.backward_updates = False
         self.check_unchanged: Callable[[], None] | None = None
+        self.refit: Callable[[], Hooks | None] | None = None
+        """Makes room for the states of what is newly trained; the hooks that then take the place of the present ones."""
         self.before_step: Callable[[], None] | None = None
         """Raises what is to be known before anything of a step is done."""
         self._scaled_backward = False
@@ -80,8 +82,9 @@ class Training(Usable):
     def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return (args, kwargs) if self.input_dtype is None else cast_floating(args, kwargs, self.input_dtype)
 
-    def forward_begins(self) -> None:
+    def forward_begins(self) -> Hooks | None:
         self.check()
+        return self.refit() if self.refit is not None and torch.is_grad_enabled() else None
 
     def forward_ended(self) -> None:
         # What this forward did not use (an expert, a head) is not updated under it: do it now.
@@ -146,7 +149,7 @@ class Training(Usable):
         with self._timeline.working("gradients"):
             self._take_over(unit, info, gradient, owned=True)
         self._residency.go_on()
-        if self._memory_is_short:
+        if self._memory_is_short and gradient.layout is torch.strided:
             self._accelerator.about_to_free(gradient.nbytes)
 
     def _take_over(self, unit: Unit, info: ParameterInfo, gradient: torch.Tensor, *, owned: bool) -> None:

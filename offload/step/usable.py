@@ -78,7 +78,7 @@ class Usable(Listener):
         """`rendezvous`: with the other ranks, which are told of a failure."""
         self._others = rendezvous
         self.failure: BaseException | None = None
-        self.closed = False
+        self.closed = self.retired = False
         self.turn = threading.RLock()
         """Whose turn it is: held by the thread that drives the model while the engine is at work for it, and by who does some
         of that work while it does nothing (`offload.checkpoint.idleness`)."""
@@ -108,6 +108,11 @@ class Usable(Listener):
 
     def check(self) -> None:
         """Raise if the engine is closed, or if an earlier failure left it unusable."""
+        if self.retired:
+            raise UsageError(
+                "backward reached a forward that ran before parameters were unfrozen or added to the optimizer: run the "
+                "forward again."
+            )
         if self.closed:
             raise UsageError("the engine was closed: call offload.initialize again.")
         if self.failure is not None:

@@ -43,18 +43,6 @@ def _replace_parameter(model: nn.Module, optimizer: Any) -> None:
     model.outlet.weight = nn.Parameter(torch.eye(16))
 
 
-def _freeze(model: nn.Module, optimizer: Any) -> None:
-    model.inlet.weight.requires_grad_(False)
-
-
-def _freeze_all(model: nn.Module, optimizer: Any) -> None:
-    model.blocks.requires_grad_(False)
-
-
-def _unfreeze(model: nn.Module, optimizer: Any) -> None:
-    model.blocks[0].up.weight.requires_grad_(True)
-
-
 def _add_group(model: nn.Module, optimizer: Any) -> None:
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
 
@@ -71,9 +59,6 @@ def _move_to_another_group(model: nn.Module, optimizer: Any) -> None:
         (_remove_parameter, "blocks.1.norm.bias"),
         (_remove_block, "blocks.2."),
         (_replace_parameter, "outlet.weight"),
-        (_freeze, "inlet.weight"),
-        (_freeze_all, "blocks."),
-        (_unfreeze, "blocks.0.up.weight"),
         (_add_group, "param_group"),
         (_move_to_another_group, "outlet.bias"),
     ],
@@ -82,8 +67,6 @@ def _move_to_another_group(model: nn.Module, optimizer: Any) -> None:
 def test_a_model_changed_after_initialize(opened: Any, setup: Setup, change: Any, word: str) -> None:
     """Told, with the name, by the change itself or within the next step; never trained on in silence."""
     model = stack()
-    if change is _unfreeze:
-        model.blocks[0].up.weight.requires_grad_(False)
     engine = opened(model, adamw(model), setup)
     run = Run(model, engine.optimizer, engine)
     one_step(run)

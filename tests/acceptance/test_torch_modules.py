@@ -26,7 +26,7 @@ from .models import (
     stack,
     vector_batches,
 )
-from .runs import Run, assert_close, compare, run_engine, simple_loop, token_loop
+from .runs import Run, assert_close, compare, run_engine, run_plain, simple_loop, token_loop
 
 anywhere = pytest.mark.parametrize("setup", ALL_SETUPS, ids=lambda s: s.name)
 at_step = pytest.mark.parametrize("setup", STEP_SETUPS, ids=lambda s: s.name)
@@ -284,3 +284,38 @@ def test_gradients_of_inputs_and_user_hooks(opened: Any, setup: Setup) -> None:
         return seen
 
     compare(stack, loop, setup, opened)
+
+
+class Looked(nn.Module):
+    """Embeddings whose gradients are sparse."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embedding = nn.Embedding(64, 16, sparse=sparse)
+        self.bag = nn.EmbeddingBag(64, 16, sparse=sparse, mode="sum")
+        self.outlet = nn.Linear(16, 16)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.outlet(self.embedding(tokens) + self.bag(tokens)[:, None])
+
+
+@pytest.mark.parametrize("setup", (*ALL_SETUPS, Setup("device", "nvme")), ids=lambda s: s.name)
+def test_sparse_gradients(opened: Any, setup: Setup) -> None:
+    """As dense ones: one micro-batch, two, and zeros in their place."""
+
+    def loop(run: Run) -> list[float]:
+        losses = []
+        for index in range(6):
+            tokens = torch.randint(0, 64, (3, 5), generator=torch.Generator().manual_seed(index))
+            for part in tokens.split(3 - index % 2):
+                loss = run.model(part).square().mean()
+                loss.backward()
+                losses.append(loss.item())
+            run.optimizer.step()
+            run.optimizer.zero_grad(set_to_none=index % 3 != 0)
+        return losses
+
+    plain, model = Looked(False), Looked(True)
+    expected = run_plain(plain, adamw(plain), loop)
+    assert_close(run_engine(opened(model, adamw(model), setup), loop), expected)

@@ -1,0 +1,94 @@
+"""Room for the states of parameters that are trained only later: unfrozen, or added to the optimizer, between two steps.
+
+What was trained once keeps its states, frozen or not. So a freeze changes nothing here, and what is newly trained makes the
+engine's parts anew: `Engine` carries everything over through a checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.build.assembly import choose_accelerator, lay_out
+from offload.build.building import Building
+from offload.build.materialize import NoValues
+from offload.config import Config
+from offload.model.description import check_state_format, check_trainable, parameter_specs
+from offload.model.flats import ParameterInfo
+from offload.model.optimizer_kinds import InitialState
+from offload.model.units import ModuleUnit
+from offload.step.parts import Parts
+
+Groups = Callable[[], Sequence[Mapping[str, Any]]]
+
+
+class NewlyTrained:
+    """Which parameters are to be trained and have no states. `groups()`: the optimizer's, as they are now."""
+
+    def __init__(self, parameters: Sequence[ParameterInfo], groups: Groups) -> None:
+        self._parameters, self._groups = parameters, groups
+        self._known_count = -1
+        self._waiting: list[ParameterInfo] = []
+
+    def find(self) -> list[ParameterInfo]:
+        """Asked at every forward that is recorded."""
+        count = sum(len(group["params"]) for group in self._groups())
+        if count != self._known_count:
+            self._known_count, group_of = count, group_indices(self._groups())
+            self._waiting = [info for info in self._parameters if not info.trainable and id(info.parameter) in group_of]
+        with torch._C.DisableTorchFunctionSubclass():
+            return [info for info in self._waiting if info.parameter.requires_grad]
+
+
+def group_indices(groups: Sequence[Mapping[str, Any]]) -> dict[int, int]:
+    """The group of each parameter, by its id."""
+    return {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
+
+
+def refitted(
+    parts: Parts, config: Config, moments: tuple[str, ...], groups: Sequence[Mapping[str, Any]], trained: Collection[int]
+) -> Parts:
+    """Parts like these, which are closed, for the same model on one rank, with states for the parameters of the indices
+    `trained` too: values and states are zeros, to be loaded. Raises `ConfigError`, also `BudgetError`."""
+    group_of = group_indices(groups)
+    infos = [
+        replace(info, trainable=True, group_index=group_of[id(info.parameter)])
+        if info.trainable or info.index in trained
+        else replace(info)
+        for info in parts.parameters
+    ]
+    check_trainable(infos)
+    check_state_format(config, infos)
+    placement = parts.placement
+    fixed = replace(config, parameters=placement.parameters, optimizer_states=placement.optimizer_states)
+    by_unit = [[info for info in infos if info.unit_index == unit.index] for unit in parts.units]
+    specs = [(unit.layout.name, parameter_specs(members)) for unit, members in zip(parts.units, by_unit, strict=True)]
+    accelerator = choose_accelerator()
+    building: Building | None = None
+    try:
+        layout, decided = lay_out(fixed, accelerator, specs, parts.expected, moments)
+        building = Building(accelerator, layout, decided, config, None, moments)
+        modules = [ModuleUnit(unit.layout.name, unit.modules) for unit in parts.units]
+        return building.finish(modules, by_unit, parts.expected, NoValues(), lambda _: InitialState({}, 0))
+    except BaseException:
+        (building or accelerator).close()
+        raise
+
+
+@contextmanager
+def passing_checkpoint(config: Config) -> Iterator[Path]:
+    """Where the state lies while the parts are made anew: in an nvme folder, or where there is none, among temporary files."""
+    paths = config.nvme_paths
+    folder = tempfile.mkdtemp(prefix="offload-refit-", dir=os.fspath(paths[0]) if paths else None)
+    try:
+        yield Path(folder) / "state"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

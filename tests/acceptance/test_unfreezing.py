@@ -1,0 +1,217 @@
+"""Parameters frozen, unfrozen, added to the optimizer in the middle of a run: as in PyTorch, to the bit in every placement."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import offload
+
+from .models import (
+    ADAM_OPTIONS,
+    IN_MEMORY,
+    IN_PLACE_IN_BACKWARD,
+    ON_CPU,
+    ON_CPU_IN_PLACE,
+    ON_NVME,
+    ON_NVME_IN_PLACE,
+    Setup,
+    stack,
+    vector_batches,
+)
+from .runs import Run, assert_close, assert_same_bits, one_step, refused, run_engine, run_plain
+
+SETUPS = (
+    ON_CPU,
+    ON_CPU_IN_PLACE,
+    ON_NVME,
+    ON_NVME_IN_PLACE,
+    IN_PLACE_IN_BACKWARD,
+    Setup("device", "nvme"),
+    Setup("device", "cpu", "deferred"),
+)
+anywhere = pytest.mark.parametrize("setup", SETUPS, ids=lambda s: s.name)
+few = pytest.mark.parametrize("setup", (ON_CPU, ON_NVME_IN_PLACE), ids=lambda s: s.name)
+
+
+def all_of(model: nn.Module) -> torch.optim.Optimizer:
+    """Over frozen parameters too."""
+    return torch.optim.AdamW(model.parameters(), **ADAM_OPTIONS)
+
+
+def trained_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], **ADAM_OPTIONS)
+
+
+def partly_frozen() -> Any:
+    model = stack()
+    model.inlet.requires_grad_(False)
+    model.blocks[:2].requires_grad_(False)
+    return model
+
+
+def toggling(run: Run) -> list[float]:
+    """Staged unfreezing, freezing and back, with evaluations and accumulation between."""
+    model, losses = run.model, []
+    for step, (x, y) in enumerate(vector_batches(8)):
+        if step == 2:
+            model.blocks[1].requires_grad_(True)
+        if step == 3:
+            model.outlet.weight.requires_grad_(False)
+        if step == 4:
+            model.blocks[0].up.requires_grad_(True)
+            model.inlet.bias.requires_grad_(True)
+        if step == 6:
+            model.outlet.weight.requires_grad_(True)
+            model.blocks[1].requires_grad_(False)
+        with torch.no_grad():
+            losses.append(model(y).sum().item())
+        with run.no_sync():
+            (F.mse_loss(model(y), x) / 2).backward()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def adding(run: Run) -> list[float]:
+    """A group is added for what is unfrozen, and one for what was the user's own; then its learning rate falls."""
+    model, losses = run.model, []
+    for step, (x, y) in enumerate(vector_batches(6)):
+        if step == 2:
+            model.blocks[1].requires_grad_(True)
+            run.optimizer.add_param_group({"params": list(model.blocks[1].parameters()), "lr": 2e-2})
+        if step == 4:
+            run.optimizer.add_param_group({"params": [model.inlet.weight], "weight_decay": 0.0})
+            model.inlet.weight.requires_grad_(True)
+            run.optimizer.param_groups[1]["lr"] = 1e-3
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(("make", "loop"), [(all_of, toggling), (trained_of, adding)], ids=["toggled", "added"])
+@anywhere
+def test_in_the_middle_of_a_run(opened: Any, setup: Setup, make: Any, loop: Any) -> None:
+    plain, model, in_memory = (partly_frozen() for _ in range(3))
+    found = run_engine(opened(model, make(model), setup), loop)
+    assert_close(found, run_plain(plain, make(plain), loop))
+    assert_same_bits(found, run_engine(opened(in_memory, make(in_memory), IN_MEMORY), loop))
+
+
+@pytest.mark.parametrize("fields", [{"dtype": "bf16"}, {"dtype": "bf16", "state_format": "split"}], ids=["bf16", "split"])
+@few
+def test_masters_and_moments_stay(opened: Any, setup: Setup, fields: dict[str, Any]) -> None:
+    """Of what is trained all along nothing shows that something else was unfrozen."""
+
+    def loop(run: Run) -> list[float]:
+        losses = []
+        for step, (x, y) in enumerate(vector_batches(5)):
+            if step == 2:
+                run.model.inlet.requires_grad_(True)  # on no gradient's way to the outlet
+            loss = F.mse_loss(run.model(x.bfloat16()).float(), y)
+            loss.backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    found = []
+    for where in (setup, IN_MEMORY):
+        model = partly_frozen()
+        found.append(run_engine(opened(model, all_of(model), where, **fields), loop))
+    assert_same_bits(*found)
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["frozen again", "as it is"])
+@few
+def test_a_checkpoint_after_it(opened: Any, tmp_path: Path, setup: Setup, kept: bool) -> None:
+    """Loads in the same engine, and in one of a run that begins again with what was frozen at first."""
+    model = partly_frozen()
+    engine = opened(model, all_of(model), setup)
+    run = Run(model, engine.optimizer, engine)
+    one_step(run, 1)
+    model.blocks[1].requires_grad_(True)
+    one_step(run, 2)
+    model.blocks[1].requires_grad_(kept)
+    engine.save_checkpoint(tmp_path / "saved")
+    one_step(run, 3)
+    model.blocks[1].requires_grad_(True)
+    one_step(run, 4)
+    expected = run.weights()
+    engine.load_checkpoint(tmp_path / "saved")
+    model.blocks[1].requires_grad_(kept)
+    one_step(run, 3)
+    model.blocks[1].requires_grad_(True)
+    one_step(run, 4)
+    assert_same_bits(run.weights(), expected)
+
+    again = partly_frozen()
+    other = opened(again, all_of(again), setup)
+    other.load_checkpoint(tmp_path / "saved")
+    run = Run(again, other.optimizer, other)
+    again.blocks[1].requires_grad_(kept)
+    one_step(run, 3)
+    again.blocks[1].requires_grad_(True)
+    one_step(run, 4)
+    assert_same_bits(run.weights(), expected)
+
+
+@few
+def test_what_comes_at_the_wrong_time_is_told(opened: Any, setup: Setup) -> None:
+    """And changes nothing: with gradients at hand, through an old graph, in another model, beyond the budget."""
+    model = partly_frozen()
+    engine = opened(model, all_of(model), setup)
+    run = Run(model, engine.optimizer, engine)
+    one_step(run)
+    x, y = vector_batches(1)[0]
+    before = run.weights()
+    F.mse_loss(model(x), y).backward()
+    model.inlet.requires_grad_(True)
+    with refused(offload.UsageError, "inlet", "between optimizer.step()"):
+        model(x)
+    model.inlet.requires_grad_(False)
+    engine.zero_grad()
+    old = F.mse_loss(model(x), y)
+    model.inlet.requires_grad_(True)
+    model(x)
+    assert_same_bits(run.weights(), before)
+    with refused(offload.UsageError, "forward again"):
+        old.backward()
+    one_step(run)
+    model.blocks[0].requires_grad_(True)
+    model.blocks[0].up.weight.grad = torch.ones(48, 16)
+    with refused(offload.UsageError, "blocks.0.up.weight", "next forward"):
+        engine.step()
+    model.blocks[0].up.weight.grad = None
+    one_step(run)
+    assert not torch.equal(run.weights()["blocks.0.up.weight"], before["blocks.0.up.weight"])
+
+
+def test_no_room_for_more(opened: Any) -> None:
+    model = partly_frozen()
+    engine = opened(model, all_of(model), ON_CPU_IN_PLACE)
+    planned = sum(line["nbytes"] for line in engine.stats()["planned"] if line["tier"] == "cpu")
+    engine.close()
+    model = partly_frozen()
+    engine = opened(model, all_of(model), Setup("cpu", "cpu"), cpu_memory=planned + 4096)
+    run = Run(model, engine.optimizer, engine)
+    one_step(run)
+    before = run.weights()
+    model.requires_grad_(True)
+    with pytest.raises(offload.BudgetError):
+        one_step(run)
+    assert_same_bits(run.weights(), before)
+    model.inlet.requires_grad_(False)
+    model.blocks[:2].requires_grad_(False)
+    one_step(run)
