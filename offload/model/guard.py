@@ -1,4 +1,4 @@
-"""What stands in for a parameter or a gradient while its value must not be touched.
+"""What stands in for a parameter while its value must not be touched.
 
 Between uses a parameter keeps its shape, dtype, strides and device, but its value may lie elsewhere. Reading it then
 would read unmapped memory, and writing it would be lost. So, between uses, the parameter's class is a subclass of its
@@ -6,10 +6,6 @@ own class that looks at every torch function applied to it: what only asks about
 asks the engine (which brings it in where that is right, inside a forward), and what writes raises. In use the class is
 the user's own again, so that nothing stands between the model and the kernels, and `torch.compile` sees a plain
 Parameter.
-
-A gradient that the engine took over leaves a `TakenGradient` in `p.grad`: same shape, dtype and device, no memory; any
-operation on it raises with the way to do it. It is also the token of ownership: a gradient counts at `step()` exactly
-if its token is still there, so `model.zero_grad()` and `p.grad = None` mean what they mean in PyTorch.
 """
 
 from __future__ import annotations
@@ -24,6 +20,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from offload.errors import ParameterAccessError
+from offload.model.leading_call import leading_call, led_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +47,7 @@ _METADATA = {
     torch.Tensor.__hash__, torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook,
     torch.Tensor.retain_grad, torch.Tensor.is_same_size, torch.Tensor.requires_grad_,
     torch.Tensor.is_shared, torch.is_floating_point, torch.is_complex, torch.numel,
-    torch.empty_like, torch.autograd.grad,
+    torch.empty_like, torch.autograd.grad, torch._has_compatible_shallow_copy_type,
 }  # fmt: skip
 
 _PROPERTIES = (
@@ -90,58 +87,132 @@ def _writes_into(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     return args[0] if args else next(iter(kwargs.values()), None)
 
 
+_CASTS = {
+    torch.Tensor.float: torch.float32, torch.Tensor.double: torch.float64,
+    torch.Tensor.half: torch.float16, torch.Tensor.bfloat16: torch.bfloat16,
+}  # fmt: skip
+_CONVERSIONS = {*_CASTS, torch.Tensor.to, torch.Tensor.type, torch.Tensor.cpu, torch.Tensor.cuda}
+
+
+def _changes_nothing(func: Any, parameter: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a conversion of the parameter is the parameter. `args`: without it."""
+    if kwargs.get("copy", False):
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        if func is torch.Tensor.type:
+            wanted = args[0] if args else kwargs.get("dtype")
+            return wanted in (parameter.dtype, parameter.type())
+        if func in _CASTS:
+            return parameter.dtype == _CASTS[func] and _is_laid_out(parameter, kwargs.get("memory_format"))
+        if func is torch.Tensor.to:
+            others = {name: value for name, value in kwargs.items() if name != "copy"}
+            try:
+                device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **others)
+            except (TypeError, RuntimeError):
+                return False  # whatever it is, let PyTorch say it
+            return dtype in (None, parameter.dtype) and _is_on(parameter, device) and _is_laid_out(parameter, memory_format)
+        kind = "cpu" if func is torch.Tensor.cpu else "cuda"
+        given = args[0] if args and kind == "cuda" else kwargs.get("device")
+        return _is_on(parameter, torch.device(kind, given) if isinstance(given, int) else torch.device(given or kind))
+
+
+def _is_laid_out(parameter: torch.Tensor, memory_format: torch.memory_format | None) -> bool:
+    return memory_format in (None, torch.preserve_format) or parameter.is_contiguous(memory_format=memory_format)
+
+
+def _is_on(parameter: torch.Tensor, device: torch.device | None) -> bool:
+    if device is None or device == parameter.device:
+        return True
+    return (
+        device.type == parameter.device.type == "cuda"
+        and device.index is None
+        and (parameter.device.index == torch.cuda.current_device())
+    )
+
+
 def _refuse_writing(fqn: str, func: Any) -> ParameterAccessError:
     return ParameterAccessError(
-        f"parameter {fqn!r} was written outside engine.gathered ({getattr(func, '__name__', func)}): the write would "
-        "not "
-        "reach its master weight or its optimizer state. Write it inside `with engine.gathered([parameter]):`; an "
-        "optimizer step "
-        "is engine.optimizer's."
+        f"parameter {fqn!r} was written outside engine.gathered ({getattr(func, '__name__', func)}): the write would not reach "
+        "its master weight or its optimizer state. "
+        + led_by("Write it inside `with engine.gathered([parameter]):`; an optimizer step is engine.optimizer's.")
     )
+
+
+def _refuse_conversion(fqn: str) -> None:
+    call = leading_call()
+    if call is not None and call.converts:
+        raise ParameterAccessError(f"{call.name} would change parameter {fqn!r}, which an engine has: {call.advice}.")
 
 
 def _guarded_torch_function(
     cls: type, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
 ) -> Any:
     kwargs = kwargs or {}
-    if func in _METADATA:
+    if func in _METADATA or (func is torch.Tensor.type and len(args) == 1 and not kwargs):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     leaves = pytree.tree_leaves((args, dict(kwargs)))
     guarded = [leaf for leaf in leaves if type(leaf) in _plain_classes and id(leaf) in _watches]
-    if func is _REPRESENT and guarded:
+    if func == _REPRESENT and guarded:
         watch = _watches[id(guarded[0])]
         if not watch.readable:
             return f"Parameter {watch.fqn!r} of shape {tuple(args[0].shape)}, {args[0].dtype}, not in memory (engine.gathered)"
+    if func in _CONVERSIONS and any(args[0] is one for one in guarded):
+        if _changes_nothing(func, args[0], args[1:], kwargs):
+            return args[0]
+        _refuse_conversion(_watches[id(args[0])].fqn)
+    if func == _DATA_SET and args[1] is args[0]:
+        return None  # what module.to() does at the end, where nothing changed
     target = _writes_into(func, args, kwargs)
     targets = target if isinstance(target, (list, tuple)) else (target,)
     for written in targets:
         if type(written) in _plain_classes and id(written) in _watches:
             raise _refuse_writing(_watches[id(written)].fqn, func)
+    if func == _DATA_GET and guarded:
+        # `.data` shares memory but not the version counter: the only alias whose writes nothing else would see.
+        with torch._C.DisableTorchFunctionSubclass():
+            read_only = func(*args).as_subclass(_ReadOnlyData)
+        read_only._offload_fqn, read_only._offload_parameter = _watches[id(args[0])].fqn, args[0]
+        return read_only
     for parameter in guarded:
-        watching = _watches.get(id(parameter))
-        if watching is not None and not watching.readable:
-            watching.bring_in()
+        _bring_in(parameter)
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
-    if func is _DATA_GET and guarded:
-        # `.data` shares memory but not the version counter: the only alias whose writes nothing else would see.
-        read_only = result.as_subclass(_ReadOnlyData)
-        read_only._offload_fqn = _watches[id(args[0])].fqn if id(args[0]) in _watches else ""
-        return read_only
     if type(result) in _plain_classes and id(result) not in _watches:
         result.__class__ = _plain_classes[type(result)]  # a copy of a guarded parameter is the user's, and plain
     return result
 
 
+def _bring_in(parameter: torch.Tensor) -> None:
+    watch = _watches.get(id(parameter))
+    if watch is not None and not watch.readable:
+        watch.bring_in()
+
+
 class _ReadOnlyData(torch.Tensor):
-    """What `p.data` gives between uses: reads pass, in-place writes raise."""
+    """What `p.data` gives between uses: reads are as those of the parameter, in-place writes raise."""
 
     _offload_fqn: str
+    _offload_parameter: torch.Tensor
+
+    def _plain(self) -> torch.Tensor:
+        _bring_in(self._offload_parameter)
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self._plain().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func not in _METADATA:
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                if isinstance(leaf, _ReadOnlyData):
+                    _bring_in(leaf._offload_parameter)
         target = _writes_into(func, args, kwargs)
         for written in target if isinstance(target, (list, tuple)) else (target,):
             if isinstance(written, _ReadOnlyData):
@@ -184,45 +255,3 @@ class ParameterGuard:
         """`open_up`, and keep no weak reference to the parameter."""
         self.open_up()
         self._finalizer.detach()
-
-
-class TakenGradient(torch.Tensor):
-    """The token that the engine leaves in `p.grad`. It has no memory; every operation on it raises."""
-
-    fqn: str
-    step_index: int
-    """The step that it is for."""
-
-    @staticmethod
-    def __new__(cls, fqn: str, parameter: torch.Tensor, step_index: int) -> TakenGradient:
-        token = torch.Tensor._make_wrapper_subclass(
-            cls,
-            parameter.size(),
-            strides=parameter.stride(),
-            dtype=parameter.dtype,
-            device=parameter.device,
-            requires_grad=False,
-        )
-        token.fqn, token.step_index = fqn, step_index
-        return token
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"TakenGradient({self.fqn!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return args[0]
-        tokens = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, TakenGradient)]
-        raise ParameterAccessError(
-            f"the gradient of {tokens[0].fqn!r} was taken over by the engine when backward computed it, so {func} "
-            "cannot read "
-            "or change it. To clip, set Config(max_grad_norm=...) or call engine.clip_grad_norm_(max_norm); its "
-            "norm is "
-            "engine.grad_norm after the step; loss scaling for fp16 is engine.backward(loss); to drop gradients call "
-            "optimizer.zero_grad()."
-        )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -12,9 +14,14 @@ from offload.device.rules import Hyper
 from offload.errors import UsageError
 from offload.model.optimizer_kinds import check_group, hyper_of_group, moments_of
 
+MARKER = "offload"
+"""The entry of an optimizer's state_dict that says where the state is."""
+
 
 class Stepper(Protocol):
     """What the facade needs of the engine."""
+
+    step_count: int
 
     def step(self) -> None: ...
 
@@ -88,17 +95,35 @@ class OffloadOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Not to be had in one piece: the state lies in the tiers."""
-        raise UsageError(
-            "optimizer.state_dict() would gather every moment in memory at once: use engine.save_checkpoint(dir), "
-            "which streams "
-            "weights, moments and step counts."
-        )
+        """The numbers of the param_groups, and under "offload" where the rest is: moments and step counts lie in the tiers.
+
+        Wrappers that call `state_dict` and `load_state_dict` get back what they had. For training to go on from:
+        `Engine.save_checkpoint`.
+        """
+        numbers = itertools.count()
+        groups = [group | {"params": [next(numbers) for _ in group["params"]]} for group in self.param_groups]
+        marker = {"step_count": self.stepper.step_count, "state": "in the engine's tiers: engine.save_checkpoint(dir) saves it"}
+        return {"state": {}, "param_groups": copy.deepcopy(groups), MARKER: marker}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `state_dict`."""
-        raise UsageError(
-            "optimizer.load_state_dict() cannot reach state that lies in the tiers: load it into the torch "
-            "optimizer before "
-            "offload.initialize (its moments and step counts are taken over), or use engine.load_checkpoint(dir)."
-        )
+        """Set the numbers of the param_groups to what `state_dict` returned after as many steps as the engine has done."""
+        marker = state_dict.get(MARKER)
+        if not isinstance(marker, Mapping) or state_dict.get("state"):
+            raise UsageError(
+                "optimizer.load_state_dict() cannot reach state that lies in the tiers: load it into the torch optimizer "
+                "before offload.initialize (its moments and step counts are taken over), or use engine.load_checkpoint(dir)."
+            )
+        if marker.get("step_count") != self.stepper.step_count:
+            raise UsageError(
+                f"optimizer.load_state_dict() was given the numbers of step {marker.get('step_count')}, and the engine has "
+                f"done {self.stepper.step_count} steps: moments and step counts are not among them. Call "
+                "engine.load_checkpoint(dir) of that step first; it restores the param_groups too."
+            )
+        groups = copy.deepcopy(state_dict["param_groups"])
+        wanted = [len(group["params"]) for group in self.param_groups]
+        if [len(group["params"]) for group in groups] != wanted:
+            raise UsageError(
+                f"optimizer.load_state_dict() was given other groups of parameters: expected groups of {wanted} parameters."
+            )
+        for ours, given in zip(self.param_groups, groups, strict=True):
+            ours.update({name: value for name, value in given.items() if name != "params"})

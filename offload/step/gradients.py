@@ -30,7 +30,7 @@ from offload.device.pending import Pending, Settled
 from offload.layout import ExtentAllocator, Piece, Slot
 from offload.model.chunk import ChunkGradient, ChunkOf
 from offload.model.flats import Flat, ParameterInfo
-from offload.model.guard import TakenGradient
+from offload.model.taken_gradient import TakenGradient
 from offload.planning.purposes import SUMS
 from offload.step.gradient_buffers import GradientBuffers
 from offload.step.gradient_transit import DeviceSums, GradientTransit, Landing, PackedPiece, joined, runs

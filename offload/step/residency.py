@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from offload.errors import BudgetError, ParameterAccessError
 from offload.model.flats import ParameterInfo
+from offload.model.leading_call import led_by
 from offload.model.unit import Unit, UnitState
 from offload.planning.plan import Op, Schedule, Verb, plan, required_nbytes
 from offload.planning.trace import Edge, Event, Recorder, Trace
@@ -142,11 +143,12 @@ class Residency:
             return
         if not self.in_forward:
             raise ParameterAccessError(
-                f"the value of parameter {info.fqn!r} is not in memory: it lies in its tier between uses. Read or "
-                "write it inside "
-                "`with engine.gathered([parameter]):`; for the whole model use engine.state_dict(); updates are "
-                "engine.optimizer's. "
-                "A part of the model that is called on its own must be called as a module, not through its weights."
+                f"the value of parameter {info.fqn!r} is not in memory: it lies in its tier between uses. "
+                + led_by(
+                    "Read or write it inside `with engine.gathered([parameter]):`; for the whole model use "
+                    "engine.state_dict(); updates are engine.optimizer's. A part of the model that is called on its own must "
+                    "be called as a module, not through its weights."
+                )
             )
         # A parent computes with a child's weight without calling the child.
         self.accompany(self._open_forward[-1], info.unit_index)

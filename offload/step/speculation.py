@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from offload.device.rules import Hyper
 from offload.model.chunk import ChunkOf
 from offload.model.flats import ParameterInfo
-from offload.model.guard import TakenGradient
+from offload.model.taken_gradient import TakenGradient
 from offload.model.unit import Unit
 from offload.step.parts import Parts
 from offload.step.strikes import Strikes

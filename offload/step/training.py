@@ -19,7 +19,7 @@ import torch
 from offload.device.rules import Hyper
 from offload.errors import NonFiniteGradientError, UsageError
 from offload.model.flats import ParameterInfo, some_of
-from offload.model.guard import TakenGradient
+from offload.model.taken_gradient import TakenGradient
 from offload.model.unit import Unit
 from offload.ranks.agreement import Point
 from offload.step.homes import Homes
@@ -29,6 +29,7 @@ from offload.step.norm import clip_factor, exchanged, norm_of
 from offload.step.parts import Parts
 from offload.step.shard_state import ShardState, ShardStates
 from offload.step.speculation import Speculation
+from offload.step.token_clipping import TokenClipping
 from offload.step.update import chunk_updates
 from offload.step.usable import Usable
 
@@ -70,6 +71,7 @@ class Training(Usable):
         self._group_indices = sorted({info.group_index for info in parts.parameters if info.group_index is not None})
         self._shards, self._late = ShardStates(len(parts.units)), parts.expected.late_units
         self._clip_once: float | None = None
+        self._token_clipping = TokenClipping(parts.parameters, self._live_parameters, self._measure_now)
         self._flat_of = {info.index: flat for unit in parts.units for flat in unit.flats for info in flat.parameters}
 
     # ---- forward and backward ------------------------------------------------------------------------------------
@@ -139,6 +141,11 @@ class Training(Usable):
                     f"backward reached {info.fqn!r} while the gradient of the last step was still in place. PyTorch would add "
                     "to it; here the step has consumed it. Call optimizer.zero_grad() after each step."
                 )
+            if info.parameter.grad.factor != 1.0:
+                raise UsageError(
+                    f"backward reached {info.fqn!r} after its gradient was clipped. PyTorch would add to that; here the "
+                    "step clips. Clip after the last backward of the step."
+                )
             info.parameter.grad = None
 
     def gradient_arrived(self, unit: Unit, info: ParameterInfo) -> None:
@@ -160,7 +167,7 @@ class Training(Usable):
         else:
             self._reduction.arrive(info, self._flat_of[info.index], gradient)
             self._gradients.expect(info)
-        info.parameter.grad = TakenGradient(info.fqn, info.parameter, self.step_count)
+        info.parameter.grad = self._token_clipping.token(info, self.step_count)
 
     def backward_leaves(self, unit: Unit) -> None:
         # Late units wait for the end of backward: what modules share gets more after one of them is done, and in the root a
@@ -306,7 +313,7 @@ class Training(Usable):
             if info.parameter.grad is None and self._gradients is not None:
                 self._gradients.expect(info)
                 self._shards.become(info.unit_index, ShardState.REDUCING)
-                info.parameter.grad = TakenGradient(info.fqn, info.parameter, self.step_count)
+                info.parameter.grad = self._token_clipping.token(info, self.step_count)
 
     def clip_at_step(self, max_norm: float) -> float:
         """Have the coming step clip to `max_norm`; return the norm before clipping."""
@@ -314,8 +321,17 @@ class Training(Usable):
             self._undo_if_changed()
             self._take_user_gradients()
         self._clip_once = max_norm
-        self.grad_norm = self.measure_norm(Point.CLIPPING)
+        return self._measure_now()
+
+    def _measure_now(self) -> float:
+        self.check()
+        with self.failures():
+            self._undo_if_changed()
+            self.grad_norm = self.measure_norm(Point.CLIPPING)
         return self.grad_norm
+
+    def _live_parameters(self) -> list[ParameterInfo]:
+        return self._gradients.live_parameters() if self._gradients is not None else []
 
     def step(self) -> None:
         """Turn the gradients into updates; see the module for when they run."""
@@ -341,6 +357,7 @@ class Training(Usable):
             with self._timeline.waiting("gradients"):
                 norm = self.measure_norm(Point.STEP)
             max_norm = self._clip_once if self._clip_once is not None else self.max_grad_norm
+            max_norm = self._token_clipping.max_norm(norm, max_norm)
             self._clip_once = None
             self.grad_norm = norm
             is_finite = math.isfinite(norm)
