@@ -53,7 +53,8 @@ class Config:
     device_memory     most bytes that the engine may hold on the device (parameters, gradients, states; activations are the
                       model's own); None: what one unit in use and `prefetch` more take
     cpu_memory        most bytes of host memory that the engine may hold; None: what the placements need at least
-    dtype             what forward and backward run in: "bf16", "fp16", "fp32"; None: the parameters' own dtypes
+    dtype             what forward and backward run in: "bf16", "fp16", "fp32"; None: the parameters' own dtypes, as
+                      normalisations with running statistics (BatchNorm) keep in any case
     state_format      "fp32": fp32 master weights and moments; "split": the same numbers in less memory (the bf16 parameter and
                       a 16-bit remainder are the master). These change results, within the noise of a seed: "bf16": moments
                       in bf16, rounded stochastically; "8bit": moments in 8 bits. All but "fp32" need bf16 parameters.

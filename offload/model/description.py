@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from offload.config import Config
 from offload.deferred_init.deferred_init import is_deferred
@@ -27,6 +28,7 @@ def describe_parameters(
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(fqn)
     groups = _group_indices(optimizer, names)
+    beside_statistics = _beside_statistics(model)
     infos: list[ParameterInfo] = []
     for unit_index, unit in enumerate(module_units):
         for _, parameter in unit.parameters:
@@ -34,7 +36,8 @@ def describe_parameters(
             # A parameter that requires a gradient but is in no group is autograd's and the user's: its `grad` is
             # ordinary.
             trainable = parameter.requires_grad and group_index is not None
-            run_dtype = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+            casts = dtype is not None and parameter.is_floating_point() and id(parameter) not in beside_statistics
+            run_dtype = dtype if dtype is not None and casts else parameter.dtype
             infos.append(
                 ParameterInfo(
                     index=len(infos),
@@ -60,6 +63,13 @@ def check_trainable(infos: Iterable[ParameterInfo]) -> None:
             raise ConfigError(
                 f"parameter {info.fqn!r} is of dtype {info.dtype}: a trained parameter must be fp32, bf16 or fp16."
             )
+
+
+def _beside_statistics(model: nn.Module) -> set[int]:
+    """The parameters (by id) of normalisations with running statistics: torch's kernels want both in one dtype, and statistics,
+    which are averages of many batches, keep theirs."""
+    norms = [one for one in model.modules() if isinstance(one, _NormBase) and one.running_mean is not None]
+    return {id(parameter) for norm in norms for parameter in norm.parameters(recurse=False)}
 
 
 def _group_indices(optimizer: torch.optim.Optimizer | None, names: Mapping[int, list[str]]) -> dict[int, int]:
@@ -206,5 +216,6 @@ def check_state_format(config: Config, infos: Iterable[ParameterInfo]) -> None:
         if info.trainable and info.dtype != torch.bfloat16:
             raise ConfigError(
                 f"state_format={config.state_format!r} keeps the upper half of the master in the bf16 parameter, and "
-                f"{info.fqn!r} is trained in {info.dtype}: set dtype='bf16', or state_format='fp32'."
+                f"{info.fqn!r} is trained in {info.dtype}: set dtype='bf16' (parameters of a normalisation with running "
+                "statistics keep their own dtype beside it), or state_format='fp32'."
             )

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from offload.errors import ParameterAccessError
@@ -47,7 +48,7 @@ _METADATA = {
     torch.Tensor.__hash__, torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook,
     torch.Tensor.retain_grad, torch.Tensor.is_same_size, torch.Tensor.requires_grad_,
     torch.Tensor.is_shared, torch.is_floating_point, torch.is_complex, torch.numel,
-    torch.empty_like, torch.autograd.grad, torch._has_compatible_shallow_copy_type,
+    torch.empty_like, torch._has_compatible_shallow_copy_type,
 }  # fmt: skip
 
 _PROPERTIES = (
@@ -71,6 +72,17 @@ _DATA_SET = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _REPRESENT = torch.Tensor.__repr__
 
 _WRITING_NAMES = {"__setitem__", "__set__", "set_", "resize_", "copy_"}
+
+
+_ASKING_GRADIENTS = {torch.autograd.backward, torch.autograd.grad}
+
+
+def _node_of(value: Any) -> Any:
+    """Of a guarded parameter the place of its gradient in autograd's graph."""
+    if type(value) in _plain_classes and id(value) in _watches and value.requires_grad:
+        with torch._C.DisableTorchFunctionSubclass():
+            return get_gradient_edge(value)
+    return value
 
 
 def _writes_into(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -151,6 +163,10 @@ def _guarded_torch_function(
     if func in _METADATA or (func is torch.Tensor.type and len(args) == 1 and not kwargs):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+    if func in _ASKING_GRADIENTS:
+        # They name parameters and read none. Their node in the graph says the same, and the call stays an ordinary one.
+        args, kwargs = pytree.tree_map(_node_of, (tuple(args), dict(kwargs)))
+        return func(*args, **kwargs)
     leaves = pytree.tree_leaves((args, dict(kwargs)))
     guarded = [leaf for leaf in leaves if type(leaf) in _plain_classes and id(leaf) in _watches]
     if func == _REPRESENT and guarded:

@@ -84,6 +84,7 @@ class Gathering:
             if bool(written.any()):
                 view.copy_(lent)
                 self._homes.write(info, written)
+                self._training.values_changed(info.unit_index)
         info.lent_count -= 1
         if not info.lent_count:
             info.parameter.data = view

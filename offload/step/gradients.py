@@ -242,6 +242,7 @@ class Gradients:
                 if info.index in state.live:
                     if self._transit is not None:
                         self._transit.leave(state.chunk_of)
+                    state.settle()  # what is still on its way must not land on what comes next
                     state.live.discard(info.index)
                     state.kept.pop(info.index, None)
                     if not state.live:

@@ -114,7 +114,7 @@ class Training(Usable):
         self._undo_for(unit.index)
         if version is not None and version != self._versions[unit.index]:
             raise UsageError(
-                f"backward reached unit {unit.name} through a forward that ran before optimizer.step() (or a load): its "
+                f"backward reached unit {unit.name} through a forward that ran before optimizer.step() (a load, a write): its "
                 "parameters have changed since. Run the forward again after the step."
             )
         if self._memory_is_short:
@@ -250,15 +250,16 @@ class Training(Usable):
         self.values_changed()
         self._residency.end_step()
 
-    def values_changed(self) -> None:
-        """By a load: what forward computed before is of other values."""
-        self._versions = [version + 1 for version in self._versions]
+    def values_changed(self, unit_index: int | None = None) -> None:
+        """By a load, or of one unit by the user: what forward computed before is of other values."""
+        self._versions = [version + (unit_index in (None, index)) for index, version in enumerate(self._versions)]
 
     # ---- step ----------------------------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient that no update has taken yet; without `set_to_none` put zeros where there was one."""
         self.check()
+        self._clip_once = None  # of the gradients that are dropped
         self._adopt_reduced()
         with self.failures():
             self._undo()
@@ -317,6 +318,7 @@ class Training(Usable):
 
     def clip_at_step(self, max_norm: float) -> float:
         """Have the coming step clip to `max_norm`; return the norm before clipping."""
+        self._require_new_gradients("clip_grad_norm_()")
         with self.failures():
             self._undo_if_changed()
             self._take_user_gradients()
@@ -346,7 +348,7 @@ class Training(Usable):
             self.before_step()
         if self.check_unchanged is not None:
             self.check_unchanged()
-        self._require_new_gradients()
+        self._require_new_gradients("optimizer.step()")
         assert self.hyper_of is not None
         for group_index in self._group_indices:
             self.hyper_of(group_index)  # raises where its numbers make no sense
@@ -375,8 +377,8 @@ class Training(Usable):
             self.loss_scale.step_was_finite()
             self._finish_step()
 
-    def _require_new_gradients(self) -> None:
-        """PyTorch would apply the last step's gradients again; here that step has consumed them."""
+    def _require_new_gradients(self, what: str) -> None:
+        """PyTorch would use the last step's gradients again; here that step has consumed them."""
         old = [
             info.fqn
             for info in self._parameters
@@ -384,8 +386,8 @@ class Training(Usable):
         ]
         if old:
             raise UsageError(
-                f"optimizer.step() was called while the gradients of {some_of(old, _NAMED)} were those of the last step. "
-                "PyTorch would apply them again; here the step consumed them. Call optimizer.zero_grad() after each step; to "
+                f"{what} was called while the gradients of {some_of(old, _NAMED)} were those of the last step. "
+                "PyTorch would use them again; here the step consumed them. Call optimizer.zero_grad() after each step; to "
                 "apply a gradient twice, run forward and backward again."
             )
 

@@ -1,11 +1,12 @@
-"""A crew: N processes in one gloo group, started once, each doing one job after the other.
+"""A crew: N processes in one gloo group, started once, each doing one job after the other. One alone is in no group.
 
-`python -m tests.ranks.crew` is one member. It reads lines of JSON, {"job": a function of tests.ranks.jobs, "arguments": {...}},
+`python -m tests.ranks.crew` is one member. It reads lines of JSON, {"job": a function of the jobs' module, "arguments": {...}},
 and answers each with a line of JSON: {"result": ...} or {"error": [class, message]}.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -19,16 +20,18 @@ TIMEOUT_SECONDS = 120
 
 
 class Crew:
-    """Close it; `do` runs one job on all members and returns their answers by rank."""
+    """Close it; `do` runs one job on all members and returns their answers by rank. `jobs`: the module that has the jobs."""
 
-    def __init__(self, size: int, folder: Path, *, seconds: int = TIMEOUT_SECONDS, **variables: str) -> None:
+    def __init__(
+        self, size: int, folder: Path, *, seconds: int = TIMEOUT_SECONDS, jobs: str = "tests.ranks.jobs", **variables: str
+    ) -> None:
         self.size, self._seconds = size, seconds
         store = folder / "store"
         plain = {name: value for name, value in os.environ.items() if not name.startswith("OFFLOAD_")}
         repository = str(Path(__file__).resolve().parents[2])
         self.processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "tests.ranks.crew", str(rank), str(size), str(store), str(seconds)],
+                [sys.executable, "-m", "tests.ranks.crew", str(rank), str(size), str(store), str(seconds), jobs],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=(folder / f"stderr-{rank}").open("w"),
@@ -89,16 +92,16 @@ class Crew:
             process.communicate()
 
 
-def _member(rank: int, size: int, store: str, seconds: int) -> None:
+def _member(rank: int, size: int, store: str, seconds: int, module: str) -> None:
     from datetime import timedelta
 
     import torch
     import torch.distributed as dist
 
-    from . import jobs
-
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=seconds))
+    jobs = importlib.import_module(module)
+    if size > 1:
+        dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=seconds))
     for line in sys.stdin:
         asked = json.loads(line)
         try:
@@ -111,4 +114,4 @@ def _member(rank: int, size: int, store: str, seconds: int) -> None:
 
 
 if __name__ == "__main__":
-    _member(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    _member(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5])

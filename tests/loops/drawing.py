@@ -1,0 +1,140 @@
+"""How programs are drawn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from .models import BLOCKS
+from .programs import Model, Operation, Program, Setup, op
+
+PLACES = ("device", "cpu", "nvme")
+FEWEST, MOST = 10, 60
+
+_batches = st.integers(0, 5)
+_blocks = st.integers(0, 2)
+_ends = st.sampled_from(["Boom", "KeyboardInterrupt"])
+_moments = st.integers(0, 5000) | st.integers(0, 200)
+
+
+def _ops(name: str, **values: st.SearchStrategy[Any]) -> st.SearchStrategy[Operation]:
+    return st.fixed_dictionaries(values).map(lambda drawn: op(name, **drawn))
+
+
+def _interrupted(operation: st.SearchStrategy[Operation]) -> st.SearchStrategy[Operation]:
+    return st.builds(lambda one, moment: op(one.name, interrupt=moment + 1, **one.values), operation, _moments)
+
+
+_save = _ops("save", number=_blocks, beside=st.booleans())
+_load = _ops("load", number=_blocks)
+_train = _ops("train", batch=_batches, micro=st.sampled_from([1, 1, 2]))
+_forward = _ops("forward", batch=_batches)
+_backward = _ops(
+    "backward",
+    which=st.sampled_from([-1, -1, 0]),
+    retain=st.sampled_from([False, False, False, True]),
+    sync=st.sampled_from([True, True, True, False]),
+    how=st.sampled_from(["loss", "engine"]),
+)
+_step, _zero = _ops("step"), _ops("zero_grad", to_none=st.sampled_from([True, True, True, False]))
+
+# What every loop does is drawn often, what ends or breaks something seldom.
+_often = [_train, _forward, _backward, _step, _zero, _train, _forward, _backward, _step, _zero]
+_at_times = [
+    _save,
+    _load,
+    _ops("wait"),
+    _ops("evaluate", batch=_batches, inference=st.booleans()),
+    _ops("generate", batch=_batches, count=st.integers(1, 3)),
+    _ops("clip", max_norm=st.sampled_from([0.05, 0.5, 1e6])),
+    _ops("rate", group=_blocks, rate=st.sampled_from([0.0, 1e-3, 2e-2])),
+    _ops("freeze", block=_blocks, frozen=st.booleans()),
+    _ops("read", parameter=st.integers(0, 20)),
+    _ops("write", parameter=st.integers(0, 20), fails=st.booleans()),
+    _ops("partial_backward", block=_blocks, batch=_batches),
+    _ops("backward_of_some", batch=_batches, part=_blocks),
+    _ops("penalty", batch=_batches),
+    _ops("slope", batch=_batches),
+    _ops("closure", batch=_batches, fails=st.booleans()),
+    _ops("state_dict"),
+    _ops("forward", batch=_batches, fails_at=_blocks, error=_ends),
+    _ops("backward", fails_at=_blocks, error=_ends),
+    _interrupted(_train),
+    _interrupted(_forward),
+    _interrupted(_backward),
+    _interrupted(_step),
+    _interrupted(_save),
+    _interrupted(_load),
+]
+_seldom = [
+    _ops("anew", how=st.sampled_from(["scratch", "state", "checkpoint"]), setup=st.integers(0, 1)),
+    _ops("resume", setup=st.integers(0, 1)),
+    _ops("export"),
+    _ops("load_state_dict", seed=st.integers(0, 3)),
+    _ops("add_group"),
+]
+operations = st.one_of(st.builds(op, st.just("nothing")), *3 * _often, *_at_times, *_seldom)
+
+
+def _models(ranks: int) -> st.SearchStrategy[Model]:
+    # Each rank has running statistics and random states of its own, and plain PyTorch plays both in one process.
+    kinds = [kind for kind in BLOCKS if ranks == 1 or kind not in ("normed", "dropping")]
+    numbers = st.sampled_from(
+        [(None, "fp32", None)] * 6
+        + [("bf16", "fp32", None), ("bf16", "split", None), ("bf16", "bf16", None), ("bf16", "8bit", None)]
+        + [("fp16", "fp32", None), (None, "fp32", "skip")]
+    )
+
+    def made(numbers: tuple[Any, ...], blocks: tuple[str, ...], **rest: Any) -> Model:
+        if numbers[1] != "fp32":  # needs bf16 parameters throughout; running statistics keep theirs in fp32
+            blocks = tuple("mlp" if kind == "normed" else kind for kind in blocks)
+        return Model(dtype=numbers[0], state_format=numbers[1], loss_scale=numbers[2], blocks=blocks, **rest)
+
+    return st.builds(
+        made,
+        numbers,
+        width=st.sampled_from([3, 4, 7]),
+        blocks=st.lists(st.sampled_from(kinds), min_size=1, max_size=3).map(tuple),
+        tie=st.sampled_from(["", "leaf", "blocks"]),
+        reused=st.booleans(),
+        frozen=st.sampled_from([(), (), (0,), (1,)]),
+        checkpointing=st.sampled_from(["", "", "plain", "reentrant"]),
+        optimizer=st.sampled_from(["adamw", "adamw", "adam", "sgd", "adagrad", "lion"]),
+        groups=st.sampled_from([1, 2]),
+        max_grad_norm=st.sampled_from([None, 0.3, 1e6]),
+    )
+
+
+_setups = st.builds(
+    Setup,
+    parameters=st.sampled_from(PLACES),
+    states=st.sampled_from(PLACES),
+    accelerator=st.sampled_from(["cpu", "deferred"]),
+    update=st.sampled_from(["step", "step", "backward"]),
+    prefetch=st.integers(0, 2),
+    memory=st.sampled_from([None, None, 1.0, 1.4, 3.0, 100.0]),
+    on_device=st.sampled_from([None, None, 1.0, 1.5, 100.0]),
+    seed=st.integers(0, 1000),
+    drive=st.sampled_from(["", "", "slow", "failing"]),
+    failing=st.integers(0, 300),
+    speculates=st.booleans(),
+)
+
+
+def programs(ranks: int = 1) -> st.SearchStrategy[Program]:
+    """Programs of that many ranks."""
+
+    def settled(setup: Setup) -> Setup:
+        fields = {name: getattr(setup, name) for name in Setup.__dataclass_fields__}
+        if ranks > 1:
+            fields |= {"drive": "slow" if setup.drive == "failing" else setup.drive}
+        return Setup(**fields)
+
+    return st.builds(
+        Program,
+        model=_models(ranks),
+        setups=st.lists(_setups.map(settled), min_size=1, max_size=2).map(tuple),
+        operations=st.lists(operations, min_size=FEWEST, max_size=MOST).map(tuple),
+        ranks=st.just(ranks),
+    )

@@ -1,0 +1,362 @@
+"""The engine's sides of a program: in memory, which is followed through its own operations, and as drawn."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import offload
+from offload.build import assembly, storage
+from offload.step import strikes
+from tests.tiers.faulty_io import Fault, FaultyBackend, seeded_faults
+
+from . import refusals
+from .checkpoints import contents_of, position_of
+from .models import build, optimizer_of
+from .playing import Boom, Facts, Outcome, Player
+from .programs import Operation, Program, Setup
+
+MEMORY = Setup()
+
+
+class Interruption:
+    """Raises KeyboardInterrupt once, at the call or return of that number: where Python would run a signal's handler."""
+
+    def __init__(self, moment: int) -> None:
+        self._left, self.struck = moment, False
+
+    def __enter__(self) -> Interruption:
+        if self._left:
+            sys.setprofile(self._count)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        sys.setprofile(None)
+
+    def _count(self, frame: Any, event: str, argument: Any) -> None:
+        if event not in ("call", "c_return"):
+            return
+        self._left -= 1
+        if self._left == 0:
+            sys.setprofile(None)
+            self.struck = True
+            raise KeyboardInterrupt("interrupted")
+
+
+def smallest(build_it: Any, field: str, fields: dict[str, Any]) -> int | None:
+    """The smallest budget that can hold what must be there, as the refusal of one byte says it."""
+    try:
+        build_it(offload.Config(**{**fields, field: 1}))
+    except offload.BudgetError as error:
+        return error.smallest_nbytes
+    return None
+
+
+class EnginePlayer(Player):
+    """Trains with an engine. `at_once`: the operations are this side's own to do; it has nothing to follow."""
+
+    engine: offload.Engine
+
+    def __init__(self, program: Program, folder: Path, ranks: tuple[int, ...], follow: list[Outcome] | None) -> None:
+        super().__init__(program, folder, ranks, follow)
+        self._patch = pytest.MonkeyPatch()
+        self._beside: tuple[Any, int, int] | None = None
+        self._backend: FaultyBackend | None = None
+        self._faulted = False
+
+    # ---- the engine ----------------------------------------------------------------------------------------------
+
+    def start(self, setup: Setup, state: Mapping[str, torch.Tensor] | None = None) -> None:
+        self._patch.undo()
+        self._patch.setenv("OFFLOAD_ACCELERATOR", setup.accelerator)
+        self._patch.setenv("OFFLOAD_SEED", str(setup.seed))
+        self._patch.setattr(assembly, "CHUNK_NUMELS", (4096,))
+        if setup.speculates:
+            self._patch.setattr(strikes, "QUIET_STEPS", 0)
+        self._fails_drive(setup)
+        spec = self.program.model
+        self.model = build(spec)
+        if state is not None:
+            self.model.load_state_dict(dict(state))
+        config = offload.Config(**self._fields(setup))
+        self.engine = offload.initialize(self.model, optimizer_of(spec, self.model), config)
+        self.optimizer = self.engine.optimizer
+        self._beside = None
+
+    def _fails_drive(self, setup: Setup) -> None:
+        self._backend = None
+        if setup.drive and "nvme" in (setup.parameters, setup.states):
+            faults = seeded_faults(setup.seed, 4000, 0.3, (Fault("short"), Fault("delay")))
+            if setup.drive == "failing" and not self._faulted:
+                faults = {setup.failing: Fault("errno")}
+            self._backend = FaultyBackend(setup.seed, faults)
+            self._patch.setattr(storage, "open_backend", lambda **_: self._backend)
+
+    def _fields(self, setup: Setup) -> dict[str, Any]:
+        spec = self.program.model
+        fields: dict[str, Any] = {
+            "parameters": setup.parameters,
+            "optimizer_states": setup.states,
+            "update": setup.update,
+            "prefetch": setup.prefetch,
+            "dtype": spec.dtype,
+            "state_format": spec.state_format,
+            "max_grad_norm": spec.max_grad_norm,
+            "loss_scale": spec.loss_scale,
+        }
+        if "nvme" in (setup.parameters, setup.states):
+            (self.folder / "nvme").mkdir(exist_ok=True)
+            fields["nvme"] = str(self.folder / "nvme")
+
+        def attempt(config: offload.Config) -> None:
+            model = build(spec)
+            offload.initialize(model, optimizer_of(spec, model), config).close()
+
+        for field, factor in (("device_memory", setup.on_device), ("cpu_memory", setup.memory)):
+            least = smallest(attempt, field, fields) if factor is not None else None
+            if least is not None:
+                fields[field] = int(least * factor)
+        return fields
+
+    def end(self) -> None:
+        self.graphs.clear()
+        self._saved_beside(self.engine.close)
+
+    # ---- verbs ---------------------------------------------------------------------------------------------------
+
+    def backward(self, losses: list[torch.Tensor], how: str, **keywords: Any) -> None:
+        if how == "engine" or self.program.model.dtype == "fp16":
+            self.engine.backward(losses[0], **keywords)
+        else:
+            losses[0].backward(**keywords)
+
+    def no_sync(self) -> Any:
+        return self.engine.no_sync()
+
+    def norm_of_step(self) -> float:
+        norm = self.engine.grad_norm
+        assert norm is not None
+        return norm
+
+    def clip(self, max_norm: float) -> float:
+        return float(self.engine.clip_grad_norm_(max_norm))
+
+    def gathered(self, parameters: list[nn.Parameter]) -> Any:
+        return self.engine.gathered(parameters)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return self.engine.state_dict()
+
+    def set_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        self.engine.load_state_dict(state)
+
+    def exported(self) -> dict[str, torch.Tensor]:
+        target = self.folder / f"export-{self.position}"
+        self.engine.export(target, dtype="fp32")
+        if self.program.ranks > 1:
+            torch.distributed.barrier()
+        found: dict[str, torch.Tensor] = {}
+        for file in sorted(target.glob("*.safetensors")):
+            found |= load_file(file)
+        return found
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    def path(self, number: int) -> Path:
+        return self.folder / "checkpoints" / f"step-{number}"
+
+    def save(self, number: int, beside: bool) -> None:
+        def begin() -> Any:
+            return self.engine.save_checkpoint(self.path(number), client_state={"position": self.position}, wait=not beside)
+
+        save = self._saved_beside(begin)
+        if beside:
+            self._beside = (save, number, self.position)
+        else:
+            self.facts.saved[number] = [self.position]
+
+    def _saved_beside(self, call: Any) -> Any:
+        """What waits for a save beside training, which is there when the call returned."""
+        result = call()
+        if self._beside is not None:
+            _, number, position = self._beside
+            self._beside = None
+            known = self.facts.saved[number]
+            self.facts.saved[number] = known[known.index(position) :]
+        return result
+
+    def wait(self) -> None:
+        if self._beside is not None:
+            self._saved_beside(self._beside[0].wait)
+
+    def load(self, number: int | None) -> int | None:
+        if number is not None:
+            state = self._saved_beside(lambda: self.engine.load_checkpoint(self.path(number)))
+        else:
+            state = self._saved_beside(lambda: self.engine.resume_or_start(self.folder / "checkpoints"))
+        if state is None:
+            assert not any(len(one) == 1 for one in self.facts.saved.values()), "a checkpoint that was saved is not there"
+            return None
+        position: int = state["position"]
+        numbers = [number] if number is not None else sorted(self.facts.saved, reverse=True)
+        likely = next((self.facts.saved[one] for one in numbers if position in self.facts.saved[one]), None)
+        assert likely is not None, f"loaded what was saved at {position}, expected one of {self.facts.saved}"
+        if number is None:
+            newer = [one for one in numbers if self.facts.saved[one] is not likely and one > numbers[numbers.index(one)]]
+            assert not newer
+        return position
+
+    def load_at(self, position: int | None) -> int | None:
+        raise AssertionError("what is drawn loads by number")
+
+    # ---- the end -------------------------------------------------------------------------------------------------
+
+    def finish(self) -> Outcome:
+        """What is left in the end: weights, and what the checkpoints hold."""
+        self.graphs.clear()
+        self.optimizer.zero_grad()
+        if self._backend is not None and self.facts.setup.drive == "failing" and not self._faulted:
+            self._backend.faults.clear()  # a fault at the end would leave nothing to compare
+        state = self.state()
+        self._saved_beside(lambda: self.engine.save_checkpoint(self.folder / "final"))
+        self._saved_beside(self.engine.close)
+        self._patch.undo()
+        first = 0 in self.ranks
+        if self.program.ranks > 1:
+            torch.distributed.barrier()
+        left = [str(one) for one in (self.folder / "nvme").rglob("*")] if first and (self.folder / "nvme").exists() else []
+        kept = {}
+        for folder in sorted((self.folder / "checkpoints").glob("step-*")) if first else []:
+            kept[folder.name] = (position_of(folder), contents_of(folder))
+        final = contents_of(self.folder / "final") if first else None
+        return {"is": "ok", "value": {"state": state}, "left": left, "kept": kept, "final": final}
+
+
+class DrawnPlayer(EnginePlayer):
+    """As drawn: nothing is known of what comes, and everything that comes is judged by the table of refusals."""
+
+    def __init__(self, program: Program, folder: Path, ranks: tuple[int, ...]) -> None:
+        super().__init__(program, folder, ranks, None)
+
+    def begin(self) -> Outcome:
+        return self._faultless(lambda: self._began(0))
+
+    def _faultless(self, start: Any) -> Outcome:
+        """Start; where the failing drive fails at once, without the fault again."""
+        try:
+            start()
+        except offload.StorageError:
+            if self._backend is None or not self._backend.struck:
+                raise
+            self._faulted = True
+            start()
+        return {"is": "ok", "value": {}}
+
+    def take(self, operation: Operation) -> Outcome:
+        if self.means_nothing(operation):
+            return {"is": "nothing"}
+        why = refusals.excluded(self.program, self.facts, operation)
+        if why is not None:
+            return {"is": "nothing", "why": why}
+        interruption, before = Interruption(operation.interrupt), copy.deepcopy(self.facts)
+        judged = refusals.Circumstances(self.program, self.facts, self.graphs, operation)
+        try:
+            with interruption:
+                if operation.name == "resume":
+                    self.end()
+                    return {"is": "moved"}
+                value = self.perform(operation)
+            return {"is": "ok", "value": value}
+        except BaseException as error:
+            try:
+                return self._after(operation, error, judged, before, interruption.struck)
+            except BaseException as second:
+                second.__context__ = error
+                return {"is": "wrong", "says": "".join(traceback.format_exception(second))}
+
+    def _after(self, operation: Operation, error: BaseException, judged: Any, before: Facts, interrupted: bool) -> Outcome:
+        struck = self._backend is not None and bool(self._backend.struck) and self.facts.setup.drive == "failing"
+        if interrupted and isinstance(error, KeyboardInterrupt):
+            return self._settle(operation)
+        if struck and not self._faulted and isinstance(error, offload.StorageError):
+            self._faulted = True
+            return self._settle(operation)
+        if not interrupted and isinstance(error, (Boom, KeyboardInterrupt)):
+            self.after_users_error(operation)
+            return {"is": "raised", "class": type(error).__name__}
+        refusal = judged.legitimate(error)
+        if refusal is not None:
+            self.facts = before
+            if refusal.drops_gradients:
+                self.do_zero_grad()
+            refused = {"is": "refused", "class": type(error).__name__, "why": refusal.why}
+            return refused | {"zeroed": refusal.drops_gradients, "forwards": list(self.forwards)}
+        return {"is": "wrong", "says": "".join(traceback.format_exception(error))}
+
+    def _settle(self, operation: Operation) -> Outcome:
+        self.graphs.clear()
+        try:
+            self.do_zero_grad()
+            state = self.state()
+        except (offload.EngineFailedError, offload.UsageError):  # UsageError: updates of the step have begun
+            return self._recover()
+        self.facts.version += 1
+        torch.manual_seed(1000 + self.position)
+        candidates = self.facts.saved.get(operation.values.get("number", -1), []) if operation.name == "load" else []
+        return {"is": "settled", "state": state, "candidates": list(candidates)}
+
+    def _recover(self) -> Outcome:
+        """The engine says that it cannot go on: from its last checkpoint, or from the start."""
+        self._beside = None
+        if any(path.name.startswith("step-") for path in (self.folder / "checkpoints").glob("*")):
+            with contextlib.suppress(offload.CheckpointError):
+                return {"is": "failed", "loaded": self._loaded(self.load(None))["position"]}
+        with contextlib.suppress(offload.OffloadError):
+            self.engine.close()
+        self._began(self.program.setups.index(self.facts.setup))
+        return {"is": "failed", "loaded": None}
+
+
+class MemoryPlayer(EnginePlayer):
+    """The reference: everything in memory, every update at its step. It follows what came of the program as drawn."""
+
+    def start(self, setup: Setup, state: Mapping[str, torch.Tensor] | None = None) -> None:
+        super().start(MEMORY, state)
+
+    def save(self, number: int, beside: bool) -> None:
+        """Of every save one folder: which of them the drawn side will load is not known here."""
+        self.engine.save_checkpoint(self.path(self.position), client_state={"position": self.position})
+
+    def wait(self) -> None:
+        pass
+
+    def load(self, number: int | None) -> int | None:
+        assert self.follow is not None
+        return self.load_at(self.follow[self.position]["value"]["position"])
+
+    def load_at(self, position: int | None) -> int | None:
+        if position is not None:
+            self.engine.load_checkpoint(self.path(position))
+        return position
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    os.environ["OFFLOAD_ACCELERATOR"] = "cpu"
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

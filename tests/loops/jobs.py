@@ -1,0 +1,111 @@
+"""What the processes do: play one side of a program, or the part of it until it goes on in another process."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from offload.build import assembly
+
+from .engines import DrawnPlayer, MemoryPlayer
+from .plain import PlainPlayer
+from .playing import Outcome, Player
+from .programs import Program
+
+assembly.LEAST_UNIT_NUMEL = 0  # the models here are tiny, and are to have units all the same
+HANG_SECONDS = int(os.environ.get("OFFLOAD_LOOPS_SECONDS", "60"))
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _outcomes(folder: Path, side: str, of_rank: int) -> list[Outcome]:
+    found: list[Outcome] = []
+    for file in sorted(folder.glob(f"{side}-{of_rank}-*.pt")):
+        found += torch.load(file, weights_only=False)["outcomes"]
+    return found
+
+
+def _watched(program: Program) -> None:
+    """A loop that hangs ends its process, and says which it was and where it stands."""
+    print(program, file=sys.stderr, flush=True)
+    faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
+
+
+def play_drawn(program: dict[str, Any], folder: str, segment: int, start: int) -> int:
+    """From operation `start` on. Returns where the next process goes on; -1: the program is over."""
+    drawn, place = Program.of_json(program), Path(folder)
+    _watched(drawn)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    outcomes: list[Outcome] = []
+    player = DrawnPlayer(drawn, place, (rank(),))
+    reached = -1
+    try:
+        if start == 0:
+            outcomes.append(player.begin())
+        else:
+            carried = torch.load(place / f"drawn-0-{segment - 1:03}.pt", weights_only=False)["carried"]
+            player.facts, player._faulted = carried["facts"], carried["faulted"]
+            player.position = start - 1
+            setup = drawn.operations[start - 1].values["setup"]
+            value: dict[str, Any] = {}
+            player._faultless(lambda: value.update(player.resumed(setup)))
+            outcomes.append({"is": "ok", "value": value})
+        reached = _play_on(player, start, outcomes)
+        if reached < 0:
+            outcomes.append(player.finish())
+    except BaseException as error:
+        outcomes.append({"is": "wrong", "says": "".join(traceback.format_exception(error))})
+        reached = -1
+    player._patch.undo()
+    content = {"outcomes": outcomes, "carried": {"facts": player.facts, "faulted": player._faulted}}
+    torch.save(content, place / f"drawn-{rank()}-{segment:03}.pt")
+    faulthandler.cancel_dump_traceback_later()
+    return reached
+
+
+def _play_on(player: DrawnPlayer, start: int, outcomes: list[Outcome]) -> int:
+    for position in range(start, len(player.program.operations)):
+        player.position = position
+        outcome = player.take(player.program.operations[position])
+        if outcome["is"] == "moved":
+            return position + 1
+        outcomes.append(outcome)
+        if outcome["is"] == "wrong":
+            raise AssertionError("the loop ends here")
+    return -1
+
+
+def play_reference(program: dict[str, Any], folder: str, side: str) -> None:
+    """The side "memory" or "plain", following what came of the drawn one."""
+    drawn, place = Program.of_json(program), Path(folder)
+    _watched(drawn)
+    follow = _outcomes(place, "drawn", rank())[1:]
+    own = place / side
+    own.mkdir(exist_ok=True)
+    outcomes: list[Outcome] = []
+    try:
+        player: Player
+        if side == "memory":
+            player = MemoryPlayer(drawn, own, (rank(),), follow)
+        else:
+            player = PlainPlayer(drawn, own, tuple(range(drawn.ranks)), follow)
+        player._began(0)
+        outcomes.append({"is": "ok", "value": {}})
+        for position in range(len(drawn.operations)):
+            player.position = position
+            outcomes.append(player.follows(drawn.operations[position], follow[position]))
+        outcomes.append(player.finish())
+    except BaseException as error:
+        outcomes.append({"is": "wrong", "says": "".join(traceback.format_exception(error))})
+    torch.save({"outcomes": outcomes}, place / f"{side}-{rank()}-000.pt")
+    faulthandler.cancel_dump_traceback_later()

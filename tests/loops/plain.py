@@ -1,0 +1,125 @@
+"""The oracle: the same script in plain PyTorch, on one process, which plays all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.acceptance.runs import WEIGHT_ATOL
+
+from .models import build, optimizer_of
+from .playing import Outcome, Player
+from .programs import Program, Setup
+
+
+class PlainPlayer(Player):
+    """What the engine refused is left out here. Where the engine settled or failed, this side goes where it went."""
+
+    def __init__(self, program: Program, folder: Path, ranks: tuple[int, ...], follow: list[Outcome]) -> None:
+        super().__init__(program, folder, ranks, follow)
+        self._snapshots: dict[int, Any] = {}
+        self._clip_once: float | None = None
+        self._norm = 0.0
+
+    def start(self, setup: Setup, state: Mapping[str, torch.Tensor] | None = None) -> None:
+        self.model = build(self.program.model)
+        if state is not None:
+            self.model.load_state_dict(dict(state))
+        self.optimizer = optimizer_of(self.program.model, self.model)
+        self.optimizer.register_step_pre_hook(self._before_step)
+        self._clip_once = None
+
+    def end(self) -> None:
+        pass
+
+    def backward(self, losses: list[torch.Tensor], how: str, **keywords: Any) -> None:
+        total = losses[0] if len(losses) == 1 else sum(loss / len(losses) for loss in losses)
+        assert isinstance(total, torch.Tensor)
+        total.backward(**keywords)
+
+    def no_sync(self) -> Any:
+        return contextlib.nullcontext()
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [one.grad for one in self.model.parameters() if one.grad is not None and one.requires_grad]
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        limit = self._clip_once if self._clip_once is not None else self.program.model.max_grad_norm
+        self._clip_once = None
+        self._norm = self._measured()
+        if limit is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit, foreach=False)
+
+    def do_closure(self, batch: int, fails: bool = False) -> Any:
+        """`torch.optim`'s own order: the closure first, then a step."""
+        plain_step = self.optimizer.step
+
+        def step(closure: Any) -> None:
+            closure()
+            plain_step()
+
+        self.optimizer.step = step
+        try:
+            return super().do_closure(batch, fails)
+        finally:
+            del self.optimizer.step
+
+    def do_zero_grad(self, to_none: bool = True) -> Any:
+        self._clip_once = None
+        return super().do_zero_grad(to_none)
+
+    def _measured(self) -> float:
+        gradients = self._gradients()
+        return float(torch.nn.utils.get_total_norm([one.double() for one in gradients], foreach=False)) if gradients else 0.0
+
+    def norm_of_step(self) -> float:
+        return self._norm
+
+    def clip(self, max_norm: float) -> float:
+        """The engine clips the gradients of the coming step, as its documentation says, not those that are there now."""
+        self._clip_once = max_norm
+        return self._measured()
+
+    def gathered(self, parameters: list[nn.Parameter]) -> Any:
+        return contextlib.nullcontext()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+
+    def set_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        self.model.load_state_dict(dict(state))
+
+    def save(self, number: int, beside: bool) -> None:
+        content = (self.model.state_dict(), self.optimizer.state_dict(), torch.get_rng_state())
+        self._snapshots[self.position] = copy.deepcopy(content)
+
+    def wait(self) -> None:
+        pass
+
+    def load(self, number: int | None) -> int | None:
+        assert self.follow is not None
+        return self.load_at(self.follow[self.position]["value"]["position"])
+
+    def load_at(self, position: int | None) -> int | None:
+        if position is not None:
+            weights, optimizer, random = copy.deepcopy(self._snapshots[position])
+            self.model.load_state_dict(weights)
+            self.optimizer.load_state_dict(optimizer)
+            torch.set_rng_state(random)
+            self.optimizer.zero_grad()
+            self._clip_once = None
+        return position
+
+    def agrees(self, own: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+        return all(
+            bool((own[name].double() - other[name].double()).abs().max() <= WEIGHT_ATOL) for name in other if own[name].numel()
+        )
+
+    def exported(self) -> dict[str, torch.Tensor]:
+        return self.state()

@@ -1,0 +1,64 @@
+"""Any loop, by random search: the engine as drawn is the engine in memory, and PyTorch.
+
+A program (`programs.py`) is a small model, where its states lie, and 10 to 60 operations as users write them. It is played
+by plain PyTorch, by the engine in memory and by the engine as drawn. Every loss, norm, value read, checkpoint, and the
+weights, moments and step counts at the end are equal between the engines to the bit, and within rounding of PyTorch; or
+an operation is refused, for a reason in `refusals.py`, and everything goes on as if it had not been called.
+
+A program that fails is made shorter, and printed as the Python that makes it: `test_found.py` is where it goes then.
+In the soak OFFLOAD_LOOPS_COUNT and OFFLOAD_LOOPS_SEED choose how many, and others.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from .drawing import programs
+from .judging import Stage
+from .programs import Program
+
+QUICK_ALONE, QUICK_PAIRS = 170, 30
+SOAK = int(os.environ.get("OFFLOAD_LOOPS_COUNT", "10000"))
+SEED = int(os.environ.get("OFFLOAD_LOOPS_SEED", "1"))
+AT_ONCE = 10
+"""Programs from one seed: after so many hypothesis varies what it drew before, instead of drawing anew."""
+
+
+def search(stage: Stage, ranks: int, count: int, first_seed: int) -> None:
+    """Draw so many programs and judge each."""
+
+    def judge(program: Program) -> None:
+        found = stage.verdict(program)
+        assert found is None, f"{found}\n\nThe program:\n\n{program!r}"
+
+    rules = settings(
+        max_examples=AT_ONCE,
+        database=None,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+        derandomize=False,  # the seed is given
+        print_blob=False,
+    )
+    for number in range(first_seed, first_seed + count // AT_ONCE):
+        seed(number)(rules(given(programs(ranks))(judge)))()
+
+
+def test_any_loop(stage: Stage) -> None:
+    search(stage, 1, QUICK_ALONE, 0)
+
+
+def test_any_loop_on_two_ranks(stage: Stage) -> None:
+    search(stage, 2, QUICK_PAIRS, 0)
+
+
+@pytest.mark.slow
+def test_any_loop_for_long(stage: Stage) -> None:
+    search(stage, 1, SOAK - SOAK // 7, SEED * 1000000)
+
+
+@pytest.mark.slow
+def test_any_loop_on_two_ranks_for_long(stage: Stage) -> None:
+    search(stage, 2, SOAK // 7, SEED * 1000000)
