@@ -317,7 +317,7 @@ class Engine:
         Raises `UsageError` while gradients wait for a step, `StorageError` where writing fails (training may go on),
         `CheckpointError` where something that is no checkpoint is in the way.
         """
-        return self._checkpointing.save(Path(dir), client_state, keep_last, wait=wait)
+        return self._checkpointing.save(dir, client_state, keep_last, wait=wait)
 
     def load_checkpoint(self, dir: str | os.PathLike[str]) -> dict[str, Any]:
         """Go on from a checkpoint, bit for bit; returns its client_state. Gradients at hand are dropped.

@@ -7,6 +7,7 @@ checks everything first; a checkpoint that is refused has changed nothing.
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
@@ -21,14 +22,14 @@ from offload.checkpoint.export import Exporter
 from offload.checkpoint.manifest import LossScaleEntry, Manifest, ModelEntry, OptimizerEntry
 from offload.checkpoint.matching import Matching
 from offload.checkpoint.model_names import buffers_once, kept_fqn, model_configs
-from offload.checkpoint.numbering import check_keep_last, highest_number, numbered
+from offload.checkpoint.numbering import check_keep_last, checked_target, highest_number, numbered
 from offload.checkpoint.opened import OpenedCheckpoint
 from offload.checkpoint.param_groups import group_numbers, restore_group_numbers
 from offload.checkpoint.random_state import CPU, DEVICE, put_random_state
 from offload.checkpoint.restoring import StateWriter, StoredParameter
 from offload.checkpoint.saving import Save, Saver
 from offload.checkpoint.state_reading import StateReader
-from offload.errors import CheckpointError, EngineFailedError, RankError, StorageError, UsageError, words_of
+from offload.errors import CheckpointError, EngineFailedError, OffloadError, RankError, StorageError, UsageError, words_of
 from offload.model.flats import ParameterInfo
 from offload.model.optimizer import OffloadOptimizer
 from offload.ranks.agreement import Point
@@ -57,17 +58,58 @@ class Checkpointing:
 
     # ---- save ----------------------------------------------------------------------------------------------------
 
-    def save(self, path: Path, client_state: Mapping[str, Any] | None, keep_last: int | None, *, wait: bool = True) -> Save:
+    def save(
+        self, dir: str | os.PathLike[str], client_state: Mapping[str, Any] | None, keep_last: int | None, *, wait: bool = True
+    ) -> Save:
         """See `Engine.save_checkpoint`."""
-        check_keep_last(path, keep_last)
-        client = checked_client_state(client_state)
         self._training.check()
-        self.saver.finish()
-        self._require_between_steps("save_checkpoint")
+        path, client = self._agreed(lambda: self._checked(dir, client_state, keep_last))
         if not self.saver.follows_updates:
             with self._training.failures():
                 self._training.settle()
         return self.saver.save(path, self._manifest(client), keep_last, wait=wait)
+
+    def _checked(
+        self, dir: str | os.PathLike[str], client_state: Mapping[str, Any] | None, keep_last: int | None
+    ) -> tuple[Path, dict[str, Any]]:
+        path = checked_target(dir)
+        check_keep_last(path, keep_last)
+        client = checked_client_state(client_state)
+        self.saver.finish()
+        self._require_between_steps("save_checkpoint")
+        return path, client
+
+    def _agreed(self, check: Callable[[], tuple[Path, dict[str, Any]]]) -> tuple[Path, dict[str, Any]]:
+        """What `check` gives. On several ranks only if all of them may save, in the same folder; else each raises why not."""
+        ranks = self._parts.ranks
+        if ranks is None:
+            return check()
+        failure: OffloadError | None = None
+        path, client = Path(), dict[str, Any]()
+        try:
+            path, client = check()
+        except (EngineFailedError, RankError):
+            raise  # the others know
+        except OffloadError as error:
+            failure = error
+        said = json.dumps([os.path.abspath(path), str(failure) if failure is not None else ""]).encode()
+        answers = [json.loads(one) for one in self._gathering.meet(Point.SAVING, lambda: ranks.exchange_bytes(said))]
+        if failure is not None:
+            raise failure
+        for index, (_, word) in enumerate(answers):
+            if word:
+                raise RankError(f"rank {index} refused to save, so no rank does; training may go on. It said: {word}")
+        first, other = (
+            answers[0][0],
+            next(((index, name) for index, (name, _) in enumerate(answers) if name != answers[0][0]), None),
+        )
+        if other is not None:
+            raise RankError(
+                f"save_checkpoint was given {first!r} on rank 0 and {other[1]!r} on rank {other[0]}: give all ranks the same "
+                "folder (a time stamp is taken on one of them, and told by torch.distributed.broadcast_object_list). Nothing "
+                "was written; training may go on."
+            )
+        return path, client
 
     def _finish_updates(self) -> None:
         """Of the last step. Raises `EngineFailedError` where one failed already."""
@@ -163,7 +205,10 @@ class Checkpointing:
     def save_next(self, folder: Path, client_state: Mapping[str, Any] | None, keep_last: int | None) -> None:
         """Save as the newest checkpoint in `folder`: "step-<steps done>", or one more than the highest number there."""
         done = self._training.step_count + self._training.loss_scale.skipped_step_count
-        highest = highest_number(folder)
+        highest, ranks = highest_number(folder), self._parts.ranks
+        if ranks is not None:
+            own = str(highest).encode()
+            highest = int(self._gathering.meet(Point.SAVING, lambda: ranks.exchange_bytes(own))[0])
         self.save(folder / f"step-{done if highest <= done else highest + 1}", client_state, keep_last)
 
     def resume_or_start(self, path: Path) -> dict[str, Any] | None:

@@ -77,6 +77,16 @@ def _set_time(path: Path, time_ns: int) -> None:
         os.close(fileno)
 
 
+def checked_target(given: object) -> Path:
+    """The folder that a checkpoint is to be saved as. Raises `UsageError` where that is no name."""
+    name = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
+    if not isinstance(name, str) or not Path(name).name or "\0" in name:
+        raise UsageError(
+            f"save_checkpoint was given {given!r}: expected the folder that the checkpoint is to be, as 'ckpt/step-100'."
+        )
+    return Path(name)
+
+
 def check_keep_last(path: Path, keep_last: int | None) -> None:
     """Raise `UsageError` where checkpoints next to `path` cannot be counted, or not to so many."""
     if keep_last is None:

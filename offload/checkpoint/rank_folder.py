@@ -80,6 +80,7 @@ class RankFolder:
                     f"rank {blind[0]} does not see the folder {str(self.path.parent)!r} that rank 0 writes to: save to a file "
                     "system that all ranks share."
                 ) from failure
+            self._rendezvous.watch(True)
             stack.pop_all()
         return self
 
@@ -129,10 +130,10 @@ class RankFolder:
     def _await_part(self, index: int) -> Manifest:
         path = self.path / _part_name(index)
         while True:
-            self._require_nobody_failed()
             try:
                 return decode(path.read_bytes(), str(path))
             except FileNotFoundError:
+                self._require_nobody_failed()
                 time.sleep(_POLL_SECONDS)
 
     def _await_name(self) -> None:
@@ -167,6 +168,7 @@ class RankFolder:
             self._rendezvous.abandon(f"{type(error).__name__}: {error}")
 
     def _close(self) -> None:
+        self._rendezvous.watch(False)
         fileno, self._fileno = self._fileno, -1
         if fileno >= 0:
             os.close(fileno)

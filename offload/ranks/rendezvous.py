@@ -23,6 +23,8 @@ from offload.ranks.transport import Ranks
 _WORD_BITS = 62
 _IDLE_SECONDS = (0.0001, 0.002)
 """How long a round that had nothing to do waits before the next: at first, and at most."""
+_WATCH_SECONDS = 0.1
+"""The same where this rank asks for nothing and only watches the others."""
 
 
 class Service(Protocol):
@@ -62,7 +64,7 @@ class Rendezvous:
         self._action: Callable[[], Any] | None = None
         self._answer: list[Any] = []
         self._failure: BaseException | None = None
-        self._closing = False
+        self._closing = self._watching = self._exchanging = False
         self._words = -(-len(unit_names) // _WORD_BITS)
         self._thread: threading.Thread | None = None
         self._asked = threading.Event()
@@ -111,12 +113,20 @@ class Rendezvous:
                 finally:
                     self._blocked = Announcement()
 
+    def watch(self, on: bool) -> None:
+        """From now on rounds go on though nothing is asked for, so that a rank that is gone is known; or no longer. All ranks
+        call it in the same place. From any thread."""
+        with self._changed:
+            self._watching = on
+            if on:
+                self._wake()
+
     def close(self) -> None:
         """End the thread. All ranks have met before, or this one is abandoned: nothing is under way. Idempotent."""
         with self._changed:
             self._closing = True
             self._asked.set()
-        if self._thread is not None and self._failure is None and not self._is_idle:
+        if self._thread is not None and self._failure is None and (self._exchanging or not self._is_idle):
             return  # stuck in an exchange with ranks that are gone: it ends with the process
         if self._thread is not None:
             self._thread.join()
@@ -166,7 +176,7 @@ class Rendezvous:
                 decision = decide(said)
                 if decision.is_nothing:
                     with self._changed:
-                        self._changed.wait(idle_seconds)
+                        self._changed.wait(_WATCH_SECONDS if self._is_idle else idle_seconds)
                     idle_seconds = min(2 * idle_seconds, _IDLE_SECONDS[1])
                     continue
                 idle_seconds = _IDLE_SECONDS[0]
@@ -180,7 +190,7 @@ class Rendezvous:
 
     def _next_announcement(self) -> Announcement | None:
         with self._changed:
-            if self._is_idle:
+            if self._is_idle and not (self._watching and not self._closing):
                 return None
             blocked = self._blocked
             self._ranks.phase = self._phase(blocked)
@@ -193,14 +203,19 @@ class Rendezvous:
             return blocked.point.call
         kind = "gather" if self._gathers else "reduction of the gradients"
         units = self._gathers or self._reductions
-        return f"{kind} of unit {self._names[next(iter(units))]}" if units else "training"
+        otherwise = Point.SAVING.call if self._watching else "training"
+        return f"{kind} of unit {self._names[next(iter(units))]}" if units else otherwise
 
     def _exchange(self, own: Announcement) -> list[Announcement]:
         encoded = torch.tensor(
             [own.blocked, own.point, own.argument, *_bits(own.gathers, self._words), *_bits(own.reductions, self._words)],
             dtype=torch.int64,
         )
-        return [self._decode(message.tolist()) for message in self._ranks.exchange(encoded)]
+        self._exchanging = True
+        try:
+            return [self._decode(message.tolist()) for message in self._ranks.exchange(encoded)]
+        finally:
+            self._exchanging = False
 
     def _decode(self, message: list[int]) -> Announcement:
         blocked, point, argument, *words = message

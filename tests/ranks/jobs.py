@@ -464,6 +464,30 @@ def resume(fields: dict[str, Any], folder: str, steps: int = 4, numbered: bool =
         return {"before": before, "losses": losses, "weights": digest(engine.state_dict()), "drawn": torch.rand(1).item()}
 
 
+def save_as(fields: dict[str, Any], names: list[str | None], rest: str, wait: bool = True, keep_last: int | None = None) -> Any:
+    """Each rank saves under a name of its own. Returns its error; training goes on, and so do saves."""
+    model = llama(layers=2)
+    with offload.initialize(model, adamw(model), offload.Config(**fields)) as engine:
+        _train_on(engine, model, 0, 1)
+        try:
+            engine.save_checkpoint(names[place()[0]], keep_last=keep_last, wait=wait).wait()  # type: ignore[arg-type]
+        except offload.OffloadError as error:
+            said = [type(error).__name__, str(error)]
+        _train_on(engine, model, 1, 2)
+        engine.save_checkpoint(rest, wait=wait).wait()
+        return said
+
+
+def killed_in_a_save(fields: dict[str, Any], folder: str, wait: bool) -> None:
+    """The last rank dies while it writes its part."""
+    model = llama(layers=2)
+    with offload.initialize(model, adamw(model), offload.Config(**fields)) as engine:
+        _train_on(engine, model, 0, 1)
+        if place()[0] == 1:
+            os.fsync = lambda fileno: os.kill(os.getpid(), signal.SIGKILL)
+        engine.save_checkpoint(folder, wait=wait).wait()
+
+
 def refused_load(fields: dict[str, Any], folder: str) -> str:
     """A load that is refused on every rank leaves the engine as it was."""
     model = llama()

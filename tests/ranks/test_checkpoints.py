@@ -85,6 +85,36 @@ def test_damage_is_refused_on_every_rank(pair: Crew, tmp_path: Path) -> None:
     pair.do("resume", fields=fields, folder=str(folder))
 
 
+NAMES: dict[str, tuple[list[str | None], list[list[str]]]] = {
+    "a time stamp": (["at-10", "at-11"], [["RankError", "at-10", "at-11"], ["RankError", "at-10", "at-11"]]),
+    "none": (["at-10", None], [["RankError", "rank 1", "None"], ["UsageError", "None"]]),
+    "empty": (["", "at-10"], [["UsageError", "''"], ["RankError", "rank 0", "''"]]),
+    "not numbered": (["step-1", "first"], [["RankError", "rank 1", "first"], ["UsageError", "first"]]),
+}
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_names_are_compared_first(pair: Crew, tmp_path: Path, kind: str) -> None:
+    names, words = NAMES[kind]
+    given = [str(tmp_path / name) if name else name for name in names]
+    keep_last = 1 if kind == "not numbered" else None
+    fields = placed("stage 3 on cpu", tmp_path)
+    said = pair.do("save_as", fields=fields, names=given, rest=str(tmp_path / "rest"), wait=kind != "none", keep_last=keep_last)
+    for (error, message), expected in zip(said, words, strict=True):
+        assert error == expected[0] and all(word in message for word in expected[1:]), said
+    assert os.listdir(tmp_path) == ["rest"]
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["waited for", "beside training"])
+def test_a_rank_that_dies_in_a_save(fresh: Callable[..., Crew], tmp_path: Path, wait: bool) -> None:
+    crew = fresh(2, seconds=20)
+    crew.begin("killed_in_a_save", fields=placed("stage 3 on cpu", tmp_path), folder=str(tmp_path / "saved"), wait=wait)
+    first, second = crew.answers()
+    assert second == {"ended": -signal.SIGKILL}
+    assert first["error"][0] == "RankError" and "save_checkpoint" in first["error"][1], first
+    assert not (tmp_path / "saved").exists()
+
+
 def test_export(pair: Crew, tmp_path: Path) -> None:
     from transformers import LlamaForCausalLM
 
