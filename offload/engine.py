@@ -374,10 +374,14 @@ class Engine:
         dtype: Literal["bf16", "fp16", "fp32"] | None = None,
         *,
         max_shard_size: int | str = "5GB",
+        merged: bool = False,
     ) -> None:
         """Write the weights as safetensors, in shards with an index, and a Hugging Face model's config: for `from_pretrained`.
 
         dtype  of floating-point parameters; "fp32" is the master's precision. None: what the model runs in.
+
+        merged  of a PEFT model: the base model, with the active adapters merged into it layer by layer, as its
+                `merge_and_unload` would. False: a PEFT model's adapters alone, as its `save_pretrained` writes them
 
         `dir` must not exist or be empty. A tied parameter is written once, under the name that Hugging Face keeps.
         """
@@ -385,7 +389,7 @@ class Engine:
             raise UsageError(f"dtype={dtype!r} is unknown: expected one of {', '.join(DTYPES)}, or None.")
         self._require_open()
         chosen = DTYPES[dtype] if dtype is not None else None
-        self._checkpointing.export(Path(dir), chosen, parse_nbytes(max_shard_size, "max_shard_size"))
+        self._checkpointing.export(Path(dir), chosen, parse_nbytes(max_shard_size, "max_shard_size"), merged=merged)
 
     # ---- lifecycle -----------------------------------------------------------------------------------------------
 

@@ -18,13 +18,15 @@ import torch
 from torch import nn
 
 from offload.checkpoint.client_state import checked_client_state
-from offload.checkpoint.export import Exporter
+from offload.checkpoint.consistency import row_major
+from offload.checkpoint.export import AdapterExporter, Exporter
 from offload.checkpoint.manifest import LossScaleEntry, Manifest, ModelEntry, OptimizerEntry
 from offload.checkpoint.matching import Matching
 from offload.checkpoint.model_names import buffers_once, kept_fqn, model_configs
 from offload.checkpoint.numbering import check_keep_last, checked_target, highest_number, numbered
 from offload.checkpoint.opened import OpenedCheckpoint
 from offload.checkpoint.param_groups import group_numbers, restore_group_numbers
+from offload.checkpoint.peft_export import Merging, Skeleton, adapter_files, is_peft
 from offload.checkpoint.random_state import CPU, DEVICE, put_random_state
 from offload.checkpoint.restoring import StateWriter, StoredParameter
 from offload.checkpoint.saving import Save, Saver
@@ -324,18 +326,71 @@ class Checkpointing:
 
     # ---- export --------------------------------------------------------------------------------------------------
 
-    def export(self, path: Path, dtype: torch.dtype | None, max_shard_nbytes: int) -> None:
+    def export(self, path: Path, dtype: torch.dtype | None, max_shard_nbytes: int, *, merged: bool) -> None:
         """See `Engine.export`."""
+        if merged and not is_peft(self._model):
+            raise UsageError("export(merged=True) was called, but the model has no PEFT adapters to merge: leave it out.")
         self._training.check()
         self.saver.finish()
         self._require_outside("export")
         with self._training.failures():
             self._training.settle()
-        exporter = Exporter(path, dtype, max_shard_nbytes)
+
+        def write(pieces: Iterator[tuple[ParameterInfo, torch.Tensor]]) -> None:
+            if merged:
+                self._export_merged(Exporter(path, dtype, max_shard_nbytes), dtype, pieces)
+            elif is_peft(self._model):
+                self._export_adapters(path, dtype, pieces)
+            else:
+                self._export(Exporter(path, dtype, max_shard_nbytes), pieces)
+
         if self._parts.ranks is None:
-            self._export(exporter, self._own_pieces())
+            write(self._own_pieces())
         else:
-            self._export_first(exporter)
+            self._export_first(write)
+
+    def _export_adapters(
+        self, path: Path, dtype: torch.dtype | None, pieces: Iterable[tuple[ParameterInfo, torch.Tensor]]
+    ) -> None:
+        skeleton = Skeleton(self._model, self._parts.parameters, dtype)
+        adapters = adapter_files(skeleton)
+        exporter, places = AdapterExporter(path, dtype, adapters), dict[int, list[str]]()
+        buffers: list[tuple[str, torch.Tensor]] = []
+        for adapter in adapters:
+            for key, held in adapter.content.items():
+                name = exporter.name_of(adapter, key)
+                if isinstance(held, int):
+                    exporter.add_copy(adapter, key, skeleton.infos[held])
+                    places.setdefault(held, []).append(name)
+                else:
+                    exporter.add_buffer_copy(adapter, key, held)
+                    buffers.append((name, held))
+        with exporter:
+            for info, values in pieces:
+                for name in places.get(info.index, ()):
+                    exporter.append(name, values)
+            for name, buffer in buffers:
+                exporter.append(name, buffer.detach().cpu().contiguous().reshape(-1))
+            exporter.commit_adapters()
+
+    def _export_merged(
+        self, exporter: Exporter, dtype: torch.dtype | None, pieces: Iterator[tuple[ParameterInfo, torch.Tensor]]
+    ) -> None:
+        skeleton = Skeleton(self._model, self._parts.parameters, dtype)
+        merging = Merging(skeleton)
+        names = {index: kept_fqn(skeleton.base, found) for index, found in merging.names.items()}
+        for index, name in names.items():
+            info = skeleton.infos[index]
+            stride = row_major(info.shape) if merging.is_merged(index) else info.stride
+            exporter.add(name, info.shape, stride, info.dtype)
+        for fqn, buffer in merging.buffers():
+            exporter.add_buffer(fqn, buffer.shape, buffer.dtype)
+        with exporter:
+            for index, values in merging.merged(pieces):
+                exporter.append(names[index], values)
+            for fqn, buffer in merging.buffers():
+                exporter.append(fqn, buffer.detach().cpu().contiguous().reshape(-1))
+            exporter.commit(type(skeleton.base).__name__, merging.configs(model_configs(skeleton.base)))
 
     def _export(self, exporter: Exporter, pieces: Iterable[tuple[ParameterInfo, torch.Tensor]]) -> None:
         """`pieces`: of each parameter all elements in slot order, in any number of parts."""
@@ -358,7 +413,7 @@ class Checkpointing:
                 for state in reader.pieces(unit):
                     yield state.info, state.value
 
-    def _export_first(self, exporter: Exporter) -> None:
+    def _export_first(self, write: Callable[[Iterator[tuple[ParameterInfo, torch.Tensor]]], None]) -> None:
         """On several ranks: all of them gather unit by unit, the first writes."""
         ranks = self._parts.ranks
         assert ranks is not None
@@ -366,7 +421,7 @@ class Checkpointing:
         failure: Exception | None = None
         if ranks.index == 0:
             try:
-                self._export(exporter, gathered)
+                write(gathered)
             except EngineFailedError:
                 raise
             except Exception as error:

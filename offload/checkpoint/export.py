@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -12,10 +12,13 @@ import torch
 
 from offload.checkpoint.consistency import row_major, same_order
 from offload.checkpoint.model_names import CONFIGS
-from offload.checkpoint.staged_folder import StagedFolder
+from offload.checkpoint.peft_export import AdapterFile
+from offload.checkpoint.staged_folder import StagedFolder, sync_folder
 from offload.checkpoint.tensor_file import METADATA, TensorFile, TensorSpec, known_dtype, write_file
 from offload.device.rounding import round_into
+from offload.model.flats import ParameterInfo
 
+ADAPTER_NAME = "adapter_model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _STEP_NUMEL = 2**20
@@ -57,24 +60,33 @@ class Exporter:
         """Announce a buffer; it keeps its dtype."""
         self._announce(name, tuple(shape), row_major(shape), dtype)
 
-    def _announce(self, name: str, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> None:
-        spec = TensorSpec(name, known_dtype(name, dtype), shape)
+    def _announce(
+        self, name: str, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, key: str | None = None
+    ) -> None:
+        """`key`: what the file calls it; None: `name`."""
+        spec = TensorSpec(key or name, known_dtype(name, dtype), shape)
         self._incoming[name] = _Incoming(spec, stride, same_order(shape, stride, row_major(shape)))
 
     def __enter__(self) -> Exporter:
-        shards = _shards([one.spec for one in self._incoming.values()], self._max_shard_nbytes)
         self._folder.__enter__()
         try:
-            for index, specs in enumerate(shards):
-                name = "model.safetensors"
-                if len(shards) > 1:
-                    name = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
-                file = TensorFile(self._folder.path, name, specs, METADATA)
-                self._files.update({spec.name: file for spec in specs})
+            for file_name, names in self._layout():
+                folder = (self._folder.path / file_name).parent
+                folder.mkdir(exist_ok=True)
+                specs = [self._incoming[name].spec for name in names]
+                file = TensorFile(folder, Path(file_name).name, specs, METADATA)
+                self._files.update(dict.fromkeys(names, file))
         except BaseException:
             self.__exit__(None, None, None)
             raise
         return self
+
+    def _layout(self) -> Iterator[tuple[str, list[str]]]:
+        """The files, and which of the announced tensors are in them."""
+        shards = _shards({name: one.spec.nbytes for name, one in self._incoming.items()}, self._max_shard_nbytes)
+        for index, names in enumerate(shards):
+            several = f"-{index + 1:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
+            yield f"model{several}.safetensors", names
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         for file in self._files.values():
@@ -85,7 +97,7 @@ class Exporter:
         """The next elements of a tensor, 1-D in host memory, in the order of its strides, in any dtype."""
         incoming = self._incoming[name]
         if incoming.row_major:
-            self._write(incoming.spec, values)
+            self._write(name, values)
             return
         shape, start = incoming.spec.shape, incoming.arrived_numel
         if incoming.whole is None:
@@ -95,7 +107,7 @@ class Exporter:
         if incoming.arrived_numel == incoming.whole.numel():
             shaped = incoming.whole.as_strided(shape, incoming.stride)
             incoming.whole = None
-            self._write(incoming.spec, shaped.contiguous().reshape(-1))
+            self._write(name, shaped.contiguous().reshape(-1))
 
     def commit(self, kind: str, configs: Mapping[str, str]) -> None:
         """Write index and configurations; then the export is there, whole. `kind`: the model's class."""
@@ -118,8 +130,8 @@ class Exporter:
             write_file(self._folder.path / CONFIGS[attribute], _json(content))
         self._folder.commit()
 
-    def _write(self, spec: TensorSpec, values: torch.Tensor) -> None:
-        file = self._files[spec.name]
+    def _write(self, name: str, values: torch.Tensor) -> None:
+        file, spec = self._files[name], self._incoming[name].spec
         if values.dtype == spec.dtype:
             file.append(spec.name, values)
             return
@@ -130,16 +142,52 @@ class Exporter:
             file.append(spec.name, rounded)
 
 
-def _shards(specs: Sequence[TensorSpec], max_nbytes: int) -> list[list[TensorSpec]]:
+class AdapterExporter(Exporter):
+    """As `Exporter`, for the adapters of a PEFT model: a file and a configuration for each, the default's at the top."""
+
+    def __init__(self, path: Path, dtype: torch.dtype | None, adapters: Sequence[AdapterFile]) -> None:
+        super().__init__(path, dtype, 0)
+        self._adapters = adapters
+
+    def add_copy(self, adapter: AdapterFile, key: str, info: ParameterInfo) -> None:
+        """Announce a parameter that an adapter saves under `key`, as `name_of` calls it."""
+        target = self._dtype if self._dtype is not None and info.dtype.is_floating_point else info.dtype
+        self._announce(self.name_of(adapter, key), tuple(info.shape), info.stride, target, key)
+
+    def add_buffer_copy(self, adapter: AdapterFile, key: str, buffer: torch.Tensor) -> None:
+        """As `add_copy`, of a buffer."""
+        self._announce(self.name_of(adapter, key), tuple(buffer.shape), row_major(buffer.shape), buffer.dtype, key)
+
+    @staticmethod
+    def name_of(adapter: AdapterFile, key: str) -> str:
+        """What `append` calls a tensor."""
+        return f"{adapter.folder}/{key}"
+
+    def _layout(self) -> Iterator[tuple[str, list[str]]]:
+        for adapter in self._adapters:
+            yield str(Path(adapter.folder) / ADAPTER_NAME), [self.name_of(adapter, key) for key in adapter.content]
+
+    def commit_adapters(self) -> None:
+        """Write the configurations; then the export is there, whole."""
+        for file in dict.fromkeys(self._files.values()):
+            file.finish()
+        for adapter in self._adapters:
+            folder = self._folder.path / adapter.folder
+            write_file(folder / "adapter_config.json", adapter.config)
+            sync_folder(folder)
+        self._folder.commit()
+
+
+def _shards(sizes: Mapping[str, int], max_nbytes: int) -> list[list[str]]:
     """In the given order, each shard at most `max_nbytes` unless a single tensor is larger."""
-    shards: list[list[TensorSpec]] = [[]]
+    shards: list[list[str]] = [[]]
     filled_nbytes = 0
-    for spec in specs:
-        if shards[-1] and filled_nbytes + spec.nbytes > max_nbytes:
+    for name, nbytes in sizes.items():
+        if shards[-1] and filled_nbytes + nbytes > max_nbytes:
             shards.append([])
             filled_nbytes = 0
-        shards[-1].append(spec)
-        filled_nbytes += spec.nbytes
+        shards[-1].append(name)
+        filled_nbytes += nbytes
     return shards
 
 

@@ -19,6 +19,7 @@ from offload.checkpoint.manifest import BufferEntry, Manifest, ModelEntry, Param
 from offload.checkpoint.model_names import CONFIGS
 from offload.checkpoint.opened import OpenedCheckpoint
 from offload.checkpoint.staged_folder import MANIFEST_NAME
+from offload.errors import CheckpointError
 from offload.model.file_dtypes import DTYPES
 
 
@@ -29,6 +30,7 @@ def export_checkpoint(source: Path, target: Path, dtype: torch.dtype | None, max
     """
     with OpenedCheckpoint(source) as opened:
         manifest = opened.manifest
+        _require_no_adapters(manifest, source)
         try:
             names = _check(manifest)
         except Inconsistent as clause:
@@ -52,6 +54,18 @@ def export_checkpoint(source: Path, target: Path, dtype: torch.dtype | None, max
 def kept_name(parameter: ParameterEntry, model: ModelEntry) -> str:
     """The one name that a file of weights holds the parameter under."""
     return next((fqn for fqn in parameter.fqns if fqn in model.kept_fqns), parameter.fqns[0])
+
+
+def _require_no_adapters(manifest: Manifest, source: Path) -> None:
+    """A checkpoint knows neither an adapter's configuration nor the factor it is merged with."""
+    names = [fqn for parameter in manifest.parameters for fqn in parameter.fqns]
+    injected = any(".base_layer." in name for name in names) and any(".lora_" in name for name in names)
+    if manifest.model.kind.startswith("Peft") or injected:
+        raise CheckpointError(
+            f"the checkpoint {str(source)!r} is of a PEFT model ({manifest.model.kind}), and does not hold the configuration "
+            "of its adapters: load it into an engine of that model, and call engine.export(dir) for the adapters, or "
+            "engine.export(dir, merged=True)."
+        )
 
 
 def _append_parameter(opened: OpenedCheckpoint, exporter: Exporter, name: str, parameter: ParameterEntry) -> None:

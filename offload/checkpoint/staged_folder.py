@@ -242,7 +242,7 @@ def remove_leftovers(parent: Path) -> None:
 
 def retire(path: Path) -> None:
     """Take a complete checkpoint's name away and remove it, unless it holds files that are not ours."""
-    foreign = [name for name in os.listdir(path) if not OUR_FILE.fullmatch(name)]
+    foreign = [name for name in os.listdir(path) if not (OUR_FILE.fullmatch(name) or _is_folder_of_ours(path / name))]
     if foreign:
         _log.warning("kept: %s, which holds %s", path, foreign[0])
         return
@@ -267,6 +267,13 @@ def remove_quietly(path: Path) -> None:
         _log.warning("left in place: %s (%s)", path, error.strerror)
 
 
+def _is_folder_of_ours(path: Path) -> bool:
+    """Whether it is a folder with nothing but files that an export writes."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    return all(OUR_FILE.fullmatch(name) for name in os.listdir(path))
+
+
 def _empty_and_remove(path: Path) -> None:
     fileno = open_folder(path)
     try:
@@ -274,6 +281,8 @@ def _empty_and_remove(path: Path) -> None:
         for name in sorted(os.listdir(fileno), key=lambda name: name != MANIFEST_NAME):
             if OUR_FILE.fullmatch(name):
                 os.unlink(name, dir_fd=fileno)
+            elif _is_folder_of_ours(path / name):  # of an adapter
+                _empty_and_remove(path / name)
     finally:
         os.close(fileno)
     os.rmdir(path)
