@@ -142,6 +142,7 @@ class Engine:
                 return engine._fit_newly_trained() if engine is not None else None
 
             self._training.refit = refit
+        parts.accelerator.wait_for_all()  # the loop may run on another stream than this call
         Taking(model, parts, buffers).take(self._training, self._hooks)
 
     # ---- the loop ------------------------------------------------------------------------------------------------

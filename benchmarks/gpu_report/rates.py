@@ -24,8 +24,8 @@ from offload.tiers.memory import HostMemory
 
 from .contenders import nvme_folder
 
-COPY_NBYTES = 4 * 2**20
-"""Of one of the engine's copies: a chunk in 16 bits."""
+CHUNK_NBYTES = 4 * 2**20
+"""A chunk in 16 bits: the least that the engine copies of a large parameter's gradient."""
 
 
 def _synchronize() -> None:
@@ -44,12 +44,13 @@ def _best_seconds(work: Callable[[], None], repeats: int) -> float:
     return best
 
 
-def links(accelerator: Accelerator, nbytes: int, repeats: int = 5) -> dict[str, Any]:
-    """Bytes per second of each direction alone and of both at once: in the engine's chunks from its registered memory, and
-    beside it in one copy from memory that the CUDA runtime allocated."""
+def links(accelerator: Accelerator, nbytes: int, repeats: int = 5, copy_nbytes: int | None = None) -> dict[str, Any]:
+    """Bytes per second of each direction alone and of both at once: from the engine's registered memory, and beside it from
+    memory that the CUDA runtime allocated. In one copy, as a unit comes; or ours in copies of `copy_nbytes`."""
+    copy_nbytes = copy_nbytes or nbytes
     registered = [HostMemory(nbytes, "rates", register=accelerator.pin, prefault=True).tensor for _ in range(2)]
     device = [torch.empty(nbytes, dtype=torch.uint8, device=accelerator.device) for _ in range(2)]
-    pieces = [slice(start, min(start + COPY_NBYTES, nbytes)) for start in range(0, nbytes, COPY_NBYTES)]
+    pieces = [slice(start, min(start + copy_nbytes, nbytes)) for start in range(0, nbytes, copy_nbytes)]
 
     def ours(*, h2d: bool, d2h: bool) -> None:
         pending: list[Pending] = []
@@ -61,7 +62,7 @@ def links(accelerator: Accelerator, nbytes: int, repeats: int = 5) -> dict[str, 
         for one in pending:
             one.wait()
 
-    found: dict[str, Any] = {"copy_nbytes": COPY_NBYTES, "total_nbytes": nbytes}
+    found: dict[str, Any] = {"copy_nbytes": copy_nbytes, "total_nbytes": nbytes}
     for name, flags in (("h2d", (True, False)), ("d2h", (False, True)), ("both", (True, True))):
         moved = nbytes * sum(flags)
         found[name] = moved / _best_seconds(lambda flags=flags: ours(h2d=flags[0], d2h=flags[1]), repeats)
@@ -129,9 +130,11 @@ def drive(folder: str, nbytes: int, seconds: float) -> dict[str, float] | None:
 def measure(*, tiny: bool) -> dict[str, Any]:
     """Everything; `tiny` for a dry run."""
     accelerator = choose_accelerator()
+    sizes = (8 * 2**20, 2) if tiny else (512 * 2**20, 5)
     try:
         return {
-            "links": links(accelerator, 8 * 2**20 if tiny else 512 * 2**20, 2 if tiny else 5),
+            "links": links(accelerator, *sizes),
+            "links_in_chunks": links(accelerator, *sizes, CHUNK_NBYTES),
             "matrix_flops": matrix_flops(accelerator.device, 128 if tiny else 8192, 2 if tiny else 10),
             "cpu_adam_numel": {
                 one.value: cpu_adam(1 << 18 if tiny else 1 << 27, one) for one in (StateFormat.FP32, StateFormat.SPLIT)

@@ -123,6 +123,9 @@ class Accelerator(ABC):
     def copy_in_after_compute(self) -> None:  # noqa: B027 - where copies run in the program's order there is nothing to do
         """H2D copies that are issued from now on wait for all work given to compute so far: it may still read their targets."""
 
+    def wait_for_all(self) -> None:  # noqa: B027 - where a call is over when it returns there is nothing to do
+        """Wait until all work given to the device is done, so that any stream may use what it made."""
+
     @abstractmethod
     def join(self, pending: Pending) -> None:
         """Make compute wait for `pending`."""

@@ -20,6 +20,8 @@ Why each hazard cannot happen (tests/device/test_stream_order.py holds the code 
 - *The host writes pinned memory that an H2D still reads*, or reads what a D2H still writes. Whoever touches the host side
   waits for the copy's `Pending` first: leases are released after it, `ParameterPlaces.settle_copies` covers stores.
 - *Unregistering memory under a copy.* `unpin` waits for both copy streams.
+- *Another stream uses what `initialize` made on its own*, or a stream reuses what the last one freed at `close`. Both wait for
+  the whole device.
 
 Threads. The current stream and the current device belong to a thread. The hooks of backward run in autograd's thread, under
 the stream of the forward; the lanes are threads of ours, whose current stream is the default one. So a lane never asks
@@ -118,6 +120,9 @@ class CudaAccelerator(Accelerator):
     def copy_in_after_compute(self) -> None:
         self._fetch.wait_stream(torch.cuda.current_stream(self.device))
 
+    def wait_for_all(self) -> None:
+        torch.cuda.synchronize(self.device)
+
     def join(self, pending: Pending) -> None:
         if isinstance(pending, _EventPending):
             torch.cuda.current_stream(self.device).wait_event(pending.event)
@@ -175,7 +180,8 @@ class CudaAccelerator(Accelerator):
         return int(torch.cuda.max_memory_allocated(self.device))
 
     def close(self) -> None:
-        self._settle()
+        # What is freed after this goes back to the stream that it was allocated on, and another may have used it last.
+        self.wait_for_all()
 
     def _settle(self) -> None:
         self._fetch.synchronize()

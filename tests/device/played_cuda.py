@@ -29,8 +29,8 @@ from torch.utils._pytree import tree_leaves
 from offload.device import device_kernels, kernels, updating
 from offload.device.cuda import CudaAccelerator
 from offload.device.lane import HostLane, ThreadLane
-from offload.device.pending import Pending
-from offload.model.guard import TakenGradient
+from offload.device.pending import Latch, Pending
+from offload.model.taken_gradient import TakenGradient
 from offload.tiers import memory
 
 Clock = dict[Any, int]
@@ -59,6 +59,8 @@ class Detector:
     def __init__(self, seed: int = 0) -> None:
         self.random = random.Random(seed)
         self.registered: dict[int, int] = {}
+        self.unregistered: list[int] = []
+        """Bytes of each copy from or into host memory that is not registered: it would hold up the thread that issues it."""
         self.host: dict[int, int] = {}
         self.kept: list[Any] = []
         self._guard = _lock_type()
@@ -171,6 +173,12 @@ def current_stream(device: Any = None) -> Stream:
     return getattr(_local, "stream", DEFAULT)
 
 
+def synchronize(device: Any = None) -> None:
+    """The host waits for every stream."""
+    for actor in [actor for actor in list(_detector._clocks) if isinstance(actor, Stream)]:
+        actor.synchronize()
+
+
 class Event:
     def __init__(self, blocking: bool = False) -> None:
         self.clock: Clock = {}
@@ -256,6 +264,21 @@ class PlayedAccelerator(CudaAccelerator):
         assert isinstance(made, ThreadLane)
         return _WatchedLane(name, begin=made._begin)
 
+    def copy_in(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
+        self._note(source)
+        return super().copy_in(destination, source)
+
+    def copy_out(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
+        self._note(destination)
+        return super().copy_out(destination, source)
+
+    def _note(self, host: torch.Tensor) -> None:
+        """A copy is asynchronous only where the driver knows every byte of its host side."""
+        start, stop = host.data_ptr(), host.data_ptr() + host.nbytes
+        known = any(first <= start and stop <= first + nbytes for first, nbytes in list(_detector.registered.items()))
+        if not known:
+            _detector.unregistered.append(host.nbytes)
+
 
 class _TrackedLock:
     """A lock that carries the order of the threads that hold it."""
@@ -283,6 +306,30 @@ class _TrackedLock:
         return getattr(self._lock, name)
 
 
+def _watch_latches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever sees a latch set comes after who set it, also where no lock was taken."""
+    set_, wait, is_set = Latch.set, Latch.wait, Latch.is_set
+    clocks: weakref.WeakKeyDictionary[Latch, Clock] = weakref.WeakKeyDictionary()
+
+    def watched_set(self: Latch) -> None:
+        clocks[self] = _detector.snapshot()
+        set_(self)
+
+    def watched_wait(self: Latch) -> None:
+        wait(self)
+        join(_detector.thread(), clocks[self])
+
+    def watched_is_set(self: Latch) -> bool:
+        found = is_set(self)
+        if found:
+            join(_detector.thread(), clocks[self])
+        return found
+
+    monkeypatch.setattr(Latch, "set", watched_set)
+    monkeypatch.setattr(Latch, "wait", watched_wait)
+    monkeypatch.setattr(Latch, "is_set", watched_is_set)
+
+
 def play(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> Detector:
     """Put everything in place until the test ends. Returns the detector; enter `Watch()` around the training."""
     global _detector
@@ -296,6 +343,7 @@ def play(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> Detector:
         "Stream": lambda device: Stream(),
         "Event": Event,
         "current_stream": current_stream,
+        "synchronize": synchronize,
         "stream": stream,
         "cudart": lambda: cudart,
         "max_memory_allocated": lambda device: 0,
@@ -312,8 +360,46 @@ def play(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> Detector:
             monkeypatch.setattr(module, "CudaAccelerator", PlayedAccelerator)
     monkeypatch.setattr(memory, "_map", _noted_map)
     _watch_kernels(monkeypatch)
+    _watch_latches(monkeypatch)
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", "cuda")
     return _detector
+
+
+def backward_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Tensor.backward` runs in a thread of its own, on the stream that was current, as autograd does it for a GPU."""
+    backward = torch.Tensor.backward
+
+    def elsewhere(self: torch.Tensor, *args: Any, **keywords: Any) -> None:
+        before, chosen = _detector.snapshot(), current_stream()
+        after: list[Clock] = []
+
+        def work() -> None:
+            join(_detector.thread(), before)
+            with stream(chosen), Watch():
+                backward(self, *args, **keywords)
+            after.append(_detector.snapshot())
+
+        run_elsewhere(work)
+        join(_detector.thread(), after[0])
+
+    monkeypatch.setattr(torch.Tensor, "backward", elsewhere)
+
+
+def run_elsewhere(work: Callable[[], None]) -> None:
+    """Run to the end in another thread; what it raises is raised here."""
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="autograd's")
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]
 
 
 def _noted_map(nbytes: int, purpose: str, **options: bool) -> Any:

@@ -45,8 +45,10 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     config = {"parameters": parameters, "optimizer_states": states, "nvme": str(nvme), "update": update, "dtype": "bf16"}
     results: list[torch.Tensor] = []
-    engine = offload.initialize(model, optimizer, config | {"max_grad_norm": 0.5} | fields)
+    with Watch():
+        engine = offload.initialize(model, optimizer, config | {"max_grad_norm": 0.5} | fields)
     chosen = played_cuda.stream(Stream("the user's own")) if side_stream else contextlib.nullcontext()
+    played_cuda._detector.unregistered.clear()  # what initialize copies it waits for
     with engine, chosen, Watch():
         batches = iter(vector_batches(4, width))
         for _ in range(2):
@@ -64,6 +66,7 @@ def train(
             engine.optimizer.zero_grad()
             with torch.no_grad():
                 results.append(model(x).float().sum())
+        assert not played_cuda._detector.unregistered
         return [result.item() for result in results], engine.state_dict()
 
 
@@ -88,6 +91,20 @@ def test_no_race_on_a_stream_of_the_users(
     train(tmp_path, parameters, states, side_stream=True)
 
 
+@pytest.mark.parametrize(("parameters", "states"), [("cpu", "cpu"), ("nvme", "nvme")])
+def test_no_race_where_backward_has_a_thread_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parameters: str, states: str
+) -> None:
+    """As on a GPU, where autograd runs it and with it the hooks."""
+    with monkeypatch.context() as patch:
+        patch.setenv("OFFLOAD_ACCELERATOR", "cpu")
+        expected = train(tmp_path, "device", "device")
+    play(monkeypatch)
+    played_cuda.backward_elsewhere(monkeypatch)
+    losses, weights = train(tmp_path, parameters, states, side_stream=True)
+    assert losses == expected[0] and all(torch.equal(weights[name], expected[1][name]) for name in weights)
+
+
 def test_no_race_with_few_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient waits for its device buffer, on the device."""
     play(monkeypatch)
@@ -102,14 +119,15 @@ _TAKEN: list[Taken] = [
     ("copies into parameters", CudaAccelerator, "copy_in_after_compute", lambda self: None, ("device", "cpu")),
     ("copies out of a store", ParameterPlaces, "settle_copies", lambda self, chunk_of: None, ("cpu", "cpu")),
     ("the host's wait", cuda._EventPending, "wait", lambda self: None, ("cpu", "cpu")),
+    ("the end of initialize", CudaAccelerator, "wait_for_all", lambda self: None, ("device", "cpu")),
 ]
 
 
-def race(nvme: Path, parameters: str, states: str) -> str:
+def race(nvme: Path, parameters: str, states: str, *, side_stream: bool = False) -> str:
     """What races in a training; "" if nothing does. Nothing of the engine outlives the call."""
     found = ""
     try:
-        train(nvme, parameters, states)
+        train(nvme, parameters, states, side_stream=side_stream)
     except (Race, offload.EngineFailedError) as error:
         found = str(error)
     gc.collect()
@@ -122,7 +140,7 @@ def test_an_order_taken_out_is_a_race(tmp_path: Path, monkeypatch: pytest.Monkey
     play(monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, instead)
-        assert "is not ordered after" in race(tmp_path, parameters, states)
+        assert "is not ordered after" in race(tmp_path, parameters, states, side_stream=name == "wait_for_all")
 
 
 def test_a_copy_out_that_does_not_wait_for_compute_is_a_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.device.played_cuda import run_elsewhere
+
 
 @dataclass(frozen=True)
 class Where:
@@ -29,6 +31,9 @@ def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     # What cuBLAS needs to be deterministic; it is read when the first handle is made.
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if request.param != "cuda":
+        # A GPU's backward runs in a thread of autograd's; here it is given one, so that it is never the thread of forward.
+        backward = torch.Tensor.backward
+        monkeypatch.setattr(torch.Tensor, "backward", lambda *args, **named: run_elsewhere(lambda: backward(*args, **named)))
         yield Where(request.param, torch.device("cpu"))
         return
     torch.use_deterministic_algorithms(True)

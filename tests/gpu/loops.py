@@ -115,9 +115,13 @@ def train(
     prepare: Callable[[Language], None] = lambda model: None,
     steps: int = 3,
     evaluate: bool = False,
+    stream: torch.cuda.Stream | None = None,
     **fields: Any,
 ) -> Result:
-    """Two micro-batches a step, two groups of parameters; `evaluate`: a loss and a few generated tokens between steps."""
+    """Two micro-batches a step, two groups of parameters; `evaluate`: a loss and a few generated tokens between steps.
+
+    On `stream`, which nothing orders after the one that `initialize` was called on; None: on the current one.
+    """
     torch.manual_seed(0)
     model = build()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -130,7 +134,7 @@ def train(
     draw = torch.Generator().manual_seed(1)
     batches = torch.randint(0, VOCABULARY, (2 * steps, 2, LENGTH), generator=draw).to(where.device)
     kept: list[torch.Tensor] = []
-    with offload.initialize(model, optimizer, config) as engine:
+    with offload.initialize(model, optimizer, config) as engine, torch.cuda.stream(stream):
         prepare(model)
         for step in range(steps):
             for micro in range(2):

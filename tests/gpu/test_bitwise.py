@@ -111,3 +111,16 @@ def test_on_a_stream_of_the_users(where: Where, tmp_path: Path) -> None:
         with torch.cuda.stream(chosen):
             ours = train(where, tmp_path, parameters, states, dtype="bf16")
         assert_same_bits(ours, expected)
+
+
+@pytest.mark.parametrize(("parameters", "states"), [("device", "device"), ("device", "cpu"), ("cpu", "device"), ("cpu", "cpu")])
+def test_another_stream_at_once_after_initialize(where: Where, tmp_path: Path, parameters: str, states: str) -> None:
+    """Nothing that `initialize` gave its own stream is still under way. Wide, so that it would be."""
+    if not where.is_gpu:
+        pytest.skip("tests/device/test_stream_order.py has it without a GPU")
+    build = functools.partial(Language, width=512, depth=6)
+    expected = reference(where, tmp_path, "wide", build=build, dtype="bf16", steps=1)
+    torch.cuda.synchronize()  # the batches, which are made on the current stream, are small and early
+    for _ in range(3):
+        ours = train(where, tmp_path, parameters, states, build=build, dtype="bf16", steps=1, stream=torch.cuda.Stream())
+        assert_same_bits(ours, expected)

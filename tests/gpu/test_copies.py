@@ -13,6 +13,9 @@ import torch
 from offload.device.cuda import CudaAccelerator
 from offload.tiers.memory import HostMemory
 
+from .conftest import Where
+from .loops import train
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")]
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 NBYTES = 256 * 2**20
@@ -34,13 +37,40 @@ def test_registered_memory_counts_as_pinned() -> None:
     accelerator.close()
 
 
-def test_chunks_reach_95_percent_of_a_bare_copy(report: Any) -> None:
-    """Each direction alone, and both at once; the best of several, so that a busy machine does not decide."""
+def test_a_large_copy_reaches_95_percent_of_a_bare_one(report: Any) -> None:
+    """As the engine copies a unit: in one transfer. Each direction alone, and both at once; the best of several, so that a busy
+    machine does not decide."""
     accelerator = CudaAccelerator()
     found = [report("rates").links(accelerator, NBYTES) for _ in range(3)]
     for name in ("h2d", "d2h", "both"):
         assert max(one["share_of_bare"][name] for one in found) >= 0.95, (name, found)
     accelerator.close()
+
+
+@pytest.mark.parametrize(("parameters", "states"), [("cpu", "cpu"), ("device", "cpu"), ("cpu", "device"), ("nvme", "nvme")])
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_every_copy_of_a_step_knows_its_host_memory(
+    where: Where, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, parameters: str, states: str, update: str
+) -> None:
+    """By its address: else the driver would copy through a buffer of its own and hold the thread."""
+    if not where.is_gpu:
+        pytest.skip("tests/device/played_cuda.py has it without a GPU")
+    unknown: list[int] = []
+    copy_in, copy_out = CudaAccelerator.copy_in, CudaAccelerator.copy_out
+
+    def into(self: CudaAccelerator, destination: torch.Tensor, source: torch.Tensor) -> Any:
+        unknown.extend([] if source.is_pinned() else [source.nbytes])
+        return copy_in(self, destination, source)
+
+    def out(self: CudaAccelerator, destination: torch.Tensor, source: torch.Tensor) -> Any:
+        unknown.extend([] if destination.is_pinned() else [destination.nbytes])
+        return copy_out(self, destination, source)
+
+    monkeypatch.setattr(CudaAccelerator, "copy_in", into)
+    monkeypatch.setattr(CudaAccelerator, "copy_out", out)
+    # What initialize copies it waits for.
+    train(where, tmp_path, parameters, states, prepare=lambda model: unknown.clear(), dtype="bf16", update=update)
+    assert not unknown
 
 
 def test_copies_run_beside_compute_and_beside_each_other(report: Any, tmp_path: Path) -> None:
