@@ -176,8 +176,12 @@ class Engine:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside only accumulate: nothing is communicated, and with update="backward" nothing is updated."""
+        """Backwards inside only accumulate: nothing is communicated, and with update="backward" nothing is updated.
+
+        Raises `BudgetError` where there is no room for the fp32 sums of several micro-batches, before anything is done.
+        """
         self._require_open()
+        self._training.micro_batches.take_room()
         before, self._training.synchronizing = self._training.synchronizing, False
         try:
             yield

@@ -32,6 +32,8 @@ class BudgetError(ConfigError):
     """A memory budget cannot hold what must be there. `smallest_nbytes`: the smallest that can, where that is known."""
 
     smallest_nbytes: int | None = None
+    changed_nothing = False
+    """Whether it was raised before anything was done, so that training may go on as it was."""
 
 
 class ParameterAccessError(OffloadError, RuntimeError):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -213,6 +214,8 @@ def lay_out(
     sharing: Sharing = ALONE,
     rank: int = 0,
     chunk_numels: Sequence[int] = (),
+    *,
+    accumulates: bool = False,
 ) -> tuple[Layout, Placement]:
     """The layout with the largest chunks with which the placement fits the budgets, and where it is for the engine to choose
     the memory that is free, if any does. Raises `BudgetError` if none fits the budgets.
@@ -220,13 +223,15 @@ def lay_out(
     `moments`: what the optimizer keeps.
 
     `rank`: this one's index among those that share the shards. `chunk_numels`: what to try instead of the usual.
+    `accumulates`: steps are known to have several micro-batches.
     """
     failure: BudgetError | None = None
     for within_room in (True, False):
         for chunk_numel in chunk_numels or CHUNK_NUMELS:
             layout = build_layout(specs, chunk_numel=chunk_numel, world_size=sharing.world_size, rank=rank, stage=sharing.stage)
             try:
-                return layout, _decide(config, accelerator, layout, expected, moments, sharing, within_room=within_room)
+                decide_now = _decision(config, accelerator, layout, expected, moments, sharing)
+                return layout, decide_now(within_room=within_room, accumulates=accumulates)
             except BudgetError as error:
                 failure = error
     assert failure is not None
@@ -236,16 +241,15 @@ def lay_out(
     raise refusal from failure
 
 
-def _decide(
+def _decision(
     config: Config,
     accelerator: Accelerator,
     layout: Layout,
     expected: Expected,
     moments: tuple[str, ...],
     sharing: Sharing,
-    *,
-    within_room: bool,
-) -> Placement:
+) -> Callable[..., Placement]:
+    """`decide` for this layout; it takes what its keywords are."""
     known: dict[tuple[RecordFormat, ...], Footprint] = {}
 
     def footprint_of(parameters: Tier, states: Tier) -> Footprint:
@@ -260,4 +264,4 @@ def _decide(
         return needed_nbytes(expected, fetched, prefetch)
 
     late_units = expected.late_units
-    return decide(config, accelerator, footprint_of, capacity_of, sharing, late_units, within_room=within_room)
+    return partial(decide, config, accelerator, footprint_of, capacity_of, sharing, late_units)

@@ -100,6 +100,8 @@ class Building:
                 reduced=self._ranks is not None,
                 transit_buffer_count=placement.transit_buffer_count,
             )
+            if not placement.sums_nbytes:
+                gradients.take_room_for_sums()  # they are in the plan
             emissions = {route.emission for route in self._routes}
             sinks = {emission: sink_for(emission, accelerator, pool, places) for emission in emissions}
             updates = Updates(records, gradients, sinks, pool, accelerator, timeline)

@@ -9,8 +9,9 @@ from offload.device.accelerator import Accelerator, HomeMemory
 from offload.layout import Extent, UnitLayout
 from offload.planning.budget import Tier
 from offload.planning.placement import KEPT_PARAMETERS, KEPT_RECORDS, Placement
+from offload.planning.purposes import ACCUMULATED
 from offload.step.parts import Closable
-from offload.step.places import ACCUMULATED, OPTIMIZER_STATES, StoreFactory
+from offload.step.places import OPTIMIZER_STATES, StoreFactory
 from offload.tiers.device import DeviceStore
 from offload.tiers.io import IoBackend, open_backend
 from offload.tiers.memory import HostMemory, MemoryLedger

@@ -35,8 +35,18 @@ class Traffic:
 class Outline:
     """A model, its optimizer and a configuration, before `initialize`. A context manager: it opens the accelerator."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: offload.Config, rank_count: int = 1) -> None:
-        """`rank_count`: of one node. What is said is then of the first rank, whose shards are as large as any."""
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        config: offload.Config,
+        rank_count: int = 1,
+        *,
+        accumulates: bool = False,
+    ) -> None:
+        """`rank_count`: of one node. What is said is then of the first rank, whose shards are as large as any.
+        `accumulates`: with several micro-batches a step."""
+        self._accumulates = accumulates
         self._config = config
         self._sharing = Sharing(config.stage, rank_count, rank_count)
         units = partition(model)
@@ -147,7 +157,8 @@ class Outline:
         return replace(free, parameters=parameters, optimizer_states=optimizer_states)
 
     def _lay_out(self, config: offload.Config) -> tuple[Layout, Placement]:
-        return lay_out(config, self._accelerator, self._specs, self._expected, self._moments, self._sharing)
+        known = (self._specs, self._expected, self._moments, self._sharing)
+        return lay_out(config, self._accelerator, *known, accumulates=self._accumulates)
 
 
 def _trained_nbytes(layout: Layout, besides_count: int = 0) -> int:

@@ -49,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
     vocabulary = args.vocabulary or (BYTE_VOCABULARY_SIZE if args.model is None else 0)
     choice = choose_model(args, vocabulary, sequence=2048)
     model = build_outline(choice)
-    with Outline(model, make_optimizer(model, args), config, args.ranks) as outline:
+    accumulates = args.accumulate > 1
+    with Outline(model, make_optimizer(model, args), config, args.ranks, accumulates=accumulates) as outline:
         print(f"model: {choice.title}, {format_count(outline.parameter_numel)} parameters in {outline.unit_count} units")
         ranks = "one rank" if args.ranks == 1 else f"{args.ranks} ranks, stage {config.stage}; bytes are those of one rank"
         print(f"device: {outline.device_name}, {ranks}\n")

@@ -64,6 +64,13 @@ def initialize(
     superseded = [key for key in superseded if (given if key == "optimizer" else lr_scheduler is not None)]
     said.warn(2, tuple(superseded))
     engine = offload.initialize(model, optimizer, said.config)
+    if said.batch.accumulation > 1:
+        try:
+            with engine.no_sync():
+                pass  # says that there will be several micro-batches: their sums get their room now
+        except BaseException:
+            engine.close()
+            raise
     own(engine)
     scheduler = _scheduler(lr_scheduler, said.scheduler, engine.optimizer if engine.trains else None)
     loader = _loader(training_data, said, others.get("collate_fn")) if training_data is not None else None

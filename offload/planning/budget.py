@@ -13,11 +13,12 @@ shows beside what was measured.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from offload.device.records import RecordFormat
 from offload.layout import EXTENT_ALIGN, FlatLayout, Layout, round_up
+from offload.planning.purposes import ACCUMULATED
 
 Tier = Literal["device", "cpu", "nvme"]
 
@@ -129,12 +130,21 @@ class Placement:
     unit_capacity_nbytes: int | None
     prefetch: int
     plan: MemoryPlan
+    sums_nbytes: int = 0
+    """What fp32 sums of several micro-batches take besides, where the gradients lie; taken when a second one comes."""
+    sums_missing_nbytes: int = 0
+    """Of those what the budget does not leave."""
     transit_buffer_count: int = 0
     """Chunks of gradients that may be on the device on their way to the host."""
     kept: Kept = NOTHING_KEPT
     undoable_units: frozenset[int] = frozenset()
     """Those whose updates may begin before the norm is known (`offload.step.speculation`): there is a second place for what
     they write."""
+
+    def with_sums(self) -> Placement:
+        """The same with room for the sums of micro-batches."""
+        line = MemoryLine(self.gradients, ACCUMULATED, self.sums_nbytes)
+        return replace(self, plan=MemoryPlan((*self.plan.lines, line)), sums_nbytes=0, sums_missing_nbytes=0)
 
     @property
     def uses_nvme(self) -> bool:

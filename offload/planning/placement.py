@@ -72,7 +72,8 @@ class _Problem:
 
     `capacity_of(prefetch, n, budget)`: device bytes of the units in use and coming at once, the first n units not counted.
     `late_units`: those whose gradients are complete only when backward is over.
-    `drive_nbytes`: what is free on the drives."""
+    `drive_nbytes`: what is free on the drives.
+    `accumulates`: whether the sums of several micro-batches are planned for."""
 
     config: Config
     accelerator: Accelerator
@@ -81,6 +82,7 @@ class _Problem:
     capacity_of: Callable[[int, int, int | None], int]
     late_units: frozenset[int]
     drive_nbytes: int
+    accumulates: bool
 
     def keeps_whole(self, parameters: Tier) -> bool:
         """Whether parameters in that tier are for good where the device computes on them."""
@@ -172,14 +174,14 @@ def _place(
         lines.append(MemoryLine(device, "parameters in use", capacity))
     lines.append(MemoryLine(device, "gradients before their reduction", footprint.unreduced_gradients))
     lines.append(MemoryLine("cpu", "gradients from other ranks", footprint.exchange))
-    gradient_nbytes = footprint.gradients + (footprint.gradients_wide if footprint.gradients_wide != footprint.gradients else 0)
-    if gradients_in == "nvme":
-        lines.append(MemoryLine("nvme", "gradients", gradient_nbytes))
-    else:
-        lines.append(MemoryLine(gradients_in, "gradients", gradient_nbytes))
+    lines.append(MemoryLine(gradients_in, "gradients", footprint.gradients))
+    sums = footprint.gradients_wide if footprint.gradients_wide != footprint.gradients else 0
+    if problem.accumulates:
+        lines.append(MemoryLine(gradients_in, purposes.ACCUMULATED, sums))
     undo_rooms: tuple[UndoRoom, ...] = ()
     if problem.speculates(parameters, states):
-        undo_rooms = _undo_rooms(problem, footprint, kept, MemoryPlan(tuple(lines)).total_nbytes("nvme"))
+        others = MemoryPlan(tuple(lines)).total_nbytes("nvme") + (0 if problem.accumulates else sums)
+        undo_rooms = _undo_rooms(problem, footprint, kept, others)
     lines.append(MemoryLine("nvme", "room to undo updates", sum(room.nbytes for room in undo_rooms)))
     lines.extend(MemoryLine("cpu", purpose, count * nbytes) for purpose, (count, nbytes) in staging.items())
     transit = 0
@@ -190,7 +192,10 @@ def _place(
             lines.append(MemoryLine("device", "gradients on their way", transit * footprint.parameter_buffer))
     plan = MemoryPlan(tuple(line for line in lines if line.nbytes))
     undoable = frozenset(room.unit_index for room in undo_rooms)
-    return Placement(parameters, states, gradients_in, retained, staging, capacity, prefetch, plan, transit, kept, undoable)
+    return Placement(
+        parameters, states, gradients_in, retained, staging, capacity, prefetch, plan,
+        0 if problem.accumulates else sums, transit_buffer_count=transit, kept=kept, undoable_units=undoable,
+    )  # fmt: skip
 
 
 def _undo_rooms(problem: _Problem, footprint: Footprint, kept: Kept, other_nbytes: int) -> tuple[UndoRoom, ...]:
@@ -226,8 +231,10 @@ def _budget(problem: _Problem, tier: Tier) -> int | None:
     return min(given) if given else None
 
 
-def _excess(problem: _Problem, placement: Placement) -> tuple[Tier, int] | None:
-    """The first tier whose budget the placement exceeds, and the bytes it would need."""
+def _excess(problem: _Problem, placement: Placement, *, with_sums: bool = False) -> tuple[Tier, int] | None:
+    """The first tier whose budget the placement exceeds, and the bytes it would need. `with_sums`: of micro-batches too."""
+    if with_sums:
+        placement = placement.with_sums()
     tiers: tuple[Tier, ...] = ("device", "cpu")
     for tier in tiers:
         budget = _budget(problem, tier)
@@ -269,8 +276,11 @@ def _grow(problem: _Problem, smallest: Placement, guessed: _Problem) -> Placemen
         }
         return _place(problem, placement.parameters, placement.optimizer_states, **(arguments | changes))
 
+    # What several micro-batches will want is left to them, where it is there at all.
+    leaves_sums = _excess(problem, smallest, with_sums=True) is None
+
     def fits(placement: Placement) -> bool:
-        return _excess(problem, placement) is None
+        return _excess(problem, placement, with_sums=leaves_sums) is None
 
     tried = (again(smallest, prefetch=prefetch) for prefetch in range(problem.config.prefetch, 0, -1))
     best = next((placement for placement in tried if fits(placement) and _excess(guessed, placement) is None), smallest)
@@ -351,12 +361,14 @@ def decide(
     late_units: frozenset[int] = frozenset({0}),
     *,
     within_room: bool = False,
+    accumulates: bool = False,
 ) -> Placement:
     """The placement for this model, these budgets, this device. Raises `BudgetError` with the smallest that would do.
 
-    `within_room`: also where "auto" finds none that fits into the memory that is free now."""
+    `within_room`: also where "auto" finds none that fits into the memory that is free now. `accumulates`: there will be
+    several micro-batches in a step, whose sums must find room."""
     drive_nbytes = scratch.free_nbytes(config.nvme_paths)
-    problem = _Problem(config, accelerator, sharing, footprint_of, capacity_of, late_units, drive_nbytes)
+    problem = _Problem(config, accelerator, sharing, footprint_of, capacity_of, late_units, drive_nbytes, accumulates)
     if config.parameters != "auto" and not problem.can_hold(config.parameters):
         raise ConfigError(
             f"parameters={config.parameters!r} contradicts stage={config.stage} on {sharing.world_size} ranks: below stage 3 "
@@ -370,4 +382,7 @@ def decide(
         if within_room:
             _require_fit(guessed, smallest)
     _require_fit(problem, smallest)
-    return _grow(problem, smallest, guessed)
+    placement = _grow(problem, smallest, guessed)
+    excess = _excess(problem, placement, with_sums=True)
+    missing = excess[1] - (_budget(problem, excess[0]) or 0) if excess is not None else 0
+    return replace(placement, sums_missing_nbytes=missing)

@@ -27,9 +27,10 @@ from offload.tiers.store import Store
 class GradientBuffers:
     """See the module. Everything runs under the lock of `Gradients`."""
 
-    def __init__(self, chunk_count: int, pool: StagingPool, store: Store, wide_store: Store) -> None:
-        """`wide_store`: of the fp32 sums, at `ChunkGradient.wide`."""
-        self._pool, self._store, self._wide_store = pool, store, wide_store
+    def __init__(self, chunk_count: int, pool: StagingPool, store: Store) -> None:
+        self._pool, self._store = pool, store
+        self.wide_store: Store | None = None
+        """Of the fp32 sums, at `ChunkGradient.wide`; there from the first second micro-batch on."""
         self._occupied: dict[ChunkGradient, None] = {}
         """Chunks with a buffer of their own, the one added to longest ago first."""
         buffers = pool.stats.consumers.get(RETAINED)
@@ -167,4 +168,5 @@ class GradientBuffers:
     def _place(self, state: ChunkGradient, dtype: torch.dtype) -> tuple[Store, Extent]:
         if state.wide is None or dtype != torch.float32:
             return self._store, state.narrow
-        return self._wide_store, state.wide
+        assert self.wide_store is not None, "sums of micro-batches came before their room"
+        return self.wide_store, state.wide

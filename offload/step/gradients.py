@@ -31,10 +31,10 @@ from offload.layout import ExtentAllocator, Piece, Slot
 from offload.model.chunk import ChunkGradient, ChunkOf
 from offload.model.flats import Flat, ParameterInfo
 from offload.model.taken_gradient import TakenGradient
-from offload.planning.purposes import SUMS
+from offload.planning.purposes import ACCUMULATED, SUMS
 from offload.step.gradient_buffers import GradientBuffers
 from offload.step.gradient_transit import DeviceSums, GradientTransit, Landing, PackedPiece, joined, runs
-from offload.step.places import ACCUMULATED, StoreFactory
+from offload.step.places import StoreFactory
 from offload.tiers.staging import StagingPool
 
 
@@ -70,8 +70,8 @@ class Gradients:
             widened = wide.take(numel * 4) if itemsize != 4 else None
             chunk_of.gradient = ChunkGradient(chunk_of, narrow.take(numel * itemsize), widened)
         store = make_store("gradients", narrow.extents)
-        wide_store = make_store(ACCUMULATED, wide.extents) if wide.extents else store
-        self._buffers = GradientBuffers(len(self._chunks), pool, store, wide_store)
+        self._make_sums = (lambda: make_store(ACCUMULATED, wide.extents)) if wide.extents else None
+        self._buffers = GradientBuffers(len(self._chunks), pool, store)
         views = [store.view(extent) for extent in narrow.extents[:1]]
         self.spills = any(view is None for view in views)
         """Whether gradients may leave for the store when buffers run out."""
@@ -210,6 +210,11 @@ class Gradients:
                 source = values[low:high].to(buffer.device)
                 sums = self._sums.setdefault(info.index, {})
                 sums[chunk.index] = kernels.ingest_async(buffer[low:high], source, piece.start, accumulate)
+
+    def take_room_for_sums(self) -> None:
+        """Before the first sum of several micro-batches: make the store that fp32 sums lie in. Idempotent."""
+        if self._make_sums is not None:
+            self._buffers.wide_store, self._make_sums = self._make_sums(), None
 
     def expect(self, info: ParameterInfo) -> None:
         """A gradient of `info` counts for the coming step, wherever it was computed and whether this rank's shard has any."""

@@ -23,8 +23,6 @@ _NAMED = 3
 
 OPTIMIZER_STATES = "optimizer states"
 """The name of their store."""
-ACCUMULATED = "accumulated gradients"
-"""The store of the fp32 sums of several micro-batches. Only the host touches it: it takes memory when it is first used."""
 
 StoreFactory = Callable[[str, Iterable[Extent]], Store]
 """Makes the store of one kind of state in the tier chosen for it: (purpose, extents) -> store."""

@@ -25,6 +25,7 @@ from offload.ranks.agreement import Point
 from offload.step.homes import Homes
 from offload.step.hooks import Hooks, cast_floating
 from offload.step.loss_scale import LossScale
+from offload.step.micro_batches import MicroBatches
 from offload.step.norm import clip_factor, exchanged, norm_of
 from offload.step.parts import Parts
 from offload.step.shard_state import ShardState, ShardStates
@@ -49,7 +50,7 @@ class Training(Usable):
         self._places, self._records, self._stage = parts.places, parts.records, parts.layout.stage
         self._accelerator, self._timeline = parts.accelerator, parts.timeline
         self._memory_is_short = parts.places is not None or parts.placement.uses_nvme
-        self._homes = Homes(parts)
+        self._homes, self.micro_batches = Homes(parts), MicroBatches(parts)
         self.loss_scale = loss_scale
         self.max_grad_norm: float | None = None
         self.input_dtype: torch.dtype | None = None
@@ -106,6 +107,7 @@ class Training(Usable):
 
     def backward_begins(self) -> None:
         self.check()
+        self.micro_batches.backward_begins()
 
     def version_of(self, unit: Unit) -> int:
         return self._versions[unit.index]
@@ -135,6 +137,7 @@ class Training(Usable):
                 "ended yet. Run the forward again after the step."
             )
         live = self._gradients.is_live(info)
+        self.micro_batches.gradient_coming(info, is_second=live)
         if isinstance(info.parameter.grad, TakenGradient):
             if not live:
                 raise UsageError(

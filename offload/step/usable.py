@@ -58,7 +58,7 @@ class _OwnWork:
             raise
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is not None and not isinstance(error, _ANSWERS):
+        if error is not None and not isinstance(error, _ANSWERS) and not getattr(error, "changed_nothing", False):
             self._usable.fail(error)
         self._end()
 

@@ -1,0 +1,66 @@
+"""The room that sums of several micro-batches take: fp32, beside the 16-bit gradients of one. Taken when it is first needed.
+
+A loop with one micro-batch never needs it. One that says that there will be more (`engine.no_sync()`) finds out then whether
+there is room, any other when the second one's first gradient comes; that one is then as if it had never been.
+"""
+
+from __future__ import annotations
+
+from offload.device.host_room import host_room
+from offload.errors import BudgetError, StorageError
+from offload.model.flats import ParameterInfo
+from offload.step.parts import Parts
+
+
+class MicroBatches:
+    """Owned by the thread that drives the model (backward's during backward)."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._begun: list[ParameterInfo] = []
+        """Parameters of which this backward brought the first gradient of the step."""
+
+    def backward_begins(self) -> None:
+        self._begun.clear()
+
+    def gradient_coming(self, info: ParameterInfo, *, is_second: bool) -> None:
+        """A gradient is about to be taken over. Raises as `take_room` does; what the backward brought is dropped then."""
+        if not is_second:
+            self._begun.append(info)
+            return
+        try:
+            self.take_room()
+        except BudgetError:
+            assert self._parts.gradients is not None
+            for begun in self._begun:
+                self._parts.gradients.drop(begun)
+                begun.parameter.grad = None
+            raise
+
+    def take_room(self) -> None:
+        """Have the room. Raises `BudgetError` where there is none: nothing has changed then."""
+        parts = self._parts
+        placement, gradients = parts.placement, parts.gradients
+        if gradients is None or not placement.sums_nbytes:
+            return
+        tier, nbytes, missing = placement.gradients, placement.sums_nbytes, placement.sums_missing_nbytes
+        free = host_room().free_nbytes if tier == "cpu" else parts.accelerator.free_nbytes() if tier == "device" else None
+        cause = None
+        if not missing and free is not None and free < nbytes:
+            missing = nbytes - free
+        if not missing:
+            try:
+                gradients.take_room_for_sums()
+            except (BudgetError, StorageError) as error:
+                cause, missing = error, nbytes
+            else:
+                parts.placement = placement.with_sums()
+                return
+        budget = "device_memory" if tier == "device" else "cpu_memory"
+        remedy = "make room in the nvme folder" if tier == "nvme" else f"raise {budget}, where it is set, by {missing} bytes"
+        refusal = BudgetError(
+            f"a second micro-batch needs {nbytes} bytes in {tier} memory for the fp32 sums of gradients, and {missing} of them "
+            f"are not there. The gradients of the first are: step with them and go on with one micro-batch a step, or {remedy}."
+        )
+        refusal.changed_nothing = True
+        raise refusal from cause

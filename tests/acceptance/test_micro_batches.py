@@ -1,0 +1,155 @@
+"""The room that sums of several micro-batches take: not before there are several, and refused without losing anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import offload
+from offload.build import assembly
+
+from .models import IN_MEMORY, ON_CPU, ON_CPU_IN_PLACE, ON_NVME, ON_NVME_IN_PLACE, Setup, Stack, adamw, vector_batches
+from .runs import assert_same_bits, refused
+
+SETUPS = (ON_CPU_IN_PLACE, ON_CPU, ON_NVME_IN_PLACE, ON_NVME, Setup("device", "device", "deferred"))
+anywhere = pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.name)
+SUMS = "accumulated gradients"
+FIRST, SECOND = vector_batches(2)
+
+
+class Later(Stack):
+    """With a layer that only some micro-batches use."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=4)
+        self.later = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, use: bool = False) -> torch.Tensor:
+        x = super().forward(x)
+        return x + self.later(x) if use else x
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
+
+
+def built(opened: Any, setup: Setup, **fields: Any) -> Any:
+    torch.manual_seed(3)
+    model = Later()
+    return opened(model, adamw(model), setup, dtype="bf16", **fields)
+
+
+def backward(engine: Any, batch: tuple[torch.Tensor, torch.Tensor], use: bool = False) -> None:
+    x, y = batch
+    F.mse_loss(engine.module(x, use).float(), y).backward()
+
+
+def planned(engine: Any) -> dict[str, int]:
+    """By purpose, where the gradients lie."""
+    lines = engine.stats()["planned"]
+    home = engine.stats()["placement"]["gradients"]
+    return {line["purpose"]: line["nbytes"] for line in lines if line["tier"] == home}
+
+
+def test_one_micro_batch_moves_two_bytes_and_keeps_two(opened: Any) -> None:
+    engine = built(opened, ON_NVME_IN_PLACE, state_format="8bit")
+    numel = sum(flat.numel for flat in engine._parts.layout.flats)
+    on_nvme = sum(line["nbytes"] for line in engine.stats()["planned"] if line["tier"] == "nvme")
+    assert on_nvme <= 8.2 * numel + 4096 * len(list(engine._parts.layout.flats))  # each record ends at a page
+    assert planned(engine)["gradients"] == 2 * numel and SUMS not in planned(engine)
+
+
+@anywhere
+def test_the_room_is_taken_when_a_second_one_comes(opened: Any, setup: Setup) -> None:
+    weights = []
+    for where in (IN_MEMORY, setup):
+        engine = built(opened, where)
+        for step in range(3):
+            backward(engine, FIRST)
+            engine.step()
+            engine.zero_grad()
+            assert (SUMS in planned(engine)) == (step > 0)
+            for batch in (FIRST, SECOND, FIRST):
+                backward(engine, batch, use=batch is SECOND)
+            engine.step()
+            engine.zero_grad()
+        weights.append(engine.state_dict())
+        assert planned(engine)[SUMS] == 2 * planned(engine)["gradients"]
+    assert_same_bits(weights[1], weights[0])
+
+
+def smallest(opened: Any, setup: Setup, field: str) -> int:
+    with pytest.raises(offload.BudgetError) as refusal:
+        built(opened, setup, **{field: 1})
+    assert refusal.value.smallest_nbytes is not None
+    return refusal.value.smallest_nbytes
+
+
+BUDGETS = [
+    pytest.param(ON_CPU_IN_PLACE, "cpu_memory", id="cpu, in place"),
+    pytest.param(ON_CPU, "cpu_memory", id="cpu"),
+    pytest.param(Setup("nvme", "cpu"), "cpu_memory", id="parameters on nvme"),
+    pytest.param(Setup("device", "device", "deferred"), "device_memory", id="device"),
+]
+
+
+@pytest.mark.parametrize(("setup", "field"), BUDGETS)
+def test_without_room_a_second_one_is_refused_and_the_first_is_still_there(opened: Any, setup: Setup, field: str) -> None:
+    budget = smallest(opened, setup, field)
+    weights = []
+    for refuses in (False, True):
+        engine = built(opened, setup, **{field: budget})
+        backward(engine, FIRST)
+        if refuses:
+            for _ in range(2):
+                with refused(offload.BudgetError, "second micro-batch", "one micro-batch a step", field):
+                    backward(engine, SECOND, use=True)
+            with refused(offload.BudgetError, "second micro-batch"), engine.no_sync():
+                pass
+            assert engine.module.later.weight.grad is None and engine.module.inlet.weight.grad is not None
+        for _ in range(2):
+            engine.step()
+            engine.zero_grad()
+            backward(engine, SECOND, use=True)
+        engine.step()
+        weights.append(engine.state_dict())
+        assert engine.stats()["steps"] == 3
+    assert_same_bits(weights[1], weights[0])
+
+
+@pytest.mark.parametrize(("setup", "field"), BUDGETS)
+def test_what_a_budget_leaves_for_them_nothing_else_takes(opened: Any, setup: Setup, field: str) -> None:
+    engine = built(opened, setup)
+    sums = 2 * planned(engine)["gradients"]
+    engine = built(opened, setup, **{field: smallest(opened, setup, field) + sums})
+    backward(engine, FIRST)
+    backward(engine, SECOND)
+    engine.step()
+    totals = dict.fromkeys(("device", "cpu", "nvme"), 0)
+    for line in engine.stats()["planned"]:
+        totals[line["tier"]] += line["nbytes"]
+    assert totals["cpu" if field == "cpu_memory" else "device"] <= getattr(engine.config, field)
+
+
+def test_no_sync_takes_the_room_at_once(opened: Any) -> None:
+    engine = built(opened, ON_NVME)
+    with engine.no_sync():
+        assert planned(engine)[SUMS]
+
+
+def test_deepspeed_says_so_beforehand(nvme: Path) -> None:
+    import offload.deepspeed
+
+    model = Later().bfloat16()
+    for steps in (1, 2):
+        config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": steps, "bf16": {"enabled": True}}
+        engine, *_ = offload.deepspeed.initialize(model=model, optimizer=adamw(model), config=config)
+        found = any(line["purpose"] == SUMS for line in engine.offload_engine.stats()["planned"])
+        assert found == (steps > 1)
+        engine.destroy()
