@@ -113,7 +113,12 @@ class Engine:
         self._optimizer = OffloadOptimizer(optimizer) if optimizer is not None else None
         self._preemption: Preemption | None = None
         self._saves: Path | None = None
-        self._engage(parts, buffers)
+        try:
+            self._engage(parts, buffers)
+        except BaseException:
+            if self._optimizer is not None:
+                self._optimizer.let_go()
+            raise
 
     def _engage(self, parts: Parts, buffers: Mapping[int, torch.Tensor]) -> None:
         """Take the model and the optimizer into the hands of these parts: last of all, and wholly or not at all."""
@@ -168,7 +173,7 @@ class Engine:
 
     def step(self) -> None:
         """Begin the update of every parameter that has a gradient; the same as `engine.optimizer.step()`."""
-        self._training.step()
+        self.optimizer.step()
 
     def zero_grad(self) -> None:
         """Drop all gradients; the same as `engine.optimizer.zero_grad()`."""
@@ -411,6 +416,8 @@ class Engine:
         self.closed = True
         self._training.closed = True
         let_go(self._parts)
+        if self._optimizer is not None:
+            self._optimizer.let_go()
         self._disengage()
 
     def _disengage(self) -> None:
@@ -445,6 +452,12 @@ class Engine:
                 if stays:
                     unit.open_up()
             self._parts.close()
+
+    def __reduce__(self) -> Any:
+        raise UsageError(
+            "an engine cannot be copied or pickled: save_checkpoint(dir) writes what training goes on from, state_dict() gives "
+            "the weights, and the model can be copied inside `with engine.gathered(model.parameters()):`."
+        )
 
     def __enter__(self) -> Engine:
         return self

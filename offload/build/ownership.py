@@ -23,7 +23,7 @@ _owned = WeakIdKeyDictionary()
 """Parameters that an open engine owns."""
 _MODULE_HOOKS = (
     "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_load_state_dict_pre_hooks",
 )  # fmt: skip
 _PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -34,6 +34,7 @@ def check_free(model: object, optimizer: object) -> None:
         raise ConfigError(f"model is of type {type(model).__name__}: expected a torch.nn.Module.")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer is of type {type(optimizer).__name__}: expected a torch.optim.Optimizer, or None.")
+    check_modules(model)
     for fqn, parameter in model.named_parameters():
         if parameter in _owned:
             raise UsageError(
@@ -44,6 +45,24 @@ def check_free(model: object, optimizer: object) -> None:
         raise ConfigError(
             "optimizer is an engine's own: pass the torch.optim optimizer that was made from the model to initialize."
         )
+
+
+def check_modules(model: nn.Module) -> None:
+    """Raise where one of the modules is of a kind that cannot be trained here."""
+    for name, module in model.named_modules():
+        what = f"module {name!r}" if name else "the model"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"{what} is a ScriptModule ({type(module).__name__}), whose parameters TorchScript keeps out of reach: pass "
+                "the module that it was made from, and torch.compile its blocks instead."
+            )
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        lazy = [own for own, tensor in tensors if nn.parameter.is_lazy(tensor)]
+        if lazy:
+            raise ConfigError(
+                f"{lazy[0]!r} of {what} ({type(module).__name__}) has no shape yet: run one forward of the model, on the CPU, "
+                "before the optimizer is made and offload.initialize is called."
+            )
 
 
 class Taking:

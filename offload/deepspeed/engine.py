@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -84,9 +83,7 @@ class DeepSpeedEngine(nn.Module):
         if not self._step_applied:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
-            with warnings.catch_warnings():  # one that was made of the optimizer that was passed never sees a step of that
-                warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-                self.lr_scheduler.step(**lr_kwargs)
+            self.lr_scheduler.step(**lr_kwargs)
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         every = self._said.steps_per_print

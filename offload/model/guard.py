@@ -150,6 +150,13 @@ def _refuse_writing(fqn: str, func: Any) -> ParameterAccessError:
     )
 
 
+def refuse_loading(module: nn.Module) -> None:
+    """Raise where `module.load_state_dict` would write to a guarded parameter: PyTorch would make one long error of many."""
+    for parameter in module.parameters(recurse=False):
+        if id(parameter) in _watches:
+            raise _refuse_writing(_watches[id(parameter)].fqn, nn.Module.load_state_dict)
+
+
 def _refuse_conversion(fqn: str) -> None:
     call = leading_call()
     if call is not None and call.converts:

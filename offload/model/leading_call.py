@@ -31,6 +31,7 @@ _CALLS: dict[tuple[str, str], tuple[str, str]] = {
     (_MODULE, "state_dict"): ("module.state_dict()", _STATE),
     (_MODULE, "load_state_dict"): ("module.load_state_dict()", _LOAD),
     ("copy", "deepcopy"): ("copy.deepcopy()", _COPY),
+    ("offload.model.guard", "__reduce_ex__"): ("pickle", _COPY),
     ("torch.serialization", "save"): ("torch.save()", _STATE),
     ("safetensors.torch", "save_model"): ("safetensors.torch.save_model()", _EXPORT),
     ("safetensors.torch", "save_file"): ("safetensors.torch.save_file()", _STATE),

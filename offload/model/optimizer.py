@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -57,8 +58,20 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.state = _StateInTiers()
         self.param_groups = source.param_groups
         self.defaults = source.defaults
-        self.source_class = type(source)
+        self.source_class, self._source = type(source), source
+        refusal = source.register_step_pre_hook(_refuse_step)
+        self._finalizer = weakref.finalize(self, refusal.remove)
         self.moments = moments_of(source)
+
+    def let_go(self) -> None:
+        """The optimizer that was given is its user's again."""
+        self._finalizer()
+
+    def __reduce__(self) -> Any:
+        raise UsageError(
+            "an engine's optimizer cannot be copied or pickled, its state lies in the tiers: engine.save_checkpoint(dir) saves "
+            "it, optimizer.state_dict() holds the numbers of its groups."
+        )
 
     def hyper_of(self, group_index: int) -> Hyper:
         """The numbers of one parameter group, as they stand now. Raises `UsageError` where its records cannot follow them."""
@@ -84,6 +97,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 result = closure()
         self.stepper.step()
+        # What learning-rate schedulers look at, to warn of a `scheduler.step()` that comes before the first of an optimizer.
+        for one in (self, self._source):
+            vars(one)["_opt_called"] = True
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -127,3 +143,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
             )
         for ours, given in zip(self.param_groups, groups, strict=True):
             ours.update({name: value for name, value in given.items() if name != "params"})
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    raise UsageError(
+        f"{type(optimizer).__name__}.step() was called on the optimizer that was given to offload.initialize, which trains no "
+        "more: call engine.optimizer.step(), or engine.step()."
+    )

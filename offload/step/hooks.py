@@ -33,6 +33,7 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from offload.errors import UsageError
 from offload.model.flats import ParameterInfo
+from offload.model.guard import refuse_loading
 from offload.model.unit import Unit
 from offload.model.units import is_lookup, renormalizing
 from offload.step.gradient_parts import GradientParts, is_accumulated
@@ -161,6 +162,28 @@ class _Call:
         return elsewhere or any(frame is self.frame for frame in _stack())
 
 
+class _ModuleHook:
+    """Reports what a module does. In a copy of the module, by `copy` or `pickle`, it does nothing: that is no engine's."""
+
+    def __init__(self, report: Callable[..., Any]) -> None:
+        self._report = report
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *arguments: Any) -> Any:
+        return self._report(*arguments)
+
+    def __reduce__(self) -> Any:
+        return _copied_hook, ()
+
+
+def _copied_hook() -> Callable[..., None]:
+    return _nothing
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
 class Hooks:
     """Installs the hooks, and takes them out again. `listener` hears what they report.
 
@@ -195,6 +218,11 @@ class Hooks:
                 if info.parameter.requires_grad or info.trainable:
                     self._hook_parameter(info, unit_position, parameter_position)
 
+        for module in self._root.modules():
+            if module._parameters:
+                refusal = _ModuleHook(lambda module, *_: refuse_loading(module))
+                self._removers.append(module.register_load_state_dict_pre_hook(refusal).remove)
+
     def remove(self) -> None:
         while self._removers:
             self._removers.pop()()
@@ -202,14 +230,8 @@ class Hooks:
     # ---- forward -------------------------------------------------------------------------------------------------
 
     def _hook_module(self, unit: Unit, module: nn.Module) -> None:
-        @torch._dynamo.disable  # type: ignore[untyped-decorator]
-        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            return self._before_forward(unit, module, args, kwargs)
-
-        @torch._dynamo.disable  # type: ignore[untyped-decorator]
-        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            self._after_forward(module, output)
-
+        before = _ModuleHook(lambda module, args, kwargs: self._before_forward(unit, module, args, kwargs))
+        after = _ModuleHook(lambda module, args, kwargs, output: self._after_forward(module, output))
         self._removers.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
         self._removers.append(module.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
 
