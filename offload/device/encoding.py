@@ -15,6 +15,7 @@ All tensors are 1-D; those of one call lie on one device.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,8 @@ SCALE_GROUP = 64
 """Elements that share a scale of 8-bit moments, counted from a parameter's first."""
 _LOW = 0xFFFF
 _CANONICAL_NAN = 0x7FC00000
+_BLOCK_NUMEL = 1 << 15
+"""Also what torch computes on the calling thread: more threads would wait for each other longer than they compute."""
 
 
 def group_count(numel: int) -> int:
@@ -49,21 +52,57 @@ def _as_int16(words: Tensor) -> Tensor:
     return torch.where(low >= 1 << 15, low - (1 << 16), low).to(torch.int16)
 
 
-def upper_half(values: Tensor) -> Tensor:
-    """The bf16 weight of float32 masters: the nearest, ties away from zero."""
-    return _as_int16((bits_of(values) + 0x8000) >> 16).view(torch.bfloat16)
+def _blocks(numel: int, device: torch.device) -> Iterator[slice]:
+    """On the CPU parts whose temporaries stay in its caches; elsewhere one."""
+    step = _BLOCK_NUMEL if device.type == "cpu" else max(numel, 1)
+    for low in range(0, numel, step):
+        yield slice(low, low + step)
 
 
-def remainder(values: Tensor) -> Tensor:
-    """int16: what `upper_half` leaves of float32 masters."""
-    return _as_int16(bits_of(values))
+def _int32_of(values: Tensor) -> Tensor:
+    """As `bits_of`, in a new int32 [n]."""
+    return torch.where(values.isnan(), _CANONICAL_NAN, values.view(torch.int32))
+
+
+def _halves(bits: Tensor) -> tuple[Tensor, Tensor]:
+    """The lower and the upper 16 bits of int32 [n], int16 [n] each: views."""
+    low, high = bits.view(torch.int16).view(-1, 2).unbind(1)  # both on the host and on GPUs the lower half comes first
+    return low, high
+
+
+def put_upper_half(target: Tensor, values: Tensor) -> None:
+    """target (bf16) = the weights of float32 masters: the nearest, ties away from zero."""
+    words = target.view(torch.int16)
+    for part in _blocks(values.numel(), values.device):
+        words[part].copy_(_halves(_int32_of(values[part]).add_(0x8000))[1])
+
+
+def put_remainder(target: Tensor, values: Tensor) -> None:
+    """target (int16) = what `put_upper_half` leaves of float32 masters."""
+    for part in _blocks(values.numel(), values.device):
+        target[part].copy_(_halves(_int32_of(values[part]))[0])
 
 
 def joined(upper: Tensor, rest: Tensor) -> Tensor:
     """The float32 masters of bf16 weights and their int16 remainders."""
-    high = upper.view(torch.int16).to(torch.int64) & _LOW
-    bits = ((high << 16) + rest.to(torch.int64)) & 0xFFFFFFFF
-    return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
+    bits = torch.empty(upper.numel(), dtype=torch.int32, device=upper.device)
+    for part in _blocks(upper.numel(), upper.device):
+        torch.add(upper[part].view(torch.int16).to(torch.int32) << 16, rest[part], out=bits[part])
+    return bits.view(torch.float32)
+
+
+def upper_half(values: Tensor) -> Tensor:
+    """`put_upper_half` into a new tensor."""
+    upper = torch.empty(values.numel(), dtype=torch.bfloat16, device=values.device)
+    put_upper_half(upper, values)
+    return upper
+
+
+def remainder(values: Tensor) -> Tensor:
+    """`put_remainder` into a new tensor."""
+    rest = torch.empty(values.numel(), dtype=torch.int16, device=values.device)
+    put_remainder(rest, values)
+    return rest
 
 
 # ---- bf16 moments

@@ -67,7 +67,7 @@ class RecordFormat:
     def round_values(self, values: Tensor, master: Tensor) -> None:
         """values = the parameters (in their dtype) of fp32 masters, as an update would leave them."""
         if self.state_format.is_split:
-            values.copy_(encoding.upper_half(master))
+            encoding.put_upper_half(values, master)
         else:
             kernels.convert(values, master)
 
@@ -103,7 +103,7 @@ class Record:
         if MASTER in self.arrays:
             self.arrays[MASTER][low:high].copy_(master)
         elif REMAINDER in self.arrays:
-            self.arrays[REMAINDER][low:high].copy_(encoding.remainder(master.float()))
+            encoding.put_remainder(self.arrays[REMAINDER][low:high], master.float())
 
     def replace_master(self, low: int, high: int, mask: Tensor, values: Tensor) -> None:
         """Where `mask`: somebody wrote `values` [high - low] to the parameters; the masters are those numbers now."""

@@ -138,6 +138,30 @@ def test_every_bit_pattern_is_split_and_joined_again() -> None:
     assert bool((rounded[ties].float().abs() >= values[ties].abs()).all())
 
 
+def test_splitting_makes_no_wide_or_large_temporaries() -> None:
+    """Start-up splits every weight: what it writes beside the result stays in the processor's caches."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    made: list[torch.Tensor] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            result = func(*args, **(kwargs or {}))
+            made.extend(one for one in (result,) if isinstance(one, torch.Tensor))
+            return result
+
+    values = torch.linspace(-3, 3, 1_000_003)
+    upper, rest = torch.empty(values.numel(), dtype=torch.bfloat16), torch.empty(values.numel(), dtype=torch.int16)
+    with Watch():
+        encoding.put_upper_half(upper, values)
+        encoding.put_remainder(rest, values)
+    known = {one.untyped_storage().data_ptr() for one in (values, upper, rest)}
+    temporaries = [one for one in made if one.untyped_storage().data_ptr() not in known]
+    assert temporaries and max(one.itemsize for one in temporaries) <= 4
+    assert max(one.untyped_storage().nbytes() for one in temporaries) <= 2**18
+    assert torch.equal(encoding.joined(upper, rest), values)
+
+
 @pytest.mark.parametrize("hyper", HYPERS, ids=lambda one: one.rule.value)
 def test_split_states_follow_fp32_states_to_the_bit(hyper: Hyper) -> None:
     split = State(StateFormat.SPLIT, 5000, 2, grad=torch.bfloat16)
