@@ -208,14 +208,19 @@ class Rendezvous:
 
     def _exchange(self, own: Announcement) -> list[Announcement]:
         encoded = torch.tensor(
-            [own.blocked, own.point, own.argument, *_bits(own.gathers, self._words), *_bits(own.reductions, self._words)],
+            [
+                *(self._ranks.order_digest, own.blocked, own.point, own.argument),
+                *(*_bits(own.gathers, self._words), *_bits(own.reductions, self._words)),
+            ],
             dtype=torch.int64,
         )
         self._exchanging = True
         try:
-            return [self._decode(message.tolist()) for message in self._ranks.exchange(encoded)]
+            said = [message.tolist() for message in self._ranks.exchange(encoded)]
         finally:
             self._exchanging = False
+        self._ranks.compare_orders([order for order, *_ in said])
+        return [self._decode(message) for _, *message in said]
 
     def _decode(self, message: list[int]) -> Announcement:
         blocked, point, argument, *words = message

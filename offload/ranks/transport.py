@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import os
 import struct
+import warnings
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -109,8 +111,11 @@ class Ranks:
             self._replica_group = dist.new_group(replicas, backend="gloo", timeout=timeout, use_local_synchronization=True)
         self._device_group: Any = None
         self._device_replica_group: Any = None
+        self._device_backend = "nccl"
+        self.order_digest = 0
+        """Of the order of transfers between GPUs, the engine's and the user's; equal on all ranks, see `_note_order`."""
         self._store = dist.distributed_c10d.PrefixStore(f"offload/{key}", dist.distributed_c10d._get_default_store())
-        self._said_failed = False
+        self._said_failed = self._said_order = False
 
     # ---- point to point ------------------------------------------------------------------------------------------
 
@@ -249,22 +254,56 @@ class Ranks:
     # ---- between GPUs --------------------------------------------------------------------------------------------
 
     def use_devices(self, device: torch.device) -> None:
-        """Use NCCL if every rank has a GPU of its own. Collective."""
+        """Use NCCL if every rank has a GPU of its own that can run transfers of several communicators at once. Collective."""
         identity = b""
-        if device.type == "cuda" and dist.is_nccl_available():
+        if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and device.type == "cuda":
+            warnings.warn(
+                "CUDA_DEVICE_MAX_CONNECTIONS=1 makes the GPU begin all work in one order, in which transfers of several NCCL "
+                "communicators can wait for each other for ever: offload's ranks talk over the host, slowly. Unset it.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        elif device.type == "cuda" and dist.is_nccl_available():
             identity = f"{os.uname().nodename}/{torch.cuda.get_device_properties(device).uuid}".encode()
         said = self.exchange_bytes(identity)
-        if not all(said) or len(set(said)) < len(said):
-            return
+        if all(said) and len(set(said)) == len(said):
+            self._make_device_groups()
+
+    def _make_device_groups(self) -> None:
         members = self._arrangement.members
 
         def group(indices: Sequence[int]) -> Any:
             ranks = [members[index] for index in indices]
-            return dist.new_group(ranks, backend="nccl", timeout=self._timeout, use_local_synchronization=True)
+            return dist.new_group(ranks, backend=self._device_backend, timeout=self._timeout, use_local_synchronization=True)
 
         self._device_group = group(self.shards)
         if len(self.replicas) > 1:
             self._device_replica_group = group(self.replicas)
+
+    def _note_order(self) -> None:
+        """Before each transfer between GPUs: after how many of the user's own it comes.
+
+        NCCL wants transfers of several communicators begun in one order on all ranks, and the engine's are begun by a thread
+        that the user's know nothing of. The rendezvous has the ranks tell each other whether the orders differed.
+        """
+        count = 0
+        for group in list(dist.distributed_c10d._world.pg_map):
+            is_own = group in (self._group, self._replica_group, self._device_group, self._device_replica_group)
+            if not is_own and set(self._arrangement.members) <= set(dist.get_process_group_ranks(group)):
+                count += _collective_count(group, self._device_backend)
+        self.order_digest = zlib.crc32(struct.pack("<qq", self.order_digest, count))
+
+    def compare_orders(self, digests: Sequence[int]) -> None:
+        """`digests`: everybody's, after the same transfers. Where they differ that is said, once on each rank."""
+        if len(set(digests)) > 1 and not self._said_order:
+            self._said_order = True
+            warnings.warn(
+                "the ranks began collectives of yours between GPUs, and the engine's, in different orders. NCCL allows that "
+                "never, and can hang. Make yours inside `with engine.gathered(()):`, where the engine begins none on any rank, "
+                "or on CPU tensors, over gloo.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     @property
     def has_devices(self) -> bool:
@@ -273,17 +312,20 @@ class Ranks:
 
     def gather_on_device(self, whole: Tensor, own: Tensor) -> None:
         """All-gather, in the order of the current stream. `own` is this rank's part of `whole`, in its place. Bytes."""
+        self._note_order()
         dist.all_gather_into_tensor(whole, own, group=self._device_group)
         self.count("gather", whole.nbytes)
 
     def exchange_on_device(self, into: Tensor, whole: Tensor) -> None:
         """Everybody's part for this rank, part after part into `into`. Same shape as `whole`."""
+        self._note_order()
         dist.all_to_all_single(into, whole, group=self._device_group)
         self.count("reduce", whole.nbytes)
 
     def add_replicas_on_device(self, values: Tensor) -> None:
         """Sum over the ranks that replicate this one's shard, in place."""
         if self._device_replica_group is not None:
+            self._note_order()
             dist.all_reduce(values, group=self._device_replica_group)
             self.count("all_reduce", values.nbytes)
 
@@ -359,6 +401,18 @@ def _timeout_of_default_group() -> timedelta:
     device = torch.device("cpu") if "gloo" in dist.get_backend_config() else torch.device("cuda")
     timeout = group._get_backend(device).options._timeout
     return timeout if isinstance(timeout, timedelta) else timedelta(minutes=30)
+
+
+def _collective_count(group: dist.ProcessGroup, backend_name: str) -> int:
+    """How many collectives of the group were given to a backend of that name; 0 where it has none."""
+    for device_type in ("cuda", "cpu"):
+        try:
+            backend: Any = group._get_backend(torch.device(device_type))
+        except RuntimeError:  # none for this type of device
+            continue
+        if backend.name() == backend_name:
+            return int(backend._get_sequence_number_for_group())
+    return 0
 
 
 def pack(*numbers: float) -> bytes:

@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import nn
 import offload
 from offload.build import assembly
 from offload.planning.plan import Verb
+from offload.ranks.transport import Ranks
 
 from ..acceptance.models import adamw, byte_batches, gpt2, llama, vector_batches
 
@@ -143,6 +145,41 @@ def train(
                 start = (step * world + rank) * micro
                 losses.append(_step(built, batches[start : start + micro], engine, syncs=syncs))
             return {"losses": losses, "weights": digest(engine.state_dict()), "norm": engine.grad_norm}
+
+
+def between_devices(fields: dict[str, Any], own: str) -> dict[str, Any]:
+    """As `train`, over the transfers that GPUs of their own have, which gloo plays, with the user's own all_reduce in between.
+
+    own: "quiet" (inside `gathered`), "late" (rank 1's comes after a transfer of the engine's that rank 0's came before), ""
+    """
+    rank, world = place()
+
+    def use(self: Ranks, device: torch.device) -> None:
+        self._device_backend = "gloo"
+        self._make_device_groups()
+
+    used, Ranks.use_devices = Ranks.use_devices, use  # type: ignore[method-assign]
+    try:
+        built = llama()
+        with warnings.catch_warnings(record=True) as said, offload.initialize(built, adamw(built), fields) as engine:
+            warnings.simplefilter("always")
+            assert engine._parts.ranks is not None and engine._parts.ranks.has_devices
+            batches, losses, total = byte_batches(4 * world), [], torch.zeros(1)
+            for step in range(4):
+                if own == "late" and step == 2 and rank == 0:
+                    dist.all_reduce(total, async_op=True)
+                losses.append(_step(built, batches[step * world + rank : step * world + rank + 1], engine, syncs=False))
+                if own == "late" and step == 2 and rank == 1:
+                    dist.all_reduce(total)
+                if own == "quiet":
+                    with engine.gathered(()):
+                        dist.all_reduce(total.fill_(losses[-1][0]))
+            weights = digest(engine.state_dict())
+            moved = engine.stats()["ranks"]
+        texts = [str(one.message) for one in said if "NCCL" in str(one.message)]
+        return {"losses": losses, "weights": weights, "norm": engine.grad_norm, "said": texts, "moved": sorted(moved)}
+    finally:
+        Ranks.use_devices = used  # type: ignore[method-assign]
 
 
 def train_alone(fields: dict[str, Any], world: int, steps: int = 4) -> dict[str, Any]:
