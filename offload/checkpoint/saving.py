@@ -40,7 +40,7 @@ from offload.checkpoint.staged_folder import MANIFEST_NAME, StagedFolder
 from offload.checkpoint.state_reading import Failures
 from offload.checkpoint.tensor_file import write_file
 from offload.checkpoint.writing import Small, Snapshot
-from offload.device.lane import HostLane
+from offload.device.lane import HostLane, start_thread
 from offload.device.pending import Pending
 from offload.errors import CheckpointError, EngineFailedError, UsageError
 from offload.step.parts import Parts
@@ -225,7 +225,7 @@ class Saver:
             else:
                 making.begin()  # collective, so where the other calls are
             if not wait:
-                threading.Thread(target=making.keep, args=(save,), name="offload-checkpoint-keeper", daemon=False).start()
+                start_thread(threading.Thread(target=making.keep, args=(save,), name="offload-checkpoint-keeper", daemon=False))
             elif self.follows_updates:
                 self._finish_updates()
             making.may_run = True
@@ -276,8 +276,9 @@ class Saver:
         try:
             self.finish()
         finally:
-            if self._making is not None:
+            if self._making is not None and self._lane is not None:
                 self._making.give_up()
+                self._lane.submit(self._making.end)
             if self._lane is not None:
                 self._lane.close()
 

@@ -150,15 +150,16 @@ class ThreadLane(HostLane):
         self._name = f"offload-{name}"
         self._begin = begin
         self._queue: _Jobs = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._lock, self._serving = threading.Lock(), threading.Lock()
         self._thread: threading.Thread | None = None
 
     def submit(self, job: Job) -> Pending:
         pending = _ThreadJob(job)
         with self._lock:
             if self._thread is None or self._thread.ident is None:
-                work = (self._queue, _ThreadJob(self._begin or (lambda: None)))
-                # Known before it starts: `close` ends it also where an interrupt comes while it does.
+                work = (self._queue, self._serving, _ThreadJob(self._begin or (lambda: None)))
+                # Known before it starts: `close` ends it also where an interrupt comes while it does. Where that came before
+                # it was known to run, a second one is started, and whichever comes first serves.
                 self._thread = threading.Thread(target=_work, args=work, name=self._name, daemon=True)
                 weakref.finalize(self, self._queue.put, None).atexit = False
                 start_thread(self._thread)
@@ -172,11 +173,16 @@ class ThreadLane(HostLane):
             self._queue.put(None)  # again where an interrupt ended an earlier call
             if thread.ident is not None:  # else: it was refused
                 thread.join()
+            with self._serving:  # the other one
+                pass
             self._thread = None
 
 
-def _work(jobs: _Jobs, begin: _ThreadJob) -> None:
+def _work(jobs: _Jobs, serving: threading.Lock, begin: _ThreadJob) -> None:
+    if not serving.acquire(blocking=False):
+        return
     begin.run()
     while (pending := jobs.get()) is not None:
         pending.run(after=begin)
         del pending  # while it waits for the next, the thread keeps nothing alive that a job or its failure refers to
+    serving.release()

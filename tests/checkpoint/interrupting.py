@@ -29,7 +29,6 @@ PLACEMENTS = {
     "states on nvme": ("device", "nvme"),
     "nvme": ("nvme", "nvme"),
 }
-RAW = (FileNotFoundError, AssertionError)
 HANG_SECONDS = 60
 LONGEST_SECONDS = 0.03
 
@@ -76,8 +75,6 @@ class Interrupted:
                     self.turn()
             except offload.EngineFailedError:
                 self.go_back()
-            except RAW as error:
-                self.counts[f"raw {type(error).__name__}: {error}"] += 1
             except offload.OffloadError as error:  # of a save, or of a load
                 self.counts[f"{type(error).__name__}: {error}"[:150].replace(str(self.folder), "")] += 1
         faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
@@ -88,24 +85,28 @@ class Interrupted:
         faulthandler.cancel_dump_traceback_later()
 
     def turn(self) -> None:
-        """One step and one save, beside training or not; now and then a load before."""
+        """One step and one save, beside training or not; now and then a load before, or something else after."""
         if self.draw.random() < 0.05:
             self.call("load", lambda: self.engine.resume_or_start(self.saves))
         self.engine.zero_grad()
-        forward_and_backward(self.engine)
+        self.call("forward and backward", lambda: forward_and_backward(self.engine), often=0.1)
         self.call("step", self.engine.step)
         self.engine.zero_grad()
         wait = self.draw.random() < 0.2
         self.call("waited save" if wait else "save", lambda: self.save(wait))
+        if self.draw.random() < 0.1:
+            self.call("wait", self.last_save.wait)
+        if self.draw.random() < 0.1:
+            self.call("state_dict", self.engine.state_dict)
 
     def save(self, wait: bool) -> None:
         self.saved += 1
-        steps = self.engine.stats()["steps"]
-        self.engine.save_checkpoint(self.saves / f"step-{self.saved}", client_state={"steps": steps}, wait=wait)
+        steps, path = self.engine.stats()["steps"], self.saves / f"step-{self.saved}"
+        self.last_save = self.engine.save_checkpoint(path, client_state={"steps": steps}, wait=wait)
 
-    def call(self, what: str, call: Callable[[], Any]) -> None:
+    def call(self, what: str, call: Callable[[], Any], often: float = 0.6) -> None:
         """Do it, interrupted or not."""
-        interrupted = self.draw.random() < 0.6
+        interrupted = self.draw.random() < often
         try:
             if interrupted:
                 # Moments of any order of size: the first bytecodes of a call as well as its longest waits.
@@ -124,8 +125,8 @@ class Interrupted:
         import offload
 
         self.counts["engine failed"] += 1
-        with contextlib.suppress(KeyboardInterrupt, offload.EngineFailedError, *RAW):
-            self.call("load", lambda: self.engine.resume_or_start(self.saves))
+        with contextlib.suppress(KeyboardInterrupt, offload.EngineFailedError):
+            self.call("load", lambda: self.engine.resume_or_start(self.saves), often=0.25)
 
 
 def content(folder: Path) -> tuple[dict[str, bytes], dict[str, Any]]:
