@@ -23,7 +23,7 @@ class Idleness:
     """Of the thread that made this. `make_update` is for one other thread."""
 
     def __init__(self, parts: Parts, training: Training) -> None:
-        self._training, self._residency = training, parts.residency
+        self._training, self._residency, self._units = training, parts.residency, parts.units
         self._driver = threading.current_thread()
         self._seen_count, self._seen_seconds = training.turn_count, time.monotonic()
         self._unit_index = 0
@@ -55,7 +55,7 @@ class Idleness:
         return True
 
     def _finish(self) -> None:
-        self._residency.finish_update(self._unit_index)
+        self._residency.finish_update(self._units[self._unit_index])
         self._accelerator.mark().wait()  # the thread of the model does not know that there is something to wait for
 
     def _is_quiet(self) -> bool:

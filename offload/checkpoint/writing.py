@@ -81,7 +81,7 @@ class Snapshot:
         self._files = {
             unit.index: UnitFile(folder, unit, self._rank, moments, parts.backend) for unit in parts.units if self._writes(unit)
         }
-        self._order = [index for index in parts.residency.next_order() if index in self._files]
+        self._order = [unit.index for unit in parts.residency.next_order() if unit.index in self._files]
         chunks = [chunk for file in self._files.values() for chunk in file.unit.chunks]
         self.copies = Copies(chunks, parts.updates)
         self._keeps = beside and self._has_room_to_keep()

@@ -3,6 +3,7 @@
     Unit           a module's parameters: its flats, its chunks, its run-time state
     UnitResidency  whether it is in device memory, and who uses it there
     Fetch          what brings it there
+    UnitShard      whether its gradients or its update are under way
 
 The actors of `offload.step` do things to units and keep queues of them; what one of them has to remember of a unit lies here.
 """
@@ -83,6 +84,41 @@ class Fetch:
     gather: Asked | None = None
 
 
+class ShardState(Enum):
+    """The state of a unit's shard between two steps.
+
+    CLEAN      parameters and records are those of one version v; only now may the parameters be fetched
+    REDUCING   gradients of version v are arriving
+    UPDATING   an update to v + 1 is enqueued or running; its gradients can no longer be dropped, unless it is undone
+    """
+
+    CLEAN = "clean"
+    REDUCING = "reducing"
+    UPDATING = "updating"
+
+
+_SHARD_STEPS: dict[ShardState, frozenset[ShardState]] = {
+    ShardState.CLEAN: frozenset({ShardState.REDUCING}),
+    # Back to CLEAN when the gradients are dropped: zero_grad, or a step that is skipped.
+    ShardState.REDUCING: frozenset({ShardState.UPDATING, ShardState.CLEAN}),
+    # Back to REDUCING when an update that came before the norm was known is undone.
+    ShardState.UPDATING: frozenset({ShardState.CLEAN, ShardState.REDUCING}),
+}
+
+
+@dataclass(slots=True, eq=False)
+class UnitShard:
+    """Written by `Training`, in the thread that drives the model (and backward's, never both at once)."""
+
+    state: ShardState = ShardState.CLEAN
+
+    def become(self, state: ShardState) -> None:
+        """Change the state; the same state again is no change."""
+        if state is not self.state and state not in _SHARD_STEPS[self.state]:
+            raise AssertionError(f"a shard cannot go from {self.state.value} to {state.value}")
+        self.state = state
+
+
 @contextmanager
 def _without_weak_references(modules: Iterable[nn.Module]) -> Iterator[None]:
     """`swap_tensors` refuses tensors with weak references; recurrent modules keep such references to their own weights."""
@@ -124,6 +160,9 @@ class Unit:
     parameters: list[ParameterInfo]
     route: Route
     residency: UnitResidency = field(default_factory=UnitResidency)
+    shard: UnitShard = field(default_factory=UnitShard)
+    version: int = 0
+    """How often its values have changed since the engine was made. Written as `shard` is."""
     fetch: Fetch | None = None
     """Written by the fetcher, in the thread that drives the model; its copies are added by the fetcher's lane."""
 

@@ -34,14 +34,14 @@ class Gathering:
         """Bring the parameters' units in and lend the parameters: inside they are tensors of their own, as a plain model's
         are. On the way out what was written is carried home."""
         residency = self._parts.residency
-        unit_indices = sorted({info.unit_index for info in infos})
+        units = [self._parts.units[index] for index in sorted({info.unit_index for info in infos})]
         self.meet(Point.GATHERED, argument=_digest(infos))
         lent = False
         try:
             with self._training.failures():
                 residency.finish_updates()
-                for unit_index in unit_indices:
-                    residency.hold(unit_index)
+                for unit in units:
+                    residency.hold(unit)
                 for info in infos:
                     self._lend(info)
                 lent = True  # in there: an interrupt that was held comes when the block is left
@@ -54,8 +54,8 @@ class Gathering:
                         self._require_same_writes(infos)
                     for info in infos:
                         self._take_back(info, carries=not refusals)
-                    for unit_index in unit_indices:
-                        residency.let_go(unit_index)
+                    for unit in units:
+                        residency.let_go(unit)
                     if refusals:
                         raise UsageError(f"{refusals[0]} Nothing that was written inside has an effect.")
 
@@ -84,7 +84,7 @@ class Gathering:
             if bool(written.any()):
                 view.copy_(lent)
                 self._homes.write(info, written)
-                self._training.values_changed(info.unit_index)
+                self._training.values_changed(self._parts.units[info.unit_index])
         info.lent_count -= 1
         if not info.lent_count:
             info.parameter.data = view
@@ -145,11 +145,11 @@ class Gathering:
 
     def _unit_values(self, unit: Unit, values: dict[int, torch.Tensor]) -> None:
         residency = self._parts.residency
-        residency.hold(unit.index)
+        residency.hold(unit)
         for info in unit.parameters:
             value = info.parameter if info.lent_count else self._homes.views[info.index]
             values[info.index] = value.detach().to("cpu", copy=True)
-        residency.let_go(unit.index)
+        residency.let_go(unit)
         records = self._parts.records
         for flat in unit.flats:
             if not flat.layout.trainable or records is None:

@@ -207,7 +207,7 @@ class Hooks:
         self._root = self._units[0].modules[0]
         self._renormalized = {id(module.weight) for module in renormalizing(self._root).values()}
         self._parts = GradientParts(self._units)
-        self.second_order = SecondOrder(residency, self._second_order_reaches, listener.failures)
+        self.second_order = SecondOrder(self._units, residency, self._second_order_reaches, listener.failures)
         residency.drop_abandoned_forwards = self.drop_abandoned
 
     def install(self) -> None:
@@ -249,7 +249,7 @@ class Hooks:
                 return successor._before_forward(successor._units[unit.index], module, args, kwargs)
         if inside_backward and torch.is_grad_enabled():
             self._enter_backward()  # before a backward inside this one is taken for the whole
-        if module not in unit.modules and self._residency.in_use(unit.index):
+        if module not in unit.modules and self._residency.in_use(unit):
             return None
         in_step = inside_backward or torch.is_grad_enabled() or any(other.recorded for other in self._calls)
         call.unit, call.recorded = unit, in_step
@@ -257,8 +257,8 @@ class Hooks:
         if module is self._root:
             args, kwargs = changed = self._listener.cast_inputs(args, kwargs)
         with self._listener.failures():
-            self._residency.start_use(unit.index, recorded=call.recorded)
-        self._residency.enter_forward(unit.index)
+            self._residency.start_use(unit, recorded=call.recorded)
+        self._residency.enter_forward(unit)
         call.started = True
         if torch.is_grad_enabled():
             self._passed[unit.index] -= inside_backward and self._passed[unit.index] > 0
@@ -294,14 +294,14 @@ class Hooks:
                 self._parts.watch(call.unit, call.inputs, outputs)
             elif enclosing := next((other.unit for other in reversed(self._calls) if other.unit is not None), None):
                 # What it computed left by another way than its output: backward reaches it when it reaches its parent.
-                self._residency.accompany(enclosing.index, call.unit.index)
+                self._residency.accompany(enclosing, call.unit)
         try:
             with self._listener.failures():
                 self._report_writes(call.unit)
         finally:
-            self._residency.leave_forward(call.unit.index)
+            self._residency.leave_forward(call.unit)
             with self._listener.failures():
-                self._residency.end_use(call.unit.index, recorded=call.recorded)
+                self._residency.end_use(call.unit, recorded=call.recorded)
                 if not self._calls and not in_backward():
                     self._listener.forward_ended()
 
@@ -325,7 +325,7 @@ class Hooks:
     def _forget_calls(self, first: int) -> None:
         for call in self._calls[first:]:
             if call.unit is not None:
-                self._residency.leave_forward(call.unit.index)
+                self._residency.leave_forward(call.unit)
         del self._calls[first:]
 
     def _reset(self) -> None:
@@ -382,19 +382,19 @@ class Hooks:
         with self._listener.failures():
             self._listener.backward_reaches(use.unit, use.version)
             if use.reads_values:
-                self._residency.start_use(use.unit.index, recorded=True)
+                self._residency.start_use(use.unit, recorded=True)
 
     def backward_use_ended(self, use: _BackwardUse) -> None:
         if self._open_uses.pop(use, self) is self:
             return  # its backward was abandoned
         with self._listener.failures():
             if use.reads_values:
-                self._residency.end_use(use.unit.index, recorded=True, then=lambda: self._left(use.unit))
+                self._residency.end_use(use.unit, recorded=True, then=lambda: self._left(use.unit))
             else:
                 self._left(use.unit)
 
     def _left(self, unit: Unit) -> None:
-        if self._residency.in_use(unit.index):
+        if self._residency.in_use(unit):
             return
         if self._passed[unit.index]:
             self._left_early[unit.index] = unit  # each such checkpoint accumulates on its own: more may come

@@ -53,13 +53,13 @@ class Residency:
             unit.residency.state = UnitState.ABSENT if unit.residency.nbytes else UnitState.RESIDENT
         self._nbytes = [unit.residency.nbytes for unit in units]
         self._fixed_capacity, self.capacity_nbytes = capacity.is_fixed, capacity.nbytes
-        self._open_forward: list[int] = []
+        self._open_forward: list[Unit] = []
         self._deferred: tuple[Op, ...] = ()
         self._resident_nbytes = 0
         self.peak_resident_nbytes = 0
         self._recorder = Recorder()
         self._went_as_planned = True
-        self.before_use: Callable[[int], None] | None = None
+        self.before_use: Callable[[Unit], None] | None = None
         """Told of a unit that is about to be used: its update may have to be undone first."""
         self.drop_abandoned_forwards: Callable[[], None] | None = None
         """Has `leave_forward` called for each that an interrupt ended."""
@@ -67,46 +67,45 @@ class Residency:
 
     # ---- uses ----------------------------------------------------------------------------------------------------
 
-    def start_use(self, unit_index: int, *, recorded: bool) -> None:
+    def start_use(self, unit: Unit, *, recorded: bool) -> None:
         """The unit's parameters must be there from now on. `recorded`: part of a training step, so of its trace."""
         if self.before_use is not None:
-            self.before_use(unit_index)
+            self.before_use(unit)
         if recorded:
-            self._recorder.start(unit_index)
-        self._reach(Event(Edge.START, unit_index))
-        self._bring(unit_index)
-        unit = self._units[unit_index]
+            self._recorder.start(unit.index)
+        self._reach(Event(Edge.START, unit.index))
+        self._bring(unit)
         unit.residency.use_count += 1
         if unit.residency.use_count - unit.residency.held_count == 1:
             unit.open_up()
         for companion in unit.residency.companions:
-            self.start_use(companion.index, recorded=recorded)
+            self.start_use(companion, recorded=recorded)
 
-    def end_use(self, unit_index: int, *, recorded: bool, then: Callable[[], None] | None = None) -> None:
+    def end_use(self, unit: Unit, *, recorded: bool, then: Callable[[], None] | None = None) -> None:
         """`then`: what the end of the use leads to, before other units take the room."""
-        residency = self._units[unit_index].residency
+        residency = unit.residency
         for companion in residency.companions:
-            self.end_use(companion.index, recorded=recorded)
+            self.end_use(companion, recorded=recorded)
         residency.use_count -= 1
         if residency.use_count == residency.held_count:
-            self.close_off(unit_index)
+            self.close_off(unit)
         if recorded:
-            self._recorder.end(unit_index)
+            self._recorder.end(unit.index)
         if then is not None:
             then()
-        self._reach(Event(Edge.END, unit_index))
+        self._reach(Event(Edge.END, unit.index))
 
-    def hold(self, unit_index: int) -> None:
+    def hold(self, unit: Unit) -> None:
         """Keep the unit resident, whatever forwards and backwards come and go, until `let_go`. It opens nothing."""
-        self._units[unit_index].residency.held_count += 1
-        self.start_use(unit_index, recorded=False)
+        unit.residency.held_count += 1
+        self.start_use(unit, recorded=False)
 
-    def let_go(self, unit_index: int) -> None:
-        self._units[unit_index].residency.held_count -= 1
-        self.end_use(unit_index, recorded=False)
+    def let_go(self, unit: Unit) -> None:
+        unit.residency.held_count -= 1
+        self.end_use(unit, recorded=False)
 
-    def in_use(self, unit_index: int) -> bool:
-        return self._units[unit_index].residency.use_count > 0
+    def in_use(self, unit: Unit) -> bool:
+        return unit.residency.use_count > 0
 
     @property
     def is_used(self) -> bool:
@@ -118,14 +117,14 @@ class Residency:
         """Whether a `hold` is not yet let go."""
         return any(unit.residency.held_count for unit in self._units)
 
-    def enter_forward(self, unit_index: int) -> None:
+    def enter_forward(self, unit: Unit) -> None:
         """A forward of the unit is running: parameters read inside it without a use of their own are its companions."""
-        self._open_forward.append(unit_index)
+        self._open_forward.append(unit)
 
-    def leave_forward(self, unit_index: int) -> None:
+    def leave_forward(self, unit: Unit) -> None:
         """The innermost of the unit's is over, if one is running, and so is what it called."""
-        if unit_index in self._open_forward:
-            while self._open_forward.pop() != unit_index:
+        if unit in self._open_forward:
+            while self._open_forward.pop() != unit:
                 pass
 
     @property
@@ -137,9 +136,10 @@ class Residency:
 
     def bring_in(self, info: ParameterInfo) -> None:
         """A guarded parameter's value is asked for: right inside a forward, and wherever it lies in place; else an error."""
-        if not self._units[info.unit_index].residency.nbytes:
-            self._bring(info.unit_index)
-            self._units[info.unit_index].close_off(readable=True)
+        unit = self._units[info.unit_index]
+        if not unit.residency.nbytes:
+            self._bring(unit)
+            unit.close_off(readable=True)
             return
         if not self.in_forward:
             raise ParameterAccessError(
@@ -151,21 +151,21 @@ class Residency:
                 )
             )
         # A parent computes with a child's weight without calling the child.
-        self.accompany(self._open_forward[-1], info.unit_index)
+        self.accompany(self._open_forward[-1], unit)
 
-    def accompany(self, enclosing: int, unit_index: int) -> None:
+    def accompany(self, enclosing: Unit, unit: Unit) -> None:
         """From now on the unit comes and goes with `enclosing`, beside its own uses."""
-        residency, unit = self._units[enclosing].residency, self._units[unit_index]
-        if unit_index == enclosing or unit in residency.companions:
+        residency = enclosing.residency
+        if unit is enclosing or unit in residency.companions:
             return
         residency.companions.append(unit)
         for _ in range(residency.use_count - residency.held_count):
-            self.start_use(unit_index, recorded=False)
+            self.start_use(unit, recorded=False)
 
-    def close_off(self, unit_index: int) -> None:
+    def close_off(self, unit: Unit) -> None:
         """Guard the parameters of a unit that is not in use."""
-        pending = self._updates is not None and self._updates.is_pending(unit_index)
-        self._units[unit_index].close_off(readable=not self._units[unit_index].residency.nbytes and not pending)
+        pending = self._updates is not None and self._updates.is_pending(unit)
+        unit.close_off(readable=not unit.residency.nbytes and not pending)
 
     def abandon_uses(self) -> None:
         """End every use: an exception cut a forward or backward short."""
@@ -175,14 +175,14 @@ class Residency:
             residency = unit.residency
             if residency.use_count > residency.held_count:
                 residency.use_count = residency.held_count
-                self.close_off(unit.index)
+                self.close_off(unit)
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
-    def next_order(self) -> list[int]:
+    def next_order(self) -> list[Unit]:
         """All units, in the order in which the next forward is expected to use them."""
         first_uses = dict.fromkeys(event.unit_index for event in self._schedule.trace if event.edge is Edge.START)
-        return [*first_uses, *(unit.index for unit in self._units if unit.index not in first_uses)]
+        return [self._units[index] for index in dict.fromkeys([*first_uses, *range(len(self._units))])]
 
     def end_step(self) -> None:
         """The step's trace is complete. If it was not as expected, the next step is planned from it."""
@@ -202,13 +202,12 @@ class Residency:
         if self._updates is None:
             return
         begun = self._updates.launched_units
-        first = next(
-            (index for index in self._updates.pending_units if self._units[index].residency.state is UnitState.ABSENT), None
-        )
+        pending = (unit for unit in self._updates.pending_units if unit.needs_residency)
+        first = next((unit for unit in pending if unit.residency.state is UnitState.ABSENT), None)
         if first is None:
             return
-        while self._resident_nbytes + self._units[first].residency.nbytes > self.capacity_nbytes:
-            candidates = [index for index in range(len(self._units)) if self._may_evict(index) and index not in begun]
+        while self._resident_nbytes + first.residency.nbytes > self.capacity_nbytes:
+            candidates = [unit for unit in self._units if self._may_evict(unit) and unit not in begun]
             last = max(candidates, key=self._next_use, default=first)
             if self._next_use(last) <= self._next_use(first):
                 return
@@ -222,44 +221,43 @@ class Residency:
         """
         if self._updates is None:
             return
-        for unit_index in self._updates.pending_units:
-            if not self._units[unit_index].needs_residency:
-                if self._may_evict(unit_index):
-                    self._drop(unit_index)
-                self._updates.launch(unit_index)
-            elif self._units[unit_index].residency.state is UnitState.RESIDENT:
-                self._updates.launch(unit_index)
+        for unit in self._updates.pending_units:
+            if not unit.needs_residency:
+                if self._may_evict(unit):
+                    self._drop(unit)
+                self._updates.launch(unit)
+            elif unit.residency.state is UnitState.RESIDENT:
+                self._updates.launch(unit)
 
-    def finish_updates(self, besides: Collection[int] = ()) -> None:
+    def finish_updates(self, besides: Collection[Unit] = ()) -> None:
         """Run every update that is still enqueued, bringing in what it needs; but those of the units `besides`."""
         if self._updates is not None:
-            for unit_index in self._updates.pending_units:
-                if unit_index not in besides:
-                    self.finish_update(unit_index)
+            for unit in self._updates.pending_units:
+                if unit not in besides:
+                    self.finish_update(unit)
 
-    def finish_update(self, unit_index: int) -> None:
+    def finish_update(self, unit: Unit) -> None:
         """Run the unit's update, if it is still enqueued, bringing in what it needs."""
-        if self._updates is None or not self._updates.is_pending(unit_index):
+        if self._updates is None or not self._updates.is_pending(unit):
             return
-        unit = self._units[unit_index]
         if unit.needs_residency or unit.residency.state is not UnitState.ABSENT:
-            self._bring(unit_index)
+            self._bring(unit)
         else:
-            self._updates.finish(unit_index)
-        if not self.in_use(unit_index):
-            self.close_off(unit_index)
+            self._updates.finish(unit)
+        if not self.in_use(unit):
+            self.close_off(unit)
 
-    def forget(self, unit_index: int) -> None:
+    def forget(self, unit: Unit) -> None:
         """Empty the memory of a unit that holds what an undone update left there, or was to leave. It is not in use."""
-        if self._units[unit_index].residency.state is not UnitState.ABSENT and self._units[unit_index].residency.nbytes:
-            assert not self._units[unit_index].residency.use_count, "an update was undone under a unit's use"
-            self._drop(unit_index)
+        if unit.residency.state is not UnitState.ABSENT and unit.residency.nbytes:
+            assert not unit.residency.use_count, "an update was undone under a unit's use"
+            self._drop(unit)
 
     def evict_all(self) -> None:
         """Take every unit that is not in use out of device memory."""
         for unit in self._units:
-            if self._may_evict(unit.index):
-                self._evict(unit.index)
+            if self._may_evict(unit):
+                self._evict(unit)
 
     # ---- following the schedule ----------------------------------------------------------------------------------
 
@@ -285,10 +283,11 @@ class Residency:
         self._cursor += 1
         urgent = ops.index(asked_for) + 1 if asked_for in ops else 0
         for op in ops[:urgent]:
+            unit = self._units[op.unit_index]
             if op == asked_for:
-                self._start_fetch(op.unit_index, optional=False)
-            elif self._may_evict(op.unit_index):
-                self._evict(op.unit_index)
+                self._start_fetch(unit, optional=False)
+            elif self._may_evict(unit):
+                self._evict(unit)
         self._deferred = ops[urgent:]
         self.go_on()
 
@@ -297,53 +296,51 @@ class Residency:
         update runs to make room. To be called now and then while a unit is in use."""
         while self._deferred:
             op = self._deferred[0]
+            unit = self._units[op.unit_index]
             if op.verb is Verb.FETCH:
-                self._start_fetch(op.unit_index, optional=True)
-            elif self._may_evict(op.unit_index):
-                updates = self._updates
-                runs = updates is not None and updates.is_running(op.unit_index)
-                if runs and self._units[op.unit_index].needs_residency:
+                self._start_fetch(unit, optional=True)
+            elif self._may_evict(unit):
+                if unit.needs_residency and self._updates is not None and self._updates.is_running(unit):
                     return
-                self._evict(op.unit_index)
+                self._evict(unit)
             self._deferred = self._deferred[1:]
 
-    def _may_evict(self, unit_index: int) -> bool:
-        residency = self._units[unit_index].residency
+    def _may_evict(self, unit: Unit) -> bool:
+        residency = unit.residency
         return residency.nbytes > 0 and residency.state is not UnitState.ABSENT and not residency.use_count
 
-    def _next_use(self, unit_index: int) -> int:
-        positions = self._positions.get(Event(Edge.START, unit_index), [])
+    def _next_use(self, unit: Unit) -> int:
+        positions = self._positions.get(Event(Edge.START, unit.index), [])
         ahead = [position for position in positions if position >= self._cursor]
         return ahead[0] if ahead else len(self._schedule.trace) + (positions or [1 << 60])[0]
 
     # ---- transitions ---------------------------------------------------------------------------------------------
 
-    def _start_fetch(self, unit_index: int, *, optional: bool) -> None:
-        if self._units[unit_index].residency.state is not UnitState.ABSENT or not self._units[unit_index].residency.nbytes:
+    def _start_fetch(self, unit: Unit, *, optional: bool) -> None:
+        if unit.residency.state is not UnitState.ABSENT or not unit.residency.nbytes:
             return
-        if not self._make_room(self._units[unit_index].residency.nbytes, optional=optional):
+        if not self._make_room(unit.residency.nbytes, optional=optional):
             return
-        self._units[unit_index].residency.become(UnitState.FETCHING)
-        self._resident_nbytes += self._units[unit_index].residency.nbytes
+        unit.residency.become(UnitState.FETCHING)
+        self._resident_nbytes += unit.residency.nbytes
         self.peak_resident_nbytes = max(self.peak_resident_nbytes, self._resident_nbytes)
-        self._fetcher.start(self._units[unit_index])
-        unit = self._units[unit_index]
-        if self._updates is not None and unit.needs_residency and self._updates.is_pending(unit_index):
-            self._updates.launch(unit_index)
+        self._fetcher.start(unit)
+        if self._updates is not None and unit.needs_residency and self._updates.is_pending(unit):
+            self._updates.launch(unit)
 
-    def _bring(self, unit_index: int) -> None:
+    def _bring(self, unit: Unit) -> None:
         """Make the unit resident with the values of the last step, now."""
-        self._start_fetch(unit_index, optional=False)
+        self._start_fetch(unit, optional=False)
         if self._updates is not None:
-            self._updates.finish(unit_index)
-        if self._units[unit_index].residency.state is UnitState.FETCHING:
+            self._updates.finish(unit)
+        if unit.residency.state is UnitState.FETCHING:
             with self._timeline.waiting("fetch"):
-                self._fetcher.finish(self._units[unit_index])
-            self._units[unit_index].residency.become(UnitState.RESIDENT)
+                self._fetcher.finish(unit)
+            unit.residency.become(UnitState.RESIDENT)
 
     def _make_room(self, nbytes: int, *, optional: bool) -> bool:
         while self._resident_nbytes + nbytes > self.capacity_nbytes:
-            candidates = [index for index in range(len(self._units)) if self._may_evict(index)]
+            candidates = [unit for unit in self._units if self._may_evict(unit)]
             if not candidates:
                 if optional:
                     return False
@@ -366,17 +363,17 @@ class Residency:
             )
         self.capacity_nbytes = needed_nbytes
 
-    def _evict(self, unit_index: int) -> None:
+    def _evict(self, unit: Unit) -> None:
         if self._updates is not None:
-            self._updates.finish(unit_index)
-        self._drop(unit_index)
+            self._updates.finish(unit)
+        self._drop(unit)
 
-    def _drop(self, unit_index: int) -> None:
+    def _drop(self, unit: Unit) -> None:
         """Empty the unit's memory, whatever version it holds."""
-        if self._units[unit_index].residency.state is UnitState.FETCHING:
-            self._fetcher.finish(self._units[unit_index])
-            self._units[unit_index].residency.become(UnitState.RESIDENT)
-        self._units[unit_index].close_off(readable=False)
-        self._fetcher.evict(self._units[unit_index])
-        self._units[unit_index].residency.become(UnitState.ABSENT)
-        self._resident_nbytes -= self._units[unit_index].residency.nbytes
+        if unit.residency.state is UnitState.FETCHING:
+            self._fetcher.finish(unit)
+            unit.residency.become(UnitState.RESIDENT)
+        unit.close_off(readable=False)
+        self._fetcher.evict(unit)
+        unit.residency.become(UnitState.ABSENT)
+        self._resident_nbytes -= unit.residency.nbytes

@@ -58,14 +58,14 @@ class ShardExchange:
         """Of each flat that is gathered, this rank's shard in its current version, uint8; where it lies, or on the host."""
         if self.places is None:
             if self.updates is not None:
-                self.updates.apply(unit.index)
+                self.updates.apply(unit)
             return [(flat, self._in_memory(flat, on_host)) for flat in unit.flats if flat.layout.trainable]
         if wanted_here:
             assert self.fetcher is not None
             self.fetcher.arrive(unit)
             return [(flat, self._in_memory(flat, on_host)) for flat in unit.flats]
         if self.updates is not None:
-            self.updates.apply(unit.index)
+            self.updates.apply(unit)
         return [(flat, self._from_home(self.places, flat)) for flat in unit.flats]
 
     def _in_memory(self, flat: Flat, on_host: bool) -> Tensor:

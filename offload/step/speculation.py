@@ -53,8 +53,7 @@ class Speculation:
         """`norm_counts`: whether the norm may change what a step does."""
         self._places, self._records = parts.places, parts.records
         self._gradients, self._updates, self._residency = parts.gradients, parts.updates, parts.residency
-        self._undoable = parts.placement.undoable_units
-        self._begun: dict[int, _Begun] = {}
+        self._begun: dict[Unit, _Begun] = {}
         self._hypers: set[tuple[int, Hyper]] = set()
         self._gave_up = False
         self._norm_counts = norm_counts
@@ -65,20 +64,20 @@ class Speculation:
         """Those that had to undo them."""
 
     @property
-    def units(self) -> Mapping[int, _Begun]:
-        """What has begun of this step, by index of the unit."""
+    def units(self) -> Mapping[Unit, _Begun]:
+        """What has begun of this step."""
         return self._begun
 
-    def may_begin(self, unit_index: int) -> bool:
+    def may_begin(self, unit: Unit) -> bool:
         """Whether the unit's update may begin now, if all its gradients are there."""
-        return unit_index in self._undoable and self.strikes.expects_none and not self._gave_up
+        return unit.route.undoable and self.strikes.expects_none and not self._gave_up
 
     def begin(self, unit: Unit, updated: list[ParameterInfo], updates: list[ChunkUpdate], hypers: Mapping[int, Hyper]) -> None:
         """These updates are about to be enqueued. `hypers`: by group, what they go by."""
         assert self._gradients is not None
         if not self._begun:
             self.speculated_step_count += 1
-        self._begun[unit.index] = begun = _Begun(unit, updated, updates)
+        self._begun[unit] = begun = _Begun(unit, updated, updates)
         self._hypers.update(hypers.items())
         self._gradients.hold(begun.chunks)
 
@@ -121,9 +120,9 @@ class Speculation:
             for update in begun.updates:
                 update.cancelled = True
         for begun in undone:
-            self._updates.cancel(begun.unit.index)
+            self._updates.cancel(begun.unit)
         for begun in undone:
-            self._residency.forget(begun.unit.index)  # before the writes are undone: it may be reading what they wrote
+            self._residency.forget(begun.unit)  # before the writes are undone: it may be reading what they wrote
             for update in begun.updates:
                 if update.applied:
                     self._places.undo_write(update.chunk_of)

@@ -20,7 +20,7 @@ from offload.device.rules import Hyper
 from offload.errors import NonFiniteGradientError, UsageError
 from offload.model.flats import ParameterInfo, some_of
 from offload.model.taken_gradient import TakenGradient
-from offload.model.unit import Unit
+from offload.model.unit import ShardState, Unit
 from offload.ranks.agreement import Point
 from offload.step.homes import Homes
 from offload.step.hooks import Hooks, cast_floating
@@ -28,7 +28,6 @@ from offload.step.loss_scale import LossScale
 from offload.step.micro_batches import MicroBatches
 from offload.step.norm import clip_factor, exchanged, norm_of
 from offload.step.parts import Parts
-from offload.step.shard_state import ShardState, ShardStates
 from offload.step.speculation import Speculation
 from offload.step.token_clipping import TokenClipping
 from offload.step.update import chunk_updates
@@ -67,10 +66,8 @@ class Training(Usable):
         self.before_step: Callable[[], None] | None = None
         """Raises what is to be known before anything of a step is done."""
         self._scaled_backward = False
-        self._versions = [0] * len(parts.units)
-        """Of the units' values: how often each changed since the engine was made."""
         self._group_indices = sorted({info.group_index for info in parts.parameters if info.group_index is not None})
-        self._shards, self._late = ShardStates(len(parts.units)), parts.expected.late_units
+        self._late = parts.expected.late_units
         self._clip_once: float | None = None
         self._token_clipping = TokenClipping(parts.parameters, self._live_parameters, self._measure_now)
         self._flat_of = {info.index: flat for unit in parts.units for flat in unit.flats for info in flat.parameters}
@@ -110,11 +107,11 @@ class Training(Usable):
         self.micro_batches.backward_begins()
 
     def version_of(self, unit: Unit) -> int:
-        return self._versions[unit.index]
+        return unit.version
 
     def backward_reaches(self, unit: Unit, version: int | None) -> None:
-        self._undo_for(unit.index)
-        if version is not None and version != self._versions[unit.index]:
+        self._undo_for(unit)
+        if version is not None and version != unit.version:
             raise UsageError(
                 f"backward reached unit {unit.name} through a forward that ran before optimizer.step() (a load, a write): its "
                 "parameters have changed since. Run the forward again after the step."
@@ -130,8 +127,8 @@ class Training(Usable):
                 f"fp16 gradients need the loss scale ({self.loss_scale.value:g}): call engine.backward(loss) instead "
                 "of loss.backward()."
             )
-        self._undo_for(unit.index)
-        if self._updates is not None and self._updates.is_pending(unit.index):
+        self._undo_for(unit)
+        if self._updates is not None and self._updates.is_pending(unit):
             raise UsageError(
                 f"a gradient of {info.fqn!r} came from a forward that ran before optimizer.step(), whose update of it has not "
                 "ended yet. Run the forward again after the step."
@@ -164,7 +161,7 @@ class Training(Usable):
 
     def _take_over(self, unit: Unit, info: ParameterInfo, gradient: torch.Tensor, *, owned: bool) -> None:
         assert self._gradients is not None
-        self._shards.become(unit.index, ShardState.REDUCING)
+        unit.shard.become(ShardState.REDUCING)
         if self._reduction is None:
             self._gradients.add(info, self._flat_of[info.index], gradient, owned=owned)
         else:
@@ -181,7 +178,7 @@ class Training(Usable):
         elif self.backward_updates and self.synchronizing and self._gradients is not None and unit.index not in self._late:
             if not all(self._gradients.is_complete(one) for one in unit.chunks if one.flat.layout.trainable):
                 return
-            if self.speculation.may_begin(unit.index) and not self._residency.holds_any:  # where values are lent
+            if self.speculation.may_begin(unit) and not self._residency.holds_any:  # where values are lent
                 live = [info for info in unit.parameters if info.trainable and self._gradients.is_live(info)]
                 self._enqueue(live, 1.0 / self.loss_scale.value, undoable=True)
                 self._launch()
@@ -195,12 +192,12 @@ class Training(Usable):
     def _undo(self) -> None:
         """Undo what was updated before the norm was known."""
         for unit in self.speculation.undo():
-            self._versions[unit.index] -= 1
-            self._shards.become(unit.index, ShardState.REDUCING)
+            unit.version -= 1
+            unit.shard.become(ShardState.REDUCING)
 
-    def _undo_for(self, unit_index: int) -> None:
+    def _undo_for(self, unit: Unit) -> None:
         """The unit is about to be used: by anything but the next step, if its update may still be undone."""
-        if unit_index in self.speculation.units:
+        if unit in self.speculation.units:
             self._undo()
 
     def _undo_if_changed(self) -> None:
@@ -253,9 +250,10 @@ class Training(Usable):
         self.values_changed()
         self._residency.end_step()
 
-    def values_changed(self, unit_index: int | None = None) -> None:
+    def values_changed(self, unit: Unit | None = None) -> None:
         """By a load, or of one unit by the user: what forward computed before is of other values."""
-        self._versions = [version + (unit_index in (None, index)) for index, version in enumerate(self._versions)]
+        for changed in self._units if unit is None else (unit,):
+            changed.version += 1
 
     # ---- step ----------------------------------------------------------------------------------------------------
 
@@ -273,8 +271,8 @@ class Training(Usable):
             for unit in self._units:
                 for info in unit.parameters:
                     self._zero(unit, info, set_to_none)
-                if set_to_none and self._shards[unit.index] is ShardState.REDUCING:
-                    self._shards.become(unit.index, ShardState.CLEAN)
+                if set_to_none and unit.shard.state is ShardState.REDUCING:
+                    unit.shard.become(ShardState.CLEAN)
 
     def _zero(self, unit: Unit, info: ParameterInfo, set_to_none: bool) -> None:
         had_gradient = info.parameter.grad is not None
@@ -316,7 +314,7 @@ class Training(Usable):
             info = self._parameters[index]
             if info.parameter.grad is None and self._gradients is not None:
                 self._gradients.expect(info)
-                self._shards.become(info.unit_index, ShardState.REDUCING)
+                self._units[info.unit_index].shard.become(ShardState.REDUCING)
                 info.parameter.grad = self._token_clipping.token(info, self.step_count)
 
     def clip_at_step(self, max_norm: float) -> float:
@@ -405,9 +403,9 @@ class Training(Usable):
         self._updates.read_ahead()
         self._residency.bring_first()
         self._residency.launch_resident()
-        for unit_index in self._updates.pending_units:
-            if not self._residency.in_use(unit_index):
-                self._residency.close_off(unit_index)
+        for unit in self._updates.pending_units:
+            if not self._residency.in_use(unit):
+                self._residency.close_off(unit)
 
     def _non_finite_step(self) -> None:
         assert self._gradients is not None
@@ -457,12 +455,11 @@ class Training(Usable):
         if self._reduction is not None:
             self._reduction.forget(live)
         touched = {info.unit_index for info in live}
-        for unit_index in self._residency.next_order():
-            if unit_index in touched:
-                unit = self._units[unit_index]
-                self._versions[unit_index] += 1
-                self._shards.become(unit_index, ShardState.REDUCING)
-                self._shards.become(unit_index, ShardState.UPDATING)
+        for unit in self._residency.next_order():
+            if unit.index in touched:
+                unit.version += 1
+                unit.shard.become(ShardState.REDUCING)
+                unit.shard.become(ShardState.UPDATING)
                 updates = chunk_updates(unit, steps, factor)
                 if undoable:
                     self.speculation.begin(unit, live, updates, hypers)
@@ -470,6 +467,6 @@ class Training(Usable):
 
     def _settle_shards(self) -> None:
         for unit in self._units:
-            settled = self._updates is None or not self._updates.is_pending(unit.index)
-            if settled and self._shards[unit.index] is ShardState.UPDATING:
-                self._shards.become(unit.index, ShardState.CLEAN)
+            settled = self._updates is None or not self._updates.is_pending(unit)
+            if settled and unit.shard.state is ShardState.UPDATING:
+                unit.shard.become(ShardState.CLEAN)

@@ -5,7 +5,7 @@
     launch    hands one unit's chunks to the update lane; the lane reads ahead beyond them while buffers last
     finish    waits until a unit's new parameters are in place
 
-A unit between `enqueue` and `finish` is in the shard state UPDATING (`offload.step.shard_state`).
+A unit between `enqueue` and `finish` is in the shard state UPDATING (`offload.model.unit`).
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ class Updates:
             Memory.HOST: accelerator.host_lane("update", waits_for_io=self._reads),
         }
         self.watcher: Watcher | None = None
-        self._units: dict[int, _UnitUpdate] = {}
+        self._pending: dict[Unit, _UnitUpdate] = {}
+        """In the enqueued order."""
         self.enqueued_count = 0
         """Of units' updates: each is numbered by those before it."""
         self._ahead: deque[ChunkUpdate] = deque()
@@ -119,14 +120,14 @@ class Updates:
         """Where parameters are whole on every rank and each updates its shard (ZeRO stages 1 and 2): brings the others'."""
 
     @property
-    def pending_units(self) -> list[int]:
-        """Indices of the units whose parameters are not yet those of the last step, in the enqueued order."""
-        return list(self._units)
+    def pending_units(self) -> list[Unit]:
+        """The units whose parameters are not yet those of the last step, in the enqueued order."""
+        return list(self._pending)
 
     @property
-    def launched_units(self) -> set[int]:
+    def launched_units(self) -> set[Unit]:
         """Those of them whose updates the lane has."""
-        return {unit_index for unit_index, update in self._units.items() if update.job is not None}
+        return {unit for unit, update in self._pending.items() if update.job is not None}
 
     @property
     def runs_beside(self) -> bool:
@@ -135,24 +136,24 @@ class Updates:
 
     def coming(self) -> list[ChunkUpdate]:
         """The enqueued updates of chunks that are not over."""
-        return [one for update in self._units.values() for one in update.chunks if not one.applied]
+        return [one for update in self._pending.values() for one in update.chunks if not one.applied]
 
-    def is_pending(self, unit_index: int) -> bool:
-        return unit_index in self._units
+    def is_pending(self, unit: Unit) -> bool:
+        return unit in self._pending
 
-    def is_running(self, unit_index: int) -> bool:
+    def is_running(self, unit: Unit) -> bool:
         """Whether the lane has the unit's update and is not done with it."""
-        update = self._units.get(unit_index)
+        update = self._pending.get(unit)
         return update is not None and update.job is not None and not update.job.done()
 
     def enqueue(self, unit: Unit, chunks: list[ChunkUpdate]) -> None:
         """Add a unit's update. Its gradients belong to the update from now on."""
-        if unit.index in self._units:
+        if unit in self._pending:
             raise AssertionError(f"unit {unit.name} is updated twice at once")
         for chunk_update in chunks:
             chunk_update.number = self.enqueued_count
         self.enqueued_count += 1
-        self._units[unit.index] = _UnitUpdate(unit, chunks)
+        self._pending[unit] = _UnitUpdate(unit, chunks)
         if self._reads:
             self._ahead.extend(chunks)
 
@@ -161,58 +162,59 @@ class Updates:
         if self._ahead:
             self._lanes[self._ahead[0].chunk_of.route.update_in].submit(self._read_ahead)
 
-    def launch(self, unit_index: int) -> Pending:
+    def launch(self, unit: Unit) -> Pending:
         """Hand the unit's update to the lane, once; settles when its new parameters are in place."""
-        update = self._units[unit_index]
+        update = self._pending[unit]
         if update.job is None:
             # On the device the job gives work to compute, and a thread of the fetcher may be the one that runs it.
-            lane = self._lanes[update.unit.route.update_in]
+            lane = self._lanes[unit.route.update_in]
             update.job = lane.submit(self._accelerator.on_compute(lambda: self._run(update)))
         return update.job
 
-    def finish(self, unit_index: int) -> None:
+    def finish(self, unit: Unit) -> None:
         """Wait until the unit's update ran, if it has one; raise its failure."""
-        if unit_index not in self._units:
+        if unit not in self._pending:
             return
         if self.ask_gather is None:
-            job = self.launch(unit_index)
+            job = self.launch(unit)
             with self._timeline.waiting("update"):
                 job.wait()
-            for pending in self._units.pop(unit_index).published:
+            for pending in self._pending.pop(unit).published:
                 self._accelerator.join(pending)
             return
-        self._spread(unit_index, self.ask_gather)
-        coming = [index for index, update in self._units.items() if update.spreading is None]
+        self._spread(unit, self.ask_gather)
+        coming = [other for other, update in self._pending.items() if update.spreading is None]
         if coming:
             self._spread(coming[0], self.ask_gather)  # its shards travel under the forward of this unit
-        asked = self._units[unit_index].spreading
+        asked = self._pending[unit].spreading
         assert asked is not None
         with self._timeline.waiting("gather"):
             asked.wait()
         if asked.result is not None:
             self._accelerator.join(asked.result)
-        del self._units[unit_index]
+        del self._pending[unit]
 
-    def apply(self, unit_index: int) -> None:
+    def apply(self, unit: Unit) -> None:
         """Block until this rank's part of the unit's update, if it has one, is in place. From any thread."""
-        if unit_index in self._units:
-            self.launch(unit_index).wait()
-            for pending in self._units[unit_index].published:
+        update = self._pending.get(unit)
+        if update is not None:
+            self.launch(unit).wait()
+            for pending in update.published:
                 pending.wait()
 
-    def _spread(self, unit_index: int, ask_gather: Callable[[int], Asked]) -> None:
-        update = self._units[unit_index]
+    def _spread(self, unit: Unit, ask_gather: Callable[[int], Asked]) -> None:
+        update = self._pending[unit]
         if update.spreading is None:
             with self._timeline.waiting("update"):
-                self.apply(unit_index)
-            update.spreading = ask_gather(unit_index)
+                self.apply(unit)
+            update.spreading = ask_gather(unit.index)
 
-    def cancel(self, unit_index: int) -> None:
+    def cancel(self, unit: Unit) -> None:
         """Return when nothing of the unit's update runs any more: of the chunks that are marked `cancelled` only one in hand is
         still updated."""
-        if unit_index in self._units:
-            self.apply(unit_index)
-            del self._units[unit_index]
+        if unit in self._pending:
+            self.apply(unit)
+            del self._pending[unit]
 
     def close(self) -> None:
         for lane in self._lanes.values():

@@ -282,11 +282,12 @@ def test_what_was_read_ahead_for_an_undone_update_is_read_again(opened: Any, mon
         if setup is ON_DEFERRED:
             updates = engine._parts.updates
             updates.apply(updates.pending_units[0])  # of the outlet; on the way what comes next is read ahead
-            assert updates._sink._ahead
+            (sink,) = updates._sinks.values()
+            assert sink._ahead
         with torch.no_grad():
             model(x)
         if setup is ON_DEFERRED:
-            assert not updates._sink._ahead and counts(engine) == (1, 1)
+            assert not sink._ahead and counts(engine) == (1, 1)
         with engine.gathered([weight]), torch.no_grad():
             weight.mul_(2)
         engine.step()
