@@ -452,6 +452,22 @@ def dropped(fields: dict[str, Any]) -> list[str]:
     return left
 
 
+def clipped(fields: dict[str, Any], by_torch: bool) -> dict[str, Any]:
+    """Three steps, clipped by torch.nn.utils or by the engine."""
+    rank, world = place()
+    model = llama()
+    with offload.initialize(model, adamw(model), offload.Config(**fields)) as engine:
+        norms = []
+        for batch in byte_batches(3 * world)[rank::world]:
+            model(input_ids=batch, labels=batch).loss.backward()
+            clip = nn.utils.clip_grad_norm_ if by_torch else lambda _, max_norm: engine.clip_grad_norm_(max_norm)
+            norms.append(float(clip(model.parameters(), 0.5)))
+            assert engine.grad_norm == norms[-1] > 0.5
+            engine.step()
+            engine.zero_grad()
+        return {"norms": norms, "weights": digest(engine.state_dict())}
+
+
 def writes_differ(fields: dict[str, Any]) -> None:
     rank, _ = place()
     model = llama()

@@ -50,3 +50,11 @@ def test_distributed_checkpoint(pair: Crew, tmp_path: Path) -> None:
 def test_engines_dropped_without_close_leave_no_thread(pair: Crew, tmp_path: Path) -> None:
     for case in CASES:
         assert pair.do("dropped", fields=placed(case, tmp_path)) == [[], []], case
+
+
+def test_clipping_by_torch_is_the_engines_to_the_bit(pair: Crew, tmp_path: Path) -> None:
+    for case in CASES:
+        found = [
+            one for by_torch in (False, True) for one in pair.do("clipped", fields=placed(case, tmp_path), by_torch=by_torch)
+        ]
+        assert all(one == found[0] for one in found), case
