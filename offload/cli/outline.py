@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import TracebackType
 
@@ -11,7 +12,7 @@ from torch import nn
 import offload
 from offload.build.assembly import DTYPES, LEAST_UNIT_NUMEL, choose_accelerator, lay_out
 from offload.errors import BudgetError
-from offload.layout import Layout
+from offload.layout import FlatLayout, Layout
 from offload.model.description import check_state_format, describe_parameters, parameter_specs
 from offload.model.optimizer_kinds import moments_of
 from offload.model.units import fold_for_ranks, partition, uses_of
@@ -116,23 +117,26 @@ class Outline:
         from_device = micro_batches * sizes.gradients if states_here != "device" else 0
         if states_here == "device" and placement.parameters != "device":
             from_device += trained
-        splits = self._config.state_format != "fp32"  # then updates read the parameters, which are a part of the master
-        reads_weights = splits and (states_here == "device") != (placement.parameters == "device")
-        if reads_weights and states_here == "device":
-            to_device += trained
-        elif reads_weights and placement.parameters == "device":
-            from_device += trained
+        # Updates read the parameters that are the master, or a part of it.
+        readers = {id(flat) for flat, one in zip(layout.flats, formats, strict=True) if one.needs_values}
+        if (states_here == "device") != (placement.parameters == "device"):
+            old = _trained_nbytes(layout, lambda flat: id(flat) in readers)
+            to_device, from_device = (
+                (to_device + old, from_device) if states_here == "device" else (to_device, from_device + old)
+            )
         kept = placement.kept
         records = sizes.records - kept.record_nbytes if states_here == "nvme" else 0
         spilled = self._spilled_nbytes(placement, layout, micro_batches)
-        fetched = written_home = 0
+        fetched = written_home = read_back = 0
         if placement.parameters == "nvme":
             fetched = 2 * micro_batches * (sizes.parameters - kept.parameter_nbytes)
             written_home = _trained_nbytes(layout, besides_count=kept.parameter_count)
+            if not unified:  # else they are where the update is, which is under their next use
+                read_back = _trained_nbytes(layout, lambda flat: id(flat) in readers, kept.parameter_count)
         return Traffic(
             to_device_nbytes=0 if unified else to_device,
             from_device_nbytes=0 if unified else from_device,
-            read_nbytes=fetched + (written_home if splits and not unified else 0) + records + spilled,
+            read_nbytes=fetched + read_back + records + spilled,
             written_nbytes=written_home + records + spilled,
             spilled_nbytes=spilled,
         )
@@ -161,7 +165,7 @@ class Outline:
         return lay_out(config, self._accelerator, *known, accumulates=self._accumulates)
 
 
-def _trained_nbytes(layout: Layout, besides_count: int = 0) -> int:
-    """Bytes of the trained parameters; the first `besides_count` chunks of all are not counted."""
+def _trained_nbytes(layout: Layout, counts: Callable[[FlatLayout], bool] = lambda _: True, besides_count: int = 0) -> int:
+    """Bytes of the trained parameters in flats that count; the first `besides_count` chunks of all are left out."""
     chunks = [(flat, chunk) for flat in layout.flats for chunk in flat.chunks]
-    return sum(chunk.numel * flat.itemsize for flat, chunk in chunks[besides_count:] if flat.trainable)
+    return sum(chunk.numel * flat.itemsize for flat, chunk in chunks[besides_count:] if flat.trainable and counts(flat))

@@ -1,0 +1,63 @@
+"""The NVMe traffic that `plan` says is what the engine then moves, to the byte: every placement, dtype and state format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.cli.outline import Outline
+
+PLACES = [("nvme", "nvme"), ("nvme", "cpu"), ("nvme", "device"), ("cpu", "nvme"), ("device", "nvme")]
+FORMATS = [(None, "fp32"), ("bf16", "fp32"), ("bf16", "split"), ("bf16", "8bit")]
+STEPS = 2
+STAYING = {"deferred": 2, "cpu": 3}
+"""Units that are there already when they are used again: the last of forward and the last of backward; where updates need the
+unit in memory also that of the last update."""
+
+
+def moved(engine: Any) -> tuple[int, int]:
+    for places in (engine._parts.places, engine._parts.records):
+        if places is not None:
+            places.settle_writes()
+    io = engine.stats()["io"]
+    return io.read_nbytes, io.written_nbytes
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "deferred"])
+@pytest.mark.parametrize(("parameters", "states"), PLACES)
+@pytest.mark.parametrize(("dtype", "state_format"), FORMATS)
+def test_a_step_moves_what_the_plan_says(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    accelerator: str,
+    parameters: str,
+    states: str,
+    dtype: str | None,
+    state_format: str,
+) -> None:
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", accelerator)
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    model[2].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    config: Any = {"parameters": parameters, "optimizer_states": states, "nvme": str(tmp_path), "prefetch": 0}
+    config |= {"dtype": dtype, "state_format": state_format}
+    with Outline(model, optimizer, offload.Config(**config)) as outline:
+        traffic = outline.traffic(outline.placement(), micro_batches=1)
+    with offload.initialize(model, optimizer, config) as engine:
+        for step in range(1 + STEPS):
+            if step == 1:  # the first is planned from a guess
+                before = moved(engine)
+            engine.backward(model(torch.ones(2, 64)).float().square().mean())
+            engine.step()
+            engine.zero_grad()
+            engine._training.settle()
+        read, written = (after - first for after, first in zip(moved(engine), before, strict=True))
+        unit_nbytes = engine._parts.layout.units[1].nbytes
+    staying = STAYING[accelerator] * unit_nbytes if parameters == "nvme" else 0
+    assert written == STEPS * traffic.written_nbytes
+    assert read == STEPS * (traffic.read_nbytes - staying)
