@@ -145,6 +145,21 @@ def ranks(report: dict[str, Any]) -> str:
     return introduction + "\n\n" + table(columns, rows)
 
 
+def startup(report: dict[str, Any]) -> str:
+    """The table of benchmarks/startup.py."""
+    machine, results = report["machine"], report["results"]
+    introduction = (
+        f"{results[0]['parameters'] / 1e6:.0f} M parameters with constant values, AdamW, parameters and states in CPU memory; "
+        f"processor time of all threads, medians. {machine['cpu']}, torch {machine['torch']} on {report['threads']} thread."
+    )
+    rows = [
+        f"| {one['case']} | {one['initialize_core_ns']:.1f} | {one['copy_core_ns']:.1f} | {one['written_nbytes']} |"
+        for one in results
+    ]
+    columns = "| states | `initialize`, ns per parameter | a copy of what it writes, ns per parameter | bytes written |"
+    return introduction + "\n\n" + table(columns, rows)
+
+
 ADAM_NAMES = {
     "fp32": "fp32 parameters and states",
     "mixed": "bf16 parameters, fp32 states",
@@ -204,6 +219,7 @@ def loss_curves(report: dict[str, Any]) -> str:
 
 TABLES = {
     "ranks": ranks,
+    "startup": startup,
     "adam": adam,
     "loss_curves": loss_curves,
     "train_step": train_step,
