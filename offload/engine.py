@@ -517,7 +517,7 @@ class Engine:
                 failure, made = error, rebuild(parts, self.config, optimizer.moments)
             self._engage(made, {})
             self._checkpointing.load(path)
-            training.retired = True
+            training.retired, self._training.turn = True, training.turn
             self._training.synchronizing, self._training.grad_norm = training.synchronizing, training.grad_norm
             for info in made.parameters:
                 info.parameter.grad = own.get(info.index)

@@ -39,6 +39,7 @@ from offload.model.units import is_lookup, renormalizing
 from offload.step.gradient_parts import GradientParts, is_accumulated
 from offload.step.residency import Residency
 from offload.step.second_order import SecondOrder, levels_of
+from offload.step.turn import Turn
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -138,6 +139,9 @@ def _stack() -> Iterator[FrameType]:
 _CALLING_FILE = nn.Module._call_impl.__code__.co_filename
 
 
+_FORWARD = "forward"
+
+
 @dataclasses.dataclass(slots=True)
 class _Call:
     """One forward call of a hooked module that is running. `unit` is None where an enclosing call covers its use."""
@@ -182,6 +186,22 @@ def _copied_hook() -> Callable[..., None]:
 
 def _nothing(*_: Any) -> None:
     pass
+
+
+class _GraphTaskEnd:
+    """Called when a graph task is done; dropped uncalled where an exception cut it short."""
+
+    def __init__(self, hooks: Hooks, graph_task: int) -> None:
+        self._hooks, self._graph_task, self._turn = hooks, graph_task, hooks._listener.turn
+
+    def __call__(self) -> None:
+        try:
+            self._hooks._graph_task_done(self._graph_task)
+        finally:
+            self._turn.end(self._graph_task)
+
+    def __del__(self) -> None:
+        self._turn.end(self._graph_task)
 
 
 class Hooks:
@@ -231,18 +251,21 @@ class Hooks:
 
     def _hook_module(self, unit: Unit, module: nn.Module) -> None:
         before = _ModuleHook(lambda module, args, kwargs: self._before_forward(unit, module, args, kwargs))
-        after = _ModuleHook(lambda module, args, kwargs, output: self._after_forward(module, output))
+        after = _ModuleHook(lambda module, args, kwargs, output: self._leave_module(module, output))
         self._removers.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
         self._removers.append(module.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
         inside_backward = in_backward()
-        if self._calls:
-            self.drop_abandoned()
-        call = _Call(module)
-        self._calls.append(call)  # first of all: the hook after the forward runs even if this one raises
+        with self._listener.failures():
+            if self._calls:
+                self.drop_abandoned()
+            call = _Call(module)
+            self._calls.append(call)  # first of all: the hook after the forward runs even if this one raises
+            if not inside_backward and len(self._calls) == 1:
+                self._reset()
+                self._listener.turn.begin(_FORWARD)
         if not inside_backward and len(self._calls) == 1:
-            self._reset()
             successor = self._listener.forward_begins()
             if successor is not None:
                 self._calls.pop()
@@ -275,8 +298,18 @@ class Hooks:
             self._passed[unit.index] += in_step or self._calls[0].unit is not self._units[0]
         return changed
 
+    def _leave_module(self, module: nn.Module, output: Any) -> None:
+        try:
+            self._after_forward(module, output)
+        finally:
+            if not self._calls:
+                self._listener.turn.end(_FORWARD)
+
     def _after_forward(self, module: nn.Module, output: Any) -> None:
-        position = max((index for index, call in enumerate(self._calls) if call.module is module), default=None)
+        own = threading.get_ident()
+        position = max(
+            (index for index, call in enumerate(self._calls) if call.module is module and call.thread == own), default=None
+        )
         if position is None:
             return  # a hook of the user's raised before it could begin
         call = self._calls[position]
@@ -330,6 +363,7 @@ class Hooks:
 
     def _reset(self) -> None:
         """A new outermost forward: nothing of an earlier forward or backward that was cut short is still going on."""
+        self._listener.turn.begin_anew()
         self._open_uses.clear()
         self._graph_tasks.clear()
         self._left_early.clear()
@@ -345,12 +379,14 @@ class Hooks:
     def _enter_backward(self) -> None:
         graph_task = torch._C._current_graph_task_id()
         if graph_task not in self._graph_tasks:
-            if not self._graph_tasks:
-                self._accumulates = False
-                self._listener.backward_begins()
-            self._graph_tasks.append(graph_task)
-            # Runs when this graph task is done; a reentrant checkpoint's backward is a graph task inside another.
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._graph_task_done(graph_task))
+            with self._listener.failures():
+                if not self._graph_tasks:
+                    self._accumulates = False
+                    self._listener.backward_begins()
+                self._graph_tasks.append(graph_task)
+                # Runs when this graph task is done; a reentrant checkpoint's backward is a graph task inside another.
+                torch.autograd.Variable._execution_engine.queue_callback(_GraphTaskEnd(self, graph_task))
+                self._listener.turn.begin(graph_task)
 
     def _graph_task_done(self, graph_task: int) -> None:
         self._parts.forget(graph_task)
@@ -447,6 +483,8 @@ class Hooks:
 
 class Listener:
     """What the hooks report. Implemented by the engine's training loop (`offload.step.training`)."""
+
+    turn: Turn
 
     def failures(self) -> Any:
         """A context manager around the engine's own work inside hooks: a failure in it fails the engine."""

@@ -42,7 +42,7 @@ class Training(Usable):
 
     def __init__(self, parts: Parts, loss_scale: LossScale, *, norm_counts: bool = True) -> None:
         """`norm_counts`: whether the norm may change what a step does."""
-        super().__init__(parts.rendezvous)
+        super().__init__(parts.rendezvous, backward_elsewhere=parts.accelerator.device.type != "cpu")
         self._units, self._residency, self._parameters = parts.units, parts.residency, parts.parameters
         self._gradients, self._updates = parts.gradients, parts.updates
         self._ranks, self._rendezvous, self._reduction = parts.ranks, parts.rendezvous, parts.reduction

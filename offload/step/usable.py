@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
@@ -14,6 +13,7 @@ from offload.errors import EngineFailedError, NonFiniteGradientError, ParameterA
 from offload.ranks.rendezvous import Rendezvous
 from offload.step.held_interrupt import HeldInterrupt
 from offload.step.hooks import Listener
+from offload.step.turn import Turn
 
 _ANSWERS = (ParameterAccessError, UsageError, EngineFailedError, NonFiniteGradientError)
 """To an error of the user's: they leave the engine as it was."""
@@ -34,7 +34,7 @@ class _OwnWork:
 
     __slots__ = ("_held", "_outside", "_turn", "_usable")
 
-    def __init__(self, usable: Usable, held: HeldInterrupt | None, turn: threading.RLock | None) -> None:
+    def __init__(self, usable: Usable, held: HeldInterrupt | None, turn: Turn | None) -> None:
         self._usable, self._held, self._turn = usable, held, turn
         self._outside: AbstractContextManager[None] | None = None
 
@@ -74,14 +74,14 @@ class _OwnWork:
 class Usable(Listener):
     """See the module. The part of the hooks' listener that takes failures in."""
 
-    def __init__(self, rendezvous: Rendezvous | None) -> None:
-        """`rendezvous`: with the other ranks, which are told of a failure."""
+    def __init__(self, rendezvous: Rendezvous | None, *, backward_elsewhere: bool) -> None:
+        """`rendezvous`: with the other ranks, which are told of a failure. `backward_elsewhere`: as of `Turn`."""
         self._others = rendezvous
         self.failure: BaseException | None = None
         self.closed = self.retired = False
-        self.turn = threading.RLock()
-        """Whose turn it is: held by the thread that drives the model while the engine is at work for it, and by who does some
-        of that work while it does nothing (`offload.checkpoint.idleness`)."""
+        self.turn = Turn(backward_elsewhere=backward_elsewhere)
+        """Whose turn it is: of the thread that drives the model while it is in it or the engine is at work for it, and of who
+        does some of that work while it does nothing (`offload.checkpoint.idleness`)."""
         self.turn_count = 0
         """How often the thread that drives the model asked for its turn."""
 

@@ -1,0 +1,107 @@
+"""One thread at a time goes through the model: an evaluation in a second thread and a training take turns.
+
+A forward, a backward, and each piece of the engine's own work between them are a turn. Whoever comes meanwhile waits, and has
+the next one. A turn lasts until its forward or backward is over, and is not kept by a thread that ended.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Hashable
+
+import torch
+
+from offload.errors import UsageError
+
+PATIENCE_SECONDS = 600.0
+"""Beyond them the other thread is taken to have stopped in the middle."""
+_LOOK_SECONDS = 0.5
+
+
+class Turn:
+    """See the module. A lock that its owner may take again, and that outlasts a call of it by `begin` until `end`."""
+
+    def __init__(self, *, backward_elsewhere: bool) -> None:
+        """`backward_elsewhere`: autograd runs backward in threads of its own, where nothing says who called it."""
+        self._backward_elsewhere = backward_elsewhere
+        self._condition = threading.Condition()
+        self._owner: int | None = None
+        self._count = 0
+        self._lasting: set[Hashable] = set()
+        self._queue: deque[object] = deque()
+        self._driver = threading.get_ident()
+        """Who ran the last forward that was recorded: backward is its."""
+
+    def acquire(self, blocking: bool = True) -> bool:
+        """Whether it is the calling thread's turn now: after a wait, unless `blocking` is False."""
+        with self._condition:
+            me = self._who()
+            if self._owner != me:
+                if not blocking and (self._owner is not None or self._queue):
+                    return False
+                self._wait()
+                self._owner, self._count = me, 0
+                self._lasting.clear()
+            self._count += 1
+        return True
+
+    def release(self) -> None:
+        """As often as it was acquired."""
+        with self._condition:
+            self._count -= 1
+            self._pass_on()
+
+    __enter__ = acquire
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def begin(self, what: Hashable) -> None:
+        """The calling thread, whose turn it is, keeps it until the `end` of `what`."""
+        with self._condition:
+            self._lasting.add(what)
+            if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+                self._driver = threading.get_ident()
+
+    def begin_anew(self) -> None:
+        """Nothing that the calling thread has begun in its turn is still going on."""
+        with self._condition:
+            if self._owner == self._who():
+                self._lasting.clear()
+                self._pass_on()
+
+    def end(self, what: Hashable) -> None:
+        """From any thread."""
+        with self._condition:
+            if what in self._lasting:
+                self._lasting.discard(what)
+                self._pass_on()
+
+    def _who(self) -> int:
+        in_backward = torch._C._current_graph_task_id() != -1
+        return self._driver if in_backward and self._backward_elsewhere else threading.get_ident()
+
+    def _wait(self) -> None:
+        ticket, began = object(), time.monotonic()
+        self._queue.append(ticket)
+        try:
+            while self._queue[0] is not ticket or (self._owner is not None and self._owner_lives()):
+                if time.monotonic() - began > PATIENCE_SECONDS:
+                    raise UsageError(
+                        f"another thread has been inside this engine's model for {PATIENCE_SECONDS:g} seconds: threads take "
+                        "turns in it. End what that thread does, or evaluate between the steps of the training loop."
+                    )
+                self._condition.wait(_LOOK_SECONDS)
+        finally:
+            self._queue.remove(ticket)
+            self._condition.notify_all()
+
+    def _owner_lives(self) -> bool:
+        return any(thread.ident == self._owner for thread in threading.enumerate())
+
+    def _pass_on(self) -> None:
+        if not self._count and not self._lasting:
+            self._owner = None
+            self._condition.notify_all()
