@@ -11,6 +11,8 @@ DEMO_NVME  ?= .demo-scratch
 DEMO_FLAGS ?= --data stdlib --hidden 1024 --layers 24 --heads 16 --sequence 128 --steps 24 --seconds 150 --warmup 4 --lr 3e-4 \
               --clip 1 --eval-batches 4 --parameters nvme --optimizer-states nvme --nvme $(DEMO_NVME) --cpu-memory 512MiB
 BENCH_FLAGS ?=
+# A process for each core, each with neighbouring tests, so that what a module sets up is set up once.
+TEST_FLAGS ?= -n auto --dist worksteal
 FUZZ_SECONDS ?= 60
 
 PY    := $(VENV)/bin/python
@@ -55,7 +57,7 @@ demo: install
 	@rmdir $(DEMO_NVME)
 
 test: install
-	$(PY) -m pytest -q -m "not gpu and not slow"
+	$(PY) -m pytest -q -m "not gpu and not slow" $(TEST_FLAGS)
 
 # A machine with a GPU is often one where nothing can be fetched, with a Python that has torch: the two targets for it take that
 # Python as it is, where PYTHON= names it or there is no environment here, and build into the checkout. Else: make install.
