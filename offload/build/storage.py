@@ -37,8 +37,7 @@ class Storage:
         self._home_offset_nbytes = 0
         if placement.uses_nvme:
             self._scratch = ScratchFolder(config.nvme_paths)
-            made.append(self._scratch)
-            self.backend = open_backend(paths=self._scratch.folders)
+            self.backend = open_backend(paths=self._scratch.paths)
             made.append(self.backend)
 
     def stores(self, tier: Tier, kept_count: int = 0, kept_purpose: str = "") -> StoreFactory:

@@ -43,8 +43,8 @@ class Sharing:
     def may_work_in(self, folder: Path) -> bool:
         """Whether files in `folder` may share blocks with any scratch file."""
         stores = (self._parts.records, self._parts.places)
-        scratch = {there for places in stores if places is not None for there, _ in places.room_to_keep()}
-        return any(reflink.works_between(there, folder) for there in scratch)
+        files = [file for places in stores if places is not None for file, _ in places.room_to_keep()]
+        return any(reflink.works_between(file.fileno(), folder) for file in files)
 
     def chunk(self, chunk_of: ChunkOf, file: UnitFile) -> bool:
         """Share of the chunk what can be; whether anything was. Nothing may overwrite it meanwhile. Raises `StorageError`.

@@ -113,8 +113,8 @@ class Snapshot:
         there = os.stat(self._folder).st_dev
         needed[there] = sum(file.nbytes for file in self._files.values())
         for places in (self._parts.records, self._parts.places):
-            for folder, nbytes in places.room_to_keep() if places is not None else ():
-                device, status = os.stat(folder).st_dev, os.statvfs(folder)
+            for file, nbytes in places.room_to_keep() if places is not None else ():
+                device, status = os.fstat(file.fileno()).st_dev, os.statvfs(file.fileno())
                 needed[device] = needed.get(device, 0) + nbytes
                 if needed[device] > status.f_bavail * status.f_frsize:
                     return False

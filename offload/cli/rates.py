@@ -81,7 +81,7 @@ def link_rates(device: torch.device, budget_seconds: float) -> LinkRates:
 
 
 class Drive:
-    """A scratch file in a folder and buffers for it, as a run has them. A context manager: leaving it removes the file.
+    """A scratch file in a folder and buffers for it, as a run has them. A context manager: leaving it gives the file back.
 
     `direct`: the file bypasses the page cache. `huge`: the buffers lie on huge pages.
     """
@@ -90,22 +90,18 @@ class Drive:
         """A file of about `budget_nbytes`, at least 128 MiB and at most half of what is free.
 
         Raises `ConfigError` or `StorageError` where the path cannot be used."""
-        self._folder = ScratchFolder([path])
-        try:
-            status = os.statvfs(self._folder.folders[0])
-            free_nbytes = status.f_bavail * status.f_frsize
-            least_nbytes = 2 * _TRANSFERS_IN_FLIGHT * _TRANSFER_NBYTES
-            # With less than the least, making the file says what is missing.
-            nbytes = max(min(budget_nbytes, free_nbytes // 2), least_nbytes)
-            self._transfer_count = nbytes // _TRANSFER_NBYTES
-            (self._file,) = self._folder.create("probe", [self._transfer_count * _TRANSFER_NBYTES])
-            self._buffers = [
-                HostMemory(_TRANSFER_NBYTES, "probe", prefault=True, direct_io=True) for _ in range(2 * _TRANSFERS_IN_FLIGHT)
-            ]
-        except BaseException:
-            self._folder.close()
-            raise
-        self.direct = self._folder.direct[0]
+        scratch = ScratchFolder([path])
+        status = os.statvfs(scratch.paths[0])
+        free_nbytes = status.f_bavail * status.f_frsize
+        least_nbytes = 2 * _TRANSFERS_IN_FLIGHT * _TRANSFER_NBYTES
+        # With less than the least, making the file says what is missing.
+        nbytes = max(min(budget_nbytes, free_nbytes // 2), least_nbytes)
+        self._transfer_count = nbytes // _TRANSFER_NBYTES
+        (self._file,) = scratch.create("probe", [self._transfer_count * _TRANSFER_NBYTES])
+        self._buffers = [
+            HostMemory(_TRANSFER_NBYTES, "probe", prefault=True, direct_io=True) for _ in range(2 * _TRANSFERS_IN_FLIGHT)
+        ]
+        self.direct = scratch.direct[0]
         self.huge = _on_huge_pages(self._buffers[0].tensor)
         self._written = False
         self._registered: IoBackend | None = None
@@ -115,7 +111,6 @@ class Drive:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self._file.close()
-        self._folder.close()
 
     def bytes_per_second(self, backend: IoBackend, direction: Direction, budget_seconds: float) -> float:
         """Sequential transfers of a chunk each, several at once. "both": reads and writes side by side, their sum."""

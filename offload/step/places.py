@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import torch
 
@@ -15,7 +14,7 @@ from offload.errors import StorageError
 from offload.layout import Extent, ExtentAllocator, FlatLayout
 from offload.model.chunk import ChunkOf, Place
 from offload.model.flats import Flat, some_of
-from offload.tiers.io import Priority
+from offload.tiers.io import OpenFile, Priority
 from offload.tiers.store import ShareBlocks, Store
 
 _NAMED = 3
@@ -149,7 +148,7 @@ class Places(ABC):
             assert self._store is not None
             self._store.let_go(kept)
 
-    def room_to_keep(self) -> list[tuple[Path, int]]:
+    def room_to_keep(self) -> list[tuple[OpenFile, int]]:
         """See `Store.room_to_keep`."""
         return self._store.room_to_keep() if self._store is not None else []
 

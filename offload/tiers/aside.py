@@ -37,8 +37,9 @@ class Asides:
     """Which of the two places each extent of a store is in. Thread-safe. Owns the files of the second one."""
 
     def __init__(self, name: str, files: Files, scratch: ScratchFolder, ranges: Ranges) -> None:
-        self._name, self._scratch, self._ranges = f"{name}-aside", scratch, ranges
-        self._own, self._aside = files, Files()
+        self._ranges = ranges
+        self._own = files
+        self._aside = scratch.create(f"{name}-aside", [0] * scratch.path_count)  # now: later the folders may be gone
         self._lock = threading.Lock()
         self._turned: set[Extent] = set()
         self._kept: dict[Extent, _Kept] = {}
@@ -62,8 +63,6 @@ class Asides:
         Raises `StorageError` where the system refuses for another reason."""
         with self._lock:
             assert extent not in self._kept, "an extent is kept once at a time"
-            if not self._aside:
-                self._aside = self._scratch.create(self._name, [0] * self._scratch.path_count)
             aside = extent in self._turned
             if not self._allocate(extent, self._files(not aside)):
                 return False

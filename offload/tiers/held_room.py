@@ -18,19 +18,17 @@ _log = logging.getLogger(__name__)
 
 
 class HeldRoom:
-    """Of one store. Its files are made when something is held for the first time; one thread holds at a time."""
+    """Of one store. One thread holds at a time."""
 
     def __init__(self, name: str, scratch: ScratchFolder) -> None:
-        self._name, self._scratch = f"{name}-room", scratch
-        self._files: tuple[ScratchFile, ...] = ()
+        self.files: tuple[ScratchFile, ...] = scratch.create(f"{name}-room", [0] * scratch.path_count)
+        """One in each path. Nobody writes to them."""
 
     def hold(self, file_index: int, offset_nbytes: int, nbytes: int) -> None:
         """Hold room for bytes of the store's file in the path `file_index`; what is held already stays so.
 
         Raises `StorageError` where there is too little."""
-        if not self._files:
-            self._files = self._scratch.create(self._name, [0] * self._scratch.path_count)
-        file = self._files[file_index]
+        file = self.files[file_index]
         code = allocate(file, offset_nbytes, nbytes)
         if code in CANNOT_ALLOCATE:
             # Then nothing could be reserved for the scratch file either, and a warning has said so.
@@ -40,9 +38,9 @@ class HeldRoom:
 
     def give_back(self, file_index: int, offset_nbytes: int, nbytes: int) -> None:
         """These bytes are about to be written."""
-        give_back(self._files[file_index], offset_nbytes, nbytes)
+        give_back(self.files[file_index], offset_nbytes, nbytes)
 
     def close(self) -> None:
         """Give everything back. Idempotent."""
-        for file in self._files:
+        for file in self.files:
             file.close()

@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from offload.layout import EXTENT_ALIGN, Extent
 from offload.tiers.aside import Asides, Files
 from offload.tiers.extent_guard import ExtentGuard, Operation
 from offload.tiers.held_room import HeldRoom
-from offload.tiers.io.backend import IoBackend, Priority
+from offload.tiers.io.backend import IoBackend, OpenFile, Priority
 from offload.tiers.io.failure import storage_error
 from offload.tiers.scratch import ScratchFile, ScratchFolder
 from offload.tiers.store import ShareBlocks
@@ -40,7 +39,7 @@ class NvmeStore:
     """Extents in files of a `ScratchFolder`, moved by an `IoBackend`. Owns its files; the backend may serve others.
 
     A read of what is no longer what was written fails with `CorruptDataError` (`offload.tiers.verification`).
-    Close the stores before the backend and the scratch folder."""
+    Close the stores before the backend."""
 
     def __init__(
         self,
@@ -51,7 +50,7 @@ class NvmeStore:
         *,
         stripe_nbytes: int = STRIPE_NBYTES,
     ) -> None:
-        """Reserves the whole space on disk. `name` becomes part of the files' names.
+        """Reserves the whole space on disk. `name` stands for the files in messages.
 
         Raises `ConfigError` where a path has too little room, `StorageError` where reserving it failed."""
         if stripe_nbytes <= 0 or stripe_nbytes % EXTENT_ALIGN:
@@ -100,9 +99,9 @@ class NvmeStore:
     def let_go(self, extent: Extent) -> None:
         self._asides.let_go(extent)
 
-    def room_to_keep(self) -> list[tuple[Path, int]]:
+    def room_to_keep(self) -> list[tuple[OpenFile, int]]:
         sizes = striped_nbytes(self.nbytes, len(self._files), self._stripe_nbytes)
-        return [(file.path.parent, nbytes) for file, nbytes in zip(self._files, sizes, strict=True)]
+        return list(zip(self._room.files, sizes, strict=True))
 
     def view(self, extent: Extent) -> Tensor | None:
         self._guard.check_extent(extent, "a view")

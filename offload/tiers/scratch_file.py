@@ -1,13 +1,18 @@
-"""One scratch file: made exclusively, reserved in full, with direct I/O where the file system has it."""
+"""One scratch file: without a name, reserved in full, with direct I/O where the file system has it.
+
+Nobody else can open it or take it away, and the system frees its space when the process ends, in whatever way.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import functools
 import logging
 import mmap
 import os
+import secrets
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -16,14 +21,16 @@ from typing import Any
 import torch
 
 from offload.tiers.io.failure import errno_text, storage_error
-from offload.tiers.scratch_lock import SWAP_SUFFIX, RunFolder
 
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of Linux fallocate
 
 CANNOT_ALLOCATE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
 """What a file system answers that cannot allocate ahead."""
 
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_HAS_NO_NAMELESS_FILES = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS})
+"""What O_TMPFILE is answered where there are none. EINVAL may be the answer to O_DIRECT as well: the other way says."""
+
+_FLAGS = os.O_RDWR | os.O_CLOEXEC
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +68,7 @@ _open_files: weakref.WeakSet[ScratchFile] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    # Else a forked worker that outlives the run would keep the disk space of the removed files.
+    # Else a forked worker that outlives the run would keep their disk space.
     for file in tuple(_open_files):
         file.close()
 
@@ -69,13 +76,28 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-def create_file(folder: RunFolder, name: str, nbytes: int, *, direct: bool) -> ScratchFile:
-    """Make `name` in the run's folder, empty so far. Raises `StorageError`."""
+def create_file(folder: Path, name: str, nbytes: int, *, direct: bool) -> ScratchFile:
+    """Make a file without a name in `folder`, empty so far; `name` stands for it in messages. Raises `StorageError`."""
+    path = folder / f"{name}.swap (nameless)"
+    flags = _FLAGS | (os.O_DIRECT if direct else 0)
     try:
-        fileno = os.open(name, _FLAGS | (os.O_DIRECT if direct else 0), 0o600, dir_fd=folder.fileno)
+        try:
+            fileno = os.open(folder, flags | os.O_TMPFILE | os.O_EXCL, 0o600)  # O_EXCL: nobody can ever give it a name
+        except OSError as error:
+            if error.errno not in _HAS_NO_NAMELESS_FILES:
+                raise
+            fileno = _open_and_unlink(folder / f".offload-{os.getpid()}-{secrets.token_hex(8)}.swap", flags)
     except OSError as error:
-        raise storage_error("cannot create the scratch file", folder.path / name, error.errno or errno.EIO) from error
-    return ScratchFile(folder.path / name, fileno, nbytes, direct=direct)
+        raise storage_error("cannot create the scratch file", path, error.errno or errno.EIO) from error
+    return ScratchFile(path, fileno, nbytes, direct=direct)
+
+
+def _open_and_unlink(path: Path, flags: int) -> int:
+    try:
+        return os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)  # also where Linux had made it before it refused a flag
 
 
 def reserve(file: ScratchFile) -> None:
@@ -133,16 +155,14 @@ def _libc_fallocate() -> Callable[[int, int, int, int], int]:
     return call
 
 
-def refuses_direct_io(folder: RunFolder) -> str:
+def refuses_direct_io(folder: Path) -> str:
     """Why direct I/O with 4 KiB blocks does not work in the folder; "" where it does. Tried with one block.
 
     Raises `StorageError` where not even ordinary I/O works."""
-    name = f"probe{SWAP_SUFFIX}"
     try:
-        file = create_file(folder, name, 0, direct=True)
+        file = create_file(folder, "probe", 0, direct=True)
     except OSError as error:
         if error.errno == errno.EINVAL:
-            _unlink(name, folder)  # Linux may have made it before it refused the flag
             return errno_text(errno.EINVAL)
         raise
     try:
@@ -150,10 +170,9 @@ def refuses_direct_io(folder: RunFolder) -> str:
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP):
             return errno_text(error.errno)
-        raise storage_error("cannot write and read back a block in", file.path, error.errno or errno.EIO) from error
+        raise storage_error("cannot write and read back a block in", folder, error.errno or errno.EIO) from error
     finally:
         file.close()
-        _unlink(name, folder)
 
 
 def _try_block(file: ScratchFile) -> str:
@@ -173,10 +192,3 @@ def _try_block(file: ScratchFile) -> str:
             if os.preadv(file.fileno(), [read], block_nbytes) != block_nbytes:
                 return "a block was read in part"
             return "" if read == written else "a block was read back differently"
-
-
-def _unlink(name: str, folder: RunFolder) -> None:
-    try:
-        os.unlink(name, dir_fd=folder.fileno)
-    except FileNotFoundError:
-        return

@@ -12,14 +12,13 @@ and the drive has all the time of their updates to bring the others.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 from torch import Tensor
 
 from offload.device.pending import Pending
 from offload.layout import Extent, ExtentAllocator
 from offload.tiers.extent_guard import ExtentGuard, describe
-from offload.tiers.io.backend import Priority
+from offload.tiers.io.backend import OpenFile, Priority
 from offload.tiers.store import ShareBlocks, Store
 
 MakeStore = Callable[[Iterable[Extent]], Store]
@@ -79,7 +78,7 @@ class SplitStore:
         store, there = self._find(extent, "letting go")
         store.let_go(there)
 
-    def room_to_keep(self) -> list[tuple[Path, int]]:
+    def room_to_keep(self) -> list[tuple[OpenFile, int]]:
         return [room for store in self._stores for room in store.room_to_keep()]
 
     def flush(self) -> None:

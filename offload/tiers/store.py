@@ -13,7 +13,6 @@ Promises of every store
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
@@ -76,8 +75,8 @@ class Store(Protocol):
         """What was kept is not needed any more. No read of it may be in flight."""
         ...
 
-    def room_to_keep(self) -> list[tuple[Path, int]]:
-        """What keeping all extents at once takes: (folder, bytes on its file system)."""
+    def room_to_keep(self) -> list[tuple[OpenFile, int]]:
+        """What keeping all extents at once takes: (a file there that nobody writes to, bytes on its file system)."""
         ...
 
     def flush(self) -> None:
@@ -101,7 +100,7 @@ class KeepsNothing:
     def let_go(self, extent: Extent) -> None:
         raise AssertionError(f"extent {describe(extent)} was not kept")
 
-    def room_to_keep(self) -> list[tuple[Path, int]]:
+    def room_to_keep(self) -> list[tuple[OpenFile, int]]:
         return []
 
 

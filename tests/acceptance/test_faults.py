@@ -17,6 +17,7 @@ import offload
 from offload.build import assembly, storage
 from tests.tiers.faulty_io import Fault, FaultyBackend, seeded_faults
 
+from ..scratch_files import scratch_files
 from .models import IN_MEMORY, ON_NVME, ON_NVME_IN_BACKWARD, Setup, adamw, stack, vector_batches
 from .runs import assert_same_bits
 
@@ -118,7 +119,7 @@ def run_wide(nvme: Path, setup: Setup, monkeypatch: pytest.MonkeyPatch, backend:
             if len(losses) % 2 == 0:
                 engine.step()
                 engine.zero_grad()
-        written = any("gradients" in str(folder) for folder in nvme.rglob("*"))
+        written = bool(scratch_files(nvme, "gradients*"))
         return (losses, engine.state_dict()), placement, written
 
 

@@ -21,6 +21,7 @@ from tests.tiers.faulty_io import Fault, FaultyBackend
 from ..acceptance.models import ON_CPU, Setup
 from ..acceptance.runs import assert_same_bits
 from ..acceptance.speculating import at_once, counts
+from ..scratch_files import scratch_files
 from .loops import Resumable, files_of
 from .standing import Held, begun_at_the_end, chunk_count
 
@@ -30,8 +31,8 @@ OWN_NBYTES = 4 * 4096
 
 def allocated_nbytes(run: Resumable) -> int:
     """What the scratch files take of the drive."""
-    folders = run.engine._parts.records._store._files[0].path.parent  # type: ignore[union-attr]
-    return sum(path.stat().st_blocks for path in folders.iterdir()) * 512
+    folder = run.engine._parts.records._store._files[0].path.parent  # type: ignore[union-attr]
+    return sum(path.stat().st_blocks for path in scratch_files(folder)) * 512
 
 
 @pytest.mark.parametrize("update", ["step", "backward"])

@@ -82,7 +82,7 @@ def check_random_moments(folder: Path, kind: str, count: int) -> None:
     assert len([name for name in result["left"] if not name.startswith(".offload-new-")]) == 1
     assert steps == sorted(steps) and steps[-1] > steps[0]
     scratch = Path(f"{folder}-scratch")
-    assert not scratch.exists() or not os.listdir(scratch)  # the next run took over what each killed one left
+    assert not scratch.exists() or not os.listdir(scratch)  # nothing is left of those that were killed
 
 
 def test_at_random_moments(tmp_path: Path) -> None:

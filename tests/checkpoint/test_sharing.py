@@ -24,6 +24,7 @@ from offload.tiers.io import reflink
 
 from ..acceptance.models import ON_CPU, ON_NVME, ON_NVME_IN_BACKWARD, ON_NVME_IN_PLACE, Setup, adamw, stack
 from ..acceptance.runs import Run, assert_same_bits, one_step, refused
+from ..scratch_files import scratch_files
 from .loops import Resumable, files_of
 
 SETUPS = (
@@ -70,7 +71,7 @@ class Shared:
             return False
         if self.failure:
             raise OSError(self.failure, os.strerror(self.failure))
-        with open(path, "rb") as file:
+        with open(f"/proc/self/fd/{source}", "rb") as file:
             file.seek(source_offset)
             assert os.pwrite(target, file.read(nbytes), target_offset) == nbytes
         self.nbytes += nbytes
@@ -224,7 +225,7 @@ def test_no_room_for_what_comes_after(opened: Any, tmp_path: Path, shared: Share
 
 
 def held_nbytes(folder: Path) -> int:
-    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*-room.swap"))
+    return sum(path.stat().st_blocks * 512 for path in scratch_files(folder, "*-room"))
 
 
 def test_a_bit_that_changed_on_the_drive(opened: Any, tmp_path: Path, shared: Shared) -> None:
@@ -233,7 +234,7 @@ def test_a_bit_that_changed_on_the_drive(opened: Any, tmp_path: Path, shared: Sh
     run.train(range(2))
     run.engine._parts.residency.finish_updates()
     run.engine._parts.records.settle_writes()
-    (path,) = (tmp_path / "nvme").rglob("optimizer-states.swap")
+    (path,) = scratch_files(tmp_path / "nvme", "optimizer-states")
     with open(path, "r+b") as file:
         file.seek(16384 + 5)
         before = file.read(1)

@@ -17,6 +17,8 @@ from offload.tiers import HostMemory, NvmeStore, Priority, ScratchFolder, io, op
 from offload.tiers.io import aio
 from offload.tiers.io.aio import AioBackend
 
+from ..scratch_files import scratch_files
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -86,7 +88,6 @@ def test_close_settles_everything_and_then_refuses(name: str, tmp_path: Path) ->
     with pytest.raises(AssertionError, match=r"closed"):
         backend.read(file, memory[:4096], 0, priority=Priority.PARAMETER)
     file.close()
-    scratch.close()
 
 
 def test_aiofiles_starts_urgent_transfers_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +115,6 @@ def test_aiofiles_starts_urgent_transfers_first(tmp_path: Path, monkeypatch: pyt
     assert order == [0, *range(32768, 65536, 4096), *range(4096, 32768, 4096)]
     file.close()
     backend.close()
-    scratch.close()
 
 
 DROPPING = """
@@ -122,6 +122,7 @@ import sys
 from offload.errors import ConfigError
 from offload.layout import Extent
 from offload.tiers import HostMemory, NvmeStore, ScratchFolder, open_backend
+
 extents = [Extent(i << 20, 1 << 20) for i in range(8)]
 kept = []
 for name in sys.argv[2:]:
@@ -172,8 +173,8 @@ def test_stripes_spread_over_all_paths(paths3: list[Path]) -> None:
     for index in range(3):
         memory[index * 8192 : (index + 1) * 8192].fill_(index + 1)
     store.write(extent, memory).wait()
-    for index, folder in enumerate(scratch.folders):
-        assert (folder / "states.swap").read_bytes() == bytes([index + 1]) * 8192
+    for index, path in enumerate(scratch.paths):
+        (file,) = scratch_files(path, "states")
+        assert file.read_bytes() == bytes([index + 1]) * 8192
     store.close()
     backend.close()
-    scratch.close()

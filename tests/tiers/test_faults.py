@@ -41,7 +41,6 @@ def make_store(paths3: list[Path]) -> Iterator[MakeStore]:
     yield make
     for store in stores:
         store.close()
-    scratch.close()
 
 
 def read_back(store: NvmeStore, extent: Extent, aligned: Aligned) -> Tensor:
@@ -218,7 +217,6 @@ def test_short_and_interrupted_calls_of_aiofiles_are_continued(
     assert calls["read"] > 8 and calls["write"] > 8
     store.close()
     backend.close()
-    scratch.close()
 
 
 def transfer(nbytes: int = 16 * KIB, *, is_write: bool = False) -> Transfer:

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import struct
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -18,6 +19,8 @@ from offload.errors import StorageError
 from offload.layout import Extent
 from offload.tiers import CpuStore, NvmeStore, ScratchFolder, SplitStore, Store, held_room, open_backend
 from offload.tiers.io import reflink
+
+from ..scratch_files import scratch_files
 
 KIB = 1024
 EXTENTS = [Extent(0, 48 * KIB), Extent(64 * KIB, 16 * KIB), Extent(80 * KIB, 4 * KIB)]
@@ -45,18 +48,21 @@ def test_what_fails(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
 
 
 @pytest.mark.parametrize(("code", "works"), [(0, True), (errno.EOPNOTSUPP, False), (errno.EXDEV, False), (errno.EIO, True)])
-def test_whether_it_works_between_two_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int, works: bool) -> None:
+def test_whether_it_works_between_a_file_and_a_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int, works: bool
+) -> None:
     """What is not known is to be tried; nothing is left there."""
 
     def answer(*_: Any) -> None:
         if code:
             raise OSError(code, os.strerror(code))
 
-    open_count = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(fcntl, "ioctl", answer)
-    assert reflink.works_between(tmp_path, tmp_path) is works
-    assert reflink.works_between(tmp_path, tmp_path / "missing") is True
-    assert os.listdir(tmp_path) == [] and len(os.listdir("/proc/self/fd")) == open_count
+    with tempfile.TemporaryFile(dir=tmp_path) as source:
+        open_count = len(os.listdir("/proc/self/fd"))
+        assert reflink.works_between(source.fileno(), tmp_path) is works
+        assert reflink.works_between(source.fileno(), tmp_path / "missing") is True
+        assert os.listdir(tmp_path) == [] and len(os.listdir("/proc/self/fd")) == open_count
 
 
 def test_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +101,7 @@ def make(tmp_path: Path) -> Iterator[Callable[[str], Store]]:
             if kind == "cpu":
                 store: Store = CpuStore("s", EXTENTS)
             else:
-                scratch = stack.enter_context(closing(ScratchFolder([tmp_path / "a", tmp_path / "b"])))
+                scratch = ScratchFolder([tmp_path / "a", tmp_path / "b"])
                 backend = stack.enter_context(closing(open_backend("threads")))
                 nvme = lambda extents: NvmeStore("s", extents, scratch, backend, stripe_nbytes=8 * KIB)  # noqa: E731
                 store = nvme(EXTENTS) if kind == "nvme" else SplitStore("s", EXTENTS, 1, lambda e: CpuStore("k", e), nvme)
@@ -105,7 +111,7 @@ def make(tmp_path: Path) -> Iterator[Callable[[str], Store]]:
 
 
 def held_nbytes(root: Path) -> int:
-    return sum(path.stat().st_blocks * 512 for path in root.rglob("*-room.swap"))
+    return sum(path.stat().st_blocks * 512 for path in scratch_files(root, "*-room"))
 
 
 @pytest.mark.parametrize("kind", ["cpu", "nvme", "split"])
@@ -119,7 +125,7 @@ def test_every_byte_that_lies_in_a_file(make: Callable[[str], Store], aligned: A
         found, seen = bytearray(extent.nbytes), 0
 
         def share(file: Any, offset: int, part: range, found: bytearray = found) -> bool:
-            found[part.start : part.stop] = file.path.read_bytes()[offset : offset + len(part)]
+            found[part.start : part.stop] = Path(f"/proc/self/fd/{file.fileno()}").read_bytes()[offset : offset + len(part)]
             nonlocal seen
             seen += len(part)
             return False

@@ -65,7 +65,6 @@ def test_wherever_the_cut_is(
     finally:
         store.close()
         backend.close()
-        scratch.close()
 
 
 class _Failing(CpuStore):
@@ -131,4 +130,3 @@ def test_a_failed_write_is_raised_by_flush(tmp_path: Path, aligned: Aligned) -> 
         store.flush()
     store.close()
     backend.close()
-    scratch.close()

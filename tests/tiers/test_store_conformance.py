@@ -29,6 +29,8 @@ from offload.tiers import (
 )
 from tests.tiers.faulty_io import FaultyBackend
 
+from ..scratch_files import scratch_files
+
 KIB = 1024
 SIZES = (4 * KIB, 64 * KIB, 1024 * KIB + 4 * KIB, 12 * KIB, 256 * KIB, 4 * KIB)
 STRIPE_NBYTES = 16 * KIB
@@ -101,7 +103,6 @@ def subject_of(kind: str, tmp_path: Path) -> Iterator[Subject]:
         yield Subject(store, extents, backend, ledger)
     store.close()
     backend.close()
-    scratch.close()
 
 
 @pytest.fixture(params=KINDS)
@@ -294,12 +295,14 @@ def test_a_file_cut_short_by_others_is_an_error_that_says_where(kind: str, tmp_p
     with subject_of(kind, tmp_path) as subject:
         for extent in subject.extents:
             subject.store.write(extent, aligned(extent.nbytes, seed=1)).wait()
-        (victim,) = (tmp_path / "drive0").glob("offload-*/states.swap")
+        (victim,) = scratch_files(tmp_path / "drive0", "states")
         with victim.open("r+b") as file:
             file.truncate(32 * KIB)
-        with pytest.raises(StorageError, match=r"read from .*states\.swap' failed at byte \d+ .*ENODATA.*shorter") as caught:
+        with pytest.raises(
+            StorageError, match=r"read from .*states\.swap \(nameless\)' failed at byte \d+ .*ENODATA.*shorter"
+        ) as caught:
             subject.store.read(subject.extents[2], aligned(SIZES[2])).wait()
-        assert str(victim) in str(caught.value) and caught.value.errno == errno.ENODATA
+        assert str(tmp_path / "drive0") in str(caught.value) and caught.value.errno == errno.ENODATA
         subject.store.read(subject.extents[0], aligned(SIZES[0])).wait()  # the others can still be read
 
 
@@ -382,8 +385,8 @@ def test_any_order_of_keeping_and_writing(subject: Subject, aligned: Aligned, se
 
 
 def allocated_nbytes(subject: Subject) -> int:
-    folders = {folder for folder, _ in subject.store.room_to_keep()}
-    return sum(path.stat().st_blocks * 512 for folder in folders for path in folder.glob("*.swap"))
+    folders = {file.path.parent for file, _ in subject.store.room_to_keep()}
+    return sum(path.stat().st_blocks * 512 for folder in folders for path in scratch_files(folder))
 
 
 def test_what_keeping_takes(subject: Subject, aligned: Aligned) -> None:
@@ -403,8 +406,9 @@ def test_a_bit_that_changes_in_what_is_kept_is_seen(subject: Subject, aligned: A
         subject.store.write(extent, aligned(extent.nbytes, seed=1)).wait()
         assert subject.store.keep(extent)
         subject.store.write(extent, aligned(extent.nbytes, seed=2)).wait()
-        for folder, _ in subject.store.room_to_keep():
-            with (folder / "states.swap").open("r+b") as file:
+        for room, _ in subject.store.room_to_keep():
+            (path,) = scratch_files(room.path.parent, "states")
+            with path.open("r+b") as file:
                 content = bytearray(file.read())
                 file.seek(0)
                 file.write(bytes(byte ^ 1 for byte in content))

@@ -121,7 +121,7 @@ def test_the_backend_is_opened_with_what_is_remembered(name: str, tmp_path: Path
 def test_no_setting_changes_a_byte(settings: IoSettings, tmp_path: Path) -> None:
     remember(device_of(tmp_path), open_backend_name(), settings)
     scratch = ScratchFolder([tmp_path / "a", tmp_path / "b"])
-    backend = open_backend(paths=scratch.folders)
+    backend = open_backend(paths=scratch.paths)
     extents = [Extent(0, 4096 * 50), Extent(4096 * 50, 4096 * 333)]
     store = NvmeStore("states", extents, scratch, backend, stripe_nbytes=8192)
     for seed, extent in enumerate(extents):
@@ -133,7 +133,6 @@ def test_no_setting_changes_a_byte(settings: IoSettings, tmp_path: Path) -> None
         assert torch.equal(source, into)
     store.close()
     backend.close()
-    scratch.close()
 
 
 def open_backend_name() -> str:
@@ -151,7 +150,7 @@ def test_each_device_has_a_queue_of_its_own(tmp_path: Path) -> None:
     try:
         with pytest.warns(RuntimeWarning):
             scratch = ScratchFolder([tmp_path, folder])
-        backend = open_backend(paths=scratch.folders)
+        backend = open_backend(paths=scratch.paths)
         assert isinstance(backend, DeviceBackends)
         queues = list(backend._by_device.values())
         files = scratch.create("states", [8192, 4096])
@@ -168,6 +167,5 @@ def test_each_device_has_a_queue_of_its_own(tmp_path: Path) -> None:
         for file in files:
             file.close()
         backend.close()
-        scratch.close()
     finally:
         folder.rmdir()

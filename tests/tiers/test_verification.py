@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,7 @@ from offload.tiers.nvme import NvmeStore
 from offload.tiers.scratch import ScratchFolder
 from offload.tiers.verification import checksum
 
+from ..scratch_files import scratch_files
 from .faulty_io import Fault, FaultyBackend
 
 EXTENTS = [Extent(0, 8192), Extent(8192, 4096), Extent(16384, 65536)]
@@ -34,20 +35,9 @@ def memory(nbytes: int, seed: int) -> Tensor:
     return tensor
 
 
-_open_folders: list[ScratchFolder] = []  # a folder that is dropped is removed
-
-
 def store_of(path: Path, backend: FaultyBackend, path_count: int = 1) -> NvmeStore:
     folder = ScratchFolder([path / f"drive{index}" for index in range(path_count)])
-    _open_folders.append(folder)
     return NvmeStore("records", EXTENTS, folder, backend, stripe_nbytes=8192)
-
-
-@pytest.fixture(autouse=True)
-def folders_closed() -> Iterator[None]:
-    yield
-    while _open_folders:
-        _open_folders.pop().close()
 
 
 @pytest.mark.parametrize("path_count", [1, 3])
@@ -86,7 +76,7 @@ def test_every_flipped_bit_is_found_and_named(tmp_path: Path, on_write: bool, pa
 def test_what_another_program_wrote_is_found(tmp_path: Path) -> None:
     store = store_of(tmp_path, FaultyBackend(1))
     store.write(EXTENTS[0], memory(8192, 1)).wait()
-    (path,) = tmp_path.rglob("records.swap")
+    (path,) = scratch_files(tmp_path, "records")
     with open(path, "r+b") as file:
         file.seek(5000)
         file.write(b"\xff\x00")

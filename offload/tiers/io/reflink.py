@@ -49,16 +49,18 @@ def clone_range(source_fileno: int, source_offset: int, nbytes: int, target_file
         return True
 
 
-def works_between(source: Path, target: Path) -> bool:
-    """Whether files in two folders can share blocks, tried with two that have no name; True where they cannot be had."""
-    filenos: list[int] = []
+def works_between(source_fileno: int, target: Path) -> bool:
+    """Whether a file and others in the folder `target` can share blocks, tried with one that has no name; True where that
+    cannot be had. Nobody writes to the source, which becomes as long as the trial takes if it is shorter."""
     try:
-        for folder in (source, target):
-            filenos.append(os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600))
-        os.ftruncate(filenos[0], _PROBE_NBYTES)
-        return clone_range(filenos[0], 0, _PROBE_NBYTES, filenos[1], 0)
+        target_fileno = os.open(target, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return True
+    try:
+        if os.fstat(source_fileno).st_size < _PROBE_NBYTES:
+            os.ftruncate(source_fileno, _PROBE_NBYTES)
+        return clone_range(source_fileno, 0, _PROBE_NBYTES, target_fileno, 0)
     except OSError:
         return True
     finally:
-        for fileno in filenos:
-            os.close(fileno)
+        os.close(target_fileno)
