@@ -245,7 +245,8 @@ class Hooks:
 
     def remove(self) -> None:
         while self._removers:
-            self._removers.pop()()
+            self._removers[-1]()  # first: one that an interrupt leaves out is removed by the next call, again does no harm
+            self._removers.pop()
 
     # ---- forward -------------------------------------------------------------------------------------------------
 

@@ -106,9 +106,9 @@ class Interrupted:
 
     def call(self, what: str, call: Callable[[], Any], often: float = 0.6) -> None:
         """Do it, interrupted or not."""
-        interrupted = self.draw.random() < often
+        self.interrupted = self.draw.random() < often
         try:
-            if interrupted:
+            if self.interrupted:
                 # Moments of any order of size: the first bytecodes of a call as well as its longest waits.
                 signal.setitimer(signal.ITIMER_REAL, LONGEST_SECONDS * 10 ** self.draw.uniform(-2.5, 0))
             call()
@@ -125,8 +125,13 @@ class Interrupted:
         import offload
 
         self.counts["engine failed"] += 1
-        with contextlib.suppress(KeyboardInterrupt, offload.EngineFailedError):
-            self.call("load", lambda: self.engine.resume_or_start(self.saves), often=0.25)
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                self.call("load", lambda: self.engine.resume_or_start(self.saves), often=0.25)
+        except offload.EngineFailedError:
+            self.counts["load refused"] += 1
+            if not self.interrupted:
+                raise
 
 
 def content(folder: Path) -> tuple[dict[str, bytes], dict[str, Any]]:
