@@ -18,7 +18,7 @@ FUZZ_SECONDS ?= 60
 PY    := $(VENV)/bin/python
 PIP   := $(PY) -m pip --disable-pip-version-check
 STAMP := $(VENV)/.offload-installed
-BUILD_INPUTS := pyproject.toml $(wildcard offload/__init__.py) native/CMakeLists.txt native/exports.map $(wildcard native/src/*) $(wildcard native/include/*) \
+BUILD_INPUTS := pyproject.toml $(wildcard offload/__init__.py) native/CMakeLists.txt native/compile_kernels.py native/exports.map $(wildcard native/src/*) $(wildcard native/include/*) \
   $(wildcard offload/device/cuda_kernels/*)
 CXX_SOURCES  := $(wildcard native/fuzz/*.cpp) $(wildcard native/src/*.cpp) $(wildcard native/src/*.h) $(wildcard native/src/*.inc) $(wildcard native/include/*.h) \
   $(wildcard offload/device/cuda_kernels/*.cu) $(wildcard tests/device/*.cpp)
