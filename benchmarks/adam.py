@@ -90,10 +90,10 @@ def our_call(memory: Memory, name: str, grads: list[Any]) -> Callable[[], None]:
     """One update of the whole memory in a state format."""
     import torch
 
+    from offload.device.optimizer_step import update
     from offload.device.records import Record, RecordFormat
     from offload.device.rules import Hyper, Rule
     from offload.device.segment import Segment, StateFormat
-    from offload.device.updating import update
 
     state_format = StateFormat("fp32" if name == "mixed" else name)
     record_format = RecordFormat(state_format)

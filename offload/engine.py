@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from offload.build.assembly import DTYPES, Assembly, rebuild
-from offload.build.ownership import Taking, check_free, let_go
+from offload.build.ownership import Taking, check_free, disown
 from offload.build.refitting import NewlyTrained, passing_checkpoint, refitted
 from offload.checkpoint.checkpoint import Checkpointing
 from offload.checkpoint.matching import StatesMissing
@@ -24,18 +24,18 @@ from offload.checkpoint.saving import Save
 from offload.config import Config, parse_nbytes
 from offload.deepspeed_config import read_settings
 from offload.errors import EngineFailedError, ParameterAccessError, UsageError, words_of
-from offload.model.flats import ParameterInfo
+from offload.model.fingerprint import ModelFingerprint
+from offload.model.flat import ParameterInfo
 from offload.model.optimizer import OffloadOptimizer
-from offload.model.unchanged import Unchanged
 from offload.model.weights import open_weights
-from offload.ranks.agreement import Point
+from offload.ranks.agreement import MeetingPoint
 from offload.ranks.consensus import together
 from offload.ranks.transport import join_ranks
+from offload.step.components import Components, give_back
 from offload.step.gathering import Gathering
 from offload.step.held_interrupt import HeldInterrupt
 from offload.step.hooks import Hooks
 from offload.step.loss_scale import LossScale
-from offload.step.parts import Parts, give_back
 from offload.step.timeline import LinkMeter
 from offload.step.training import Training
 from offload.step.value_loading import ValueLoading
@@ -103,7 +103,7 @@ class Engine:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         config: Config,
-        parts: Parts,
+        parts: Components,
         buffers: Mapping[int, torch.Tensor],
     ) -> None:
         """Use `offload.initialize`."""
@@ -117,10 +117,10 @@ class Engine:
             self._engage(parts, buffers)
         except BaseException:
             if self._optimizer is not None:
-                self._optimizer.let_go()
+                self._optimizer.disown()
             raise
 
-    def _engage(self, parts: Parts, buffers: Mapping[int, torch.Tensor]) -> None:
+    def _engage(self, parts: Components, buffers: Mapping[int, torch.Tensor]) -> None:
         """Take the model and the optimizer into the hands of these parts: last of all, and wholly or not at all."""
         model, config = self.module, self.config
         self._parts = parts
@@ -133,7 +133,7 @@ class Engine:
             optimizer = self._optimizer
             optimizer.stepper = self._training
             self._training.hyper_of = optimizer.hyper_of
-            self._training.check_unchanged = Unchanged(model, parts.parameters, lambda: optimizer.param_groups).check
+            self._training.check_unchanged = ModelFingerprint(model, parts.parameters, lambda: optimizer.param_groups).check
         self._gathering = Gathering(parts, self._training)
         self._checkpointing = Checkpointing(parts, self._training, self._gathering, model, self._optimizer)
         self._training.before_step = self._checkpointing.saver.raise_unseen
@@ -415,9 +415,9 @@ class Engine:
             self._preemption.close()
         self.closed = True
         self._training.closed = True
-        let_go(self._parts)
+        disown(self._parts)
         if self._optimizer is not None:
-            self._optimizer.let_go()
+            self._optimizer.disown()
         self._disengage()
 
     def _disengage(self) -> None:
@@ -440,12 +440,12 @@ class Engine:
             if self._training.failure is None:
                 self._parts.residency.finish_updates()
                 if self._parts.rendezvous is not None:
-                    self._parts.rendezvous.meet(Point.CLOSING)
-                for places in (self._parts.places, self._parts.records):
+                    self._parts.rendezvous.meet(MeetingPoint.CLOSING)
+                for places in (self._parts.parameter_store, self._parts.records):
                     if places is not None:
                         places.settle_writes()
         finally:
-            stays = self._parts.places is None
+            stays = self._parts.parameter_store is None
             for unit in self._parts.units:
                 for info in unit.parameters:
                     info.parameter.grad = None

@@ -105,7 +105,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ChunkLayout:
     """A piece of what this rank updates, in elements of the flat."""
 
     index: int
@@ -141,7 +141,7 @@ class FlatLayout:
     slots: tuple[Slot, ...]
     numel: int
     shard: Shard
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[ChunkLayout, ...]
     _starts: tuple[int, ...] = field(repr=False, compare=False)
 
     @property
@@ -154,11 +154,11 @@ class FlatLayout:
         """Elements that this rank updates: those of its chunks."""
         return sum(chunk.numel for chunk in self.chunks)
 
-    def cut(self, start: int, stop: int) -> tuple[Chunk, ...]:
+    def cut(self, start: int, stop: int) -> tuple[ChunkLayout, ...]:
         """[start, stop) of the flat in pieces of the size of this rank's chunks."""
         return _cut(start, stop, self.chunks[0].numel)
 
-    def pieces(self, chunk: Chunk) -> Iterator[Piece]:
+    def pieces(self, chunk: ChunkLayout) -> Iterator[Piece]:
         """The slots that lie in `chunk`, cut to it, in order."""
         first = bisect.bisect_right(self._starts, chunk.start) - 1
         for index in range(max(first, 0), len(self.slots)):
@@ -172,7 +172,7 @@ class FlatLayout:
     def gaps(self, start: int, stop: int) -> Iterator[range]:
         """The padding in elements [start, stop): what belongs to no slot, in order."""
         position = start
-        for piece in self.pieces(Chunk(0, start, stop - start)):
+        for piece in self.pieces(ChunkLayout(0, start, stop - start)):
             if piece.start > position:
                 yield range(position, piece.start)
             position = piece.stop
@@ -230,8 +230,8 @@ class Layout:
         return (flat for unit in self.units for flat in unit.flats)
 
 
-def _cut(start: int, stop: int, numel: int) -> tuple[Chunk, ...]:
-    return tuple(Chunk(index, begin, min(numel, stop - begin)) for index, begin in enumerate(range(start, stop, numel)))
+def _cut(start: int, stop: int, numel: int) -> tuple[ChunkLayout, ...]:
+    return tuple(ChunkLayout(index, begin, min(numel, stop - begin)) for index, begin in enumerate(range(start, stop, numel)))
 
 
 @dataclass(frozen=True, slots=True)

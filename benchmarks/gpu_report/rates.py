@@ -13,7 +13,7 @@ import torch
 from offload import _native
 from offload.build.assembly import choose_accelerator
 from offload.cli.rates import Drive
-from offload.device import updating
+from offload.device import optimizer_step
 from offload.device.accelerator import Accelerator
 from offload.device.pending import Pending
 from offload.device.records import StateFormat
@@ -104,8 +104,8 @@ def cpu_adam(numel: int, state_format: StateFormat, repeats: int = 5) -> float:
     arrays = {name: torch.ones(numel) for name in ("exp_avg", "exp_avg_sq")}
     arrays |= {"remainder": torch.zeros(numel, dtype=torch.int16)} if state_format.is_split else {"master": torch.ones(numel)}
     hyper = Hyper(Rule.ADAM, lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True)
-    segment = updating.Segment(grad, arrays, emit, hyper, step=1, state_format=state_format)
-    return numel / _best_seconds(lambda: updating.update([segment]), repeats)
+    segment = optimizer_step.Segment(grad, arrays, emit, hyper, step=1, state_format=state_format)
+    return numel / _best_seconds(lambda: optimizer_step.update([segment]), repeats)
 
 
 def host_memory(numel: int, repeats: int = 5) -> float | None:

@@ -32,17 +32,17 @@ from offload.model.description import (
     describe_parameters,
     parameter_specs,
 )
-from offload.model.flats import ParameterInfo
+from offload.model.flat import ParameterInfo
 from offload.model.optimizer_kinds import InitialState, check_optimizer, initial_state, moments_of
-from offload.model.units import ModuleUnit, fold_for_ranks, partition, uses_of
+from offload.model.partition import ModuleUnit, fold_for_ranks, partition, uses_of
 from offload.model.weights import WeightSource
 from offload.planning.budget import Footprint, Tier
-from offload.planning.placement import ALONE, Placement, Sharing, decide, record_format
+from offload.planning.placement import ALONE, Placement, RankGroup, decide, record_format
 from offload.planning.plan import expected_nbytes, worthwhile_nbytes
 from offload.planning.trace import Expected
 from offload.ranks.consensus import Facts, together
 from offload.ranks.transport import Ranks
-from offload.step.parts import Parts
+from offload.step.components import Components
 from offload.step.reduction import AVERAGE_VARIABLE, average_dtype
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -76,7 +76,7 @@ class _Described:
 
 
 class Assembly:
-    """Builds `Parts`; if anything fails on the way, what was made is closed again."""
+    """Builds `Components`; if anything fails on the way, what was made is closed again."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Assembly:
         self.buffers: dict[int, torch.Tensor] = {}
         """After `build`: what is to take the place of tensors that the model holds, by their ids."""
 
-    def build(self) -> Parts:
+    def build(self) -> Components:
         """The parts; the model stays as it is. On several ranks collective: what fails on one fails on all."""
         ranks, config = self._ranks, self._config
         described = together(ranks, self._describe, self._facts)
@@ -145,7 +145,7 @@ class Assembly:
         specs = [(unit.name, parameter_specs(members)) for unit, members in zip(described.module_units, by_unit, strict=True)]
         if ranks is None:
             return lay_out(config, accelerator, specs, expected, moments)
-        sharing = Sharing(config.stage, ranks.shard_count, ranks.local_world_size)
+        sharing = RankGroup(config.stage, ranks.shard_count, ranks.local_world_size)
         found: list[tuple[Layout, Placement]] = []
         together(
             ranks,
@@ -183,7 +183,7 @@ class Assembly:
             refusal.smallest_nbytes = needed
             raise refusal
 
-    def _finish(self, building: Building, described: _Described, expected: Expected, device: torch.device) -> Parts:
+    def _finish(self, building: Building, described: _Described, expected: Expected, device: torch.device) -> Components:
         self.buffers = initial_buffers(self._model, self._source, described.covered, device)
         values = InitialValues(self._source, described.covered, keeps_checksums=self._ranks is not None)
         return building.finish(described.module_units, described.by_unit, expected, values, self._state_of)
@@ -193,8 +193,8 @@ class Assembly:
         return initial_state(self._optimizer, info.parameter, info.fqn)
 
 
-def rebuild(parts: Parts, config: Config, moments: tuple[str, ...]) -> Parts:
-    """Parts like these, which are closed, for the same model on one rank: parameters and states are zeros, to be loaded."""
+def rebuild(parts: Components, config: Config, moments: tuple[str, ...]) -> Components:
+    """The like of these, which are closed, for the same model on one rank: parameters and states are zeros, to be loaded."""
     building = Building(choose_accelerator(), parts.layout, parts.placement, config, None, moments)
     modules = [ModuleUnit(unit.name, unit.modules) for unit in parts.units]
     by_unit = [list(unit.parameters) for unit in parts.units]
@@ -211,7 +211,7 @@ def lay_out(
     specs: list[tuple[str, list[ParameterSpec]]],
     expected: Expected,
     moments: tuple[str, ...],
-    sharing: Sharing = ALONE,
+    sharing: RankGroup = ALONE,
     rank: int = 0,
     chunk_numels: Sequence[int] = (),
     *,
@@ -247,7 +247,7 @@ def _decision(
     layout: Layout,
     expected: Expected,
     moments: tuple[str, ...],
-    sharing: Sharing,
+    sharing: RankGroup,
 ) -> Callable[..., Placement]:
     """`decide` for this layout; it takes what its keywords are."""
     known: dict[tuple[RecordFormat, ...], Footprint] = {}

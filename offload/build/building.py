@@ -6,26 +6,26 @@ from collections.abc import Callable
 
 import torch
 
+from offload.build.allocation import Allocation
 from offload.build.materialize import InitialValues, Materializer
-from offload.build.storage import Storage
 from offload.config import Config
 from offload.device.accelerator import Accelerator, HomeMemory, UnitMemory
 from offload.device.records import RecordFormat
 from offload.layout import FlatLayout, Layout, UnitLayout
-from offload.model.chunk import ChunkOf
-from offload.model.flats import Flat, ParameterInfo
+from offload.model.chunk import Chunk
+from offload.model.flat import Flat, ParameterInfo
 from offload.model.optimizer_kinds import InitialState
+from offload.model.partition import ModuleUnit
 from offload.model.unit import Unit
-from offload.model.units import ModuleUnit
 from offload.planning.placement import KEPT_PARAMETERS, KEPT_RECORDS, Placement, record_format
 from offload.planning.route import Arrival, Memory, routes_of
 from offload.planning.trace import Expected
 from offload.ranks.rendezvous import Rendezvous
 from offload.ranks.transport import Ranks
+from offload.step.chunk_stores import ParameterStore, RecordStore
+from offload.step.components import Closable, Components, give_back
 from offload.step.fetching import DirectFetcher, Fetcher, GatheredFetcher, HomeFetcher, StagedFetcher
 from offload.step.gradients import Gradients
-from offload.step.parts import Closable, Parts, give_back
-from offload.step.places import ParameterPlaces, RecordPlaces
 from offload.step.reduction import Reduction
 from offload.step.residency import Capacity, Residency
 from offload.step.shard_exchange import ShardExchange
@@ -67,22 +67,22 @@ class Building:
         expected: Expected,
         values: InitialValues,
         state_of: Callable[[ParameterInfo], InitialState],
-    ) -> Parts:
+    ) -> Components:
         accelerator, placement = self._accelerator, self._placement
-        self._storage = storage = Storage(self._config, accelerator, placement, self._ledger, self._made)
+        self._storage = storage = Allocation(self._config, accelerator, placement, self._ledger, self._made)
         units = [
             self._unit(unit, layout, infos)
             for unit, layout, infos in zip(module_units, self._layout.units, by_unit, strict=True)
         ]
-        chunks = [chunk_of for unit in units for chunk_of in unit.chunks]
-        trainable = [chunk_of for chunk_of in chunks if chunk_of.flat.layout.trainable]
+        chunks = [chunk for unit in units for chunk in unit.chunks]
+        trainable = [chunk for chunk in chunks if chunk.flat.layout.trainable]
         kept = placement.kept
         make_places = storage.stores(placement.parameters, kept.parameter_count, KEPT_PARAMETERS)
-        places = ParameterPlaces(chunks, make_places, self._is_undoable) if self._fetches_or_stores else None
+        places = ParameterStore(chunks, make_places, self._is_undoable) if self._fetches_or_stores else None
         make_records = storage.stores(placement.optimizer_states, kept.record_count, KEPT_RECORDS)
         records = None
         if trainable:
-            records = RecordPlaces(trainable, make_records, self._format_of, self._states_device, self._is_undoable)
+            records = RecordStore(trainable, make_records, self._format_of, self._states_device, self._is_undoable)
         pool = storage.staging_pool()
         timeline = Timeline()
         materializer = Materializer(accelerator, places, records, values, state_of, self._ledger)
@@ -122,10 +122,10 @@ class Building:
         )
         parameters = [info for infos in by_unit for info in infos]
         made, self._made = self._made, []
-        return Parts(
+        return Components(
             accelerator=accelerator, layout=self._layout, placement=placement, units=units, parameters=parameters, pool=pool,
-            ledger=self._ledger, timeline=timeline, fetcher=fetcher, residency=residency, places=places, records=records,
-            gradients=gradients, updates=updates, backend=storage.backend, made=made, expected=expected,
+            ledger=self._ledger, timeline=timeline, fetcher=fetcher, residency=residency, parameter_store=places,
+            records=records, gradients=gradients, updates=updates, backend=storage.backend, made=made, expected=expected,
             ranks=self._ranks, rendezvous=rendezvous, reduction=reduction,
         )  # fmt: skip
 
@@ -163,8 +163,8 @@ class Building:
 
     # ---- ways ----------------------------------------------------------------------------------------------------
 
-    def _is_undoable(self, chunk_of: ChunkOf) -> bool:
-        return chunk_of.flat.layout.trainable and chunk_of.route.undoable
+    def _is_undoable(self, chunk: Chunk) -> bool:
+        return chunk.flat.layout.trainable and chunk.route.undoable
 
     @property
     def _states_device(self) -> torch.device | None:
@@ -177,7 +177,7 @@ class Building:
             self._accelerator, self._config, self._moments, tiers.parameters, tiers.optimizer_states, flat.dtype
         )
 
-    def _fetcher(self, places: ParameterPlaces | None, pool: StagingPool, updates: Updates | None) -> Fetcher:
+    def _fetcher(self, places: ParameterStore | None, pool: StagingPool, updates: Updates | None) -> Fetcher:
         arrivals = {route.arrival for route in self._routes}
         if places is None or arrivals <= {Arrival.STAYS}:
             return HomeFetcher()
@@ -189,7 +189,7 @@ class Building:
         self,
         ranks: Ranks,
         units: list[Unit],
-        places: ParameterPlaces | None,
+        places: ParameterStore | None,
         gradients: Gradients | None,
         updates: Updates | None,
         fetcher: Fetcher,

@@ -11,7 +11,7 @@ import torch
 
 from offload.config import Config
 from offload.layout import Layout
-from offload.model.flats import ParameterInfo
+from offload.model.flat import ParameterInfo
 from offload.planning.budget import Tier
 from offload.planning.placement import Placement
 from offload.ranks.transport import Ranks

@@ -14,14 +14,14 @@ from torch import nn
 
 from offload.deferred_init.deferred_init import held_values, materialize
 from offload.device.accelerator import Accelerator
-from offload.model.chunk import ChunkOf
-from offload.model.flats import ParameterInfo
+from offload.model.chunk import Chunk
+from offload.model.flat import ParameterInfo
 from offload.model.optimizer_kinds import InitialState
 from offload.model.unit import Unit
 from offload.model.weight_names import persistent_buffers
 from offload.model.weights import WeightSource
 from offload.ranks.consensus import checksum
-from offload.step.places import ParameterPlaces, RecordPlaces
+from offload.step.chunk_stores import ParameterStore, RecordStore
 from offload.tiers.memory import HostMemory, MemoryLedger
 
 
@@ -88,8 +88,8 @@ class Materializer:
     def __init__(
         self,
         accelerator: Accelerator,
-        places: ParameterPlaces | None,
-        records: RecordPlaces | None,
+        places: ParameterStore | None,
+        records: RecordStore | None,
         values: InitialValues,
         state_of: Callable[[ParameterInfo], InitialState],
         ledger: MemoryLedger,
@@ -101,11 +101,11 @@ class Materializer:
         """Bring one unit's values and records into their tiers, and let go of what its parameters held before."""
         values = self._values.of(unit.parameters)
         states = {info.index: self._initial_moments(info) for info in unit.parameters if info.trainable}
-        for chunk_of in unit.homes if self._places is None else unit.chunks:
-            self._chunk_parameters(chunk_of, values)
-        for chunk_of in unit.chunks:
-            if self._records is not None and chunk_of.flat.layout.trainable:
-                self._chunk_record(self._records, chunk_of, values, states)
+        for chunk in unit.homes if self._places is None else unit.chunks:
+            self._chunk_parameters(chunk, values)
+        for chunk in unit.chunks:
+            if self._records is not None and chunk.flat.layout.trainable:
+                self._chunk_record(self._records, chunk, values, states)
 
     def _initial_moments(self, info: ParameterInfo) -> dict[str, torch.Tensor]:
         """What the user's optimizer holds for this parameter already, in slot order; takes over its step count."""
@@ -113,52 +113,52 @@ class Materializer:
         info.step = state.step
         return {name: info.in_memory_order(moment) for name, moment in state.moments.items()}
 
-    def _chunk_parameters(self, chunk_of: ChunkOf, values: Mapping[int, torch.Tensor]) -> None:
-        nbytes = chunk_of.nbytes
+    def _chunk_parameters(self, chunk: Chunk, values: Mapping[int, torch.Tensor]) -> None:
+        nbytes = chunk.nbytes
         in_place = self._places is None and self._accelerator.unified
-        stored = self._places.view(chunk_of) if self._places is not None else None
+        stored = self._places.view(chunk) if self._places is not None else None
         if in_place:
-            target = chunk_of.flat.chunk_bytes(chunk_of.chunk)
+            target = chunk.bytes
         elif stored is not None:
             target = stored[:nbytes]
         else:
             target = HostMemory(nbytes, "initial values", ledger=self._ledger).tensor
-        typed = target.view(chunk_of.flat.dtype)
-        for info, piece in chunk_of.pieces:
-            low, high = piece.start - chunk_of.chunk.start, piece.stop - chunk_of.chunk.start
+        typed = target.view(chunk.flat.dtype)
+        for info, piece in chunk.pieces:
+            low, high = piece.start - chunk.start, piece.stop - chunk.start
             ordered = info.in_memory_order(values[info.index])
             part = ordered[piece.start - piece.slot.start : piece.stop - piece.slot.start]
-            if self._records is not None and info.trainable and self._records.format(chunk_of).state_format.is_split:
-                self._records.format(chunk_of).round_values(typed[low:high], part.float())
+            if self._records is not None and info.trainable and self._records.format(chunk).state_format.is_split:
+                self._records.format(chunk).round_values(typed[low:high], part.float())
             else:
                 typed[low:high].copy_(part)
         if self._places is None and not in_place:
-            self._accelerator.copy_in(chunk_of.flat.chunk_bytes(chunk_of.chunk), target).wait()
+            self._accelerator.copy_in(chunk.bytes, target).wait()
         elif self._places is not None and stored is None:
-            self._places.write(chunk_of, target).wait()
+            self._places.write(chunk, target).wait()
 
     def _chunk_record(
         self,
-        records: RecordPlaces,
-        chunk_of: ChunkOf,
+        records: RecordStore,
+        chunk: Chunk,
         values: Mapping[int, torch.Tensor],
         states: Mapping[int, Mapping[str, torch.Tensor]],
     ) -> None:
-        pieces = chunk_of.pieces
-        has_master = records.format(chunk_of).own_master
+        pieces = chunk.pieces
+        has_master = records.format(chunk).own_master
         if not has_master and not any(states.get(info.index) for info, _ in pieces):
             return  # a store reads as zeros where nothing was written, and zero is what moments start from
-        buffer = records.view(chunk_of)
+        buffer = records.view(chunk)
         home = buffer is not None
         if buffer is None:
-            buffer = HostMemory(records.nbytes(chunk_of), "initial records", ledger=self._ledger).tensor
-        record = records.over(chunk_of, buffer)
+            buffer = HostMemory(records.nbytes(chunk), "initial records", ledger=self._ledger).tensor
+        record = records.over(chunk, buffer)
         for info, piece in pieces:
-            low, high = piece.start - chunk_of.chunk.start, piece.stop - chunk_of.chunk.start
+            low, high = piece.start - chunk.start, piece.stop - chunk.start
             part = slice(piece.start - piece.slot.start, piece.stop - piece.slot.start)
             record.put_master(low, high, info.in_memory_order(values[info.index])[part])
             for name, moment in states.get(info.index, {}).items():
                 if name in record.arrays:
                     record.put_moment(name, low, high, moment[part])
         if not home:
-            records.write(chunk_of, buffer).wait()
+            records.write(chunk, buffer).wait()

@@ -12,11 +12,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from offload.deferred_init.held_tensors import Slot, replacing_held_tensors
 from offload.errors import ConfigError, UsageError
-from offload.model.flats import ParameterInfo
+from offload.model.flat import ParameterInfo
 from offload.model.guard import ParameterGuard
 from offload.model.optimizer import OffloadOptimizer
+from offload.step.components import Components
 from offload.step.hooks import Hooks
-from offload.step.parts import Parts
 from offload.step.training import Training
 
 _owned = WeakIdKeyDictionary()
@@ -71,7 +71,7 @@ class Taking:
     Until `take` has returned, what the parameters held stays in memory.
     """
 
-    def __init__(self, model: nn.Module, parts: Parts, buffers: Mapping[int, torch.Tensor]) -> None:
+    def __init__(self, model: nn.Module, parts: Components, buffers: Mapping[int, torch.Tensor]) -> None:
         """`buffers`: what takes the place of held tensors, by their id."""
         self._parts = parts
         self._infos = parts.parameters
@@ -149,7 +149,7 @@ class Taking:
             info.parameter.data = held
 
 
-def let_go(parts: Parts) -> None:
+def disown(parts: Components) -> None:
     """They belong to none any more."""
     for info in parts.parameters:
         _owned.pop(info.parameter, None)

@@ -22,10 +22,10 @@ from offload.build.building import Building
 from offload.build.materialize import NoValues
 from offload.config import Config
 from offload.model.description import check_state_format, check_trainable, parameter_specs
-from offload.model.flats import ParameterInfo
+from offload.model.flat import ParameterInfo
 from offload.model.optimizer_kinds import InitialState
-from offload.model.units import ModuleUnit
-from offload.step.parts import Parts
+from offload.model.partition import ModuleUnit
+from offload.step.components import Components
 
 Groups = Callable[[], Sequence[Mapping[str, Any]]]
 
@@ -54,9 +54,9 @@ def group_indices(groups: Sequence[Mapping[str, Any]]) -> dict[int, int]:
 
 
 def refitted(
-    parts: Parts, config: Config, moments: tuple[str, ...], groups: Sequence[Mapping[str, Any]], trained: Collection[int]
-) -> Parts:
-    """Parts like these, which are closed, for the same model on one rank, with states for the parameters of the indices
+    parts: Components, config: Config, moments: tuple[str, ...], groups: Sequence[Mapping[str, Any]], trained: Collection[int]
+) -> Components:
+    """The like of these, which are closed, for the same model on one rank, with states for the parameters of the indices
     `trained` too: values and states are zeros, to be loaded. Raises `ConfigError`, also `BudgetError`."""
     group_of = group_indices(groups)
     infos = [

@@ -32,12 +32,12 @@ from offload.checkpoint.restoring import StateWriter, StoredParameter
 from offload.checkpoint.saving import Save, Saver
 from offload.checkpoint.state_reading import StateReader
 from offload.errors import CheckpointError, EngineFailedError, OffloadError, RankError, StorageError, UsageError, words_of
-from offload.model.flats import ParameterInfo
+from offload.model.flat import ParameterInfo
 from offload.model.optimizer import OffloadOptimizer
-from offload.ranks.agreement import Point
+from offload.ranks.agreement import MeetingPoint
+from offload.step.components import Components
 from offload.step.gathering import Gathering
 from offload.step.hooks import in_backward
-from offload.step.parts import Parts
 from offload.step.training import Training
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class Checkpointing:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: Components,
         training: Training,
         gathering: Gathering,
         model: nn.Module,
@@ -95,7 +95,7 @@ class Checkpointing:
         except OffloadError as error:
             failure = error
         said = json.dumps([os.path.abspath(path), str(failure) if failure is not None else ""]).encode()
-        answers = [json.loads(one) for one in self._gathering.meet(Point.SAVING, lambda: ranks.exchange_bytes(said))]
+        answers = [json.loads(one) for one in self._gathering.meet(MeetingPoint.SAVING, lambda: ranks.exchange_bytes(said))]
         if failure is not None:
             raise failure
         for index, (_, word) in enumerate(answers):
@@ -196,7 +196,7 @@ class Checkpointing:
             failure = error
         said = str(failure).encode() if failure is not None else b""
         with self._training.failures():
-            answers = rendezvous.meet(Point.LOADING, lambda: ranks.exchange_bytes(said))
+            answers = rendezvous.meet(MeetingPoint.LOADING, lambda: ranks.exchange_bytes(said))
         if failure is not None:
             raise failure
         for index, answer in enumerate(answers):
@@ -210,7 +210,7 @@ class Checkpointing:
         highest, ranks = highest_number(folder), self._parts.ranks
         if ranks is not None:
             own = str(highest).encode()
-            highest = int(self._gathering.meet(Point.SAVING, lambda: ranks.exchange_bytes(own))[0])
+            highest = int(self._gathering.meet(MeetingPoint.SAVING, lambda: ranks.exchange_bytes(own))[0])
         self.save(folder / f"step-{done if highest <= done else highest + 1}", client_state, keep_last)
 
     def resume_or_start(self, path: Path) -> dict[str, Any] | None:
@@ -249,7 +249,7 @@ class Checkpointing:
             except StorageError as error:
                 failure = error
         said = json.dumps(names if failure is None else str(failure)).encode()
-        answer = json.loads(self._gathering.meet(Point.LOADING, lambda: ranks.exchange_bytes(said))[0])
+        answer = json.loads(self._gathering.meet(MeetingPoint.LOADING, lambda: ranks.exchange_bytes(said))[0])
         if failure is not None:
             raise failure
         if isinstance(answer, str):
@@ -261,7 +261,7 @@ class Checkpointing:
         ranks = self._parts.ranks
         if ranks is None:
             return requested
-        return any(self._gathering.meet(Point.SAVING, lambda: ranks.exchange_bytes(b"!" if requested else b"")))
+        return any(self._gathering.meet(MeetingPoint.SAVING, lambda: ranks.exchange_bytes(b"!" if requested else b"")))
 
     def _check(self, opened: OpenedCheckpoint) -> Matching:
         matching = Matching(opened.manifest, str(opened.path), self._parts)
@@ -417,7 +417,7 @@ class Checkpointing:
         """On several ranks: all of them gather unit by unit, the first writes."""
         ranks = self._parts.ranks
         assert ranks is not None
-        gathered = self._gathering.values_by_unit(Point.EXPORTING)
+        gathered = self._gathering.values_by_unit(MeetingPoint.EXPORTING)
         failure: Exception | None = None
         if ranks.index == 0:
             try:
@@ -429,7 +429,7 @@ class Checkpointing:
         for _ in gathered:
             pass  # the other ranks, and this one after a failure: the gathers are everybody's
         said = f"{type(failure).__name__}: {failure}".encode() if failure is not None else b""
-        word = self._gathering.meet(Point.EXPORTING, lambda: ranks.exchange_bytes(said))[0]
+        word = self._gathering.meet(MeetingPoint.EXPORTING, lambda: ranks.exchange_bytes(said))[0]
         if failure is not None:
             raise failure
         if word:

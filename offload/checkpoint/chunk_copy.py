@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from offload.checkpoint.state_reading import ChunkRead
 from offload.checkpoint.unit_file import ChunkWrite, UnitFile
-from offload.model.chunk import ChunkOf
+from offload.model.chunk import Chunk
 from offload.tiers.io.backend import Priority
 
 
 class ChunkCopy:
     """`begin_reading`, `begin_writing`, `bring`, `finish`, in this order, by one thread."""
 
-    def __init__(self, chunk_of: ChunkOf, file: UnitFile) -> None:
-        self.chunk_of, self.file = chunk_of, file
+    def __init__(self, chunk: Chunk, file: UnitFile) -> None:
+        self.chunk, self.file = chunk, file
         self._read: ChunkRead | None = None
         self._write: ChunkWrite | None = None
         self._shared = self._brought = False

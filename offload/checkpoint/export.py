@@ -16,7 +16,7 @@ from offload.checkpoint.peft_export import AdapterFile
 from offload.checkpoint.staged_folder import StagedFolder, sync_folder
 from offload.checkpoint.tensor_file import METADATA, TensorFile, TensorSpec, known_dtype, write_file
 from offload.device.rounding import round_into
-from offload.model.flats import ParameterInfo
+from offload.model.flat import ParameterInfo
 
 ADAPTER_NAME = "adapter_model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"

@@ -2,7 +2,7 @@
 
 Who drives the model makes them under its next forward. In a notebook, or at the end of a script, none may come. Where it has
 asked nothing of the engine for a while, is in no forward and holds no parameters, another thread may have an update made in
-its place: each holds `Usable.turn` while it works, so they never meet, and what it leaves is what the next forward would
+its place: each holds `FailureState.turn` while it works, so they never meet, and what it leaves is what the next forward would
 have left there.
 """
 
@@ -11,8 +11,8 @@ from __future__ import annotations
 import threading
 import time
 
-from offload.model.chunk import ChunkOf
-from offload.step.parts import Parts
+from offload.model.chunk import Chunk
+from offload.step.components import Components
 from offload.step.training import Training
 
 QUIET_SECONDS = 1.0
@@ -22,7 +22,7 @@ QUIET_SECONDS = 1.0
 class Idleness:
     """Of the thread that made this. `make_update` is for one other thread."""
 
-    def __init__(self, parts: Parts, training: Training) -> None:
+    def __init__(self, parts: Components, training: Training) -> None:
         self._training, self._residency, self._units = training, parts.residency, parts.units
         self._driver = threading.current_thread()
         self._seen_count, self._seen_seconds = training.turn_count, time.monotonic()
@@ -30,7 +30,7 @@ class Idleness:
         self._accelerator = parts.accelerator
         self._finish_as_driver = parts.accelerator.on_compute(self._finish)
 
-    def make_update(self, chunk_of: ChunkOf) -> bool:
+    def make_update(self, chunk: Chunk) -> bool:
         """Have the update of the chunk's unit made if the thread of the model is idle; whether it was.
 
         Raises the engine's failure, and `EngineFailedError` where the update will never be made."""
@@ -46,7 +46,7 @@ class Idleness:
         try:
             if self._residency.is_used:
                 return False
-            self._unit_index = chunk_of.flat.layout.unit_index
+            self._unit_index = chunk.flat.layout.unit_index
             with training.failures_beside():
                 self._finish_as_driver()
         finally:

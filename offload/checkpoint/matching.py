@@ -15,9 +15,9 @@ from offload.checkpoint.model_names import buffers_once
 from offload.checkpoint.random_state import CPU, DEVICE, take_random_state
 from offload.errors import CheckpointError
 from offload.model.file_dtypes import DTYPE_CODES, DTYPES
-from offload.model.flats import ParameterInfo
+from offload.model.flat import ParameterInfo
 from offload.model.weight_names import Differences
-from offload.step.parts import Parts
+from offload.step.components import Components
 
 SWITCHES = frozenset({"foreach", "fused", "capturable", "differentiable", "maximize", "amsgrad"})
 """Keys of a parameter group that choose torch's implementation; they are the running program's."""
@@ -37,7 +37,7 @@ class Matching:
     `entries`: the checkpoint's entry of each parameter, by its index; `buffers`: the range of each buffer it holds, by fqn.
     """
 
-    def __init__(self, manifest: Manifest, origin: str, parts: Parts) -> None:
+    def __init__(self, manifest: Manifest, origin: str, parts: Components) -> None:
         self._manifest, self._origin, self._parts = manifest, origin, parts
         self._parameters, self._buffers = list(manifest.parameters), list(manifest.buffers)
         self._moments = moments_of(manifest)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from offload.device.rounding import round_into
 from offload.errors import UsageError
-from offload.model.flats import ParameterInfo
+from offload.model.flat import ParameterInfo
 from offload.model.weight_names import persistent_buffers
 
 _HOOKS = (

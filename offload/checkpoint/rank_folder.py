@@ -23,7 +23,7 @@ from offload.checkpoint.numbering import date_behind_others
 from offload.checkpoint.staged_folder import MANIFEST_NAME, StagedFolder, open_folder
 from offload.checkpoint.tensor_file import write_file
 from offload.errors import CheckpointError, RankError
-from offload.ranks.agreement import Point
+from offload.ranks.agreement import MeetingPoint
 from offload.ranks.rendezvous import Rendezvous
 from offload.ranks.transport import Ranks
 
@@ -56,7 +56,7 @@ class RankFolder:
                 except Exception as error:
                     failure = error
                     said = f"!{type(error).__name__}: {error}".encode()
-            answers = self._rendezvous.meet(Point.SAVING, lambda: self._ranks.exchange_bytes(said))
+            answers = self._rendezvous.meet(MeetingPoint.SAVING, lambda: self._ranks.exchange_bytes(said))
             if failure is not None:
                 raise failure
             path = answers[0].decode()
@@ -72,7 +72,9 @@ class RankFolder:
             stack.callback(self._close)
             blind = [
                 index
-                for index, word in enumerate(self._rendezvous.meet(Point.SAVING, lambda: self._ranks.exchange_bytes(seen)))
+                for index, word in enumerate(
+                    self._rendezvous.meet(MeetingPoint.SAVING, lambda: self._ranks.exchange_bytes(seen))
+                )
                 if word
             ]
             if blind:

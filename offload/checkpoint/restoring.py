@@ -15,11 +15,11 @@ from offload.checkpoint.state_reading import ChunkBuffers, parameter_nbytes
 from offload.device.rounding import round_into
 from offload.device.segment import MASTER
 from offload.layout import Piece
-from offload.model.chunk import ChunkOf
+from offload.model.chunk import Chunk
 from offload.model.file_dtypes import DTYPES
-from offload.model.flats import ParameterInfo
+from offload.model.flat import ParameterInfo
 from offload.model.unit import Unit
-from offload.step.parts import Parts
+from offload.step.components import Components
 
 
 class StoredParameter:
@@ -71,20 +71,20 @@ class StoredParameter:
 class StateWriter:
     """Fills the tiers. Owned by the thread that drives the model; nothing is resident that a store is the home of."""
 
-    def __init__(self, parts: Parts, stored: dict[int, StoredParameter]) -> None:
+    def __init__(self, parts: Components, stored: dict[int, StoredParameter]) -> None:
         self._parts, self._stored = parts, stored
         self._buffers = ChunkBuffers(parts)
 
     def unit(self, unit: Unit) -> None:
         """Overwrite the unit's parameters and records."""
-        for chunk_of in unit.chunks:
-            masters = self._fill_record(chunk_of)
-            if self._parts.places is not None:
-                self._fill_values(chunk_of, masters)
-        if self._parts.places is None:
+        for chunk in unit.chunks:
+            masters = self._fill_record(chunk)
+            if self._parts.parameter_store is not None:
+                self._fill_values(chunk, masters)
+        if self._parts.parameter_store is None:
             # They stay on the device, whole on every rank, whatever part of them this one updates.
-            for chunk_of in unit.homes:
-                self._fill_values(chunk_of, None)
+            for chunk in unit.homes:
+                self._fill_values(chunk, None)
         for info in unit.parameters:
             del self._stored[info.index]  # with what it may have reordered
 
@@ -92,21 +92,21 @@ class StateWriter:
         """Give the buffers back. Idempotent."""
         self._buffers.close()
 
-    def _fill_record(self, chunk_of: ChunkOf) -> torch.Tensor | None:
+    def _fill_record(self, chunk: Chunk) -> torch.Tensor | None:
         """Overwrite the chunk's record. Returns its fp32 masters, unless the parameters are those."""
         records = self._parts.records
-        if records is None or not chunk_of.flat.layout.trainable:
+        if records is None or not chunk.flat.layout.trainable:
             return None
-        records.settle_write(chunk_of)
-        home = records.view(chunk_of)
+        records.settle_write(chunk)
+        home = records.view(chunk)
         in_place = home is not None and home.device.type == "cpu"
-        content = home if home is not None and in_place else self._buffers.record.take(records.nbytes(chunk_of)).zero_()
-        record = records.over(chunk_of, content)
+        content = home if home is not None and in_place else self._buffers.record.take(records.nbytes(chunk)).zero_()
+        record = records.over(chunk, content)
         masters = record.arrays.get(MASTER)
         if masters is None and record.format.own_master:
-            masters = torch.zeros(chunk_of.chunk.numel)
-        for info, piece in chunk_of.pieces:
-            low, high = piece.start - chunk_of.chunk.start, piece.stop - chunk_of.chunk.start
+            masters = torch.zeros(chunk.numel)
+        for info, piece in chunk.pieces:
+            low, high = piece.start - chunk.start, piece.stop - chunk.start
             stored, start = self._stored[info.index], piece.start - piece.slot.start
             if masters is not None:
                 stored.read(VALUE, start, masters[low:high])
@@ -118,44 +118,44 @@ class StateWriter:
                 if exact is not direct:
                     record.put_moment(name, low, high, exact)
         if not in_place:
-            records.write(chunk_of, content).wait()
+            records.write(chunk, content).wait()
         return masters
 
-    def _fill_values(self, chunk_of: ChunkOf, masters: torch.Tensor | None) -> None:
-        nbytes, places = parameter_nbytes(chunk_of), self._parts.places
+    def _fill_values(self, chunk: Chunk, masters: torch.Tensor | None) -> None:
+        nbytes, places = parameter_nbytes(chunk), self._parts.parameter_store
         home: torch.Tensor | None
         if places is not None:
-            places.settle_write(chunk_of)
-            places.settle_copies(chunk_of)
-            home = places.view(chunk_of)
+            places.settle_write(chunk)
+            places.settle_copies(chunk)
+            home = places.view(chunk)
         else:
-            home = chunk_of.flat.chunk_bytes(chunk_of.chunk) if self._parts.accelerator.unified else None
+            home = chunk.bytes if self._parts.accelerator.unified else None
         content = home
         if content is None:
-            content = self._buffers.values.take(places.nbytes(chunk_of) if places is not None else nbytes).zero_()
-        values = content[:nbytes].view(chunk_of.flat.dtype)
-        for info, piece in chunk_of.pieces:
-            low, high = piece.start - chunk_of.chunk.start, piece.stop - chunk_of.chunk.start
+            content = self._buffers.values.take(places.nbytes(chunk) if places is not None else nbytes).zero_()
+        values = content[:nbytes].view(chunk.flat.dtype)
+        for info, piece in chunk.pieces:
+            low, high = piece.start - chunk.start, piece.stop - chunk.start
             if masters is not None:
-                self._round(chunk_of, values[low:high], masters[low:high])
+                self._round(chunk, values[low:high], masters[low:high])
             else:
-                self._read_values(chunk_of, info, piece, values[low:high])
+                self._read_values(chunk, info, piece, values[low:high])
         if home is None and places is not None:
-            places.write(chunk_of, content).wait()
+            places.write(chunk, content).wait()
         elif home is None:
-            chunk_of.flat.chunk_bytes(chunk_of.chunk).copy_(content)  # on the stream of compute, after what it does now
+            chunk.bytes.copy_(content)  # on the stream of compute, after what it does now
 
-    def _read_values(self, chunk_of: ChunkOf, info: ParameterInfo, piece: Piece, into: torch.Tensor) -> None:
+    def _read_values(self, chunk: Chunk, info: ParameterInfo, piece: Piece, into: torch.Tensor) -> None:
         stored, start = self._stored[info.index], piece.start - piece.slot.start
         records = self._parts.records
-        if records is None or not info.trainable or not records.format(chunk_of).state_format.is_split:
+        if records is None or not info.trainable or not records.format(chunk).state_format.is_split:
             stored.read(VALUE, start, into)
             return
         exact = torch.empty(into.numel())
         stored.read(VALUE, start, exact)
-        self._round(chunk_of, into, exact)
+        self._round(chunk, into, exact)
 
-    def _round(self, chunk_of: ChunkOf, into: torch.Tensor, masters: torch.Tensor) -> None:
+    def _round(self, chunk: Chunk, into: torch.Tensor, masters: torch.Tensor) -> None:
         """The parameters of fp32 masters, as an update would leave them."""
         assert self._parts.records is not None
-        self._parts.records.format(chunk_of).round_values(into, masters)
+        self._parts.records.format(chunk).round_values(into, masters)

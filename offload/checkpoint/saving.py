@@ -43,7 +43,7 @@ from offload.checkpoint.writing import Small, Snapshot
 from offload.device.lane import HostLane, start_thread
 from offload.device.pending import Pending
 from offload.errors import CheckpointError, EngineFailedError, UsageError
-from offload.step.parts import Parts
+from offload.step.components import Components
 from offload.step.training import Training
 
 Folder = StagedFolder | RankFolder
@@ -127,7 +127,7 @@ class Save(Pending):
 class _Making:
     """All that is held for one save. `begin`, `run` and `end` are jobs of the lane."""
 
-    def __init__(self, folder: Folder, parts: Parts, snapshot: Callable[[Path], Snapshot]) -> None:
+    def __init__(self, folder: Folder, parts: Components, snapshot: Callable[[Path], Snapshot]) -> None:
         """`snapshot`: makes it, in a folder."""
         self.folder, self._parts, self._make_snapshot = folder, parts, snapshot
         self.outcome = _Outcome(folder.target)
@@ -191,7 +191,7 @@ class _Making:
 class Saver:
     """Makes the saves of one engine. Owned by the thread that drives the model."""
 
-    def __init__(self, parts: Parts, training: Training, model: nn.Module, finish_updates: Callable[[], None]) -> None:
+    def __init__(self, parts: Components, training: Training, model: nn.Module, finish_updates: Callable[[], None]) -> None:
         """`finish_updates`: has every update that is enqueued made, or raises why it cannot be."""
         self._parts, self._training, self._model, self._finish_updates = parts, training, model, finish_updates
         self.soundness = Soundness()
@@ -205,7 +205,12 @@ class Saver:
 
         That takes state that all lies in stores, a thread that updates it, and no other rank that waits for this one."""
         parts = self._parts
-        return parts.ranks is None and parts.places is not None and parts.updates is not None and parts.updates.runs_beside
+        return (
+            parts.ranks is None
+            and parts.parameter_store is not None
+            and parts.updates is not None
+            and parts.updates.runs_beside
+        )
 
     def save(self, path: Path, manifest: Manifest, keep_last: int | None, *, wait: bool) -> Save:
         """Write a checkpoint of the state of now, with the updates that are still to come if it `follows_updates`. Returns when
@@ -309,7 +314,7 @@ class Saver:
             accelerator.mark().wait()
 
 
-def _folder(path: Path, parts: Parts) -> Folder:
+def _folder(path: Path, parts: Components) -> Folder:
     if parts.ranks is None or parts.rendezvous is None:
         return StagedFolder(path, replace=True)
     return RankFolder(path, parts.ranks, parts.rendezvous)

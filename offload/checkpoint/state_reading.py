@@ -18,11 +18,11 @@ from offload.checkpoint.manifest import VALUE
 from offload.device.pending import AllOf, Pending
 from offload.device.records import Record
 from offload.device.segment import MASTER, StateFormat
-from offload.model.chunk import ChunkOf
-from offload.model.flats import ParameterInfo
+from offload.model.chunk import Chunk
+from offload.model.flat import ParameterInfo
 from offload.model.unit import Unit
-from offload.step.parts import Parts
-from offload.step.places import Places
+from offload.step.chunk_stores import ChunkStore
+from offload.step.components import Components
 from offload.tiers.memory import HostMemory
 
 PURPOSE = "checkpoint"
@@ -52,14 +52,14 @@ class PieceState:
 class ChunkState:
     """A chunk's state at hand. `values`: the parameters' [chunk.numel], not looked at where the record has the whole master."""
 
-    chunk_of: ChunkOf
+    chunk: Chunk
     values: torch.Tensor | None
     record: Record | None
 
     def pieces(self) -> Iterator[PieceState]:
         """Every piece of the chunk, in the layout's order."""
-        values, record, start = self.values, self.record, self.chunk_of.chunk.start
-        for info, piece in self.chunk_of.pieces:
+        values, record, start = self.values, self.record, self.chunk.start
+        for info, piece in self.chunk.pieces:
             low, high = piece.start - start, piece.stop - start
             part = values[low:high] if values is not None else torch.empty(0)
             moments = {name: record.moment(name, low, high) for name in record.format.moments} if record is not None else {}
@@ -81,9 +81,9 @@ class ChunkState:
 
 
 class ChunkBuffer:
-    """One host buffer that every chunk of a `Places` (or every chunk's parameters) fits into, made when first needed."""
+    """One host buffer that every chunk of a `ChunkStore` (or every chunk's parameters) fits into, made when first needed."""
 
-    def __init__(self, parts: Parts, nbytes: Iterable[int]) -> None:
+    def __init__(self, parts: Components, nbytes: Iterable[int]) -> None:
         self._parts = parts
         self._nbytes = max(nbytes, default=0)
         self._memory: HostMemory | None = None
@@ -98,18 +98,18 @@ class ChunkBuffer:
         self._memory = None
 
 
-def parameter_nbytes(chunk_of: ChunkOf) -> int:
+def parameter_nbytes(chunk: Chunk) -> int:
     """Bytes of a chunk's parameters in compute precision."""
-    return chunk_of.nbytes
+    return chunk.nbytes
 
 
 class ChunkBuffers:
     """The buffers for one pass over the whole state, reading or writing."""
 
-    def __init__(self, parts: Parts) -> None:
-        chunks = [chunk_of for unit in parts.units for chunk_of in unit.chunks]
-        records, places = parts.records, parts.places
-        trained = [chunk_of for chunk_of in chunks if chunk_of.flat.layout.trainable] if records is not None else []
+    def __init__(self, parts: Components) -> None:
+        chunks = [chunk for unit in parts.units for chunk in unit.chunks]
+        records, places = parts.records, parts.parameter_store
+        trained = [chunk for chunk in chunks if chunk.flat.layout.trainable] if records is not None else []
         self.record = ChunkBuffer(parts, (records.nbytes(one) for one in trained) if records is not None else ())
         self.values = ChunkBuffer(
             parts, (places.nbytes(one) if places is not None else parameter_nbytes(one) for one in chunks)
@@ -140,7 +140,7 @@ class ChunkRead:
 class StateReader:
     """See the module. Used by one thread at a time; no update may write what it reads."""
 
-    def __init__(self, parts: Parts, failures: Failures, at_once: int = 1) -> None:
+    def __init__(self, parts: Components, failures: Failures, at_once: int = 1) -> None:
         """`failures()`: around every read from a tier; a failure there is the engine's, one of writing the files is not.
         `at_once`: how many chunks' states are valid at the same time."""
         self._parts, self._failures = parts, failures
@@ -148,14 +148,14 @@ class StateReader:
 
     def pieces(self, unit: Unit) -> Iterator[PieceState]:
         """Every piece of the unit, in the layout's order: each parameter's come in order and are complete at the end."""
-        for chunk_of in unit.chunks:
-            yield from self.chunk(chunk_of).pieces()
+        for chunk in unit.chunks:
+            yield from self.chunk(chunk).pieces()
 
-    def chunk(self, chunk_of: ChunkOf, *, kept: bool = False) -> ChunkState:
+    def chunk(self, chunk: Chunk, *, kept: bool = False) -> ChunkState:
         """As `begin`, and wait for it."""
-        return self.begin(chunk_of, kept=kept).wait()
+        return self.begin(chunk, kept=kept).wait()
 
-    def begin(self, chunk_of: ChunkOf, *, kept: bool = False) -> ChunkRead:
+    def begin(self, chunk: Chunk, *, kept: bool = False) -> ChunkRead:
         """Have the chunk's state read; it is valid until `at_once` more have begun. `kept`: what its stores (`stores_of`)
         keep."""
         buffers = self._buffers[0]
@@ -163,36 +163,36 @@ class StateReader:
         transfers: list[Pending] = []
         try:
             with self._failures():
-                record = self._record(chunk_of, kept, buffers.record, transfers)
+                record = self._record(chunk, kept, buffers.record, transfers)
                 needs_values = record is None or record.format.needs_values
-                values = self._values(chunk_of, kept, buffers.values, transfers) if needs_values else None
+                values = self._values(chunk, kept, buffers.values, transfers) if needs_values else None
         except BaseException:
             settle(AllOf(transfers))
             raise
-        return ChunkRead(ChunkState(chunk_of, values, record), AllOf(transfers), self._failures)
+        return ChunkRead(ChunkState(chunk, values, record), AllOf(transfers), self._failures)
 
     def close(self) -> None:
         """Give the buffers back. Idempotent."""
         for buffers in self._buffers:
             buffers.close()
 
-    def _record(self, chunk_of: ChunkOf, kept: bool, buffer: ChunkBuffer, transfers: list[Pending]) -> Record | None:
+    def _record(self, chunk: Chunk, kept: bool, buffer: ChunkBuffer, transfers: list[Pending]) -> Record | None:
         records = self._parts.records
-        if records is None or not chunk_of.flat.layout.trainable:
+        if records is None or not chunk.flat.layout.trainable:
             return None
-        return records.over(chunk_of, _read(records, chunk_of, buffer, kept, transfers))
+        return records.over(chunk, _read(records, chunk, buffer, kept, transfers))
 
-    def _values(self, chunk_of: ChunkOf, kept: bool, buffer: ChunkBuffer, transfers: list[Pending]) -> torch.Tensor:
+    def _values(self, chunk: Chunk, kept: bool, buffer: ChunkBuffer, transfers: list[Pending]) -> torch.Tensor:
         """The chunk's parameters [chunk.numel] in their own dtype, in host memory."""
-        nbytes, places = parameter_nbytes(chunk_of), self._parts.places
+        nbytes, places = parameter_nbytes(chunk), self._parts.parameter_store
         if places is not None:
-            content = _read(places, chunk_of, buffer, kept, transfers)
+            content = _read(places, chunk, buffer, kept, transfers)
         elif self._parts.accelerator.unified:
-            content = chunk_of.flat.chunk_bytes(chunk_of.chunk)
+            content = chunk.bytes
         else:
             content = buffer.take(nbytes)
-            transfers.append(self._parts.accelerator.copy_out(content, chunk_of.flat.chunk_bytes(chunk_of.chunk)))
-        return content[:nbytes].view(chunk_of.flat.dtype)
+            transfers.append(self._parts.accelerator.copy_out(content, chunk.bytes))
+        return content[:nbytes].view(chunk.flat.dtype)
 
 
 def settle(transfers: Pending) -> None:
@@ -203,29 +203,29 @@ def settle(transfers: Pending) -> None:
         _log.warning("a further failure: %s", error)
 
 
-def stores_of(parts: Parts, chunk_of: ChunkOf) -> tuple[Places, ...]:
+def stores_of(parts: Components, chunk: Chunk) -> tuple[ChunkStore, ...]:
     """Those that hold the chunk's state among them; none where a part of it is not in a store."""
-    records = parts.records if chunk_of.flat.layout.trainable else None
-    needs_values = records is None or records.format(chunk_of).needs_values
+    records = parts.records if chunk.flat.layout.trainable else None
+    needs_values = records is None or records.format(chunk).needs_values
     if not needs_values:
         return (records,) if records is not None else ()
-    if parts.places is None:
+    if parts.parameter_store is None:
         return ()
-    return (records, parts.places) if records is not None else (parts.places,)
+    return (records, parts.parameter_store) if records is not None else (parts.parameter_store,)
 
 
-def _read(places: Places, chunk_of: ChunkOf, buffer: ChunkBuffer, kept: bool, transfers: list[Pending]) -> torch.Tensor:
+def _read(places: ChunkStore, chunk: Chunk, buffer: ChunkBuffer, kept: bool, transfers: list[Pending]) -> torch.Tensor:
     """The chunk's bytes in host memory: where they lie, or in the buffer when what joins `transfers` is over."""
     if kept:
-        content = buffer.take(places.nbytes(chunk_of))
-        transfers.append(places.read_kept(chunk_of, content))
+        content = buffer.take(places.nbytes(chunk))
+        transfers.append(places.read_snapshot(chunk, content))
         return content
-    places.settle_write(chunk_of)
-    stored = places.view(chunk_of)
+    places.settle_write(chunk)
+    stored = places.view(chunk)
     if stored is not None and stored.device.type == "cpu":
         return stored
-    content = buffer.take(places.nbytes(chunk_of))
+    content = buffer.take(places.nbytes(chunk))
     if stored is not None:
         return content.copy_(stored)
-    transfers.append(places.read(chunk_of, content))
+    transfers.append(places.read(chunk, content))
     return content

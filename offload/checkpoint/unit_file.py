@@ -21,9 +21,9 @@ from offload.checkpoint.tensor_file import METADATA, TensorFile, TensorSpec
 from offload.checkpoint.unit_tensors import GapPart, UnitTensors, tensor_name
 from offload.device.pending import AllOf, Pending
 from offload.errors import StorageError
-from offload.model.chunk import ChunkOf
+from offload.model.chunk import Chunk
 from offload.model.file_dtypes import DTYPE_CODES
-from offload.model.flats import ParameterInfo
+from offload.model.flat import ParameterInfo
 from offload.model.unit import Unit
 from offload.tiers.io.backend import IoBackend, Priority
 
@@ -54,8 +54,8 @@ class UnitFile:
     def begin(self, state: ChunkState, priority: Priority, *, shared: bool) -> ChunkWrite:
         """As `write`, as far as it goes without waiting; the chunk's memory may not change until the rest is done."""
         self.opened()
-        arrays = {kind: state.array(kind) for kind in self.tensors.arrays_of(state.chunk_of)}
-        transfers = None if shared else self._start(state.chunk_of, arrays, priority)
+        arrays = {kind: state.array(kind) for kind in self.tensors.arrays_of(state.chunk)}
+        transfers = None if shared else self._start(state.chunk, arrays, priority)
         return ChunkWrite(self, state, arrays, transfers, shared)
 
     def finish(self) -> None:
@@ -97,7 +97,7 @@ class UnitFile:
         """Of its tensors."""
         return sum(spec.nbytes for spec in self.tensors.specs.values())
 
-    def _start(self, chunk_of: ChunkOf, arrays: dict[str, torch.Tensor | None], priority: Priority) -> list[Pending] | None:
+    def _start(self, chunk: Chunk, arrays: dict[str, torch.Tensor | None], priority: Priority) -> list[Pending] | None:
         """Write all arrays of the chunk by direct I/O; None where that cannot be had for each of them."""
         if self._direct is None or self._backend is None:
             return None
@@ -106,7 +106,7 @@ class UnitFile:
             if array is None or array.device.type != "cpu":
                 return None
             content = array.reshape(-1).view(torch.uint8)
-            name, place = self.tensors.place(chunk_of, kind)
+            name, place = self.tensors.place(chunk, kind)
             offset = self.opened().offsets[name] + place
             if (content.data_ptr() | offset | content.numel()) % ALIGN:
                 return None
@@ -156,7 +156,7 @@ class ChunkWrite:
                 raise write_failure("writing", file.path, error) from error
         whole = self._shared or self._transfers is not None  # whatever is in the padding is in the file too
         for kind, array in self._arrays.items():
-            for gap in tensors.gaps(self._state.chunk_of, kind):
+            for gap in tensors.gaps(self._state.chunk, kind):
                 overwrite = whole and array is not None and _holds_any(array, gap)
                 file.pad(gap.name, gap.start_nbytes, gap.nbytes, overwrite=overwrite)
         if self._transfers is None:

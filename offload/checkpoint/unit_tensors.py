@@ -16,8 +16,8 @@ import torch
 from offload.checkpoint.consistency import row_major
 from offload.checkpoint.manifest import VALUE
 from offload.checkpoint.tensor_file import TensorSpec, known_dtype
-from offload.model.chunk import ChunkOf
-from offload.model.flats import Flat, ParameterInfo
+from offload.model.chunk import Chunk
+from offload.model.flat import Flat, ParameterInfo
 from offload.model.unit import Unit
 
 
@@ -57,18 +57,18 @@ class UnitTensors:
             for kind in self._kinds(flat):
                 self._lay_out(flat, kind)
 
-    def arrays_of(self, chunk_of: ChunkOf) -> list[str]:
+    def arrays_of(self, chunk: Chunk) -> list[str]:
         """The arrays that the file holds a part of the chunk in; none where the chunk's flat is padding alone."""
-        return [kind for kind in self._kinds(chunk_of.flat) if (id(chunk_of.flat), kind) in self._arrays]
+        return [kind for kind in self._kinds(chunk.flat) if (id(chunk.flat), kind) in self._arrays]
 
-    def place(self, chunk_of: ChunkOf, kind: str) -> tuple[str, int]:
+    def place(self, chunk: Chunk, kind: str) -> tuple[str, int]:
         """Where the chunk's array begins: so many bytes behind the begin of a tensor."""
-        array = self._arrays[id(chunk_of.flat), kind]
-        return array.first, (chunk_of.chunk.start - array.start) * array.itemsize
+        array = self._arrays[id(chunk.flat), kind]
+        return array.first, (chunk.start - array.start) * array.itemsize
 
-    def gaps(self, chunk_of: ChunkOf, kind: str) -> Iterator[GapPart]:
+    def gaps(self, chunk: Chunk, kind: str) -> Iterator[GapPart]:
         """The padding in the chunk's array, in order."""
-        array, chunk = self._arrays[id(chunk_of.flat), kind], chunk_of.chunk
+        array, chunk = self._arrays[id(chunk.flat), kind], chunk
         for gap, name in array.gaps:
             start, stop = max(gap.start, chunk.start), min(gap.stop, chunk.stop)
             if start < stop:

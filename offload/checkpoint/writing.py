@@ -30,15 +30,15 @@ from offload.checkpoint.copies import Copies, Copy
 from offload.checkpoint.manifest import BufferEntry, Manifest, RandomEntry
 from offload.checkpoint.model_names import buffers_once
 from offload.checkpoint.random_state import CPU, DEVICE, take_random_state
-from offload.checkpoint.sharing import Sharing
+from offload.checkpoint.sharing import BlockSharing
 from offload.checkpoint.state_reading import ChunkState, Failures, StateReader, stores_of
 from offload.checkpoint.tensor_file import METADATA, TensorFile, TensorSpec, known_dtype
 from offload.checkpoint.unit_file import UnitFile, file_entry, tensor_entry
 from offload.checkpoint.unit_tensors import owned_elements
 from offload.device.records import Record
-from offload.model.chunk import ChunkOf
+from offload.model.chunk import Chunk
 from offload.model.unit import Unit
-from offload.step.parts import Parts
+from offload.step.components import Components
 from offload.tiers.io.backend import Priority
 
 _AT_ONCE = 2
@@ -69,13 +69,13 @@ class Snapshot:
     """
 
     def __init__(
-        self, folder: Path, parts: Parts, manifest: Manifest, small: Small, failures: Failures, *, beside: bool
+        self, folder: Path, parts: Components, manifest: Manifest, small: Small, failures: Failures, *, beside: bool
     ) -> None:
         """`small` is written now. `failures()`: around every read from a tier. `beside`: training goes on meanwhile."""
         self._folder, self._parts, self._manifest = folder, parts, manifest
         self._rank = parts.ranks.index if parts.ranks is not None else 0
         self._at_once, self._finished_together = (1, 1) if beside else (_AT_ONCE, _FINISHED_TOGETHER)
-        self._reader, self._sharing = StateReader(parts, failures, self._at_once), Sharing(parts, failures)
+        self._reader, self._sharing = StateReader(parts, failures, self._at_once), BlockSharing(parts, failures)
         self._priority = Priority.BACKGROUND if beside else Priority.STATE
         moments = parts.records.moments if parts.records is not None else ()
         self._files = {
@@ -87,7 +87,7 @@ class Snapshot:
         self._keeps = beside and self._has_room_to_keep()
         # What can be shared takes neither a write nor room, once it lies in its scratch file.
         self._writes_updated = not (beside or self._sharing.may_work_in(folder))
-        self._kept: set[ChunkOf] = set()
+        self._kept: set[Chunk] = set()
         self._under_way: deque[ChunkCopy] = deque()
         self._unfinished: list[UnitFile] = []
         self._whole: list[TensorFile] = []
@@ -112,8 +112,8 @@ class Snapshot:
         needed: dict[int, int] = {}
         there = os.stat(self._folder).st_dev
         needed[there] = sum(file.nbytes for file in self._files.values())
-        for places in (self._parts.records, self._parts.places):
-            for file, nbytes in places.room_to_keep() if places is not None else ():
+        for places in (self._parts.records, self._parts.parameter_store):
+            for file, nbytes in places.room_for_snapshots() if places is not None else ():
                 device, status = os.fstat(file.fileno()).st_dev, os.statvfs(file.fileno())
                 needed[device] = needed.get(device, 0) + nbytes
                 if needed[device] > status.f_bavail * status.f_frsize:
@@ -122,54 +122,54 @@ class Snapshot:
 
     # ---- by the updates ------------------------------------------------------------------------------------------
 
-    def before_update(self, chunk_of: ChunkOf, values: torch.Tensor, record: Record) -> None:
+    def before_update(self, chunk: Chunk, values: torch.Tensor, record: Record) -> None:
         """The chunk's `record` and (where they are a part of the master) `values` are about to be overwritten where they are.
 
         A failure is the save's, not the update's.
         """
-        self._by_update(self.copies.hold_for_update, ChunkState(chunk_of, values, record), self._keep_or_write)
+        self._by_update(self.copies.hold_for_update, ChunkState(chunk, values, record), self._keep_or_write)
 
-    def updated(self, chunk_of: ChunkOf, values: torch.Tensor, record: Record) -> None:
+    def updated(self, chunk: Chunk, values: torch.Tensor, record: Record) -> None:
         """The chunk's `record` and `values` (as above) are at hand as an update leaves them: if that is the one that was still
         to come, and training waits for the save, they are written from here, and need not be read again.
 
         A failure is the save's, not the update's.
         """
         if self._writes_updated:
-            state = ChunkState(chunk_of, values, record)
+            state = ChunkState(chunk, values, record)
             self._by_update(self.copies.hold_as_updated, state, lambda state: self._write(state, shared=False))
 
-    def after_update(self, chunk_of: ChunkOf) -> None:
+    def after_update(self, chunk: Chunk) -> None:
         """The chunk's update is over."""
         self.copies.updated()
 
-    def _by_update(self, hold: Callable[[ChunkOf], bool], state: ChunkState, save: Callable[[ChunkState], Copy]) -> None:
+    def _by_update(self, hold: Callable[[Chunk], bool], state: ChunkState, save: Callable[[ChunkState], Copy]) -> None:
         try:
-            if hold(state.chunk_of):
-                self.copies.become(state.chunk_of, save(state))
+            if hold(state.chunk):
+                self.copies.become(state.chunk, save(state))
         except Exception as error:
             self.copies.fail(error)
         finally:
             self.copies.give_up_held()  # nothing, where all went well
 
     def _keep_or_write(self, state: ChunkState) -> Copy:
-        shared, kept = self._see_to(state.chunk_of)
+        shared, kept = self._see_to(state.chunk)
         return Copy.KEPT if kept else self._write(state, shared=shared)
 
     def _write(self, state: ChunkState, *, shared: bool) -> Copy:
-        self._file_of(state.chunk_of).write(state, Priority.STATE, shared=shared)
+        self._file_of(state.chunk).write(state, Priority.STATE, shared=shared)
         return Copy.COPIED
 
     # ---- by the thread that copies ---------------------------------------------------------------------------------
 
-    def copy(self, make_update: Callable[[ChunkOf], bool]) -> None:
+    def copy(self, make_update: Callable[[Chunk], bool]) -> None:
         """Write every chunk that is not yet, in the order in which updates will come; make the files durable; enter them
         into the manifest. Raises the first failure of any thread. `make_update`: see `Copies.hold_for_copy`."""
         try:
             for unit_index in self._order:
                 file = self._files[unit_index]
-                for chunk_of in file.unit.chunks:
-                    self._copy(chunk_of, make_update)
+                for chunk in file.unit.chunks:
+                    self._copy(chunk, make_update)
                 if len(self._unfinished) == self._finished_together:
                     self._finish()  # what the drive has had a unit's time for
                 self._unfinished.append(file)
@@ -183,7 +183,7 @@ class Snapshot:
             self._files[unit_index].enter(self._manifest)
         self._finish_whole()
 
-    def _copy(self, chunk_of: ChunkOf, make_update: Callable[[ChunkOf], bool]) -> None:
+    def _copy(self, chunk: Chunk, make_update: Callable[[Chunk], bool]) -> None:
         """Begin to copy the chunk, with those before it as far as makes room for it."""
         before = self._under_way[-1] if self._under_way else None
         if before is not None:
@@ -191,32 +191,32 @@ class Snapshot:
         while len(self._under_way) >= self._at_once:
             self._complete_first()
         # Beside training nothing is under way now, so what is waited for here does not wait for what this thread holds.
-        state = self.copies.hold_for_copy(chunk_of, make_update)
+        state = self.copies.hold_for_copy(chunk, make_update)
         if state is not Copy.COPIED:
-            one = ChunkCopy(chunk_of, self._file_of(chunk_of))
+            one = ChunkCopy(chunk, self._file_of(chunk))
             self._under_way.append(one)
-            shared, kept = self._see_to(chunk_of) if state is Copy.HELD else (False, True)
+            shared, kept = self._see_to(chunk) if state is Copy.HELD else (False, True)
             if kept:
-                self.copies.become(chunk_of, Copy.KEPT)
-            one.begin_reading(self._reader.begin(chunk_of, kept=kept), shared=shared)
+                self.copies.become(chunk, Copy.KEPT)
+            one.begin_reading(self._reader.begin(chunk, kept=kept), shared=shared)
         if before is not None:
             before.bring()
         if self._under_way and self._at_once == 1:
             self._complete_first()
 
-    def _see_to(self, chunk_of: ChunkOf) -> tuple[bool, bool]:
+    def _see_to(self, chunk: Chunk) -> tuple[bool, bool]:
         """Have the chunk shared, or else kept: whether it is (shared, kept). It is held: nobody overwrites it meanwhile."""
-        shared = self._sharing.chunk(chunk_of, self._file_of(chunk_of))
-        return shared, not shared and self._keep(chunk_of)
+        shared = self._sharing.chunk(chunk, self._file_of(chunk))
+        return shared, not shared and self._keep(chunk)
 
     def _complete_first(self) -> None:
         first = self._under_way[0]
         first.begin_writing(self._priority)
         first.bring()
         first.finish()
-        self._let_go(first.chunk_of)
+        self._drop_snapshots(first.chunk)
         self._under_way.popleft()
-        self.copies.become(first.chunk_of, Copy.COPIED)
+        self.copies.become(first.chunk, Copy.COPIED)
 
     def _finish(self) -> None:
         """Make the files durable whose chunks are all begun."""
@@ -234,33 +234,33 @@ class Snapshot:
         self._under_way.clear()
         self.copies.give_up_held()  # nobody is to wait for it
 
-    def _file_of(self, chunk_of: ChunkOf) -> UnitFile:
-        return self._files[chunk_of.flat.layout.unit_index]
+    def _file_of(self, chunk: Chunk) -> UnitFile:
+        return self._files[chunk.flat.layout.unit_index]
 
-    def _keep(self, chunk_of: ChunkOf) -> bool:
+    def _keep(self, chunk: Chunk) -> bool:
         """Whether the stores keep all of the chunk's state of now."""
-        stores = stores_of(self._parts, chunk_of) if self._keeps and chunk_of.flat.layout.trainable else ()
+        stores = stores_of(self._parts, chunk) if self._keeps and chunk.flat.layout.trainable else ()
         if not stores:
             return False
-        self._kept.add(chunk_of)  # first: what is kept in part is let go too
-        if all(places.keep(chunk_of) for places in stores):
+        self._kept.add(chunk)  # first: what is kept in part is let go too
+        if all(places.snapshot(chunk) for places in stores):
             return True
-        self._let_go(chunk_of)
+        self._drop_snapshots(chunk)
         return False
 
-    def _let_go(self, chunk_of: ChunkOf) -> None:
-        if chunk_of in self._kept:
-            self._kept.remove(chunk_of)
-            for places in stores_of(self._parts, chunk_of):
-                places.let_go(chunk_of)
+    def _drop_snapshots(self, chunk: Chunk) -> None:
+        if chunk in self._kept:
+            self._kept.remove(chunk)
+            for places in stores_of(self._parts, chunk):
+                places.drop_snapshot(chunk)
 
     def close(self) -> None:
         """Close the files as they are and give back what was kept, and buffers. Nobody is kept waiting any more. Idempotent.
         Not while `copy` runs."""
         self.copies.fail(AssertionError("the snapshot was closed"))
         self.copies.await_holders()  # nobody may still be writing to a descriptor that is about to be closed
-        for chunk_of in list(self._kept):
-            self._let_go(chunk_of)
+        for chunk in list(self._kept):
+            self._drop_snapshots(chunk)
         for file in self._files.values():
             file.close()
         for one in self._whole:

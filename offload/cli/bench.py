@@ -19,9 +19,9 @@ from offload.cli.rates import DIRECTIONS, Drive, seconds_per_call
 from offload.cli.sweep import Rates, find_best
 from offload.cli.text import format_count, format_nbytes, format_rate, format_seconds, table
 from offload.config import parse_nbytes
+from offload.device.optimizer_step import update
 from offload.device.rules import Hyper, Rule
 from offload.device.segment import Segment
-from offload.device.updating import update
 from offload.tiers.io import open_backend
 from offload.tiers.io.tuning import IoSettings, device_of, remember
 from offload.tiers.memory import HostMemory

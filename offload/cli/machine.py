@@ -11,7 +11,7 @@ import torch
 
 from offload import _native
 from offload.cli.text import format_nbytes
-from offload.device import device_kernels
+from offload.device import compiled_kernels
 from offload.device.host_room import host_rooms
 from offload.errors import ConfigError
 from offload.tiers.io import BACKEND_NAMES, open_backend
@@ -79,7 +79,7 @@ def accelerator_rows() -> list[Row]:
 def _cuda_kernels() -> str:
     # Without a device: one of those that every build compiles for.
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (8, 0)
-    if device_kernels.compiled_path(capability) is None:
+    if compiled_kernels.compiled_path(capability) is None:
         return "torch operations, the same bits (the package was built without nvcc and NVRTC)"
     return "compiled when the package was built"
 

@@ -15,9 +15,9 @@ from offload.errors import BudgetError
 from offload.layout import FlatLayout, Layout
 from offload.model.description import check_state_format, describe_parameters, parameter_specs
 from offload.model.optimizer_kinds import moments_of
-from offload.model.units import fold_for_ranks, partition, uses_of
+from offload.model.partition import fold_for_ranks, partition, uses_of
 from offload.planning.budget import MASTER_ITEMSIZE, Footprint, Tier, spilled_nbytes
-from offload.planning.placement import Placement, Sharing, record_format
+from offload.planning.placement import Placement, RankGroup, record_format
 from offload.planning.trace import Expected
 
 
@@ -49,7 +49,7 @@ class Outline:
         `accumulates`: with several micro-batches a step."""
         self._accumulates = accumulates
         self._config = config
-        self._sharing = Sharing(config.stage, rank_count, rank_count)
+        self._sharing = RankGroup(config.stage, rank_count, rank_count)
         units = partition(model)
         if rank_count > 1:
             units = fold_for_ranks(units, LEAST_UNIT_NUMEL)

@@ -18,7 +18,7 @@ Why each hazard cannot happen (tests/device/test_stream_order.py holds the code 
 - *D2H of a gradient that is not computed yet, or whose memory is reused.* `copy_out` makes drain wait for compute first
   and records the source on drain (`record_stream`), for who frees it early; gradients are copied from buffers that stay.
 - *The host writes pinned memory that an H2D still reads*, or reads what a D2H still writes. Whoever touches the host side
-  waits for the copy's `Pending` first: leases are released after it, `ParameterPlaces.settle_copies` covers stores.
+  waits for the copy's `Pending` first: leases are released after it, `ParameterStore.settle_copies` covers stores.
 - *Unregistering memory under a copy.* `unpin` waits for both copy streams.
 - *Another stream uses what `initialize` made on its own*, or a stream reuses what the last one freed at `close`. Both wait for
   the whole device.
@@ -46,7 +46,7 @@ from typing import Any
 
 import torch
 
-from offload.device import device_kernels
+from offload.device import compiled_kernels
 from offload.device.accelerator import Accelerator, ResizedMemory, UnitMemory
 from offload.device.lane import HostLane, Job, ThreadLane
 from offload.device.pending import Pending
@@ -100,7 +100,7 @@ class CudaAccelerator(Accelerator):
         self._drain = torch.cuda.Stream(self.device)
         self._ranks = torch.cuda.Stream(self.device)
         self._has_warned = False
-        device_kernels.prepare(self.device)
+        compiled_kernels.prepare(self.device)
 
     def unit_memory(self, nbytes: int) -> UnitMemory:
         return _StreamOrderedMemory(nbytes, self.device, self._fetch)

@@ -1,6 +1,6 @@
 """What the arithmetic on flat tensors has in common: checks, and float32 operations with one rounding in torch.
 
-CPU tensors go through the native library, CUDA tensors through the kernels of `offload.device.device_kernels`. Tensors of
+CPU tensors go through the native library, CUDA tensors through the kernels of `offload.device.compiled_kernels`. Tensors of
 other devices, and all tensors where those are missing, go through torch operations that are arranged to give the same
 bits.
 """

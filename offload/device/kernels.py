@@ -1,6 +1,6 @@
-"""Gradient ingest and casts on flat tensors. (The optimizer step: `offload.device.updating`.)
+"""Gradient ingest and casts on flat tensors. (The optimizer step: `offload.device.optimizer_step`.)
 
-CPU tensors go through the native library, CUDA tensors through the kernels of `offload.device.device_kernels`. Tensors of
+CPU tensors go through the native library, CUDA tensors through the kernels of `offload.device.compiled_kernels`. Tensors of
 other devices, and all tensors where those are missing, go through torch operations that are arranged to give the same
 bits: a fused multiply-add is emulated in float64, and sums of squares are added in a defined order. So neither the
 device nor a library changes a result.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from offload import _native
-from offload.device import device_kernels
+from offload.device import compiled_kernels
 from offload.device.flat import DTYPE_CODES, check_flat, chunk_numel, chunks, store, uses_native
 
 BLOCK_NUMEL = 4096
@@ -51,7 +51,7 @@ def ingest_async(dst: Tensor | None, src: Tensor, start_index: int, accumulate: 
     if src.numel() == 0:
         return sums
     if not uses_native(src):
-        compiled = device_kernels.of(src.device)
+        compiled = compiled_kernels.of(src.device)
         ingest_into = _ingest_torch if compiled is None else compiled.ingest
         ingest_into(dst, src, start_index % BLOCK_NUMEL, accumulate, sums)
         return sums
@@ -79,7 +79,7 @@ def convert(dst: Tensor, src: Tensor) -> None:
     if dst.dtype == src.dtype:
         dst.copy_(src)
         return
-    if (compiled := device_kernels.of(src.device)) is not None:
+    if (compiled := compiled_kernels.of(src.device)) is not None:
         compiled.convert(dst, src)
         return
     for chunk in chunks(src):

@@ -16,21 +16,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from offload.device.pending import Pending
-from offload.layout import Chunk, Extent, Piece
+from offload.layout import ChunkLayout, Extent, Piece
 from offload.planning.route import Route
 from offload.tiers.staging import Lease
 
 if TYPE_CHECKING:
-    from offload.model.flats import Flat, ParameterInfo
+    from offload.model.flat import Flat, ParameterInfo
 
 
 @dataclass(eq=False, slots=True)
 class Place:
-    """Where one state of a chunk lies in its store. Written by the `Places` of that state, transfers under its lock.
+    """Where one state of a chunk lies in its store. Written by the `ChunkStore` of that state, transfers under its lock.
 
     extent   where it is read and written; None: the state has no bytes, or no store
     other    the extent that is written next, where the last write must be undoable: the two take turns
-    kept     what a save is still to copy of it, whatever is written meanwhile
+    snapshot  what a save is still to copy of it, whatever is written meanwhile
     write    its last write, until somebody saw it end. Every read and every further write comes after it
     fetch    a read of it into its flat, until somebody saw it end
     copy     an H2D copy from where it lies in the store: who writes there in place waits for it
@@ -38,7 +38,7 @@ class Place:
 
     extent: Extent | None = None
     other: Extent | None = None
-    kept: Extent | None = None
+    snapshot: Extent | None = None
     write: Pending | None = None
     fetch: Pending | None = None
     copy: Pending | None = None
@@ -52,21 +52,21 @@ class ChunkGradient:
     buffer         [chunk.numel] where it lies now; `lease` if that is a staging buffer
     spilled        the dtype in which it lies in the store alone
     live           indices of the parameters whose gradient is there, or coming
-    kept           by parameter index: pieces that lie in autograd's own tensors instead of the buffer
+    adopted           by parameter index: pieces that lie in autograd's own tensors instead of the buffer
     jobs           what the buffer waits for before it may be read
     transfer       its last transfer between buffer and store
     opened         an update is reading it
     held           its update may be undone, and must find it again then; `applied`: that update has read it
     """
 
-    chunk_of: ChunkOf
+    chunk: Chunk
     narrow: Extent
     wide: Extent | None
     buffer: torch.Tensor | None = None
     lease: Lease | None = None
     spilled: torch.dtype | None = None
     live: set[int] = field(default_factory=set)
-    kept: dict[int, torch.Tensor] = field(default_factory=dict)
+    adopted: dict[int, torch.Tensor] = field(default_factory=dict)
     jobs: list[Pending] = field(default_factory=list)
     transfer: Pending | None = None
     opened: bool = False
@@ -76,7 +76,7 @@ class ChunkGradient:
     @property
     def trainable_count(self) -> int:
         """How many parameters have a piece in the chunk."""
-        return len(self.chunk_of.pieces)
+        return len(self.chunk.pieces)
 
     @property
     def is_complete(self) -> bool:
@@ -92,7 +92,7 @@ class ChunkGradient:
 
 
 @dataclass(eq=False, slots=True)
-class ChunkOf:
+class Chunk:
     """A chunk of a flat. Made once, with its flat; two of them are the same chunk only if they are the same object.
 
     gradient       None where the chunk is not trained
@@ -100,7 +100,7 @@ class ChunkOf:
     """
 
     flat: Flat
-    chunk: Chunk
+    layout: ChunkLayout
     pieces: tuple[tuple[ParameterInfo, Piece], ...]
     parameters: Place = field(default_factory=Place)
     record: Place = field(default_factory=Place)
@@ -113,6 +113,35 @@ class ChunkOf:
         return self.flat.route
 
     @property
+    def index(self) -> int:
+        """Among the chunks of its flat."""
+        return self.layout.index
+
+    @property
+    def start(self) -> int:
+        """In elements of the flat, as `stop`."""
+        return self.layout.start
+
+    @property
+    def stop(self) -> int:
+        return self.layout.stop
+
+    @property
+    def numel(self) -> int:
+        return self.layout.numel
+
+    @property
     def nbytes(self) -> int:
         """Of its parameters."""
-        return self.chunk.numel * self.flat.layout.itemsize
+        return self.numel * self.flat.layout.itemsize
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        """Its parameters in the memory of the flat: uint8 [nbytes]."""
+        itemsize = self.flat.layout.itemsize
+        return self.flat.memory.flat[self.start * itemsize : self.stop * itemsize]
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The same in the parameters' dtype: [numel]."""
+        return self.flat.values[self.start : self.stop]

@@ -13,8 +13,8 @@ from offload.config import Config
 from offload.deferred_init.deferred_init import is_deferred
 from offload.errors import ConfigError, InitializerError
 from offload.layout import ParameterSpec
-from offload.model.flats import ParameterInfo, dense_strides
-from offload.model.units import ModuleUnit, renormalizing
+from offload.model.flat import ParameterInfo, dense_strides
+from offload.model.partition import ModuleUnit, renormalizing
 from offload.model.weight_names import persistent_buffers
 
 _TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -63,7 +63,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._finalizer = weakref.finalize(self, refusal.remove)
         self.moments = moments_of(source)
 
-    def let_go(self) -> None:
+    def disown(self) -> None:
         """The optimizer that was given is its user's again."""
         self._finalizer()
 

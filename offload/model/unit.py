@@ -22,10 +22,10 @@ from torch import nn
 from offload.device.pending import Pending
 from offload.errors import InitializerError
 from offload.layout import UnitLayout
-from offload.model.chunk import ChunkOf
-from offload.model.flats import Flat, ParameterInfo
+from offload.model.chunk import Chunk
+from offload.model.flat import Flat, ParameterInfo
 from offload.planning.route import Emission, Route
-from offload.ranks.rendezvous import Asked
+from offload.ranks.rendezvous import Request
 
 
 class UnitState(Enum):
@@ -54,7 +54,7 @@ class UnitResidency:
 
     nbytes      device memory that the unit takes while it is resident; 0: it is there for good
     use_count   uses that have started and not ended; a unit in use is never evicted
-    held_count  those of them that last until `Residency.let_go`, whatever forwards come and go: at most use_count
+    held_count  those of them that last until `Residency.release`, whatever forwards come and go: at most use_count
     companions  units that come and go with this one, beside their own uses: it computes with their parameters
     """
 
@@ -81,7 +81,7 @@ class Fetch:
 
     job: Pending | None = None
     copies: list[Pending] = field(default_factory=list)
-    gather: Asked | None = None
+    gather: Request | None = None
 
 
 class ShardState(Enum):
@@ -203,14 +203,14 @@ class Unit:
                     info.parameter.data = view
 
     @property
-    def chunks(self) -> list[ChunkOf]:
+    def chunks(self) -> list[Chunk]:
         """What this rank updates of it, in order."""
-        return [chunk_of for flat in self.flats for chunk_of in flat.chunks]
+        return [chunk for flat in self.flats for chunk in flat.chunks]
 
     @property
-    def homes(self) -> list[ChunkOf]:
+    def homes(self) -> list[Chunk]:
         """See `Flat.homes`."""
-        return [chunk_of for flat in self.flats for chunk_of in flat.homes()]
+        return [chunk for flat in self.flats for chunk in flat.homes()]
 
     def open_up(self) -> None:
         for info in self.parameters:

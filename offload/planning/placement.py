@@ -50,7 +50,7 @@ _DRIVE_RESERVE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class RankGroup:
     """With whom this rank trains: `world_size` ranks share the shards, `local_world_size` the memory of this node."""
 
     stage: int = 3
@@ -63,7 +63,7 @@ class Sharing:
         return self.world_size > 1 and self.stage == 3
 
 
-ALONE = Sharing()
+ALONE = RankGroup()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class _Problem:
 
     config: Config
     accelerator: Accelerator
-    sharing: Sharing
+    sharing: RankGroup
     footprint_of: Callable[[Tier, Tier], Footprint]
     capacity_of: Callable[[int, int, int | None], int]
     late_units: frozenset[int]
@@ -357,7 +357,7 @@ def decide(
     accelerator: Accelerator,
     footprint_of: Callable[[Tier, Tier], Footprint],
     capacity_of: Callable[[int, int, int | None], int],
-    sharing: Sharing = ALONE,
+    sharing: RankGroup = ALONE,
     late_units: frozenset[int] = frozenset({0}),
     *,
     within_room: bool = False,

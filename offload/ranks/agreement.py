@@ -29,7 +29,7 @@ class Blocked(IntEnum):
     AT_POINT = 3
 
 
-class Point(IntEnum):
+class MeetingPoint(IntEnum):
     """Places of the program that all ranks pass together."""
 
     NONE = 0
@@ -52,18 +52,18 @@ class Point(IntEnum):
 
 
 _CALLS = {
-    Point.NONE: "nothing",
-    Point.END_OF_BACKWARD: "the end of backward",
-    Point.STEP: "optimizer.step()",
-    Point.CLIPPING: "clip_grad_norm_()",
-    Point.GATHERED: "engine.gathered()",
-    Point.WRITTEN: "the end of engine.gathered()",
-    Point.STATE_DICT: "engine.state_dict()",
-    Point.LOADING_STATE_DICT: "engine.load_state_dict()",
-    Point.SAVING: "engine.save_checkpoint()",
-    Point.LOADING: "engine.load_checkpoint()",
-    Point.EXPORTING: "engine.export()",
-    Point.CLOSING: "engine.close()",
+    MeetingPoint.NONE: "nothing",
+    MeetingPoint.END_OF_BACKWARD: "the end of backward",
+    MeetingPoint.STEP: "optimizer.step()",
+    MeetingPoint.CLIPPING: "clip_grad_norm_()",
+    MeetingPoint.GATHERED: "engine.gathered()",
+    MeetingPoint.WRITTEN: "the end of engine.gathered()",
+    MeetingPoint.STATE_DICT: "engine.state_dict()",
+    MeetingPoint.LOADING_STATE_DICT: "engine.load_state_dict()",
+    MeetingPoint.SAVING: "engine.save_checkpoint()",
+    MeetingPoint.LOADING: "engine.load_checkpoint()",
+    MeetingPoint.EXPORTING: "engine.export()",
+    MeetingPoint.CLOSING: "engine.close()",
 }
 
 
@@ -74,7 +74,7 @@ class Announcement:
     gathers: frozenset[int] = frozenset()
     reductions: frozenset[int] = frozenset()
     blocked: Blocked = Blocked.ON_NOTHING
-    point: Point = Point.NONE
+    point: MeetingPoint = MeetingPoint.NONE
     argument: int = 0
 
 
@@ -84,7 +84,7 @@ class Decision:
 
     gathers: tuple[tuple[int, frozenset[int]], ...] = ()
     reductions: tuple[tuple[int, frozenset[int]], ...] = ()
-    point: Point = Point.NONE
+    point: MeetingPoint = MeetingPoint.NONE
     mismatch: str = ""
 
     @property

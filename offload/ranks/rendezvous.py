@@ -17,7 +17,7 @@ import torch
 
 from offload.device.pending import Pending
 from offload.errors import RankError
-from offload.ranks.agreement import Announcement, Blocked, Decision, Point, decide
+from offload.ranks.agreement import Announcement, Blocked, Decision, MeetingPoint, decide
 from offload.ranks.transport import Ranks
 
 _WORD_BITS = 62
@@ -37,7 +37,7 @@ class Service(Protocol):
         """Average a unit's gradients over all members, and hand this rank its part."""
 
 
-class Asked(Pending):
+class Request(Pending):
     """Something asked for at the rendezvous. `wait` is the training thread's alone: it tells the others that it blocks."""
 
     def __init__(self, rendezvous: Rendezvous, blocked: Blocked, unit_index: int) -> None:
@@ -58,8 +58,8 @@ class Rendezvous:
     def __init__(self, ranks: Ranks, unit_names: list[str], service: Service) -> None:
         self._ranks, self._names, self._service = ranks, unit_names, service
         self._changed = threading.Condition()
-        self._gathers: dict[int, Asked] = {}
-        self._reductions: dict[int, Asked] = {}
+        self._gathers: dict[int, Request] = {}
+        self._reductions: dict[int, Request] = {}
         self._blocked = Announcement()
         self._action: Callable[[], Any] | None = None
         self._answer: list[Any] = []
@@ -73,15 +73,15 @@ class Rendezvous:
 
     # ---- the training thread -------------------------------------------------------------------------------------
 
-    def ask_gather(self, unit_index: int) -> Asked:
+    def ask_gather(self, unit_index: int) -> Request:
         """Have the unit gathered, when its turn comes. Its own shard must be on its way to where the service looks."""
         return self._ask(self._gathers, Blocked.ON_GATHER, unit_index)
 
-    def ask_reduction(self, unit_index: int) -> Asked:
+    def ask_reduction(self, unit_index: int) -> Request:
         """Have the unit's gradients reduced."""
         return self._ask(self._reductions, Blocked.ON_REDUCTION, unit_index)
 
-    def meet(self, point: Point, action: Callable[[], Any] | None = None, *, argument: int = 0) -> Any:
+    def meet(self, point: MeetingPoint, action: Callable[[], Any] | None = None, *, argument: int = 0) -> Any:
         """Wait until every rank is here; then `action` runs on all of them, in the rendezvous' thread. Returns its result.
 
         `argument`: an integer in [0, 2**62) that must be equal on all ranks.
@@ -99,7 +99,7 @@ class Rendezvous:
                 self._blocked = Announcement()
             return self._answer[0]
 
-    def block(self, asked: Asked) -> None:
+    def block(self, asked: Request) -> None:
         """Wait until `asked` is settled; raise the failure of the rendezvous."""
         with self._changed:
             if not asked.settled:
@@ -144,12 +144,12 @@ class Rendezvous:
     def _is_idle(self) -> bool:
         return not (self._gathers or self._reductions or self._blocked.blocked)
 
-    def _ask(self, asked_for: dict[int, Asked], blocked: Blocked, unit_index: int) -> Asked:
+    def _ask(self, asked_for: dict[int, Request], blocked: Blocked, unit_index: int) -> Request:
         with self._changed:
             self._require_going_on()
             if unit_index in asked_for:
                 raise AssertionError(f"unit {self._names[unit_index]} was asked for twice")
-            asked = asked_for[unit_index] = Asked(self, blocked, unit_index)
+            asked = asked_for[unit_index] = Request(self, blocked, unit_index)
             self._wake()
             return asked
 
@@ -203,7 +203,7 @@ class Rendezvous:
             return blocked.point.call
         kind = "gather" if self._gathers else "reduction of the gradients"
         units = self._gathers or self._reductions
-        otherwise = Point.SAVING.call if self._watching else "training"
+        otherwise = MeetingPoint.SAVING.call if self._watching else "training"
         return f"{kind} of unit {self._names[next(iter(units))]}" if units else otherwise
 
     def _exchange(self, own: Announcement) -> list[Announcement]:
@@ -225,7 +225,7 @@ class Rendezvous:
     def _decode(self, message: list[int]) -> Announcement:
         blocked, point, argument, *words = message
         return Announcement(
-            _units(words[: self._words]), _units(words[self._words :]), Blocked(blocked), Point(point), argument
+            _units(words[: self._words]), _units(words[self._words :]), Blocked(blocked), MeetingPoint(point), argument
         )
 
     def _do(self, decision: Decision) -> None:
@@ -248,7 +248,7 @@ class Rendezvous:
                 self._blocked, self._action, self._answer = Announcement(), None, [answer]
                 self._changed.notify_all()
 
-    def _settle(self, asked_for: dict[int, Asked], unit_index: int, result: Pending | None) -> None:
+    def _settle(self, asked_for: dict[int, Request], unit_index: int, result: Pending | None) -> None:
         with self._changed:
             asked = asked_for.pop(unit_index)
             asked.result, asked.settled = result, True

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from offload.device.accelerator import Accelerator
 from offload.device.pending import Pending
-from offload.model.chunk import ChunkOf
+from offload.model.chunk import Chunk
 from offload.model.unit import Fetch, Unit
 from offload.planning.purposes import FETCHED
 from offload.ranks.rendezvous import Rendezvous
-from offload.step.places import ParameterPlaces
+from offload.step.chunk_stores import ParameterStore
 from offload.step.update import Updates
 from offload.tiers.staging import Lease, StagingPool
 
@@ -66,7 +66,7 @@ class HomeFetcher(Fetcher):
 class DirectFetcher(Fetcher):
     """Device memory where updates happen: the store can address it, or (units kept in memory) it is the store's own."""
 
-    def __init__(self, places: ParameterPlaces) -> None:
+    def __init__(self, places: ParameterStore) -> None:
         self._places = places
 
     def fetched_nbytes(self, unit: Unit) -> int:
@@ -75,16 +75,16 @@ class DirectFetcher(Fetcher):
     def start(self, unit: Unit) -> None:
         for flat in unit.flats:
             flat.memory.fill()
-        for chunk_of in unit.chunks:
-            self._places.fetch(chunk_of)
+        for chunk in unit.chunks:
+            self._places.fetch(chunk)
 
     def finish(self, unit: Unit) -> None:
-        for chunk_of in unit.chunks:
-            self._places.settle_fetch(chunk_of)
+        for chunk in unit.chunks:
+            self._places.settle_fetch(chunk)
 
     def evict(self, unit: Unit) -> None:
-        for chunk_of in unit.chunks:
-            self._places.settle_write(chunk_of)  # an update's write still reads this memory
+        for chunk in unit.chunks:
+            self._places.settle_write(chunk)  # an update's write still reads this memory
         for flat in unit.flats:
             flat.memory.empty()
 
@@ -92,7 +92,7 @@ class DirectFetcher(Fetcher):
 class StagedFetcher(Fetcher):
     """Device memory of its own, reached by H2D copies (or, where it is host memory, by reads straight into it)."""
 
-    def __init__(self, accelerator: Accelerator, places: ParameterPlaces, pool: StagingPool, updates: Updates | None) -> None:
+    def __init__(self, accelerator: Accelerator, places: ParameterStore, pool: StagingPool, updates: Updates | None) -> None:
         self._accelerator, self._places, self._pool, self._updates = accelerator, places, pool, updates
         self._lane = accelerator.host_lane("fetch", waits_for_io=True)
 
@@ -133,18 +133,18 @@ class StagedFetcher(Fetcher):
     def _bring(self, unit: Unit, copies: list[Pending], update: Pending | None) -> None:
         if update is not None:
             update.wait()
-        reading: deque[tuple[ChunkOf, Lease, Pending]] = deque()
-        side_by_side: list[tuple[ChunkOf, Tensor]] = []
-        for chunk_of in unit.chunks:
-            stored = self._places.view(chunk_of)
-            if side_by_side and (stored is None or not _continues(side_by_side, chunk_of, stored)):
+        reading: deque[tuple[Chunk, Lease, Pending]] = deque()
+        side_by_side: list[tuple[Chunk, Tensor]] = []
+        for chunk in unit.chunks:
+            stored = self._places.view(chunk)
+            if side_by_side and (stored is None or not _continues(side_by_side, chunk, stored)):
                 copies.append(self._copy_together(side_by_side))
                 side_by_side = []
             if stored is not None:
-                side_by_side.append((chunk_of, stored[: chunk_of.nbytes]))
+                side_by_side.append((chunk, stored[: chunk.nbytes]))
                 continue
             if self._accelerator.unified:
-                copies.append(self._places.read(chunk_of, chunk_of.flat.chunk_bytes(chunk_of.chunk)))
+                copies.append(self._places.read(chunk, chunk.bytes))
                 continue
             lease = self._pool.try_lease(FETCHED)
             while lease is None:
@@ -153,36 +153,36 @@ class StagedFetcher(Fetcher):
                     lease = self._pool.try_lease(FETCHED)
                 else:
                     lease = self._pool.lease(FETCHED)
-            nbytes = chunk_of.nbytes
-            reading.append((chunk_of, lease, self._places.read(chunk_of, lease.tensor[:nbytes])))
+            nbytes = chunk.nbytes
+            reading.append((chunk, lease, self._places.read(chunk, lease.tensor[:nbytes])))
         if side_by_side:
             copies.append(self._copy_together(side_by_side))
         while reading:
             copies.append(self._copy(*reading.popleft()))
 
-    def _copy_together(self, run: list[tuple[ChunkOf, Tensor]]) -> Pending:
+    def _copy_together(self, run: list[tuple[Chunk, Tensor]]) -> Pending:
         """Chunks that lie side by side on both sides, in one copy: a call for each takes as long as its bytes."""
         (first, stored), (last, _) = run[0], run[-1]
         itemsize = first.flat.layout.itemsize
-        target = first.flat.memory.flat[first.chunk.start * itemsize : last.chunk.stop * itemsize]
+        target = first.flat.memory.flat[first.start * itemsize : last.stop * itemsize]
         source = stored.as_strided((target.numel(),), (1,), stored.storage_offset())
         copied = self._accelerator.copy_in(target, source)
-        for chunk_of, _ in run:
-            self._places.copying(chunk_of, copied)
+        for chunk, _ in run:
+            self._places.copying(chunk, copied)
         return copied
 
-    def _copy(self, chunk_of: ChunkOf, lease: Lease, read: Pending) -> Pending:
+    def _copy(self, chunk: Chunk, lease: Lease, read: Pending) -> Pending:
         read.wait()
-        nbytes = chunk_of.nbytes
-        copied = self._accelerator.copy_in(chunk_of.flat.chunk_bytes(chunk_of.chunk), lease.tensor[:nbytes])
+        nbytes = chunk.nbytes
+        copied = self._accelerator.copy_in(chunk.bytes, lease.tensor[:nbytes])
         lease.release(after=copied)
         return copied
 
 
-def _continues(run: list[tuple[ChunkOf, Tensor]], chunk_of: ChunkOf, stored: Tensor) -> bool:
+def _continues(run: list[tuple[Chunk, Tensor]], chunk: Chunk, stored: Tensor) -> bool:
     """Whether the chunk lies right behind the run, in its flat and in host memory."""
     last, before = run[-1]
-    follows = last.flat is chunk_of.flat and last.chunk.stop == chunk_of.chunk.start
+    follows = last.flat is chunk.flat and last.stop == chunk.start
     return follows and (
         stored.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
         and stored.storage_offset() == before.storage_offset() + before.numel()

@@ -12,21 +12,21 @@ from torch import nn
 
 from offload.device.segment import MASTER
 from offload.errors import RankError, UsageError
-from offload.model.chunk import ChunkOf
-from offload.model.flats import Flat, ParameterInfo
+from offload.model.chunk import Chunk
+from offload.model.flat import Flat, ParameterInfo
 from offload.model.unit import Unit
 from offload.model.weight_names import persistent_buffers
-from offload.ranks.agreement import Point
+from offload.ranks.agreement import MeetingPoint
 from offload.ranks.consensus import checksum
+from offload.step.components import Components
 from offload.step.homes import Homes
-from offload.step.parts import Parts
 from offload.step.training import Training
 
 
 class Gathering:
     """See the module. Owned by the thread that drives the model."""
 
-    def __init__(self, parts: Parts, training: Training) -> None:
+    def __init__(self, parts: Components, training: Training) -> None:
         self._parts, self._training, self._homes = parts, training, Homes(parts)
 
     @contextmanager
@@ -35,7 +35,7 @@ class Gathering:
         are. On the way out what was written is carried home."""
         residency = self._parts.residency
         units = [self._parts.units[index] for index in sorted({info.unit_index for info in infos})]
-        self.meet(Point.GATHERED, argument=_digest(infos))
+        self.meet(MeetingPoint.GATHERED, argument=_digest(infos))
         lent = False
         try:
             with self._training.failures():
@@ -55,7 +55,7 @@ class Gathering:
                     for info in infos:
                         self._take_back(info, carries=not refusals)
                     for unit in units:
-                        residency.let_go(unit)
+                        residency.release(unit)
                     if refusals:
                         raise UsageError(f"{refusals[0]} Nothing that was written inside has an effect.")
 
@@ -96,7 +96,7 @@ class Gathering:
         if ranks is None:
             return
         sums = torch.tensor([checksum(info.parameter) for info in infos], dtype=torch.int64)
-        said = self.meet(Point.WRITTEN, lambda: ranks.exchange(sums), argument=_digest(infos))
+        said = self.meet(MeetingPoint.WRITTEN, lambda: ranks.exchange(sums), argument=_digest(infos))
         for index, other in enumerate(said):
             for info, here, there in zip(infos, sums.tolist(), other.tolist(), strict=True):
                 if here != there:
@@ -105,7 +105,7 @@ class Gathering:
                         "engine.gathered(): write the same on all ranks. The engine's state is undefined now."
                     )
 
-    def meet(self, point: Point, action: Callable[[], Any] | None = None, *, argument: int = 0) -> Any:
+    def meet(self, point: MeetingPoint, action: Callable[[], Any] | None = None, *, argument: int = 0) -> Any:
         """On several ranks, wait until all are here."""
         rendezvous = self._parts.rendezvous
         if rendezvous is None:
@@ -115,7 +115,7 @@ class Gathering:
 
     def state_dict(self, model: nn.Module, keeps: Callable[[int], bool]) -> dict[str, torch.Tensor]:
         """See `Engine.state_dict`. `keeps(position)`: whether this rank returns the parameter, or buffer, of that number."""
-        self.meet(Point.STATE_DICT)
+        self.meet(MeetingPoint.STATE_DICT)
         residency = self._parts.residency
         values: dict[int, torch.Tensor] = {}
         with self._training.failures():
@@ -131,7 +131,7 @@ class Gathering:
                 named[fqn] = buffer.detach().to("cpu", copy=True)
         return named
 
-    def values_by_unit(self, point: Point) -> Iterator[tuple[ParameterInfo, torch.Tensor]]:
+    def values_by_unit(self, point: MeetingPoint) -> Iterator[tuple[ParameterInfo, torch.Tensor]]:
         """Every parameter's value as `state_dict` has it, [numel] in slot order; collective, one unit after the other."""
         self.meet(point)
         with self._training.failures():
@@ -149,7 +149,7 @@ class Gathering:
         for info in unit.parameters:
             value = info.parameter if info.lent_count else self._homes.views[info.index]
             values[info.index] = value.detach().to("cpu", copy=True)
-        residency.let_go(unit)
+        residency.release(unit)
         records = self._parts.records
         for flat in unit.flats:
             if not flat.layout.trainable or records is None:
@@ -164,37 +164,37 @@ class Gathering:
             if values[info.index].dtype != torch.float32:
                 values[info.index] = torch.empty_strided(info.shape, info.stride, dtype=torch.float32)
         if self._parts.ranks is None or self._parts.layout.stage == 0:
-            for chunk_of in flat.chunks:
-                self._put_master(chunk_of, self._master(chunk_of, narrow), values)
+            for chunk in flat.chunks:
+                self._put_master(chunk, self._master(chunk, narrow), values)
             return
         shard = flat.layout.shard
         whole = torch.empty(flat.layout.numel, dtype=torch.float32)
-        for chunk_of in flat.chunks:
-            whole[chunk_of.chunk.start : chunk_of.chunk.stop].copy_(self._master(chunk_of, narrow))
+        for chunk in flat.chunks:
+            whole[chunk.start : chunk.stop].copy_(self._master(chunk, narrow))
         ranks = self._parts.ranks
         own, everybody = whole[shard.start : shard.stop].view(torch.uint8), frozenset(range(ranks.world_size))
-        self.meet(Point.STATE_DICT, lambda: ranks.gather(own, whole.view(torch.uint8), everybody, whole.nbytes))
-        for chunk_of in flat.homes():
-            self._put_master(chunk_of, whole[chunk_of.chunk.start : chunk_of.chunk.stop], values)
+        self.meet(MeetingPoint.STATE_DICT, lambda: ranks.gather(own, whole.view(torch.uint8), everybody, whole.nbytes))
+        for chunk in flat.homes():
+            self._put_master(chunk, whole[chunk.start : chunk.stop], values)
 
-    def _master(self, chunk_of: ChunkOf, values: dict[int, torch.Tensor]) -> torch.Tensor:
+    def _master(self, chunk: Chunk, values: dict[int, torch.Tensor]) -> torch.Tensor:
         """The chunk's fp32 masters [chunk.numel]; `values`: those of the flat's parameters, by parameter index."""
         records = self._parts.records
         assert records is not None
-        buffer = self._homes.read_record(chunk_of)
-        record = records.over(chunk_of, buffer)
+        buffer = self._homes.read_record(chunk)
+        record = records.over(chunk, buffer)
         if MASTER in record.arrays:
             return record.arrays[MASTER]
-        master = torch.zeros(chunk_of.chunk.numel)
-        for info, piece in chunk_of.pieces:
-            low, high = piece.start - chunk_of.chunk.start, piece.stop - chunk_of.chunk.start
+        master = torch.zeros(chunk.numel)
+        for info, piece in chunk.pieces:
+            low, high = piece.start - chunk.start, piece.stop - chunk.start
             part = info.in_memory_order(values[info.index])[piece.start - piece.slot.start : piece.stop - piece.slot.start]
             master[low:high].copy_(record.master(low, high, part.to(buffer.device)))
         return master
 
-    def _put_master(self, chunk_of: ChunkOf, master: torch.Tensor, values: dict[int, torch.Tensor]) -> None:
-        for info, piece in chunk_of.pieces:
-            low, high = piece.start - chunk_of.chunk.start, piece.stop - chunk_of.chunk.start
+    def _put_master(self, chunk: Chunk, master: torch.Tensor, values: dict[int, torch.Tensor]) -> None:
+        for info, piece in chunk.pieces:
+            low, high = piece.start - chunk.start, piece.stop - chunk.start
             part = info.in_memory_order(values[info.index])[piece.start - piece.slot.start : piece.stop - piece.slot.start]
             part.copy_(master[low:high])
 

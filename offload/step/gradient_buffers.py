@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from offload.layout import Extent
-from offload.model.chunk import ChunkGradient, ChunkOf
+from offload.model.chunk import Chunk, ChunkGradient
 from offload.planning.budget import spare_count
 from offload.planning.purposes import RELOADED, RETAINED
 from offload.tiers.io import Priority
@@ -35,7 +35,7 @@ class GradientBuffers:
         """Chunks with a buffer of their own, the one added to longest ago first."""
         buffers = pool.stats.consumers.get(RETAINED)
         self._spare_count = 0 if buffers is None else spare_count(buffers.count, chunk_count)
-        self.before_spill: Callable[[ChunkOf], None] | None = None
+        self.before_spill: Callable[[Chunk], None] | None = None
         """Sends what of the chunk is still packed on the device."""
 
     # ---- for gradients that arrive -------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ class GradientBuffers:
             state.lease = self._retaining_lease(state)
             view = state.lease.tensor
         self._occupied[state] = None
-        state.buffer = view[: state.chunk_of.chunk.numel * dtype.itemsize].view(dtype)
+        state.buffer = view[: state.chunk.numel * dtype.itemsize].view(dtype)
         return state.buffer
 
     # ---- for updates ---------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ class GradientBuffers:
 
     def bring(self, state: ChunkGradient) -> None:
         """Begin to read the chunk back, if it is not there."""
-        if state.buffer is None and not state.kept:
+        if state.buffer is None and not state.adopted:
             self._read_back(state, self._pool.lease(RELOADED))
 
     def put_back(self, state: ChunkGradient) -> None:
@@ -144,7 +144,7 @@ class GradientBuffers:
 
     def _spill(self, state: ChunkGradient) -> None:
         if self.before_spill is not None:
-            self.before_spill(state.chunk_of)
+            self.before_spill(state.chunk)
         state.settle()
         assert state.buffer is not None and state.lease is not None
         if state.transfer is not None:
@@ -162,7 +162,7 @@ class GradientBuffers:
         store, extent = self._place(state, state.spilled)
         state.transfer = store.read(extent, lease.tensor[: extent.nbytes], priority=Priority.STATE)
         state.lease = lease
-        state.buffer = lease.tensor[: state.chunk_of.chunk.numel * state.spilled.itemsize].view(state.spilled)
+        state.buffer = lease.tensor[: state.chunk.numel * state.spilled.itemsize].view(state.spilled)
         state.spilled = None
 
     def _place(self, state: ChunkGradient, dtype: torch.dtype) -> tuple[Store, Extent]:

@@ -27,7 +27,7 @@ from offload.device.accelerator import Accelerator
 from offload.device.lane import HostLane
 from offload.device.pending import Pending
 from offload.layout import Piece, Slot
-from offload.model.chunk import ChunkOf
+from offload.model.chunk import Chunk
 from offload.planning.purposes import LANDING, SUMS
 from offload.tiers.staging import StagingPool
 
@@ -46,25 +46,25 @@ class PackedPiece:
 
 @dataclass(slots=True, eq=False)
 class _Packing:
-    chunk_of: ChunkOf
+    chunk: Chunk
     memory: torch.Tensor
     pieces: list[PackedPiece] = field(default_factory=list)
 
     @property
     def values(self) -> torch.Tensor:
         """[chunk.numel] in the compute dtype."""
-        flat = self.chunk_of.flat
-        return self.memory[: self.chunk_of.chunk.numel * flat.layout.itemsize].view(flat.dtype)
+        flat = self.chunk.flat
+        return self.memory[: self.chunk.numel * flat.layout.itemsize].view(flat.dtype)
 
 
 class Receiver(Protocol):
     """The host's side. Each settles when the device values may be overwritten."""
 
-    def receive_pieces(self, chunk_of: ChunkOf, pieces: list[PackedPiece], values: torch.Tensor) -> Pending:
+    def receive_pieces(self, chunk: Chunk, pieces: list[PackedPiece], values: torch.Tensor) -> Pending:
         """Pieces of one chunk, from device values [chunk.numel]."""
         ...
 
-    def receive_chunks(self, chunks: list[ChunkOf], slot: Slot, values: torch.Tensor, *, accumulate: bool) -> Pending:
+    def receive_chunks(self, chunks: list[Chunk], slot: Slot, values: torch.Tensor, *, accumulate: bool) -> Pending:
         """Chunks that lie side by side in one slot, from device values of all of them."""
         ...
 
@@ -85,38 +85,37 @@ class GradientTransit:
         self._accelerator, self._receiver, self._sums = accelerator, receiver, sums
         memory = torch.empty(shared_nbytes, dtype=torch.uint8, device=accelerator.device)
         self._free: deque[tuple[torch.Tensor, Pending | None]] = deque((buffer, None) for buffer in memory)
-        self._open: dict[ChunkOf, _Packing] = {}
+        self._open: dict[Chunk, _Packing] = {}
         self._ring = torch.empty(whole_nbytes, dtype=torch.uint8, device=accelerator.device)
         self._cursor_nbytes = 0
         self._leaving: deque[tuple[int, int, Pending]] = deque()
 
-    def arrive(self, chunks: Sequence[ChunkOf], slot: Slot, source: torch.Tensor, *, accumulate: bool) -> None:
+    def arrive(self, chunks: Sequence[Chunk], slot: Slot, source: torch.Tensor, *, accumulate: bool) -> None:
         """Take in a gradient: `source` [slot.numel], and the chunks that hold the slot."""
-        together: list[ChunkOf] = []
-        for chunk_of in chunks:
-            chunk = chunk_of.chunk
+        together: list[Chunk] = []
+        for chunk in chunks:
             is_whole = slot.start <= chunk.start and chunk.stop <= slot.stop
             # Two of what leaves at once must fit, so that one may arrive while the other leaves.
-            nbytes = (chunk.stop - (together[0].chunk.start if together else chunk.start)) * chunk_of.flat.layout.itemsize
+            nbytes = (chunk.stop - (together[0].start if together else chunk.start)) * chunk.flat.layout.itemsize
             if together and (not is_whole or 2 * nbytes > self._ring.numel()):
                 self._arrive_together(together, slot, source, accumulate)
                 together = []
-            if is_whole and 2 * chunk.numel * chunk_of.flat.layout.itemsize <= self._ring.numel():
-                together.append(chunk_of)
+            if is_whole and 2 * chunk.numel * chunk.flat.layout.itemsize <= self._ring.numel():
+                together.append(chunk)
                 continue
             piece = Piece(slot, max(slot.start, chunk.start), min(slot.stop, chunk.stop))
             if piece.numel:
                 part = source[piece.start - slot.start : piece.stop - slot.start]
-                self._arrive_alone(chunk_of, piece, part, self._sums.part(slot.parameter_index, chunk.index), accumulate)
+                self._arrive_alone(chunk, piece, part, self._sums.part(slot.parameter_index, chunk.index), accumulate)
         if together:
             self._arrive_together(together, slot, source, accumulate)
 
-    def _arrive_together(self, chunks: list[ChunkOf], slot: Slot, source: torch.Tensor, accumulate: bool) -> None:
-        flat, start, stop = chunks[0].flat, chunks[0].chunk.start, chunks[-1].chunk.stop
+    def _arrive_together(self, chunks: list[Chunk], slot: Slot, source: torch.Tensor, accumulate: bool) -> None:
+        flat, start, stop = chunks[0].flat, chunks[0].start, chunks[-1].stop
         nbytes = (stop - start) * flat.layout.itemsize
         low, memory = self._ring_part(nbytes)
         values = memory.view(flat.dtype)
-        sums = self._sums.parts(slot.parameter_index, chunks[0].chunk.index, chunks[-1].chunk.index)
+        sums = self._sums.parts(slot.parameter_index, chunks[0].index, chunks[-1].index)
         kernels.ingest_async(values, source[start - slot.start : stop - slot.start], start, False, sums)
         copied = self._receiver.receive_chunks(chunks, slot, values, accumulate=accumulate)
         self._leaving.append((low, low + nbytes, copied))
@@ -131,46 +130,44 @@ class GradientTransit:
         self._cursor_nbytes = high
         return low, self._ring[low:high]
 
-    def _arrive_alone(
-        self, chunk_of: ChunkOf, piece: Piece, source: torch.Tensor, sums: torch.Tensor, accumulate: bool
-    ) -> None:
-        packing = self._open.get(chunk_of)
+    def _arrive_alone(self, chunk: Chunk, piece: Piece, source: torch.Tensor, sums: torch.Tensor, accumulate: bool) -> None:
+        packing = self._open.get(chunk)
         if packing is not None and any(packed.piece.slot == piece.slot for packed in packing.pieces):
-            self.leave(chunk_of)
+            self.leave(chunk)
             packing = None
         if packing is None:
-            packing = self._open[chunk_of] = _Packing(chunk_of, self._buffer())
-        start = chunk_of.chunk.start
+            packing = self._open[chunk] = _Packing(chunk, self._buffer())
+        start = chunk.start
         kernels.ingest_async(packing.values[piece.start - start : piece.stop - start], source, piece.start, False, sums)
         packing.pieces.append(PackedPiece(piece, accumulate))
-        if len(packing.pieces) == len(chunk_of.pieces):
-            self.leave(chunk_of)
+        if len(packing.pieces) == len(chunk.pieces):
+            self.leave(chunk)
 
-    def leave(self, chunk_of: ChunkOf) -> None:
+    def leave(self, chunk: Chunk) -> None:
         """Send what is packed of the chunk to the host."""
-        packing = self._open.pop(chunk_of, None)
+        packing = self._open.pop(chunk, None)
         if packing is not None:
             packing.pieces.sort(key=lambda packed: packed.piece.start)
-            copied = self._receiver.receive_pieces(chunk_of, packing.pieces, packing.values)
+            copied = self._receiver.receive_pieces(chunk, packing.pieces, packing.values)
             self._free.append((packing.memory, copied))
 
     def leave_all(self) -> None:
         """Send everything that is packed."""
         for packing in list(self._open.values()):
-            self.leave(packing.chunk_of)
+            self.leave(packing.chunk)
 
     def _buffer(self) -> torch.Tensor:
         if not self._free:
-            self.leave(next(iter(self._open.values())).chunk_of)
+            self.leave(next(iter(self._open.values())).chunk)
         memory, copied = self._free.popleft()
         if copied is not None:
             self._accelerator.join(copied)  # on the device: the host goes on
         return memory
 
 
-def runs(chunk_of: ChunkOf, pieces: list[PackedPiece]) -> list[list[PackedPiece]]:
+def runs(chunk: Chunk, pieces: list[PackedPiece]) -> list[list[PackedPiece]]:
     """`pieces` (in order) cut where the chunk has another piece between two of them: what one copy may bring over."""
-    positions = {piece.slot.parameter_index: position for position, (_, piece) in enumerate(chunk_of.pieces)}
+    positions = {piece.slot.parameter_index: position for position, (_, piece) in enumerate(chunk.pieces)}
     found: list[list[PackedPiece]] = []
     for packed in pieces:
         last = found[-1][-1] if found else None
@@ -199,14 +196,14 @@ def joined(tensors: list[torch.Tensor]) -> list[tuple[int, int, torch.Tensor]]:
 class DeviceSums:
     """The sums of squares of all gradients of a step, on the device: float64, block after block, piece after piece."""
 
-    def __init__(self, accelerator: Accelerator, chunks: Iterable[ChunkOf], pool: StagingPool) -> None:
+    def __init__(self, accelerator: Accelerator, chunks: Iterable[Chunk], pool: StagingPool) -> None:
         self._accelerator = accelerator
         self._ranges: dict[tuple[int, int], slice] = {}
         count = 0
-        for chunk_of in chunks:
-            for info, piece in chunk_of.pieces:
+        for chunk in chunks:
+            for info, piece in chunk.pieces:
                 blocks = kernels.touched_block_count(piece.start, piece.numel)
-                self._ranges[info.index, chunk_of.chunk.index] = slice(count, count + blocks)
+                self._ranges[info.index, chunk.index] = slice(count, count + blocks)
                 count += blocks
         self._device = torch.zeros(count, dtype=torch.float64, device=accelerator.device)
         self._lease = pool.lease(SUMS)

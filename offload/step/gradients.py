@@ -11,7 +11,7 @@ kept as it is until its update, or until a second micro-batch adds to it.
 Where the buffers lie, and what leaves them for the store when they run out, is `GradientBuffers`' matter.
 
 An update that may have to be undone (`offload.step.speculation`) does not consume what it reads: `hold` keeps it, until
-`let_go` drops it or `take_back` makes it an ordinary gradient again.
+`drop_held` drops it or `take_back` makes it an ordinary gradient again.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from offload.device.accelerator import Accelerator
 from offload.device.lane import HostLane
 from offload.device.pending import Pending, Settled
 from offload.layout import ExtentAllocator, Piece, Slot
-from offload.model.chunk import ChunkGradient, ChunkOf
-from offload.model.flats import Flat, ParameterInfo
+from offload.model.chunk import Chunk, ChunkGradient
+from offload.model.flat import Flat, ParameterInfo
 from offload.model.taken_gradient import TakenGradient
 from offload.planning.purposes import ACCUMULATED, SUMS
+from offload.step.chunk_stores import StoreFactory
 from offload.step.gradient_buffers import GradientBuffers
 from offload.step.gradient_transit import DeviceSums, GradientTransit, Landing, PackedPiece, joined, runs
-from offload.step.places import StoreFactory
 from offload.tiers.staging import StagingPool
 
 
-def _gradient_of(chunk_of: ChunkOf) -> ChunkGradient:
-    assert chunk_of.gradient is not None, "a chunk that is not trained has no gradient"
-    return chunk_of.gradient
+def _gradient_of(chunk: Chunk) -> ChunkGradient:
+    assert chunk.gradient is not None, "a chunk that is not trained has no gradient"
+    return chunk.gradient
 
 
 class Gradients:
@@ -48,7 +48,7 @@ class Gradients:
 
     def __init__(
         self,
-        chunks: Iterable[ChunkOf],
+        chunks: Iterable[Chunk],
         make_store: StoreFactory,
         pool: StagingPool,
         accelerator: Accelerator,
@@ -65,23 +65,23 @@ class Gradients:
         self._lock = threading.RLock()
         narrow, wide = ExtentAllocator(), ExtentAllocator()
         self._chunks = tuple(chunks)
-        for chunk_of in self._chunks:
-            numel, itemsize = chunk_of.chunk.numel, 4 if reduced else chunk_of.flat.layout.itemsize
+        for chunk in self._chunks:
+            numel, itemsize = chunk.numel, 4 if reduced else chunk.flat.layout.itemsize
             widened = wide.take(numel * 4) if itemsize != 4 else None
-            chunk_of.gradient = ChunkGradient(chunk_of, narrow.take(numel * itemsize), widened)
+            chunk.gradient = ChunkGradient(chunk, narrow.take(numel * itemsize), widened)
         store = make_store("gradients", narrow.extents)
         self._make_sums = (lambda: make_store(ACCUMULATED, wide.extents)) if wide.extents else None
         self._buffers = GradientBuffers(len(self._chunks), pool, store)
         views = [store.view(extent) for extent in narrow.extents[:1]]
         self.spills = any(view is None for view in views)
         """Whether gradients may leave for the store when buffers run out."""
-        self._keeps_tensors = not reduced and accelerator.unified and not self.spills
+        self._adopts_tensors = not reduced and accelerator.unified and not self.spills
         self.on_device = any(view is not None and view.device.type != "cpu" for view in views)
         """Whether they stay in the memory of a GPU."""
         self._sums: dict[int, dict[int, torch.Tensor | None]] = {}
         """By parameter and chunk index; None: on the device."""
         self._live: dict[int, ParameterInfo] = {}
-        flats = dict.fromkeys(chunk_of.flat for chunk_of in self._chunks)
+        flats = dict.fromkeys(chunk.flat for chunk in self._chunks)
         self._flat_of = {info.index: flat for flat in flats for info in flat.parameters}
         self._device_sums = DeviceSums(accelerator, self._chunks, pool) if SUMS in pool.stats.consumers else None
         self._landing = Landing(accelerator, pool, self._lane)
@@ -91,7 +91,7 @@ class Gradients:
 
     def _made_transit(self, buffer_count: int) -> GradientTransit:
         assert self._device_sums is not None
-        nbytes = max(chunk_of.nbytes for chunk_of in self._chunks)
+        nbytes = max(chunk.nbytes for chunk in self._chunks)
         shared = Counter(one.flat.layout.unit_index for one in self._chunks if len(one.pieces) > 1)
         # Chunks that leave together are received together, which buffers that may have to be spilled in between cannot do.
         single_count = buffer_count if self.spills else min(buffer_count, 2 * max(shared.values(), default=0) + 2)
@@ -118,41 +118,41 @@ class Gradients:
         if self._transit is not None:
             chunks = flat.chunks_of(info)
             with self._lock:
-                for chunk_of in chunks:
-                    _gradient_of(chunk_of).live.add(info.index)
+                for chunk in chunks:
+                    _gradient_of(chunk).live.add(info.index)
                     if slot.numel:
-                        sums[chunk_of.chunk.index] = None
+                        sums[chunk.index] = None
                 self._transit.arrive(chunks, slot, ordered, accumulate=accumulate)
             return
-        for chunk_of in flat.chunks_of(info):
-            state, chunk = _gradient_of(chunk_of), chunk_of.chunk
+        for chunk in flat.chunks_of(info):
+            state = _gradient_of(chunk)
             piece = Piece(slot, max(slot.start, chunk.start), min(slot.stop, chunk.stop))
             source = ordered[piece.start - slot.start : piece.stop - slot.start]
             with self._lock:
                 state.live.add(info.index)
                 if piece.numel == 0:
                     continue
-                if owned and self._keeps_tensors and not accumulate:
-                    state.kept[info.index] = source
+                if owned and self._adopts_tensors and not accumulate:
+                    state.adopted[info.index] = source
                     sums[chunk.index] = kernels.ingest_async(None, source, piece.start, False)
                     continue
                 buffer = self._buffer_for_adding(state, wide=accumulate)
                 target = buffer[piece.start - chunk.start : piece.stop - chunk.start]
-                if info.index in state.kept:
-                    kernels.convert(target, state.kept.pop(info.index))
+                if info.index in state.adopted:
+                    kernels.convert(target, state.adopted.pop(info.index))
                 on_device = self._device_sums.part(info.index, chunk.index) if self._device_sums is not None else None
                 summed = kernels.ingest_async(target, source, piece.start, accumulate, on_device)
                 sums[chunk.index] = summed if on_device is None else None
 
-    def receive_pieces(self, chunk_of: ChunkOf, pieces: list[PackedPiece], values: torch.Tensor) -> Pending:
+    def receive_pieces(self, chunk: Chunk, pieces: list[PackedPiece], values: torch.Tensor) -> Pending:
         """See `Receiver`."""
-        state = _gradient_of(chunk_of)
+        state = _gradient_of(chunk)
         copied: Pending = Settled()
         with self._lock:
             accumulate = any(packed.accumulate for packed in pieces)
             buffer = self._buffer_for_adding(state, wide=accumulate)
-            for run in runs(chunk_of, pieces):
-                low, high = run[0].piece.start - chunk_of.chunk.start, run[-1].piece.stop - chunk_of.chunk.start
+            for run in runs(chunk, pieces):
+                low, high = run[0].piece.start - chunk.start, run[-1].piece.stop - chunk.start
                 if accumulate or buffer.dtype != values.dtype:
                     copied = self._land(state, run, buffer[low:high], values[low:high])
                 else:
@@ -160,28 +160,28 @@ class Gradients:
                     state.jobs.append(copied)
         return copied  # copies of one stream settle in order
 
-    def receive_chunks(self, chunks: list[ChunkOf], slot: Slot, values: torch.Tensor, *, accumulate: bool) -> Pending:
+    def receive_chunks(self, chunks: list[Chunk], slot: Slot, values: torch.Tensor, *, accumulate: bool) -> Pending:
         """See `Receiver`."""
         copied: Pending = Settled()
-        states = [_gradient_of(chunk_of) for chunk_of in chunks]
+        states = [_gradient_of(chunk) for chunk in chunks]
         with self._lock:
             buffers = [self._buffer_for_adding(state, wide=accumulate) for state in states]
             if not accumulate and all(buffer.dtype == values.dtype for buffer in buffers):
                 for first, last, target in joined(buffers):
-                    low, high = (chunks[index].chunk for index in (first, last))
-                    start = chunks[0].chunk.start
+                    low, high = (chunks[index] for index in (first, last))
+                    start = chunks[0].start
                     copied = self._accelerator.copy_out(target, values[low.start - start : high.stop - start])
                     for state in states[first : last + 1]:
                         state.jobs.append(copied)
                 return copied
             for state, buffer in zip(states, buffers, strict=True):
-                chunk = state.chunk_of.chunk
-                part = values[chunk.start - chunks[0].chunk.start : chunk.stop - chunks[0].chunk.start]
+                chunk = state.chunk
+                part = values[chunk.start - chunks[0].start : chunk.stop - chunks[0].start]
                 copied = self._land(state, [PackedPiece(Piece(slot, chunk.start, chunk.stop), accumulate)], buffer, part)
         return copied
 
     def _land(self, state: ChunkGradient, run: list[PackedPiece], target: torch.Tensor, values: torch.Tensor) -> Pending:
-        chunk_index, start = state.chunk_of.chunk.index, run[0].piece.start
+        chunk_index, start = state.chunk.index, run[0].piece.start
         sums = [self._sums[packed.parameter_index] for packed in run]
 
         def add(landed: torch.Tensor) -> None:
@@ -193,14 +193,14 @@ class Gradients:
         state.jobs.append(added)
         return copied
 
-    def add_reduced(self, chunk_of: ChunkOf, values: torch.Tensor, present: set[int]) -> None:
+    def add_reduced(self, chunk: Chunk, values: torch.Tensor, present: set[int]) -> None:
         """Take in averages over the ranks: fp32 [chunk.numel], host. `present`: parameters that have any.
 
         Adds to what an earlier backward left. Runs in the rendezvous' thread; `expect` then makes the gradient count.
         """
-        chunk, state = chunk_of.chunk, _gradient_of(chunk_of)
+        state = _gradient_of(chunk)
         with self._lock:
-            for info, piece in chunk_of.pieces:
+            for info, piece in chunk.pieces:
                 if info.index not in present:
                     continue
                 accumulate = info.index in state.live
@@ -233,23 +233,23 @@ class Gradients:
         """The parameters whose gradients count for the coming step, in model order."""
         return [info for _, info in sorted(self._live.items()) if self.is_live(info)]
 
-    def is_complete(self, chunk_of: ChunkOf) -> bool:
+    def is_complete(self, chunk: Chunk) -> bool:
         """Whether every parameter of the chunk has a gradient."""
-        return _gradient_of(chunk_of).is_complete
+        return _gradient_of(chunk).is_complete
 
     def drop(self, info: ParameterInfo) -> None:
         """Forget the gradient of one parameter, unless an update has it; buffers that hold nothing else are given back."""
         if self._live.pop(info.index, None) is None:
             return
         with self._lock:
-            for chunk_of in self._flat_of[info.index].chunks_of(info):
-                state = _gradient_of(chunk_of)
+            for chunk in self._flat_of[info.index].chunks_of(info):
+                state = _gradient_of(chunk)
                 if info.index in state.live:
                     if self._transit is not None:
-                        self._transit.leave(state.chunk_of)
+                        self._transit.leave(state.chunk)
                     state.settle()  # what is still on its way must not land on what comes next
                     state.live.discard(info.index)
-                    state.kept.pop(info.index, None)
+                    state.adopted.pop(info.index, None)
                     if not state.live:
                         self._buffers.give_back(state)
         self._sums.pop(info.index, None)
@@ -260,8 +260,8 @@ class Gradients:
         """Wait until every gradient taken over has arrived in its buffer."""
         if self._transit is not None:
             self._transit.leave_all()
-        for chunk_of in self._chunks:
-            _gradient_of(chunk_of).settle()
+        for chunk in self._chunks:
+            _gradient_of(chunk).settle()
         self._landing.settled()
         if self._device_sums is not None:
             self._device_sums.read()
@@ -294,18 +294,18 @@ class Gradients:
         self._live.pop(info.index, None)
         self._sums.pop(info.index, None)
 
-    def prefetch(self, chunk_of: ChunkOf) -> bool:
+    def prefetch(self, chunk: Chunk) -> bool:
         """Start reading a spilled chunk back, if a buffer is free for it. False if none is.
 
         The last free buffer is left for `open`, where it finds one for a chunk that was not prefetched.
         """
         with self._lock:
-            return self._buffers.prefetch(_gradient_of(chunk_of))
+            return self._buffers.prefetch(_gradient_of(chunk))
 
-    def open(self, chunk_of: ChunkOf, pieces: Iterable[Piece]) -> list[torch.Tensor]:
+    def open(self, chunk: Chunk, pieces: Iterable[Piece]) -> list[torch.Tensor]:
         """The gradients of some pieces of the chunk, [piece.numel] each, where the update's kernel can address them, until
         `release`."""
-        state = _gradient_of(chunk_of)
+        state = _gradient_of(chunk)
         state.settle()
         with self._lock:
             state.opened = True
@@ -316,16 +316,16 @@ class Gradients:
         return [self._piece(state, piece) for piece in pieces]
 
     def _piece(self, state: ChunkGradient, piece: Piece) -> torch.Tensor:
-        kept = state.kept.get(piece.slot.parameter_index)
-        if kept is not None:
-            return kept
+        adopted = state.adopted.get(piece.slot.parameter_index)
+        if adopted is not None:
+            return adopted
         assert state.buffer is not None, "an update was asked for on a chunk that has no gradient"
-        start = state.chunk_of.chunk.start
+        start = state.chunk.start
         return state.buffer[piece.start - start : piece.stop - start]
 
-    def release(self, chunk_of: ChunkOf) -> None:
+    def release(self, chunk: Chunk) -> None:
         """The update has read the chunk's gradient: it is consumed or, where it is held, kept."""
-        state = _gradient_of(chunk_of)
+        state = _gradient_of(chunk)
         with self._lock:
             state.opened = False
             if state.held:
@@ -336,32 +336,32 @@ class Gradients:
 
     def _forget(self, state: ChunkGradient) -> None:
         state.live.clear()
-        state.kept.clear()
+        state.adopted.clear()
         self._buffers.give_back(state)
 
     # ---- updates that may be undone ------------------------------------------------------------------------------
 
-    def hold(self, chunks: Iterable[ChunkOf]) -> None:
+    def hold(self, chunks: Iterable[Chunk]) -> None:
         """An update that may be undone will read these chunks, which are complete: `release` is to keep them."""
-        for chunk_of in chunks:
+        for chunk in chunks:
             with self._lock:
                 if self._transit is not None:
-                    self._transit.leave(chunk_of)
-                _gradient_of(chunk_of).held = True
+                    self._transit.leave(chunk)
+                _gradient_of(chunk).held = True
 
-    def let_go(self, chunks: Iterable[ChunkOf]) -> None:
+    def drop_held(self, chunks: Iterable[Chunk]) -> None:
         """Those updates stay: drop what they have read. What they are yet to read they consume."""
-        for chunk_of in chunks:
-            state = _gradient_of(chunk_of)
+        for chunk in chunks:
+            state = _gradient_of(chunk)
             with self._lock:
                 applied, state.held, state.applied = state.applied, False, False
                 if applied:
                     self._forget(state)
 
-    def take_back(self, chunks: Iterable[ChunkOf]) -> None:
+    def take_back(self, chunks: Iterable[Chunk]) -> None:
         """Those updates were undone, or will never run: what was held counts as before."""
-        for chunk_of in chunks:
-            state = _gradient_of(chunk_of)
+        for chunk in chunks:
+            state = _gradient_of(chunk)
             with self._lock:
                 state.held = state.applied = False
                 self._buffers.put_back(state)
@@ -375,7 +375,7 @@ class Gradients:
     # ---- buffers (under the lock) --------------------------------------------------------------------------------
 
     def _buffer_for_adding(self, state: ChunkGradient, *, wide: bool) -> torch.Tensor:
-        dtype = torch.float32 if wide else state.chunk_of.flat.dtype
+        dtype = torch.float32 if wide else state.chunk.flat.dtype
         buffer = self._buffers.for_adding(state, dtype)
         if dtype == torch.float32 and buffer.dtype != torch.float32:
             self._widen(state)

@@ -10,7 +10,7 @@
                  checkpoint computed again, whose inputs are leaves there
     gradients    right before PyTorch accumulates into `p.grad` the token of an earlier gradient is taken out; right
                  after, the gradient is handed over and a token put in its place; the parts of a shared parameter's are
-                 added by `offload.step.gradient_parts`
+                 added by `offload.step.shared_gradients`
 
 Recomputation (activation checkpointing, reentrant or not) is a forward inside backward, and simply nests.
 """
@@ -32,13 +32,13 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from offload.errors import UsageError
-from offload.model.flats import ParameterInfo
+from offload.model.flat import ParameterInfo
 from offload.model.guard import refuse_loading
+from offload.model.partition import is_lookup, renormalizing
 from offload.model.unit import Unit
-from offload.model.units import is_lookup, renormalizing
-from offload.step.gradient_parts import GradientParts, is_accumulated
 from offload.step.residency import Residency
 from offload.step.second_order import SecondOrder, levels_of
+from offload.step.shared_gradients import SharedGradients, is_accumulated
 from offload.step.turn import Turn
 
 
@@ -226,7 +226,7 @@ class Hooks:
         self._backward_ended = self._accumulates = False
         self._root = self._units[0].modules[0]
         self._renormalized = {id(module.weight) for module in renormalizing(self._root).values()}
-        self._parts = GradientParts(self._units)
+        self._parts = SharedGradients(self._units)
         self.second_order = SecondOrder(self._units, residency, self._second_order_reaches, listener.failures)
         residency.drop_abandoned_forwards = self.drop_abandoned
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from offload.device.host_room import host_room
 from offload.errors import BudgetError, StorageError
-from offload.model.flats import ParameterInfo
-from offload.step.parts import Parts
+from offload.model.flat import ParameterInfo
+from offload.step.components import Components
 
 
 class MicroBatches:
     """Owned by the thread that drives the model (backward's during backward)."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Components) -> None:
         self._parts = parts
         self._begun: list[ParameterInfo] = []
         """Parameters of which this backward brought the first gradient of the step."""

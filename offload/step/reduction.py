@@ -23,12 +23,12 @@ from torch import Tensor
 from offload.device.accelerator import Accelerator
 from offload.device.pending import Pending
 from offload.errors import ConfigError
-from offload.model.flats import Flat, ParameterInfo
+from offload.model.flat import Flat, ParameterInfo
 from offload.model.unit import Unit
 from offload.planning.budget import UNREDUCED_UNITS
-from offload.ranks.agreement import Point
-from offload.ranks.reducing import HostReduction, averages_on_device
-from offload.ranks.rendezvous import Asked, Rendezvous
+from offload.ranks.agreement import MeetingPoint
+from offload.ranks.averaging import HostReduction, averages_on_device
+from offload.ranks.rendezvous import Rendezvous, Request
 from offload.ranks.transport import Ranks
 from offload.step.gradients import Gradients
 from offload.tiers.memory import HostMemory, MemoryLedger
@@ -53,7 +53,7 @@ class _UnitGradient:
     buffers: dict[int, Tensor] = field(default_factory=dict)
     """By position in `unit.flats`: [flat.numel], the flat's dtype, or fp32 once something was added."""
     arrived: set[int] = field(default_factory=set)
-    asked: Asked | None = None
+    asked: Request | None = None
     ready: Pending | None = None
     """When what compute does to the buffers is done."""
     present: set[int] = field(default_factory=set)
@@ -132,7 +132,7 @@ class Reduction:
         """The end of backward: when this returns, everything that any rank had is reduced."""
         assert self.rendezvous is not None
         self.ask_rest()
-        self.rendezvous.meet(Point.END_OF_BACKWARD)
+        self.rendezvous.meet(MeetingPoint.END_OF_BACKWARD)
         self._reclaim()
 
     def newly_present(self) -> list[int]:

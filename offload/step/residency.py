@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from offload.errors import BudgetError, ParameterAccessError
-from offload.model.flats import ParameterInfo
+from offload.model.flat import ParameterInfo
 from offload.model.leading_call import led_by
 from offload.model.unit import Unit, UnitState
 from offload.planning.plan import Op, Schedule, Verb, plan, required_nbytes
@@ -96,11 +96,11 @@ class Residency:
         self._reach(Event(Edge.END, unit.index))
 
     def hold(self, unit: Unit) -> None:
-        """Keep the unit resident, whatever forwards and backwards come and go, until `let_go`. It opens nothing."""
+        """Keep the unit resident, whatever forwards and backwards come and go, until `release`. It opens nothing."""
         unit.residency.held_count += 1
         self.start_use(unit, recorded=False)
 
-    def let_go(self, unit: Unit) -> None:
+    def release(self, unit: Unit) -> None:
         unit.residency.held_count -= 1
         self.end_use(unit, recorded=False)
 

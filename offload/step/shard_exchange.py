@@ -7,11 +7,11 @@ from torch import Tensor
 
 from offload.device.accelerator import Accelerator
 from offload.device.pending import Pending
-from offload.model.flats import Flat
+from offload.model.flat import Flat
 from offload.model.unit import Unit
 from offload.ranks.transport import Ranks
+from offload.step.chunk_stores import ParameterStore
 from offload.step.fetching import StagedFetcher
-from offload.step.places import ParameterPlaces
 from offload.step.reduction import Reduction
 from offload.step.update import Updates
 from offload.tiers.memory import HostMemory, MemoryLedger
@@ -25,7 +25,7 @@ class ShardExchange:
 
     def __init__(self, ranks: Ranks, accelerator: Accelerator, units: list[Unit], ledger: MemoryLedger) -> None:
         self._ranks, self._accelerator, self._units, self._ledger = ranks, accelerator, units, ledger
-        self.places: ParameterPlaces | None = None
+        self.places: ParameterStore | None = None
         self.fetcher: StagedFetcher | None = None
         self.updates: Updates | None = None
         self.reduction: Reduction | None = None
@@ -73,15 +73,15 @@ class ShardExchange:
         own = flat.memory.flat[shard.start * itemsize : shard.stop * itemsize]
         return own.to("cpu") if on_host else own
 
-    def _from_home(self, places: ParameterPlaces, flat: Flat) -> Tensor:
+    def _from_home(self, places: ParameterStore, flat: Flat) -> Tensor:
         shard, itemsize = flat.layout.shard, flat.layout.itemsize
         whole = HostMemory(shard.numel * itemsize, "lent parameters", ledger=self._ledger).tensor
-        for chunk_of in flat.chunks:
-            start = (chunk_of.chunk.start - shard.start) * itemsize
-            part = whole[start : start + chunk_of.nbytes]
-            stored = places.view(chunk_of)
+        for chunk in flat.chunks:
+            start = (chunk.start - shard.start) * itemsize
+            part = whole[start : start + chunk.nbytes]
+            stored = places.view(chunk)
             if stored is None:
-                places.read(chunk_of, part).wait()
+                places.read(chunk, part).wait()
             else:
                 part.copy_(stored[: part.numel()])
         return whole

@@ -19,15 +19,15 @@ import torch
 from offload.device.accelerator import Accelerator
 from offload.device.pending import Pending, Settled
 from offload.layout import Piece
-from offload.model.chunk import ChunkOf
+from offload.model.chunk import Chunk
 from offload.planning.budget import READ_AHEAD
 from offload.planning.purposes import EMITTED
 from offload.planning.route import Emission
-from offload.step.places import ParameterPlaces
+from offload.step.chunk_stores import ParameterStore
 from offload.tiers.staging import Lease, StagingPool
 
 
-class Old(Enum):
+class ValuesNeeded(Enum):
     """Which of a chunk's present values an update needs."""
 
     NONE = "none"
@@ -41,94 +41,94 @@ class Old(Enum):
 class ParameterSink(ABC):
     """See the module. One chunk is between `begin` and `commit` at a time, on the update's thread."""
 
-    def read_ahead(self, chunk_of: ChunkOf) -> None:  # noqa: B027 - most have the values at hand
+    def read_ahead(self, chunk: Chunk) -> None:  # noqa: B027 - most have the values at hand
         """Start reading values of which a later `begin` will need all. May do nothing."""
 
-    def forget(self, chunk_of: ChunkOf) -> None:  # noqa: B027 - as above
+    def forget(self, chunk: Chunk) -> None:  # noqa: B027 - as above
         """There will be no `begin`: let go of what was read ahead."""
 
     @abstractmethod
-    def begin(self, chunk_of: ChunkOf, old: Old) -> torch.Tensor:
+    def begin(self, chunk: Chunk, old: ValuesNeeded) -> torch.Tensor:
         """The values; `old` says what of the present ones must be there."""
 
     @abstractmethod
-    def commit(self, chunk_of: ChunkOf, values: torch.Tensor, pieces: list[Piece]) -> Pending:
+    def commit(self, chunk: Chunk, values: torch.Tensor, pieces: list[Piece]) -> Pending:
         """Publish the values of `pieces`. Settles when device memory may be used or fetched again.
 
-        Writes to a store are not part of that: `ParameterPlaces` orders every read after them.
+        Writes to a store are not part of that: `ParameterStore` orders every read after them.
         """
 
 
 class InPlaceSink(ParameterSink):
     """The flat lies for good where the kernel can address it."""
 
-    def begin(self, chunk_of: ChunkOf, old: Old) -> torch.Tensor:
-        return chunk_of.flat.chunk_values(chunk_of.chunk)
+    def begin(self, chunk: Chunk, old: ValuesNeeded) -> torch.Tensor:
+        return chunk.values
 
-    def commit(self, chunk_of: ChunkOf, values: torch.Tensor, pieces: list[Piece]) -> Pending:
+    def commit(self, chunk: Chunk, values: torch.Tensor, pieces: list[Piece]) -> Pending:
         return Settled()
 
 
 class ResidentSink(ParameterSink):
     """The unit is resident in memory that the kernel can address; its home is a store."""
 
-    def __init__(self, places: ParameterPlaces) -> None:
+    def __init__(self, places: ParameterStore) -> None:
         self._places = places
 
-    def begin(self, chunk_of: ChunkOf, old: Old) -> torch.Tensor:
-        self._places.settle_fetch(chunk_of)
-        self._places.settle_write(chunk_of)  # of the last update, from this very memory
-        return chunk_of.flat.chunk_values(chunk_of.chunk)
+    def begin(self, chunk: Chunk, old: ValuesNeeded) -> torch.Tensor:
+        self._places.settle_fetch(chunk)
+        self._places.settle_write(chunk)  # of the last update, from this very memory
+        return chunk.values
 
-    def commit(self, chunk_of: ChunkOf, values: torch.Tensor, pieces: list[Piece]) -> Pending:
-        self._places.write(chunk_of, chunk_of.flat.chunk_bytes(chunk_of.chunk))
+    def commit(self, chunk: Chunk, values: torch.Tensor, pieces: list[Piece]) -> Pending:
+        self._places.write(chunk, chunk.bytes)
         return Settled()
 
 
 class StoreSink(ParameterSink):
     """The home is a store in host memory or behind it; device memory is out of the host kernel's reach."""
 
-    def __init__(self, places: ParameterPlaces, pool: StagingPool) -> None:
+    def __init__(self, places: ParameterStore, pool: StagingPool) -> None:
         self._places = places
         self._pool = pool
-        self._ahead: dict[ChunkOf, tuple[Lease, Pending]] = {}
+        self._ahead: dict[Chunk, tuple[Lease, Pending]] = {}
         self._lease: Lease | None = None
 
-    def read_ahead(self, chunk_of: ChunkOf) -> None:
-        if self._places.view(chunk_of) is None and len(self._ahead) < READ_AHEAD:
+    def read_ahead(self, chunk: Chunk) -> None:
+        if self._places.view(chunk) is None and len(self._ahead) < READ_AHEAD:
             lease = self._pool.try_lease(EMITTED)
             if lease is not None:
-                self._ahead[chunk_of] = lease, self._read(chunk_of, lease)
+                self._ahead[chunk] = lease, self._read(chunk, lease)
 
-    def forget(self, chunk_of: ChunkOf) -> None:
-        ahead = self._ahead.pop(chunk_of, None)
+    def forget(self, chunk: Chunk) -> None:
+        ahead = self._ahead.pop(chunk, None)
         if ahead is not None:
             lease, reading = ahead
             reading.wait()
             lease.release()
 
-    def begin(self, chunk_of: ChunkOf, old: Old) -> torch.Tensor:
-        self._places.settle_copies(chunk_of)
-        stored = self._places.view(chunk_of)
+    def begin(self, chunk: Chunk, old: ValuesNeeded) -> torch.Tensor:
+        self._places.settle_copies(chunk)
+        stored = self._places.view(chunk)
         if stored is None:
-            self._lease, reading = self._ahead.pop(chunk_of, (None, None))
+            self._lease, reading = self._ahead.pop(chunk, (None, None))
             if self._lease is None:
                 self._lease = self._pool.lease(EMITTED)
-                reading = self._read(chunk_of, self._lease) if old is not Old.NONE else None
+                reading = self._read(chunk, self._lease) if old is not ValuesNeeded.NONE else None
             if reading is not None:
                 reading.wait()
             stored = self._lease.tensor
-        return stored[: chunk_of.nbytes].view(chunk_of.flat.dtype)
+        return stored[: chunk.nbytes].view(chunk.flat.dtype)
 
-    def commit(self, chunk_of: ChunkOf, values: torch.Tensor, pieces: list[Piece]) -> Pending:
+    def commit(self, chunk: Chunk, values: torch.Tensor, pieces: list[Piece]) -> Pending:
         if self._lease is None:
             return Settled()
         lease, self._lease = self._lease, None
-        lease.release(after=self._places.write(chunk_of, values.view(torch.uint8)))
+        lease.release(after=self._places.write(chunk, values.view(torch.uint8)))
         return Settled()
 
-    def _read(self, chunk_of: ChunkOf, lease: Lease) -> Pending:
-        return self._places.read(chunk_of, lease.tensor[: chunk_of.nbytes])
+    def _read(self, chunk: Chunk, lease: Lease) -> Pending:
+        return self._places.read(chunk, lease.tensor[: chunk.nbytes])
 
 
 class CopyInSink(ParameterSink):
@@ -137,89 +137,89 @@ class CopyInSink(ParameterSink):
     `places`: a store of shards there; without it the flats themselves.
     """
 
-    def __init__(self, accelerator: Accelerator, pool: StagingPool, places: ParameterPlaces | None = None) -> None:
+    def __init__(self, accelerator: Accelerator, pool: StagingPool, places: ParameterStore | None = None) -> None:
         self._accelerator = accelerator
         self._pool = pool
         self._places = places
         self._lease: Lease | None = None
 
-    def begin(self, chunk_of: ChunkOf, old: Old) -> torch.Tensor:
+    def begin(self, chunk: Chunk, old: ValuesNeeded) -> torch.Tensor:
         self._lease = self._pool.lease(EMITTED)
-        content = self._lease.tensor[: chunk_of.nbytes]
-        if old is Old.ALL:  # the rest is never wanted: only updated slots are copied over
-            self._accelerator.copy_out(content, self._home(chunk_of).view(torch.uint8)).wait()
-        return content.view(chunk_of.flat.dtype)
+        content = self._lease.tensor[: chunk.nbytes]
+        if old is ValuesNeeded.ALL:  # the rest is never wanted: only updated slots are copied over
+            self._accelerator.copy_out(content, self._home(chunk).view(torch.uint8)).wait()
+        return content.view(chunk.flat.dtype)
 
-    def commit(self, chunk_of: ChunkOf, values: torch.Tensor, pieces: list[Piece]) -> Pending:
+    def commit(self, chunk: Chunk, values: torch.Tensor, pieces: list[Piece]) -> Pending:
         assert self._lease is not None
         lease, self._lease = self._lease, None
-        start = chunk_of.chunk.start
+        start = chunk.start
         last: Pending = Settled()
-        home = self._home(chunk_of)
+        home = self._home(chunk)
         for piece in pieces:
             low, high = piece.start - start, piece.stop - start
             last = self._accelerator.copy_in(home[low:high], values[low:high])
         lease.release(after=last)  # copies of one stream settle in order
         return last
 
-    def _home(self, chunk_of: ChunkOf) -> torch.Tensor:
+    def _home(self, chunk: Chunk) -> torch.Tensor:
         if self._places is None:
-            return chunk_of.flat.chunk_values(chunk_of.chunk)
-        stored = self._places.view(chunk_of)
+            return chunk.values
+        stored = self._places.view(chunk)
         assert stored is not None
-        return stored[: chunk_of.nbytes].view(chunk_of.flat.dtype)
+        return stored[: chunk.nbytes].view(chunk.flat.dtype)
 
 
 class CopyOutSink(ParameterSink):
     """The kernel runs on the device, the home is a store of the host: new values go over by D2H."""
 
-    def __init__(self, accelerator: Accelerator, places: ParameterPlaces, pool: StagingPool) -> None:
+    def __init__(self, accelerator: Accelerator, places: ParameterStore, pool: StagingPool) -> None:
         self._accelerator = accelerator
         self._places = places
         self._pool = pool
 
-    def begin(self, chunk_of: ChunkOf, old: Old) -> torch.Tensor:
-        values = torch.empty(chunk_of.chunk.numel, dtype=chunk_of.flat.dtype, device=self._accelerator.device)
-        if old is Old.ALL:  # the rest is never wanted: only updated slots are copied home
-            self._bring(chunk_of, values.view(torch.uint8))
+    def begin(self, chunk: Chunk, old: ValuesNeeded) -> torch.Tensor:
+        values = torch.empty(chunk.numel, dtype=chunk.flat.dtype, device=self._accelerator.device)
+        if old is ValuesNeeded.ALL:  # the rest is never wanted: only updated slots are copied home
+            self._bring(chunk, values.view(torch.uint8))
         return values
 
-    def _bring(self, chunk_of: ChunkOf, into: torch.Tensor) -> None:
-        stored = self._places.view(chunk_of)
+    def _bring(self, chunk: Chunk, into: torch.Tensor) -> None:
+        stored = self._places.view(chunk)
         if stored is not None:
             self._accelerator.join(self._accelerator.copy_in(into, stored[: into.numel()]))
             return
         lease = self._pool.lease(EMITTED)
         content = lease.tensor[: into.numel()]
-        self._places.read(chunk_of, content).wait()
+        self._places.read(chunk, content).wait()
         copied = self._accelerator.copy_in(into, content)
         lease.release(after=copied)
         self._accelerator.join(copied)
 
-    def commit(self, chunk_of: ChunkOf, values: torch.Tensor, pieces: list[Piece]) -> Pending:
-        self._places.settle_copies(chunk_of)
-        stored = self._places.view(chunk_of)
+    def commit(self, chunk: Chunk, values: torch.Tensor, pieces: list[Piece]) -> Pending:
+        self._places.settle_copies(chunk)
+        stored = self._places.view(chunk)
         lease = None
-        nbytes = chunk_of.nbytes
+        nbytes = chunk.nbytes
         if stored is None:
             lease = self._pool.lease(EMITTED)
             stored = lease.tensor[:nbytes]
             updated = sum(piece.numel for piece in pieces)
-            if updated < chunk_of.chunk.numel:
-                self._places.read(chunk_of, stored).wait()
-        home = stored[:nbytes].view(chunk_of.flat.dtype)
-        start = chunk_of.chunk.start
+            if updated < chunk.numel:
+                self._places.read(chunk, stored).wait()
+        home = stored[:nbytes].view(chunk.flat.dtype)
+        start = chunk.start
         last: Pending = Settled()
         for piece in pieces:
             low, high = piece.start - start, piece.stop - start
             last = self._accelerator.copy_out(home[low:high], values[low:high])
         last.wait()
         if lease is not None:
-            lease.release(after=self._places.write(chunk_of, lease.tensor[:nbytes]))
+            lease.release(after=self._places.write(chunk, lease.tensor[:nbytes]))
         return Settled()
 
 
-def sink_for(emission: Emission, accelerator: Accelerator, pool: StagingPool, places: ParameterPlaces | None) -> ParameterSink:
+def sink_for(emission: Emission, accelerator: Accelerator, pool: StagingPool, places: ParameterStore | None) -> ParameterSink:
     """`places`: absent where no unit's parameters have a store."""
     if emission is Emission.IN_PLACE:
         return InPlaceSink()

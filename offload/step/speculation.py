@@ -2,10 +2,10 @@
 
 With update="backward" a unit is updated as soon as backward has left it, while the drive has little else to do. Clipping and
 loss scaling need the norm of all gradients for that, and whatever runs before `step()` is to find the old weights. Mostly the
-norm changes nothing and nothing runs, so where that was so lately (`Strikes`) it is taken for granted, and what is needed to
-undo is kept:
+norm changes nothing and nothing runs, so where that was so lately (`ClipHistory`) it is taken for granted, and what is needed
+to undo is kept:
 
-    records, parameters  written to a second place in the store, so that the first is still there (`Places.undo_write`)
+    records, parameters  written to a second place in the store, so that the first is still there (`ChunkStore.undo_write`)
     gradients            kept, in their buffers or on NVMe; read again only if the update is undone
     device memory        holds new values: undone, it is emptied, and fetched again when it is used
     step counts          counted back
@@ -24,12 +24,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from offload.device.rules import Hyper
-from offload.model.chunk import ChunkOf
-from offload.model.flats import ParameterInfo
+from offload.model.chunk import Chunk
+from offload.model.flat import ParameterInfo
 from offload.model.taken_gradient import TakenGradient
 from offload.model.unit import Unit
-from offload.step.parts import Parts
-from offload.step.strikes import Strikes
+from offload.step.clip_history import ClipHistory
+from offload.step.components import Components
 from offload.step.update import ChunkUpdate
 
 
@@ -42,22 +42,22 @@ class _Begun:
     updates: list[ChunkUpdate]
 
     @property
-    def chunks(self) -> list[ChunkOf]:
-        return [update.chunk_of for update in self.updates]
+    def chunks(self) -> list[Chunk]:
+        return [update.chunk for update in self.updates]
 
 
 class Speculation:
     """See the module. Owned by the thread that drives the model (and backward's, never both at once)."""
 
-    def __init__(self, parts: Parts, *, norm_counts: bool) -> None:
+    def __init__(self, parts: Components, *, norm_counts: bool) -> None:
         """`norm_counts`: whether the norm may change what a step does."""
-        self._places, self._records = parts.places, parts.records
+        self._places, self._records = parts.parameter_store, parts.records
         self._gradients, self._updates, self._residency = parts.gradients, parts.updates, parts.residency
         self._begun: dict[Unit, _Begun] = {}
         self._hypers: set[tuple[int, Hyper]] = set()
         self._gave_up = False
         self._norm_counts = norm_counts
-        self.strikes = Strikes.before_the_first(norm_counts)
+        self.strikes = ClipHistory.before_the_first(norm_counts)
         self.speculated_step_count = 0
         """Steps that began updates before the norm was known."""
         self.undone_step_count = 0
@@ -93,7 +93,7 @@ class Speculation:
                     return False
         return all(hyper_of(index) == hyper for index, hyper in self._hypers)
 
-    def keep(self) -> set[int]:
+    def confirm(self) -> set[int]:
         """The step goes on from what was begun. Returns the indices of the parameters whose gradients that took."""
         assert self._gradients is not None
         updated: set[int] = set()
@@ -101,7 +101,7 @@ class Speculation:
             for info in begun.updated:
                 self._gradients.consume(info)
                 updated.add(info.index)
-            self._gradients.let_go(begun.chunks)
+            self._gradients.drop_held(begun.chunks)
         self.end_step()
         return updated
 
@@ -125,8 +125,8 @@ class Speculation:
             self._residency.forget(begun.unit)  # before the writes are undone: it may be reading what they wrote
             for update in begun.updates:
                 if update.applied:
-                    self._places.undo_write(update.chunk_of)
-                    self._records.undo_write(update.chunk_of)
+                    self._places.undo_write(update.chunk)
+                    self._records.undo_write(update.chunk)
             self._gradients.take_back(begun.chunks)
             for info in begun.updated:
                 info.step -= 1
@@ -134,7 +134,7 @@ class Speculation:
 
     def restart(self) -> None:
         """Nothing is known of the coming steps."""
-        self.strikes = Strikes.before_the_first(self._norm_counts)
+        self.strikes = ClipHistory.before_the_first(self._norm_counts)
 
     def end_step(self) -> None:
         """The next step may begin updates again."""

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from offload.errors import ParameterAccessError, UsageError
-from offload.model.flats import ParameterInfo, some_of
+from offload.model.flat import ParameterInfo, some_of
 from offload.model.taken_gradient import TakenGradient
 
 _NAMED = 5

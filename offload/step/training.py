@@ -18,37 +18,37 @@ import torch
 
 from offload.device.rules import Hyper
 from offload.errors import NonFiniteGradientError, UsageError
-from offload.model.flats import ParameterInfo, some_of
+from offload.model.flat import ParameterInfo, some_of
 from offload.model.taken_gradient import TakenGradient
 from offload.model.unit import ShardState, Unit
-from offload.ranks.agreement import Point
+from offload.ranks.agreement import MeetingPoint
+from offload.step.components import Components
+from offload.step.failure_state import FailureState
 from offload.step.homes import Homes
 from offload.step.hooks import Hooks, cast_floating
 from offload.step.loss_scale import LossScale
 from offload.step.micro_batches import MicroBatches
 from offload.step.norm import clip_factor, exchanged, norm_of
-from offload.step.parts import Parts
 from offload.step.speculation import Speculation
 from offload.step.token_clipping import TokenClipping
 from offload.step.update import chunk_updates
-from offload.step.usable import Usable
 
 _NAMED = 5
 """How many names an error message lists."""
 
 
-class Training(Usable):
+class Training(FailureState):
     """See the module. Owned by the thread that drives the model; hooks run in it or in autograd's."""
 
-    def __init__(self, parts: Parts, loss_scale: LossScale, *, norm_counts: bool = True) -> None:
+    def __init__(self, parts: Components, loss_scale: LossScale, *, norm_counts: bool = True) -> None:
         """`norm_counts`: whether the norm may change what a step does."""
         super().__init__(parts.rendezvous, backward_elsewhere=parts.accelerator.device.type != "cpu")
         self._units, self._residency, self._parameters = parts.units, parts.residency, parts.parameters
         self._gradients, self._updates = parts.gradients, parts.updates
         self._ranks, self._rendezvous, self._reduction = parts.ranks, parts.rendezvous, parts.reduction
-        self._places, self._records, self._stage = parts.places, parts.records, parts.layout.stage
+        self._places, self._records, self._stage = parts.parameter_store, parts.records, parts.layout.stage
         self._accelerator, self._timeline = parts.accelerator, parts.timeline
-        self._memory_is_short = parts.places is not None or parts.placement.uses_nvme
+        self._memory_is_short = parts.parameter_store is not None or parts.placement.uses_nvme
         self._homes, self.micro_batches = Homes(parts), MicroBatches(parts)
         self.loss_scale = loss_scale
         self.max_grad_norm: float | None = None
@@ -288,7 +288,7 @@ class Training(Usable):
             else:
                 info.parameter.grad = zeros
 
-    def measure_norm(self, point: Point) -> float:
+    def measure_norm(self, point: MeetingPoint) -> float:
         """The global L2 norm of the gradients as they stand, un-scaled; on several ranks, once all are at `point`."""
         assert self._gradients is not None
         if self._ranks is None:
@@ -330,7 +330,7 @@ class Training(Usable):
         self.check()
         with self.failures():
             self._undo_if_changed()
-            self.grad_norm = self.measure_norm(Point.CLIPPING)
+            self.grad_norm = self.measure_norm(MeetingPoint.CLIPPING)
         return self.grad_norm
 
     def _live_parameters(self) -> list[ParameterInfo]:
@@ -358,7 +358,7 @@ class Training(Usable):
             self._finish_updates()
             self._take_user_gradients()
             with self._timeline.waiting("gradients"):
-                norm = self.measure_norm(Point.STEP)
+                norm = self.measure_norm(MeetingPoint.STEP)
             max_norm = self._clip_once if self._clip_once is not None else self.max_grad_norm
             max_norm = self._token_clipping.max_norm(norm, max_norm)
             self._clip_once = None
@@ -371,7 +371,7 @@ class Training(Usable):
             if not is_finite:
                 self._non_finite_step()
                 return
-            updated = self.speculation.keep()
+            updated = self.speculation.confirm()
             live = [info for info in self._gradients.live_parameters() if info.index not in updated]
             if live:
                 self._enqueue(live, clip / self.loss_scale.value)

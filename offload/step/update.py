@@ -17,7 +17,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from offload.device import updating
+from offload.device import optimizer_step
 from offload.device.accelerator import Accelerator
 from offload.device.lane import HostLane, InlineLane, ThreadLane
 from offload.device.pending import Pending
@@ -25,29 +25,29 @@ from offload.device.records import Record
 from offload.device.rules import Hyper
 from offload.device.segment import MASTER, Segment
 from offload.layout import Piece
-from offload.model.chunk import ChunkOf
-from offload.model.flats import ParameterInfo
+from offload.model.chunk import Chunk
+from offload.model.flat import ParameterInfo
 from offload.model.unit import Unit
 from offload.planning.purposes import RECORDS, RECORDS_ON_DEMAND
 from offload.planning.route import Emission, Memory
-from offload.ranks.rendezvous import Asked
+from offload.ranks.rendezvous import Request
+from offload.step.chunk_stores import RecordStore
 from offload.step.gradients import Gradients
-from offload.step.places import RecordPlaces
-from offload.step.sinks import Old, ParameterSink
+from offload.step.sinks import ParameterSink, ValuesNeeded
 from offload.step.timeline import RECORD_WRITES, Timeline
 from offload.tiers.staging import Lease, StagingPool
 
 
 class Watcher(Protocol):
-    """Sees every chunk's update, on the lane. What one that is not told would miss: `ChunkOf.overwritten_by`."""
+    """Sees every chunk's update, on the lane. What one that is not told would miss: `Chunk.overwritten_by`."""
 
-    def before_update(self, chunk_of: ChunkOf, values: Tensor, record: Record) -> None:
+    def before_update(self, chunk: Chunk, values: Tensor, record: Record) -> None:
         """The chunk's record and values are at hand and about to be overwritten."""
 
-    def updated(self, chunk_of: ChunkOf, values: Tensor, record: Record) -> None:
+    def updated(self, chunk: Chunk, values: Tensor, record: Record) -> None:
         """The chunk's record and values are at hand as the update leaves them, on their way to their places."""
 
-    def after_update(self, chunk_of: ChunkOf) -> None:
+    def after_update(self, chunk: Chunk) -> None:
         """The chunk was updated: who waits for its last write finds the new version in its places."""
 
 
@@ -65,7 +65,7 @@ class PieceUpdate:
 class ChunkUpdate:
     """One chunk's update. `factor` multiplies each gradient as it is read: un-scaling and clipping in one."""
 
-    chunk_of: ChunkOf
+    chunk: Chunk
     pieces: list[PieceUpdate]
     factor: float
     number: int = -1
@@ -78,7 +78,7 @@ class ChunkUpdate:
 
     @property
     def updates_every_slot(self) -> bool:
-        return len(self.pieces) == len(self.chunk_of.pieces)
+        return len(self.pieces) == len(self.chunk.pieces)
 
 
 @dataclass(slots=True, eq=False)
@@ -87,7 +87,7 @@ class _UnitUpdate:
     chunks: list[ChunkUpdate]
     job: Pending | None = None
     published: list[Pending] = field(default_factory=list)
-    spreading: Asked | None = None
+    spreading: Request | None = None
 
 
 class Updates:
@@ -95,7 +95,7 @@ class Updates:
 
     def __init__(
         self,
-        records: RecordPlaces,
+        records: RecordStore,
         gradients: Gradients,
         sinks: Mapping[Emission, ParameterSink],
         pool: StagingPool,
@@ -116,7 +116,7 @@ class Updates:
         self.enqueued_count = 0
         """Of units' updates: each is numbered by those before it."""
         self._ahead: deque[ChunkUpdate] = deque()
-        self.ask_gather: Callable[[int], Asked] | None = None
+        self.ask_gather: Callable[[int], Request] | None = None
         """Where parameters are whole on every rank and each updates its shard (ZeRO stages 1 and 2): brings the others'."""
 
     @property
@@ -160,7 +160,7 @@ class Updates:
     def read_ahead(self) -> None:
         """Start reading the first records before any unit is launched."""
         if self._ahead:
-            self._lanes[self._ahead[0].chunk_of.route.update_in].submit(self._read_ahead)
+            self._lanes[self._ahead[0].chunk.route.update_in].submit(self._read_ahead)
 
     def launch(self, unit: Unit) -> Pending:
         """Hand the unit's update to the lane, once; settles when its new parameters are in place."""
@@ -202,7 +202,7 @@ class Updates:
             for pending in update.published:
                 pending.wait()
 
-    def _spread(self, unit: Unit, ask_gather: Callable[[int], Asked]) -> None:
+    def _spread(self, unit: Unit, ask_gather: Callable[[int], Request]) -> None:
         update = self._pending[unit]
         if update.spreading is None:
             with self._timeline.waiting("update"):
@@ -228,18 +228,18 @@ class Updates:
                 self._give_up(chunk_update)
                 continue
             if not chunk_update.started:
-                self._start_reading(chunk_update, self._lease_now(chunk_update.chunk_of))
+                self._start_reading(chunk_update, self._lease_now(chunk_update.chunk))
             self._read_ahead()
             update.published.append(self._apply(chunk_update))
         if update.unit.route.update_in is Memory.DEVICE:
             update.published.append(self._accelerator.mark())
 
-    def _is_in_place(self, chunk_of: ChunkOf) -> bool:
+    def _is_in_place(self, chunk: Chunk) -> bool:
         """Whether the chunk's record is updated where it lies."""
-        return self._records.in_memory or self._records.view(chunk_of) is not None
+        return self._records.in_memory or self._records.view(chunk) is not None
 
-    def _lease_now(self, chunk_of: ChunkOf) -> Lease | None:
-        if self._is_in_place(chunk_of):
+    def _lease_now(self, chunk: Chunk) -> Lease | None:
+        if self._is_in_place(chunk):
             return None
         lease = self._pool.try_lease(RECORDS)
         if lease is None:
@@ -254,7 +254,7 @@ class Updates:
             if first.cancelled:
                 self._ahead.popleft()
                 continue
-            if not first.started and not self._is_in_place(first.chunk_of):
+            if not first.started and not self._is_in_place(first.chunk):
                 lease = self._pool.try_lease(RECORDS)
                 if lease is None:
                     return
@@ -270,11 +270,11 @@ class Updates:
             if chunk_update.reading is not None:
                 chunk_update.reading.wait()
             lease.release()
-        self._sinks[chunk_update.chunk_of.route.emission].forget(chunk_update.chunk_of)
+        self._sinks[chunk_update.chunk.route.emission].forget(chunk_update.chunk)
 
     def _prefetch_gradient(self, chunk_update: ChunkUpdate) -> bool:
         try:
-            return self._gradients.prefetch(chunk_update.chunk_of)
+            return self._gradients.prefetch(chunk_update.chunk)
         except Exception as error:
             chunk_update.failure = error  # as in _start_reading
             return True
@@ -282,57 +282,55 @@ class Updates:
     def _start_reading(self, chunk_update: ChunkUpdate, lease: Lease | None) -> None:
         chunk_update.started = True
         chunk_update.lease = lease
-        chunk_of = chunk_update.chunk_of
+        chunk = chunk_update.chunk
         try:
             if lease is not None:
-                chunk_update.reading = self._records.read(chunk_of, lease.tensor[: self._records.nbytes(chunk_of)])
-            if self._old(chunk_update) is Old.ALL:
-                self._sinks[chunk_of.route.emission].read_ahead(chunk_of)
-            self._gradients.prefetch(chunk_of)  # False: the update in hand reads it
+                chunk_update.reading = self._records.read(chunk, lease.tensor[: self._records.nbytes(chunk)])
+            if self._old(chunk_update) is ValuesNeeded.ALL:
+                self._sinks[chunk.route.emission].read_ahead(chunk)
+            self._gradients.prefetch(chunk)  # False: the update in hand reads it
         except Exception as error:
             # Reading ahead is nobody's errand: the failure waits for the update that needs what was not read.
             chunk_update.failure = error
 
-    def _old(self, chunk_update: ChunkUpdate) -> Old:
-        if self._records.format(chunk_update.chunk_of).needs_values:
-            return Old.ALL
-        return Old.NONE if chunk_update.updates_every_slot else Old.REST
+    def _old(self, chunk_update: ChunkUpdate) -> ValuesNeeded:
+        if self._records.format(chunk_update.chunk).needs_values:
+            return ValuesNeeded.ALL
+        return ValuesNeeded.NONE if chunk_update.updates_every_slot else ValuesNeeded.REST
 
     def _apply(self, chunk_update: ChunkUpdate) -> Pending:
-        chunk_of, lease = chunk_update.chunk_of, chunk_update.lease
+        chunk, lease = chunk_update.chunk, chunk_update.lease
         if chunk_update.failure is not None:
             raise chunk_update.failure
         with self._timeline.lane_waiting("read records"):
             if chunk_update.reading is not None:
                 chunk_update.reading.wait()
-            gradients = self._gradients.open(chunk_of, [piece.piece for piece in chunk_update.pieces])
+            gradients = self._gradients.open(chunk, [piece.piece for piece in chunk_update.pieces])
         with self._timeline.lane_waiting("read parameters"):
-            values = self._sinks[chunk_of.route.emission].begin(chunk_of, self._old(chunk_update))
-        buffer = lease.tensor if lease is not None else self._records.view(chunk_of)
+            values = self._sinks[chunk.route.emission].begin(chunk, self._old(chunk_update))
+        buffer = lease.tensor if lease is not None else self._records.view(chunk)
         assert buffer is not None
-        record = self._records.over(chunk_of, buffer)
+        record = self._records.over(chunk, buffer)
         watcher = self.watcher  # once: a save that ends takes it away
         if watcher is not None:
             with self._timeline.lane_waiting("copy for checkpoint"):
-                watcher.before_update(chunk_of, values, record)
-        chunk_of.overwritten_by = chunk_update.number  # whoever copies the chunk finds it, watching or not
+                watcher.before_update(chunk, values, record)
+        chunk.overwritten_by = chunk_update.number  # whoever copies the chunk finds it, watching or not
         with self._timeline.lane_working("adam"):
             pairs = zip(chunk_update.pieces, gradients, strict=True)
-            updating.update([_segment(chunk_update, piece, record, gradient, values) for piece, gradient in pairs])
-        self._gradients.release(chunk_of)
+            optimizer_step.update([_segment(chunk_update, piece, record, gradient, values) for piece, gradient in pairs])
+        self._gradients.release(chunk)
         if watcher is not None:
             with self._timeline.lane_waiting("copy for checkpoint"):
-                watcher.updated(chunk_of, values, record)
-        published = self._sinks[chunk_of.route.emission].commit(
-            chunk_of, values, [piece.piece for piece in chunk_update.pieces]
-        )
+                watcher.updated(chunk, values, record)
+        published = self._sinks[chunk.route.emission].commit(chunk, values, [piece.piece for piece in chunk_update.pieces])
         if lease is not None:
             chunk_update.lease = None
-            lease.release(after=self._records.write(chunk_of, buffer[: self._records.nbytes(chunk_of)]))
+            lease.release(after=self._records.write(chunk, buffer[: self._records.nbytes(chunk)]))
         chunk_update.applied = True  # before it is told: `coming` may be asked for between the two
         watcher = self.watcher
         if watcher is not None:
-            watcher.after_update(chunk_of)
+            watcher.after_update(chunk)
         return published
 
 
@@ -340,15 +338,15 @@ def chunk_updates(unit: Unit, steps: Mapping[int, tuple[Hyper, int]], factor: fl
     """The update of a unit's parameters in `steps` (by index: numbers and step), by chunks; `factor` as in `ChunkUpdate`."""
     updates = []
     for flat in unit.flats:
-        for chunk_of in flat.chunks if flat.layout.trainable else ():
-            pieces = [PieceUpdate(info, piece, *steps[info.index]) for info, piece in chunk_of.pieces if info.index in steps]
+        for chunk in flat.chunks if flat.layout.trainable else ():
+            pieces = [PieceUpdate(info, piece, *steps[info.index]) for info, piece in chunk.pieces if info.index in steps]
             if pieces:
-                updates.append(ChunkUpdate(chunk_of, pieces, factor))
+                updates.append(ChunkUpdate(chunk, pieces, factor))
     return updates
 
 
 def _segment(update: ChunkUpdate, piece: PieceUpdate, record: Record, gradient: Tensor, values: Tensor) -> Segment:
-    low, high = piece.piece.start - update.chunk_of.chunk.start, piece.piece.stop - update.chunk_of.chunk.start
+    low, high = piece.piece.start - update.chunk.start, piece.piece.stop - update.chunk.start
     arrays, weights = record.part(low, high), values[low:high]
     state_format = record.format.state_format
     own_weights = not (state_format.is_split or MASTER in arrays)

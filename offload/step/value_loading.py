@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from offload.device.rounding import round_into
 from offload.errors import UsageError
-from offload.model.chunk import ChunkOf
+from offload.model.chunk import Chunk
 from offload.model.file_dtypes import converts
-from offload.model.flats import Flat
+from offload.model.flat import Flat
 from offload.model.unit import Unit
 from offload.model.weight_names import Differences, persistent_buffers
-from offload.ranks.agreement import Point
+from offload.ranks.agreement import MeetingPoint
 from offload.ranks.transport import Ranks
-from offload.step.parts import Parts
+from offload.step.components import Components
 from offload.step.training import Training
 from offload.tiers.memory import HostMemory
 
@@ -25,7 +25,7 @@ from offload.tiers.memory import HostMemory
 class ValueLoading:
     """One call of `load_state_dict`. Owned by the thread that drives the model."""
 
-    def __init__(self, parts: Parts, training: Training, model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    def __init__(self, parts: Components, training: Training, model: nn.Module, state: Mapping[str, Tensor]) -> None:
         self._parts, self._training, self._state = parts, training, state
         self._buffers = dict(persistent_buffers(model))
 
@@ -56,7 +56,7 @@ class ValueLoading:
             assert self._parts.rendezvous is not None
             with self._training.failures():
                 data = self._parts.rendezvous.meet(
-                    Point.LOADING_STATE_DICT, lambda: ranks.exchange_bytes(json.dumps(own).encode())
+                    MeetingPoint.LOADING_STATE_DICT, lambda: ranks.exchange_bytes(json.dumps(own).encode())
                 )
             said = [json.loads(one) for one in data]
         found: dict[str, tuple[int, torch.dtype]] = {}
@@ -97,18 +97,18 @@ class ValueLoading:
             return self._state[name].detach().cpu()
         assert self._parts.rendezvous is not None
         value = self._state[name].detach().cpu().contiguous() if ranks.index == owner else torch.empty(shape, dtype=dtype)
-        self._parts.rendezvous.meet(Point.LOADING_STATE_DICT, lambda: _share(ranks, value, owner))
+        self._parts.rendezvous.meet(MeetingPoint.LOADING_STATE_DICT, lambda: _share(ranks, value, owner))
         return value
 
     # ---- into the tiers ------------------------------------------------------------------------------------------
 
     def _set_unit(self, unit: Unit, values: Mapping[int, Tensor]) -> None:
         ordered = {info.index: info.in_memory_order(values[info.index]) for info in unit.parameters}
-        for chunk_of in unit.chunks:
-            self._set_master(chunk_of, ordered)
-            if self._parts.places is not None:
-                self._set_home(chunk_of, ordered)
-        if self._parts.places is None:
+        for chunk in unit.chunks:
+            self._set_master(chunk, ordered)
+            if self._parts.parameter_store is not None:
+                self._set_home(chunk, ordered)
+        if self._parts.parameter_store is None:
             for flat in unit.flats:
                 for info, slot in zip(flat.parameters, flat.layout.slots, strict=True):
                     flat.slice(slot.start, slot.stop).copy_(self._rounded(flat, ordered[info.index]))
@@ -123,39 +123,39 @@ class ValueLoading:
             records.flat_format(flat).round_values(rounded, value.contiguous())
         return rounded
 
-    def _set_master(self, chunk_of: ChunkOf, ordered: Mapping[int, Tensor]) -> None:
+    def _set_master(self, chunk: Chunk, ordered: Mapping[int, Tensor]) -> None:
         records = self._parts.records
-        if records is None or not chunk_of.flat.layout.trainable or not records.format(chunk_of).own_master:
+        if records is None or not chunk.flat.layout.trainable or not records.format(chunk).own_master:
             return
-        records.settle_write(chunk_of)
-        stored = records.view(chunk_of)
+        records.settle_write(chunk)
+        stored = records.view(chunk)
         buffer = stored
         if buffer is None:
-            buffer = HostMemory(records.nbytes(chunk_of), "loaded records", ledger=self._parts.ledger).tensor
-            records.read(chunk_of, buffer).wait()
-        record = records.over(chunk_of, buffer)
-        for info, piece in chunk_of.pieces:
+            buffer = HostMemory(records.nbytes(chunk), "loaded records", ledger=self._parts.ledger).tensor
+            records.read(chunk, buffer).wait()
+        record = records.over(chunk, buffer)
+        for info, piece in chunk.pieces:
             part = ordered[info.index][piece.start - piece.slot.start : piece.stop - piece.slot.start]
-            low, high = piece.start - chunk_of.chunk.start, piece.stop - chunk_of.chunk.start
+            low, high = piece.start - chunk.start, piece.stop - chunk.start
             record.put_master(low, high, part.to(buffer.device))
         if stored is None:
-            records.write(chunk_of, buffer).wait()
+            records.write(chunk, buffer).wait()
 
-    def _set_home(self, chunk_of: ChunkOf, ordered: Mapping[int, Tensor]) -> None:
-        places = self._parts.places
+    def _set_home(self, chunk: Chunk, ordered: Mapping[int, Tensor]) -> None:
+        places = self._parts.parameter_store
         assert places is not None
-        places.settle_write(chunk_of)
-        stored = places.view(chunk_of)
+        places.settle_write(chunk)
+        stored = places.view(chunk)
         content = stored
         if content is None:
-            content = HostMemory(places.nbytes(chunk_of), "loaded parameters", ledger=self._parts.ledger).tensor
-        values = content[: chunk_of.nbytes].view(chunk_of.flat.dtype)
-        for info, piece in chunk_of.pieces:
+            content = HostMemory(places.nbytes(chunk), "loaded parameters", ledger=self._parts.ledger).tensor
+        values = content[: chunk.nbytes].view(chunk.flat.dtype)
+        for info, piece in chunk.pieces:
             part = ordered[info.index][piece.start - piece.slot.start : piece.stop - piece.slot.start]
-            low, high = piece.start - chunk_of.chunk.start, piece.stop - chunk_of.chunk.start
-            values[low:high].copy_(self._rounded(chunk_of.flat, part))
+            low, high = piece.start - chunk.start, piece.stop - chunk.start
+            values[low:high].copy_(self._rounded(chunk.flat, part))
         if stored is None:
-            places.write(chunk_of, content).wait()
+            places.write(chunk, content).wait()
 
 
 def _share(ranks: Ranks, value: Tensor, owner: int) -> None:

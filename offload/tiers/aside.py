@@ -1,10 +1,10 @@
 """A second place for extents of a store, for as long as somebody needs what they hold now and they are written meanwhile.
 
-    keep      a place beside the extent's own is reserved; the next write of the extent goes there
-    let_go    nobody needs the old content any more: the place that is not the extent's current one is given back
+    snapshot       a place beside the extent's own is reserved; the next write of the extent goes there
+    drop_snapshot  nobody needs the old content any more: the place that is not the extent's current one is given back
 
 So a save that runs beside training holds no update up: what an update overwrites is still there. An extent stays where its
-last write went; of its two places one is allocated at any time, both only between `keep` and `let_go`.
+last write went; of its two places one is allocated at any time, both only between `snapshot` and `drop_snapshot`.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Asides:
         """Those that hold the extent's current content."""
         return self._files(extent in self._turned)
 
-    def kept(self, extent: Extent) -> tuple[Files, list[int] | None]:
-        """Those that hold what the extent held when it was kept, and what `keep` was given as its checksums."""
+    def snapshot_of(self, extent: Extent) -> tuple[Files, list[int] | None]:
+        """Those that hold what the extent held when it was kept, and what `snapshot` was given as its checksums."""
         kept = self._kept[extent]
         return self._files(kept.aside), kept.checksums
 
-    def keep(self, extent: Extent, checksums: list[int] | None) -> bool:
+    def snapshot(self, extent: Extent, checksums: list[int] | None) -> bool:
         """Keep what the extent holds, with nothing being written to it; False where there is no room for it.
 
         Raises `StorageError` where the system refuses for another reason."""
@@ -78,7 +78,7 @@ class Asides:
                 self._turned ^= {extent}
         return self.files(extent)
 
-    def let_go(self, extent: Extent) -> None:
+    def drop_snapshot(self, extent: Extent) -> None:
         """Give back the place that is not the current one. Nothing may be in flight there."""
         with self._lock:
             del self._kept[extent]

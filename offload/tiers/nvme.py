@@ -86,20 +86,20 @@ class NvmeStore:
             self._submit(operation, source, priority, self._asides.about_to_write(extent), None)
             return operation
 
-    def keep(self, extent: Extent) -> bool:
+    def snapshot(self, extent: Extent) -> bool:
         self._guard.check_readable(extent, "keeping")
-        return self._asides.keep(extent, self._checksums.get(extent) if self._checksums is not None else None)
+        return self._asides.snapshot(extent, self._checksums.get(extent) if self._checksums is not None else None)
 
-    def read_kept(self, extent: Extent, into: Tensor, *, priority: Priority = Priority.BACKGROUND) -> Pending:
+    def read_snapshot(self, extent: Extent, into: Tensor, *, priority: Priority = Priority.BACKGROUND) -> Pending:
         with self._begun(self._kept_guard, extent, into, is_write=False) as operation:
-            files, expected = self._asides.kept(extent)
+            files, expected = self._asides.snapshot_of(extent)
             self._submit(operation, into, priority, files, expected)
             return operation
 
-    def let_go(self, extent: Extent) -> None:
-        self._asides.let_go(extent)
+    def drop_snapshot(self, extent: Extent) -> None:
+        self._asides.drop_snapshot(extent)
 
-    def room_to_keep(self) -> list[tuple[OpenFile, int]]:
+    def room_for_snapshots(self) -> list[tuple[OpenFile, int]]:
         sizes = striped_nbytes(self.nbytes, len(self._files), self._stripe_nbytes)
         return list(zip(self._room.files, sizes, strict=True))
 

@@ -66,20 +66,20 @@ class SplitStore:
         store, there = self._find(extent, "sharing")
         store.share(there, share)
 
-    def keep(self, extent: Extent) -> bool:
+    def snapshot(self, extent: Extent) -> bool:
         store, there = self._find(extent, "keeping")
-        return store.keep(there)
+        return store.snapshot(there)
 
-    def read_kept(self, extent: Extent, into: Tensor, *, priority: Priority = Priority.BACKGROUND) -> Pending:
+    def read_snapshot(self, extent: Extent, into: Tensor, *, priority: Priority = Priority.BACKGROUND) -> Pending:
         store, there = self._find(extent, "reading what was kept")
-        return store.read_kept(there, into, priority=priority)
+        return store.read_snapshot(there, into, priority=priority)
 
-    def let_go(self, extent: Extent) -> None:
+    def drop_snapshot(self, extent: Extent) -> None:
         store, there = self._find(extent, "letting go")
-        store.let_go(there)
+        store.drop_snapshot(there)
 
-    def room_to_keep(self) -> list[tuple[OpenFile, int]]:
-        return [room for store in self._stores for room in store.room_to_keep()]
+    def room_for_snapshots(self) -> list[tuple[OpenFile, int]]:
+        return [room for store in self._stores for room in store.room_for_snapshots()]
 
     def flush(self) -> None:
         self._of_each(lambda store: store.flush())

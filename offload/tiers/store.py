@@ -5,7 +5,7 @@ Promises of every store
   - One writer and no concurrent reader per extent; several readers at once are fine. Checked.
   - A read returns the last completed write, and zeros where nothing was written yet.
   - Nothing is allocated after construction.
-  - What `keep` keeps is there until `let_go`, whatever is written meanwhile; no write waits for that.
+  - What `snapshot` keeps is there until `drop_snapshot`, whatever is written meanwhile; no write waits for that.
   - Every transfer moves every byte or fails with `StorageError`; an extent whose write failed cannot be read until it
     was written again. A failure that nobody waited for is raised by `flush()`.
 """
@@ -61,21 +61,21 @@ class Store(Protocol):
         What `share` raises is passed on; `StorageError` where no room is left for what the extent's next write needs."""
         ...
 
-    def keep(self, extent: Extent) -> bool:
-        """Keep what the extent holds for `read_kept`, whatever is written to it, until `let_go`. Not while it is written.
+    def snapshot(self, extent: Extent) -> bool:
+        """Keep what the extent holds for `read_snapshot`, whatever is written to it, until `drop_snapshot`. Not during a write.
 
         False where the store cannot: what is updated in place, or there is no room. Raises `StorageError`."""
         ...
 
-    def read_kept(self, extent: Extent, into: Tensor, *, priority: Priority = Priority.BACKGROUND) -> Pending:
+    def read_snapshot(self, extent: Extent, into: Tensor, *, priority: Priority = Priority.BACKGROUND) -> Pending:
         """Fill `into` with what was kept."""
         ...
 
-    def let_go(self, extent: Extent) -> None:
+    def drop_snapshot(self, extent: Extent) -> None:
         """What was kept is not needed any more. No read of it may be in flight."""
         ...
 
-    def room_to_keep(self) -> list[tuple[OpenFile, int]]:
+    def room_for_snapshots(self) -> list[tuple[OpenFile, int]]:
         """What keeping all extents at once takes: (a file there that nobody writes to, bytes on its file system)."""
         ...
 
@@ -91,16 +91,16 @@ class Store(Protocol):
 class KeepsNothing:
     """That part of a store whose extents are updated where they lie."""
 
-    def keep(self, extent: Extent) -> bool:
+    def snapshot(self, extent: Extent) -> bool:
         return False
 
-    def read_kept(self, extent: Extent, into: Tensor, *, priority: Priority = Priority.BACKGROUND) -> Pending:
+    def read_snapshot(self, extent: Extent, into: Tensor, *, priority: Priority = Priority.BACKGROUND) -> Pending:
         raise AssertionError(f"extent {describe(extent)} was not kept")
 
-    def let_go(self, extent: Extent) -> None:
+    def drop_snapshot(self, extent: Extent) -> None:
         raise AssertionError(f"extent {describe(extent)} was not kept")
 
-    def room_to_keep(self) -> list[tuple[OpenFile, int]]:
+    def room_for_snapshots(self) -> list[tuple[OpenFile, int]]:
         return []
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from offload.step import strikes
+from offload.step import clip_history
 from offload.step.update import Updates
 
 from .models import Setup
@@ -30,7 +30,7 @@ def at_once(patch: pytest.MonkeyPatch) -> None:
         job.wait()
         return job
 
-    patch.setattr(strikes, "QUIET_STEPS", 0)
+    patch.setattr(clip_history, "QUIET_STEPS", 0)
     patch.setattr(Updates, "launch", launch_and_run)
 
 

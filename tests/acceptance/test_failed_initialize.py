@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import offload
-from offload.build import storage
+from offload.build import allocation
 from offload.build.ownership import Taking
 from offload.deferred_init.deferred_init import is_deferred
 from offload.model import weights
@@ -187,7 +187,7 @@ def test_a_full_disk(nvme: Path, monkeypatch: pytest.MonkeyPatch, build: Callabl
     config = offload.Config(**ON_NVME.fields(nvme))
     expected = trained(*build(), config)
     backend = FaultyBackend()
-    monkeypatch.setattr(storage, "open_backend", lambda **_: backend)
+    monkeypatch.setattr(allocation, "open_backend", lambda **_: backend)
     model, optimizer = build()
     offload.initialize(model, optimizer, config).close()
     model, optimizer = build()
@@ -247,7 +247,7 @@ def test_budgets_and_second_failures(nvme: Path, monkeypatch: pytest.MonkeyPatch
     def fail(self: Any) -> None:
         raise MemoryError("no room for hooks")
 
-    close = storage.NvmeStore.close
+    close = allocation.NvmeStore.close
 
     def close_badly(self: Any) -> None:
         close(self)
@@ -256,7 +256,7 @@ def test_budgets_and_second_failures(nvme: Path, monkeypatch: pytest.MonkeyPatch
     config = offload.Config(**ON_NVME.fields(nvme))
     with monkeypatch.context() as patch:
         patch.setattr(Hooks, "install", fail)
-        patch.setattr(storage.NvmeStore, "close", close_badly)
+        patch.setattr(allocation.NvmeStore, "close", close_badly)
         with pytest.raises(MemoryError, match="no room"), pytest.warns(RuntimeWarning, match="closing"):
             offload.initialize(model, optimizer, config)
     assert_same_bits(photo(model, optimizer), before)

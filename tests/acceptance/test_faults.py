@@ -14,7 +14,7 @@ import pytest
 import torch.nn.functional as F
 
 import offload
-from offload.build import assembly, storage
+from offload.build import allocation, assembly
 from tests.tiers.faulty_io import Fault, FaultyBackend, seeded_faults
 
 from ..scratch_files import scratch_files
@@ -38,7 +38,7 @@ def steps(engine: offload.Engine) -> list[float]:
 def run(nvme: Path, setup: Setup, monkeypatch: pytest.MonkeyPatch, backend: FaultyBackend | None) -> tuple[Any, Any]:
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", setup.accelerator)
     if backend is not None:
-        monkeypatch.setattr(storage, "open_backend", lambda **_: backend)
+        monkeypatch.setattr(allocation, "open_backend", lambda **_: backend)
     model = stack()
     with offload.initialize(model, adamw(model), setup.fields(nvme)) as engine:
         return steps(engine), engine.state_dict()
@@ -80,7 +80,7 @@ def test_a_failed_transfer_is_an_error_that_names_it(
     assert whole.submitted_count > 30
     for index in range(whole.submitted_count):
         backend = FaultyBackend(1, {index: Fault("errno", code)})
-        monkeypatch.setattr(storage, "open_backend", lambda backend=backend, **_: backend)
+        monkeypatch.setattr(allocation, "open_backend", lambda backend=backend, **_: backend)
         model = stack()
         try:
             engine = offload.initialize(model, adamw(model), setup.fields(nvme))
@@ -107,7 +107,7 @@ def spilling(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run_wide(nvme: Path, setup: Setup, monkeypatch: pytest.MonkeyPatch, backend: FaultyBackend, **fields: Any) -> Any:
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", setup.accelerator)
-    monkeypatch.setattr(storage, "open_backend", lambda **_: backend)
+    monkeypatch.setattr(allocation, "open_backend", lambda **_: backend)
     model = stack(128, 4)
     losses = []
     with offload.initialize(model, adamw(model), setup.fields(nvme, max_grad_norm=0.5, **fields)) as engine:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from offload.step.strikes import QUIET_STEPS
+from offload.step.clip_history import QUIET_STEPS
 
 from . import worker
 from .models import Setup

@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from offload.build import assembly
-from offload.model.units import ModuleUnit, fold_for_ranks, partition, uses_of
+from offload.model.partition import ModuleUnit, fold_for_ranks, partition, uses_of
 from offload.planning.trace import Edge, Use
-from offload.step import gradient_parts
+from offload.step import shared_gradients
 
 from .models import (
     IN_MEMORY,
@@ -110,14 +110,14 @@ class Taken:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        before = gradient_parts._may_be_taken
+        before = shared_gradients._may_be_taken
 
         def counted(*arguments: Any) -> bool:
             taken = before(*arguments)
             self.count += taken
             return taken
 
-        monkeypatch.setattr(gradient_parts, "_may_be_taken", counted)
+        monkeypatch.setattr(shared_gradients, "_may_be_taken", counted)
 
 
 @pytest.fixture
@@ -350,8 +350,8 @@ def test_a_part_that_others_hold_is_not_added_to(opened: Any, setup: Setup, take
 def test_the_gradient_is_there_twice_at_most(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every part after the first is added in place: nobody else holds what a matrix product or a lookup computes."""
     answers = []
-    before = gradient_parts._nobody_else_has
-    monkeypatch.setattr(gradient_parts, "_nobody_else_has", lambda tensor: answers.append(before(tensor)) or answers[-1])
+    before = shared_gradients._nobody_else_has
+    monkeypatch.setattr(shared_gradients, "_nobody_else_has", lambda tensor: answers.append(before(tensor)) or answers[-1])
     model = Decoder()
     run_engine(opened(model, sgd(model), ON_NVME), loop)
     assert answers == [True] * 2 * 3

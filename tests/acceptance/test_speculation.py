@@ -16,7 +16,7 @@ from torch import nn
 
 import offload
 from offload.build import assembly
-from offload.step import strikes
+from offload.step import clip_history
 from offload.step.gradient_buffers import RETAINED
 from offload.tiers import scratch
 
@@ -77,7 +77,7 @@ def test_racing_updates_are_undone_wherever_they_are(
 ) -> None:
     """Not waiting for what has begun: some chunks are updated when they are undone, some are being read, some wait."""
     monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
-    monkeypatch.setattr(strikes, "QUIET_STEPS", 0)
+    monkeypatch.setattr(clip_history, "QUIET_STEPS", 0)
     for _ in range(2):
         model = llama(2, 64)
         engine = opened(model, two_groups(model), setup, dtype="fp32", max_grad_norm=clip)
@@ -271,7 +271,7 @@ def test_what_comes_between_backward_and_step(opened: Any, speculating: None, se
 def test_what_was_read_ahead_for_an_undone_update_is_read_again(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The values that it would have updated are written before the step."""
     monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
-    monkeypatch.setattr(strikes, "QUIET_STEPS", 0)
+    monkeypatch.setattr(clip_history, "QUIET_STEPS", 0)
     results = []
     for setup in (IN_MEMORY, ON_DEFERRED):
         model = stack(64, 4)

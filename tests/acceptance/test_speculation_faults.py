@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 import offload
-from offload.build import storage
-from offload.step import strikes
+from offload.build import allocation
+from offload.step import clip_history
 from tests.tiers.faulty_io import Fault, FaultyBackend, seeded_faults
 
 from .models import IN_MEMORY, Setup, adamw, stack, vector_batches
@@ -23,7 +23,7 @@ from .speculating import both, counts, one_step
 def run_on(backend: FaultyBackend, nvme: Path, setup: Setup, patch: pytest.MonkeyPatch) -> tuple[Any, tuple[int, int]]:
     """Three steps on that drive: kept, undone, kept; and what they gave."""
     patch.setenv("OFFLOAD_ACCELERATOR", setup.accelerator)
-    patch.setattr(storage, "open_backend", lambda **_: backend)
+    patch.setattr(allocation, "open_backend", lambda **_: backend)
     model = stack(64, 4)
     with offload.initialize(model, adamw(model), setup.fields(nvme, max_grad_norm=1e3)) as engine:
         for step, (x, y) in enumerate(vector_batches(3, 64)):
@@ -73,13 +73,13 @@ def test_faults_are_raised_or_strike_what_nobody_needs(
 
 @given(st.lists(st.booleans(), max_size=60))
 def test_at_most_one_step_in_nine_begins_in_vain(struck: list[bool]) -> None:
-    history = strikes.Strikes()
+    history = clip_history.ClipHistory()
     vain = []
     for step, one in enumerate(struck):
         if history.expects_none:
-            assert not any(struck[step - strikes.QUIET_STEPS : step]) and step >= strikes.QUIET_STEPS
+            assert not any(struck[step - clip_history.QUIET_STEPS : step]) and step >= clip_history.QUIET_STEPS
             vain += [step] if one else []
         else:
-            assert any(struck[max(step - strikes.QUIET_STEPS, 0) : step]) or step < strikes.QUIET_STEPS
+            assert any(struck[max(step - clip_history.QUIET_STEPS, 0) : step]) or step < clip_history.QUIET_STEPS
         history.record(one)
-    assert all(later - earlier > strikes.QUIET_STEPS for earlier, later in pairwise(vain))
+    assert all(later - earlier > clip_history.QUIET_STEPS for earlier, later in pairwise(vain))

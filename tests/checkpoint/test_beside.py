@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.build import assembly, storage
+from offload.build import allocation, assembly
 from offload.checkpoint import unit_file, writing
 from offload.device.pending import Pending
 from tests.tiers.faulty_io import Fault, FaultyBackend, seeded_faults
@@ -135,7 +135,7 @@ def test_parameters_without_gradients(opened: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_any_order_of_transfers(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     faults = seeded_faults(seed, 5000, 0.5, (Fault("short"), Fault("delay")))
-    monkeypatch.setattr(storage, "open_backend", lambda **_: FaultyBackend(seed, faults))
+    monkeypatch.setattr(allocation, "open_backend", lambda **_: FaultyBackend(seed, faults))
     monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
     run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
     for n in range(3):
@@ -258,7 +258,7 @@ def test_a_failing_scratch_file_ends_the_save_and_then_the_engine(
     opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = FaultyBackend(1)
-    monkeypatch.setattr(storage, "open_backend", lambda **_: backend)
+    monkeypatch.setattr(allocation, "open_backend", lambda **_: backend)
     run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
     run.train(range(2))
     run.save(tmp_path / "earlier")
@@ -330,10 +330,10 @@ def test_every_thread_waits_for_a_write_that_one_of_them_waits_for(opened: Any) 
     model = stack(blocks=1)
     engine = opened(model, adamw(model), Setup("nvme", "nvme", "cpu"))
     records, unit = engine._parts.records, engine._parts.units[0]
-    chunk_of = next(chunk for chunk in unit.chunks if chunk.flat.layout.trainable)
+    chunk = next(chunk for chunk in unit.chunks if chunk.flat.layout.trainable)
     write = _SlowWrite()
-    chunk_of.record.write = records._writing[chunk_of] = write
-    threads = [threading.Thread(target=records.settle_write, args=(chunk_of,)) for _ in range(3)]
+    chunk.record.write = records._writing[chunk] = write
+    threads = [threading.Thread(target=records.settle_write, args=(chunk,)) for _ in range(3)]
     for thread in threads:
         thread.start()
     for _ in threads:
@@ -341,4 +341,4 @@ def test_every_thread_waits_for_a_write_that_one_of_them_waits_for(opened: Any) 
     write.over.set()
     for thread in threads:
         thread.join(60)
-    assert chunk_of.record.write is None
+    assert chunk.record.write is None

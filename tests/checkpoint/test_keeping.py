@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import offload
-from offload.build import storage
+from offload.build import allocation
 from offload.tiers import aside
 from tests.tiers.faulty_io import Fault, FaultyBackend
 
@@ -233,7 +233,7 @@ def test_waiting_on_another_thread(opened: Any, tmp_path: Path) -> None:
 def test_an_update_that_fails_fails_the_save(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The update that the save is of: nobody is kept waiting for it."""
     backend = FaultyBackend(1)
-    monkeypatch.setattr(storage, "open_backend", lambda **_: backend)
+    monkeypatch.setattr(allocation, "open_backend", lambda **_: backend)
     run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
     run.train(range(2))
     save = run.engine.save_checkpoint(tmp_path / "beside", wait=False)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import offload
-from offload.build import assembly, storage
+from offload.build import allocation, assembly
 from offload.checkpoint import copies, writing
 from offload.checkpoint.staged_folder import write_failure
 from offload.tiers.io import reflink
@@ -51,7 +51,7 @@ class Watched(FaultyBackend):
 def backend(monkeypatch: pytest.MonkeyPatch) -> Watched:
     monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
     made = Watched()
-    monkeypatch.setattr(storage, "open_backend", lambda **_: made)
+    monkeypatch.setattr(allocation, "open_backend", lambda **_: made)
     return made
 
 
@@ -118,10 +118,10 @@ def written_by_updates(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     keys: list[Any] = []
     original = copies.Copies.hold_as_updated
 
-    def hold(self: Any, chunk_of: Any) -> bool:
-        held = original(self, chunk_of)
+    def hold(self: Any, chunk: Any) -> bool:
+        held = original(self, chunk)
         if held:
-            keys.append(chunk_of)
+            keys.append(chunk)
         return held
 
     monkeypatch.setattr(copies.Copies, "hold_as_updated", hold)

@@ -232,13 +232,13 @@ def _moments(engine: Any) -> dict[str, torch.Tensor]:
     """exp_avg of the only weight, in its own shape."""
     unit = next(unit for unit in engine._parts.units if unit.parameters)
     found = {}
-    for chunk_of in unit.chunks:
+    for chunk in unit.chunks:
         records = engine._parts.records
-        buffer = offload.tiers.memory.HostMemory(records.nbytes(chunk_of), "test").tensor
-        records.read(chunk_of, buffer).wait()
-        record = records.over(chunk_of, buffer)
-        for info, piece in chunk_of.pieces:
-            low = piece.start - chunk_of.chunk.start
+        buffer = offload.tiers.memory.HostMemory(records.nbytes(chunk), "test").tensor
+        records.read(chunk, buffer).wait()
+        record = records.over(chunk, buffer)
+        for info, piece in chunk.pieces:
+            low = piece.start - chunk.start
             found[info.fqn] = info.shaped(record.moment("exp_avg", low, low + piece.numel)).contiguous()
     return found
 

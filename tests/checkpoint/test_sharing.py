@@ -56,8 +56,8 @@ class Shared:
         monkeypatch.setattr(TensorFile, "_write", counted)
         start = UnitFile._start
 
-        def directly(file: Any, chunk_of: Any, arrays: Any, *given: Any) -> Any:
-            writes = start(file, chunk_of, arrays, *given)
+        def directly(file: Any, chunk: Any, arrays: Any, *given: Any) -> Any:
+            writes = start(file, chunk, arrays, *given)
             self.written_nbytes += sum(one.nbytes for one in arrays.values()) if writes is not None else 0
             return writes
 
@@ -146,7 +146,7 @@ def test_frozen_parameters_and_other_formats(opened: Any, tmp_path: Path, shared
         nbytes, written, _ = shared.counts()
         frozen = {info.unit_index for info in engine._parts.parameters if not info.trainable}
         chunks = [one for unit in engine._parts.units if unit.index in frozen for one in unit.chunks]
-        assert nbytes == sum(2 * one.chunk.numel for one in chunks if not one.flat.layout.trainable) > 0
+        assert nbytes == sum(2 * one.numel for one in chunks if not one.flat.layout.trainable) > 0
         assert written > 0
         one_step(Run(model, engine.optimizer, engine))
 
@@ -253,14 +253,14 @@ def test_padding_is_zeros_whatever_the_drive_holds(opened: Any, tmp_path: Path, 
     run.save(tmp_path / "before")
     parts = run.engine._parts
     for unit in parts.units:
-        for chunk_of in unit.chunks:
-            for places in (parts.records, parts.places):
-                buffer = offload.tiers.memory.HostMemory(places.nbytes(chunk_of), "test").tensor
-                places.read(chunk_of, buffer).wait()
-                for array in buffer.view(torch.float32).split(chunk_of.chunk.numel):
-                    for gap in chunk_of.flat.layout.gaps(chunk_of.chunk.start, chunk_of.chunk.stop):
-                        array[gap.start - chunk_of.chunk.start : gap.stop - chunk_of.chunk.start] = float("nan")
-                places.write(chunk_of, buffer).wait()
+        for chunk in unit.chunks:
+            for places in (parts.records, parts.parameter_store):
+                buffer = offload.tiers.memory.HostMemory(places.nbytes(chunk), "test").tensor
+                places.read(chunk, buffer).wait()
+                for array in buffer.view(torch.float32).split(chunk.numel):
+                    for gap in chunk.flat.layout.gaps(chunk.start, chunk.stop):
+                        array[gap.start - chunk.start : gap.stop - chunk.start] = float("nan")
+                places.write(chunk, buffer).wait()
     shared.counts()
     run.save(tmp_path / "after")
     assert shared.nbytes == data_nbytes(tmp_path / "after")

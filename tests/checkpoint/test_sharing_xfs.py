@@ -83,7 +83,7 @@ class Trained:
     def settle(self) -> None:
         parts = self.engine._parts
         parts.residency.finish_updates()
-        for places in (parts.places, parts.records):
+        for places in (parts.parameter_store, parts.records):
             places.settle_writes()
 
 

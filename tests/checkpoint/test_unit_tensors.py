@@ -16,7 +16,7 @@ from offload.checkpoint.unit_tensors import UnitTensors, tensor_name
 from offload.device.records import MOMENTS, RecordFormat
 from offload.device.segment import MASTER, StateFormat
 from offload.layout import BLOCK, EXTENT_ALIGN, Layout, ParameterSpec, build_layout
-from offload.model.chunk import ChunkOf
+from offload.model.chunk import Chunk
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64, "u8": torch.uint8}
 NUMELS = st.one_of(st.integers(0, 300), st.integers(1, 5 * BLOCK), st.sampled_from([64, BLOCK, 2 * BLOCK, 3 * BLOCK + 1]))
@@ -31,7 +31,7 @@ class FakeFlat:
     def chunks(self) -> list[Any]:
         infos = {info.index: info for info in self.parameters}
         cut = {chunk: self.layout.pieces(chunk) for chunk in self.layout.chunks}
-        return [ChunkOf(self, chunk, tuple((infos[one.slot.parameter_index], one) for one in cut[chunk])) for chunk in cut]
+        return [Chunk(self, chunk, tuple((infos[one.slot.parameter_index], one) for one in cut[chunk])) for chunk in cut]
 
 
 def unit_of(layout: Layout, specs: list[ParameterSpec]) -> Any:
@@ -72,22 +72,21 @@ def test_chunks_lie_as_in_stores(drawn: tuple[Any, tuple[str, ...]]) -> None:
     header, offsets = lay_out(list(tensors.specs.values()), METADATA)
     covered = []
     for flat in unit.flats:
-        for chunk_of in flat.chunks:
-            chunk = chunk_of.chunk
-            for kind in tensors.arrays_of(chunk_of):
-                name, place = tensors.place(chunk_of, kind)
+        for chunk in flat.chunks:
+            for kind in tensors.arrays_of(chunk):
+                name, place = tensors.place(chunk, kind)
                 begin = offsets[name] + place
                 itemsize = tensors.specs[name].dtype.itemsize
                 assert begin % EXTENT_ALIGN == 0 and chunk.numel * itemsize % EXTENT_ALIGN == 0
                 covered.append((begin, begin + chunk.numel * itemsize))
                 # Every element of every slot, and of every gap, is where it is in the chunk.
                 there = 0
-                for info, piece in chunk_of.pieces:
+                for info, piece in chunk.pieces:
                     of_slot = offsets[tensor_name(info, kind)] - tensors.owned[info.index].start * itemsize
                     place_in_chunk = (piece.start - chunk.start) * itemsize
                     assert of_slot + (piece.start - piece.slot.start) * itemsize == begin + place_in_chunk
                     there += piece.numel
-                for gap in tensors.gaps(chunk_of, kind):
+                for gap in tensors.gaps(chunk, kind):
                     assert offsets[gap.name] + gap.start_nbytes == begin + gap.low * itemsize
                     assert gap.nbytes == (gap.high - gap.low) * itemsize
                     there += gap.high - gap.low

@@ -26,7 +26,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from offload.device import device_kernels, kernels, updating
+from offload.device import compiled_kernels, kernels, optimizer_step
 from offload.device.cuda import CudaAccelerator
 from offload.device.lane import HostLane, ThreadLane
 from offload.device.pending import Latch, Pending
@@ -354,7 +354,7 @@ def play(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> Detector:
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: _detector.kept.append(self.untyped_storage()))
     monkeypatch.setattr(threading, "Lock", lambda: _TrackedLock(_lock_type()))
     monkeypatch.setattr(threading, "RLock", lambda: _TrackedLock(_rlock_type()))
-    monkeypatch.setattr(device_kernels, "prepare", lambda device: None)
+    monkeypatch.setattr(compiled_kernels, "prepare", lambda device: None)
     for module in [module for name, module in sys.modules.items() if name.startswith("offload.")]:
         if getattr(module, "CudaAccelerator", None) is CudaAccelerator and module.__name__ != "offload.device.cuda":
             monkeypatch.setattr(module, "CudaAccelerator", PlayedAccelerator)
@@ -421,7 +421,7 @@ def _unregister(address: int) -> int:
 
 def _watch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The native kernels are no torch operations: say what they touch."""
-    update, ingest, convert = updating.update, kernels.ingest_async, kernels.convert
+    update, ingest, convert = optimizer_step.update, kernels.ingest_async, kernels.convert
 
     def watched_update(segments: Any) -> None:
         for segment in segments:
@@ -444,6 +444,6 @@ def _watch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         with torch.utils._python_dispatch._disable_current_modes():
             convert(dst, src)
 
-    monkeypatch.setattr(updating, "update", watched_update)
+    monkeypatch.setattr(optimizer_step, "update", watched_update)
     monkeypatch.setattr(kernels, "ingest_async", watched_ingest)
     monkeypatch.setattr(kernels, "convert", watched_convert)

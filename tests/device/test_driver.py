@@ -15,10 +15,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from offload.device import device_kernels, driver, kernels
-from offload.device.device_kernels import DeviceKernels, Launcher
+from offload.device import compiled_kernels, driver, kernels
+from offload.device.compiled_kernels import DeviceKernels, Launcher
 from offload.device.driver import DriverError
-from offload.device.updating import update
+from offload.device.optimizer_step import update
 from tests.device.host_kernels import library
 from tests.native import exact
 from tests.native.adam_cases import HYPER, Case
@@ -37,8 +37,8 @@ def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ctypes.C
     (tmp_path / "offload_cuda_kernels.fatbin").write_bytes(b"\x50\xed\x55\xba")
     monkeypatch.setattr(driver, "LIBRARY_NAME", found._name)
     monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: found)
-    monkeypatch.setattr(device_kernels, "_prepared", {})
-    monkeypatch.setattr(device_kernels._native_library, "installed_paths", lambda name: [tmp_path / name])
+    monkeypatch.setattr(compiled_kernels, "_prepared", {})
+    monkeypatch.setattr(compiled_kernels._native_library, "installed_paths", lambda name: [tmp_path / name])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: {1: SimpleNamespace(cuda_stream=STREAM)}[index])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     full, empty = torch.full, torch.empty
@@ -112,11 +112,11 @@ def test_every_code_is_looked_at(played: ctypes.CDLL, name: str) -> None:
     with pytest.raises(DriverError, match=rf"{name}.* failed on cuda:1 with CUDA error 700, CUDA_ERROR_ILLEGAL_ADDRESS: an il"):
         made().convert(torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4))
     with pytest.warns(RuntimeWarning, match=rf"cannot be used \({name}.*ten times the traffic") as said:
-        device_kernels.prepare(DEVICE)
-    assert len(said) == 1 and device_kernels.of(DEVICE) is None
+        compiled_kernels.prepare(DEVICE)
+    assert len(said) == 1 and compiled_kernels.of(DEVICE) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        device_kernels.prepare(DEVICE)
+        compiled_kernels.prepare(DEVICE)
 
 
 def test_a_code_that_the_driver_has_no_words_for(played: ctypes.CDLL) -> None:
@@ -128,8 +128,8 @@ def test_a_code_that_the_driver_has_no_words_for(played: ctypes.CDLL) -> None:
 def test_prepare_loads_the_file_and_tries_a_kernel(played: ctypes.CDLL, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        device_kernels.prepare(DEVICE)
-    assert device_kernels.of(DEVICE) is not None and device_kernels.of(torch.device("cpu")) is None
+        compiled_kernels.prepare(DEVICE)
+    assert compiled_kernels.of(DEVICE) is not None and compiled_kernels.of(torch.device("cpu")) is None
     lines = played.fake_log().decode().splitlines()
     assert lines[0] == f"load {tmp_path / 'offload_cuda_kernels.fatbin'}"
     assert [line.split()[1] for line in lines[1:]] == ["offload_ingest_0_3"]
@@ -142,20 +142,22 @@ def test_without_a_driver_or_kernels_it_is_said(played: ctypes.CDLL, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(driver.ctypes, "CDLL", no_driver)
         with pytest.warns(RuntimeWarning, match="cannot open shared object file"):
-            device_kernels.prepare(DEVICE)
+            compiled_kernels.prepare(DEVICE)
     (tmp_path / "offload_cuda_kernels.fatbin").unlink()
-    device_kernels._prepared.clear()
+    compiled_kernels._prepared.clear()
     with pytest.warns(RuntimeWarning, match=r"built without them for compute capability 8\.9"):
-        device_kernels.prepare(DEVICE)
-    assert device_kernels.of(DEVICE) is None
+        compiled_kernels.prepare(DEVICE)
+    assert compiled_kernels.of(DEVICE) is None
 
 
 def test_the_file_for_a_device(played: ctypes.CDLL, tmp_path: Path) -> None:
     """nvcc's file first; of NVRTC's the nearest of the same major that is not later."""
     for name in ("sm_80", "sm_86", "sm_90", "sm_120"):
         (tmp_path / f"offload_cuda_kernels.{name}.cubin").write_bytes(b"")
-    assert device_kernels.compiled_path((9, 0)) == tmp_path / "offload_cuda_kernels.fatbin"
+    assert compiled_kernels.compiled_path((9, 0)) == tmp_path / "offload_cuda_kernels.fatbin"
     (tmp_path / "offload_cuda_kernels.fatbin").unlink()
-    found = {capability: device_kernels.compiled_path(capability) for capability in ((8, 9), (8, 0), (12, 1), (7, 5), (10, 0))}
+    found = {
+        capability: compiled_kernels.compiled_path(capability) for capability in ((8, 9), (8, 0), (12, 1), (7, 5), (10, 0))
+    }
     names = {capability: path.suffixes[-2] if path is not None else None for capability, path in found.items()}
     assert names == {(8, 9): ".sm_86", (8, 0): ".sm_80", (12, 1): ".sm_120", (7, 5): None, (10, 0): None}

@@ -8,8 +8,8 @@ import math
 import torch
 from hypothesis import given, settings, strategies as st
 
-from offload.device import device_kernels, kernels
-from offload.device.updating import update
+from offload.device import compiled_kernels, kernels
+from offload.device.optimizer_step import update
 from tests.device.host_kernels import host_kernels
 from tests.native import exact
 from tests.native.adam_cases import HYPER, Case, adam, segment
@@ -106,5 +106,5 @@ def test_a_launch_of_nothing_is_no_launch() -> None:
         raise AssertionError("launched")
 
     empty = torch.empty(0)
-    device_kernels.DeviceKernels(launch).convert(empty.bfloat16(), empty)
-    device_kernels.DeviceKernels(launch).adam(segment(empty, empty, empty, empty, None, HYPER, 1))
+    compiled_kernels.DeviceKernels(launch).convert(empty.bfloat16(), empty)
+    compiled_kernels.DeviceKernels(launch).adam(segment(empty, empty, empty, empty, None, HYPER, 1))

@@ -12,8 +12,8 @@ from types import ModuleType
 
 import pytest
 
-from offload.device import device_kernels
-from offload.device.device_kernels import SOURCE, entry_points
+from offload.device import compiled_kernels
+from offload.device.compiled_kernels import SOURCE, entry_points
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = ("sm_80", "sm_90")
@@ -94,9 +94,9 @@ def test_a_build_without_nvcc_makes_the_files_that_are_looked_for(
     small = tmp_path / "kernels.cu"
     small.write_text('extern "C" __global__ void nothing() {}')
     assert script.main(str(small), str(tmp_path)) == 0
-    monkeypatch.setattr("offload.device.device_kernels._native_library.installed_paths", lambda name: [tmp_path / name])
+    monkeypatch.setattr("offload.device.compiled_kernels._native_library.installed_paths", lambda name: [tmp_path / name])
     for capability, name in (((9, 0), "sm_90"), ((8, 9), "sm_80"), ((12, 1), "sm_120")):
-        assert device_kernels.compiled_path(capability) == tmp_path / f"offload_cuda_kernels.{name}.cubin"
+        assert compiled_kernels.compiled_path(capability) == tmp_path / f"offload_cuda_kernels.{name}.cubin"
 
 
 def test_a_build_without_either_compiler_goes_on(script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

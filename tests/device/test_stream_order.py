@@ -18,9 +18,9 @@ import offload
 from offload.device import cuda
 from offload.device.cuda import CudaAccelerator
 from offload.planning import placement
+from offload.step.chunk_stores import ParameterStore
 from offload.step.gradient_transit import GradientTransit
 from offload.step.gradients import Gradients
-from offload.step.places import ParameterPlaces
 from offload.tiers.memory import HostMemory
 from tests.acceptance.models import Stack, stack, vector_batches
 from tests.device import played_cuda
@@ -117,7 +117,7 @@ _TAKEN: list[Taken] = [
     ("fill", cuda._StreamOrderedMemory, "_after_compute", lambda self: None, ("cpu", "cpu")),
     ("join", CudaAccelerator, "join", lambda self, pending: None, ("cpu", "cpu")),
     ("copies into parameters", CudaAccelerator, "copy_in_after_compute", lambda self: None, ("device", "cpu")),
-    ("copies out of a store", ParameterPlaces, "settle_copies", lambda self, chunk_of: None, ("cpu", "cpu")),
+    ("copies out of a store", ParameterStore, "settle_copies", lambda self, chunk: None, ("cpu", "cpu")),
     ("the host's wait", cuda._EventPending, "wait", lambda self: None, ("cpu", "cpu")),
     ("the end of initialize", CudaAccelerator, "wait_for_all", lambda self: None, ("device", "cpu")),
 ]
@@ -161,7 +161,7 @@ def test_a_buffer_that_is_packed_while_it_leaves_is_a_race(tmp_path: Path, monke
 
     def buffer(self: GradientTransit) -> torch.Tensor:
         if not self._free:
-            self.leave(next(iter(self._open.values())).chunk_of)
+            self.leave(next(iter(self._open.values())).chunk)
         return self._free.popleft()[0]
 
     monkeypatch.setattr(GradientTransit, "_buffer", buffer)

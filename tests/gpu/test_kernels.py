@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from offload.device import device_kernels, kernels
-from offload.device.updating import update
+from offload.device import compiled_kernels, kernels
+from offload.device.optimizer_step import update
 from tests.native import exact
 from tests.native.adam_cases import Case, adam
 
@@ -20,11 +20,11 @@ NUMEL = 300_017
 
 @pytest.fixture(params=["compiled", "torch operations"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(device_kernels, "_prepared", {})
+    monkeypatch.setattr(compiled_kernels, "_prepared", {})
     device = torch.device("cuda", torch.cuda.current_device())
     if request.param == "compiled":
-        device_kernels.prepare(device)
-        assert device_kernels.of(device) is not None, "the kernels did not load"
+        compiled_kernels.prepare(device)
+        assert compiled_kernels.of(device) is not None, "the kernels did not load"
     yield request.param
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from offload.device import device_kernels
+from offload.device import compiled_kernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")]
 WIDTH, BLOCKS, ROWS = 2048, 8, 64
@@ -57,8 +57,8 @@ def test_peak_is_within_three_percent_of_the_formula(
 ) -> None:
     """Also of the units that are there at once: a reentrant checkpoint runs a backward within backward."""
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", "cuda")
-    device_kernels.prepare(torch.device("cuda", torch.cuda.current_device()))
-    assert device_kernels.of(torch.device("cuda", torch.cuda.current_device())) is not None, "torch's own forms take more"
+    compiled_kernels.prepare(torch.device("cuda", torch.cuda.current_device()))
+    assert compiled_kernels.of(torch.device("cuda", torch.cuda.current_device())) is not None, "torch's own forms take more"
     plain_nbytes(checkpointing)  # workspaces of the libraries, once
     own = plain_nbytes(checkpointing)
     gc.collect()

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import offload
-from offload.build import assembly, storage
-from offload.step import strikes
+from offload.build import allocation, assembly
+from offload.step import clip_history
 from tests.tiers.faulty_io import Fault, FaultyBackend, seeded_faults
 
 from . import refusals
@@ -83,7 +83,7 @@ class EnginePlayer(Player):
         self._patch.setenv("OFFLOAD_SEED", str(setup.seed))
         self._patch.setattr(assembly, "CHUNK_NUMELS", (4096,))
         if setup.speculates:
-            self._patch.setattr(strikes, "QUIET_STEPS", 0)
+            self._patch.setattr(clip_history, "QUIET_STEPS", 0)
         self._fails_drive(setup)
         spec = self.program.model
         self.model = build(spec)
@@ -101,7 +101,7 @@ class EnginePlayer(Player):
             if setup.drive == "failing" and not self._faulted:
                 faults = {setup.failing: Fault("errno")}
             self._backend = FaultyBackend(setup.seed, faults)
-            self._patch.setattr(storage, "open_backend", lambda **_: self._backend)
+            self._patch.setattr(allocation, "open_backend", lambda **_: self._backend)
 
     def _fields(self, setup: Setup) -> dict[str, Any]:
         spec = self.program.model

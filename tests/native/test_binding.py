@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from offload import _native, _native_library
+from offload.device.optimizer_step import update
 from offload.device.rules import Hyper, Rule
 from offload.device.segment import Segment
-from offload.device.updating import update
 
 needs_library = pytest.mark.skipif(not _native.available(), reason="the native library is not built")
 HEADER = Path(__file__).parents[2] / "native" / "include" / "offload.h"

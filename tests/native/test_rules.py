@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import offload
+from offload.device.optimizer_step import update
 from offload.device.rules import Hyper, Rule
 from offload.device.segment import Segment
-from offload.device.updating import update
 from offload.model.optimizer_kinds import hyper_of_group
 from tests.native import exact
 

@@ -15,10 +15,10 @@ from hypothesis import given, settings, strategies as st
 from offload import _native
 from offload.device import encoding
 from offload.device.encoding import AVERAGE, CODES, ROOT, SCALE_GROUP, Code
+from offload.device.optimizer_step import update
 from offload.device.records import RecordFormat
 from offload.device.rules import MOMENTS, Hyper, Rule
 from offload.device.segment import Segment, StateFormat
-from offload.device.updating import update
 from tests.native import exact
 from tests.native.paths import simd_levels, torch_form
 

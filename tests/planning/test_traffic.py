@@ -21,7 +21,7 @@ unit in memory also that of the last update."""
 
 
 def moved(engine: Any) -> tuple[int, int]:
-    for places in (engine._parts.places, engine._parts.records):
+    for places in (engine._parts.parameter_store, engine._parts.records):
         if places is not None:
             places.settle_writes()
     io = engine.stats()["io"]

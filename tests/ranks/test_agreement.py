@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import given, settings, strategies as st
 
-from offload.ranks.agreement import Announcement, Blocked, Point, decide
+from offload.ranks.agreement import Announcement, Blocked, MeetingPoint, decide
 
 UNITS = 5
 
@@ -58,9 +58,9 @@ class Simulated:
 
     def announce(self) -> Announcement:
         blocked = self.blocked
-        argument, point = 0, Point.NONE
+        argument, point = 0, MeetingPoint.NONE
         if blocked is Blocked.AT_POINT:
-            point = Point.CLOSING if self.is_done else Point(self.program[self.position][1])
+            point = MeetingPoint.CLOSING if self.is_done else MeetingPoint(self.program[self.position][1])
         elif blocked is not Blocked.ON_NOTHING:
             argument = self.program[self.position][1]
         return Announcement(frozenset(self.gathers), frozenset(self.reductions), blocked, point, argument)
@@ -81,7 +81,7 @@ step = st.lists(action, max_size=8)
 def test_no_ranks_wait_for_each_other(steps: list[tuple[list[tuple[str, int]], ...]], seed: int) -> None:
     """Steps of which each rank does what it likes, with common points at their ends, run at random speeds."""
     draw = random.Random(seed)
-    points = (Point.END_OF_BACKWARD, Point.STEP)
+    points = (MeetingPoint.END_OF_BACKWARD, MeetingPoint.STEP)
     ranks = [
         Simulated([entry for one in steps for entry in (*one[index], *(("point", point) for point in points))])
         for index in range(len(steps[0]))
@@ -112,7 +112,7 @@ def test_no_ranks_wait_for_each_other(steps: list[tuple[list[tuple[str, int]], .
             for index in contributors:
                 ranks[index].reductions.discard(unit)
                 reduced[index] += 1
-        if decision.point is not Point.NONE:
+        if decision.point is not MeetingPoint.NONE:
             assert not any(rank.reductions for rank in ranks), "a point was passed with gradients left behind"
             for rank in ranks:
                 rank.position += 1
@@ -120,8 +120,8 @@ def test_no_ranks_wait_for_each_other(steps: list[tuple[list[tuple[str, int]], .
     assert reduced == expected
 
 
-@given(st.permutations([Point.STEP, Point.STATE_DICT, Point.CLOSING]))
-def test_different_points_are_named(points: list[Point]) -> None:
+@given(st.permutations([MeetingPoint.STEP, MeetingPoint.STATE_DICT, MeetingPoint.CLOSING]))
+def test_different_points_are_named(points: list[MeetingPoint]) -> None:
     said = [Announcement(blocked=Blocked.AT_POINT, point=point) for point in points]
     mismatch = decide(said).mismatch
     for index, point in enumerate(points):
@@ -129,7 +129,7 @@ def test_different_points_are_named(points: list[Point]) -> None:
 
 
 def test_different_arguments_are_named() -> None:
-    said = [Announcement(blocked=Blocked.AT_POINT, point=Point.GATHERED, argument=index) for index in range(2)]
+    said = [Announcement(blocked=Blocked.AT_POINT, point=MeetingPoint.GATHERED, argument=index) for index in range(2)]
     assert "engine.gathered() with different arguments" in decide(said).mismatch
 
 

@@ -321,17 +321,17 @@ def test_extents_that_overlap_or_are_not_aligned_are_refused() -> None:
 def test_what_is_kept_stays_whatever_is_written(subject: Subject, aligned: Aligned) -> None:
     for extent in subject.extents:
         subject.store.write(extent, aligned(extent.nbytes, seed=1)).wait()
-        assert subject.store.keep(extent) is (extent in subject.on_nvme)
+        assert subject.store.snapshot(extent) is (extent in subject.on_nvme)
     for seed in (2, 3):
         for extent in subject.extents:
             subject.store.write(extent, aligned(extent.nbytes, seed=seed)).wait()
     for round_index in range(2):
         for extent in subject.on_nvme:
             into = aligned(extent.nbytes)
-            subject.store.read_kept(extent, into).wait()
+            subject.store.read_snapshot(extent, into).wait()
             assert torch.equal(into, aligned(extent.nbytes, seed=1))
             if round_index:
-                subject.store.let_go(extent)
+                subject.store.drop_snapshot(extent)
         for extent in subject.extents:
             into = aligned(extent.nbytes)
             subject.store.read(extent, into).wait()
@@ -340,12 +340,12 @@ def test_what_is_kept_stays_whatever_is_written(subject: Subject, aligned: Align
 
 def test_what_was_never_written_can_be_kept(subject: Subject, aligned: Aligned) -> None:
     for extent in subject.on_nvme:
-        assert subject.store.keep(extent)
+        assert subject.store.snapshot(extent)
         subject.store.write(extent, aligned(extent.nbytes, seed=1)).wait()
         into = aligned(extent.nbytes, seed=5)
-        subject.store.read_kept(extent, into).wait()
+        subject.store.read_snapshot(extent, into).wait()
         assert not into.any()
-        subject.store.let_go(extent)
+        subject.store.drop_snapshot(extent)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -361,10 +361,10 @@ def test_any_order_of_keeping_and_writing(subject: Subject, aligned: Aligned, se
         extent = draw.choice(subject.extents)
         verb = draw.choice(("keep", "let go", "write", "write", "read", "read kept"))
         into = aligned(extent.nbytes)
-        if verb == "keep" and extent not in kept and subject.store.keep(extent):
+        if verb == "keep" and extent not in kept and subject.store.snapshot(extent):
             kept[extent] = holds[extent]
         elif verb == "let go" and extent in kept:
-            subject.store.let_go(extent)
+            subject.store.drop_snapshot(extent)
             del kept[extent]
         elif verb == "write":
             subject.store.write(extent, aligned(extent.nbytes, seed=seed_now + 1)).wait()
@@ -373,10 +373,10 @@ def test_any_order_of_keeping_and_writing(subject: Subject, aligned: Aligned, se
             subject.store.read(extent, into).wait()
             assert torch.equal(into, aligned(extent.nbytes, seed=holds[extent]))
         elif verb == "read kept" and extent in kept:
-            subject.store.read_kept(extent, into).wait()
+            subject.store.read_snapshot(extent, into).wait()
             assert torch.equal(into, aligned(extent.nbytes, seed=kept[extent]))
     for extent in kept:
-        subject.store.let_go(extent)
+        subject.store.drop_snapshot(extent)
     for extent in subject.extents:
         into = aligned(extent.nbytes)
         subject.store.read(extent, into).wait()
@@ -385,36 +385,36 @@ def test_any_order_of_keeping_and_writing(subject: Subject, aligned: Aligned, se
 
 
 def allocated_nbytes(subject: Subject) -> int:
-    folders = {file.path.parent for file, _ in subject.store.room_to_keep()}
+    folders = {file.path.parent for file, _ in subject.store.room_for_snapshots()}
     return sum(path.stat().st_blocks * 512 for folder in folders for path in scratch_files(folder))
 
 
 def test_what_keeping_takes(subject: Subject, aligned: Aligned) -> None:
-    room = subject.store.room_to_keep()
+    room = subject.store.room_for_snapshots()
     needed = sum(nbytes for _, nbytes in room)
     assert needed >= sum(extent.nbytes for extent in subject.on_nvme) and (needed == 0) == (not subject.on_nvme)
     before = allocated_nbytes(subject)
     for extent in subject.on_nvme:
-        subject.store.keep(extent)
+        subject.store.snapshot(extent)
     assert allocated_nbytes(subject) - before <= needed + 8 * 4096
     for extent in subject.on_nvme:
-        subject.store.let_go(extent)
+        subject.store.drop_snapshot(extent)
 
 
 def test_a_bit_that_changes_in_what_is_kept_is_seen(subject: Subject, aligned: Aligned) -> None:
     for extent in subject.on_nvme[:1]:
         subject.store.write(extent, aligned(extent.nbytes, seed=1)).wait()
-        assert subject.store.keep(extent)
+        assert subject.store.snapshot(extent)
         subject.store.write(extent, aligned(extent.nbytes, seed=2)).wait()
-        for room, _ in subject.store.room_to_keep():
+        for room, _ in subject.store.room_for_snapshots():
             (path,) = scratch_files(room.path.parent, "states")
             with path.open("r+b") as file:
                 content = bytearray(file.read())
                 file.seek(0)
                 file.write(bytes(byte ^ 1 for byte in content))
         with pytest.raises(StorageError, match=r"states\.swap"):
-            subject.store.read_kept(extent, aligned(extent.nbytes)).wait()
+            subject.store.read_snapshot(extent, aligned(extent.nbytes)).wait()
         into = aligned(extent.nbytes)
         subject.store.read(extent, into).wait()
         assert torch.equal(into, aligned(extent.nbytes, seed=2))
-        subject.store.let_go(extent)
+        subject.store.drop_snapshot(extent)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from offload.model.flats import ParameterInfo
+from offload.model.flat import ParameterInfo
 from offload.model.unit import Unit
 
 _MOST_NODES = 256
@@ -24,7 +24,7 @@ _OWN_REFERENCES = 2
 """To the storage of a tensor that nobody else has, while it is asked for the number: the tensor's and the question's."""
 
 
-class GradientParts:
+class SharedGradients:
     """See the module. Runs in the threads of forward and backward."""
 
     def __init__(self, units: Iterable[Unit]) -> None:

@@ -12,8 +12,8 @@ from offload.device.pending import AllOf, Pending, Settled
 from offload.device.records import Record, RecordFormat
 from offload.errors import StorageError
 from offload.layout import Extent, ExtentAllocator, FlatLayout
-from offload.model.chunk import ChunkOf, Place
-from offload.model.flats import Flat, some_of
+from offload.model.chunk import Chunk, Place
+from offload.model.flat import Flat, some_of
 from offload.tiers.io import OpenFile, Priority
 from offload.tiers.store import ShareBlocks, Store
 
@@ -26,39 +26,39 @@ OPTIMIZER_STATES = "optimizer states"
 StoreFactory = Callable[[str, Iterable[Extent]], Store]
 """Makes the store of one kind of state in the tier chosen for it: (purpose, extents) -> store."""
 
-Undoable = Callable[[ChunkOf], bool]
+Undoable = Callable[[Chunk], bool]
 """Whether the last write of a chunk must be undoable."""
 
 
-def _never(_: ChunkOf) -> bool:
+def _never(_: Chunk) -> bool:
     return False
 
 
 class _OfChunk(Pending):
     """A transfer whose failure says which parameters it strikes."""
 
-    def __init__(self, transfer: Pending, purpose: str, chunk_of: ChunkOf) -> None:
-        self._transfer, self._purpose, self._chunk_of = transfer, purpose, chunk_of
+    def __init__(self, transfer: Pending, purpose: str, chunk: Chunk) -> None:
+        self._transfer, self._purpose, self._chunk = transfer, purpose, chunk
         self._failure: StorageError | None = None
 
     def wait(self) -> None:
         try:
             self._transfer.wait()
         except StorageError as error:
-            self._failure = self._failure or _named(error, self._purpose, self._chunk_of)
+            self._failure = self._failure or _named(error, self._purpose, self._chunk)
             raise self._failure from error
 
     def done(self) -> bool:
         return self._transfer.done()
 
 
-def _named(error: StorageError, purpose: str, chunk_of: ChunkOf) -> StorageError:
+def _named(error: StorageError, purpose: str, chunk: Chunk) -> StorageError:
     """The same failure, saying whose it is."""
-    names = some_of([info.fqn for info, _ in chunk_of.pieces], _NAMED)
+    names = some_of([info.fqn for info, _ in chunk.pieces], _NAMED)
     return type(error)(error.errno, f"{purpose} of {names}: {error.strerror}")
 
 
-class Places(ABC):
+class ChunkStore(ABC):
     """Chunks' extents in one store. A read or write of a chunk is ordered after its last write, on any thread.
 
     What has no bytes has no extent, and is there in place: [0] on the device `empty_on`.
@@ -70,112 +70,112 @@ class Places(ABC):
 
     def __init__(
         self,
-        sizes_nbytes: Iterable[tuple[ChunkOf, int]],
+        sizes_nbytes: Iterable[tuple[Chunk, int]],
         purpose: str,
         make_store: StoreFactory,
         empty_on: torch.device | None = None,
         undoable: Undoable = _never,
     ) -> None:
         allocator = ExtentAllocator()
-        sized = [(chunk_of, nbytes) for chunk_of, nbytes in sizes_nbytes if nbytes]
-        for chunk_of, nbytes in sized:
-            self._place(chunk_of).extent = allocator.take(nbytes)
+        sized = [(chunk, nbytes) for chunk, nbytes in sizes_nbytes if nbytes]
+        for chunk, nbytes in sized:
+            self._place(chunk).extent = allocator.take(nbytes)
         # After all others: of a store in two tiers the first extents are those in memory.
-        for chunk_of, nbytes in sized:
-            if undoable(chunk_of):
-                self._place(chunk_of).other = allocator.take(nbytes)
+        for chunk, nbytes in sized:
+            if undoable(chunk):
+                self._place(chunk).other = allocator.take(nbytes)
         self._store = make_store(purpose, allocator.extents) if allocator.extents else None
         self._nothing = torch.empty(0, dtype=torch.uint8, device=empty_on)
         self._purpose = purpose
         self._lock = threading.Lock()
-        self._writing: dict[ChunkOf, Pending] = {}
+        self._writing: dict[Chunk, Pending] = {}
         """Writes whose end nobody has seen yet, oldest first."""
 
     @staticmethod
     @abstractmethod
-    def _place(chunk_of: ChunkOf) -> Place:
+    def _place(chunk: Chunk) -> Place:
         """Where the chunk has the state that these places are of."""
 
-    def nbytes(self, chunk_of: ChunkOf) -> int:
-        extent = self._place(chunk_of).extent
+    def nbytes(self, chunk: Chunk) -> int:
+        extent = self._place(chunk).extent
         return extent.nbytes if extent is not None else 0
 
-    def view(self, chunk_of: ChunkOf) -> torch.Tensor | None:
+    def view(self, chunk: Chunk) -> torch.Tensor | None:
         """The chunk's bytes where they lie, if they can be used in place."""
-        extent = self._place(chunk_of).extent
+        extent = self._place(chunk).extent
         return self._nothing if extent is None or self._store is None else self._store.view(extent)
 
-    def read(self, chunk_of: ChunkOf, into: torch.Tensor) -> Pending:
-        self.settle_write(chunk_of)
-        extent = self._place(chunk_of).extent
+    def read(self, chunk: Chunk, into: torch.Tensor) -> Pending:
+        self.settle_write(chunk)
+        extent = self._place(chunk).extent
         assert self._store is not None and extent is not None, "what has no bytes is there in place"
         try:
             transfer = self._store.read(extent, into, priority=self.read_priority)
         except StorageError as error:  # what the chunk's last write left behind cannot be read
-            raise _named(error, self._purpose, chunk_of) from error
-        return _OfChunk(transfer, self._purpose, chunk_of)
+            raise _named(error, self._purpose, chunk) from error
+        return _OfChunk(transfer, self._purpose, chunk)
 
-    def share(self, chunk_of: ChunkOf, share: ShareBlocks) -> None:
+    def share(self, chunk: Chunk, share: ShareBlocks) -> None:
         """See `Store.share`. The chunk's last write must be over."""
-        extent = self._place(chunk_of).extent
+        extent = self._place(chunk).extent
         if extent is None or self._store is None:
             return
         try:
             self._store.share(extent, share)
         except StorageError as error:
-            raise _named(error, self._purpose, chunk_of) from error
+            raise _named(error, self._purpose, chunk) from error
 
-    def keep(self, chunk_of: ChunkOf) -> bool:
-        """Keep the chunk's bytes of now for `read_kept`, whatever is written from now on, until `let_go`; False where the
-        store cannot (`Store.keep`). Waits for its last write."""
-        self.settle_write(chunk_of)
-        place = self._place(chunk_of)
-        if place.extent is None or self._store is None or not self._store.keep(place.extent):
+    def snapshot(self, chunk: Chunk) -> bool:
+        """Keep the chunk's bytes of now for `read_snapshot`, whatever is written from now on, until `drop_snapshot`. Waits for
+        its last write. False where the store cannot (`Store.snapshot`)."""
+        self.settle_write(chunk)
+        place = self._place(chunk)
+        if place.extent is None or self._store is None or not self._store.snapshot(place.extent):
             return False
-        place.kept = place.extent
+        place.snapshot = place.extent
         return True
 
-    def read_kept(self, chunk_of: ChunkOf, into: torch.Tensor) -> Pending:
-        kept = self._place(chunk_of).kept
-        assert self._store is not None and kept is not None, "what has no bytes is not kept"
-        return _OfChunk(self._store.read_kept(kept, into), self._purpose, chunk_of)
+    def read_snapshot(self, chunk: Chunk, into: torch.Tensor) -> Pending:
+        snapshot = self._place(chunk).snapshot
+        assert self._store is not None and snapshot is not None, "what has no bytes is not snapshot"
+        return _OfChunk(self._store.read_snapshot(snapshot, into), self._purpose, chunk)
 
-    def let_go(self, chunk_of: ChunkOf) -> None:
-        """What was kept, if anything was, is not needed any more."""
-        place = self._place(chunk_of)
-        kept, place.kept = place.kept, None
-        if kept is not None:
+    def drop_snapshot(self, chunk: Chunk) -> None:
+        """What was snapshot, if anything was, is not needed any more."""
+        place = self._place(chunk)
+        snapshot, place.snapshot = place.snapshot, None
+        if snapshot is not None:
             assert self._store is not None
-            self._store.let_go(kept)
+            self._store.drop_snapshot(snapshot)
 
-    def room_to_keep(self) -> list[tuple[OpenFile, int]]:
-        """See `Store.room_to_keep`."""
-        return self._store.room_to_keep() if self._store is not None else []
+    def room_for_snapshots(self) -> list[tuple[OpenFile, int]]:
+        """See `Store.room_for_snapshots`."""
+        return self._store.room_for_snapshots() if self._store is not None else []
 
-    def write(self, chunk_of: ChunkOf, source: torch.Tensor) -> Pending:
-        self.settle_write(chunk_of)
+    def write(self, chunk: Chunk, source: torch.Tensor) -> Pending:
+        self.settle_write(chunk)
         if self._store is None:
             return Settled()
-        place = self._place(chunk_of)
+        place = self._place(chunk)
         _turn(place)
         assert place.extent is not None
-        pending = _OfChunk(self._store.write(place.extent, source), self._purpose, chunk_of)
+        pending = _OfChunk(self._store.write(place.extent, source), self._purpose, chunk)
         with self._lock:
-            place.write = self._writing[chunk_of] = pending
+            place.write = self._writing[chunk] = pending
         return pending
 
-    def undo_write(self, chunk_of: ChunkOf) -> None:
+    def undo_write(self, chunk: Chunk) -> None:
         """The chunk, which must be `undoable`, is again what it was before its last write. Nobody may be reading it."""
-        self.settle_write(chunk_of)
-        place = self._place(chunk_of)
+        self.settle_write(chunk)
+        place = self._place(chunk)
         assert place.other is not None, "what is written in place cannot be undone"
         _turn(place)
 
-    def settle_write(self, chunk_of: ChunkOf) -> None:
+    def settle_write(self, chunk: Chunk) -> None:
         """Wait for the chunk's last write, if one is in flight; raise its failure."""
-        pending = self._place(chunk_of).write
+        pending = self._place(chunk).write
         if pending is not None:
-            self._settle({chunk_of: pending})
+            self._settle({chunk: pending})
 
     def settle_writes(self) -> None:
         """Wait for every write in flight; raise the first failure."""
@@ -183,27 +183,27 @@ class Places(ABC):
             pendings = dict(self._writing)
         self._settle(pendings)
 
-    def _settle(self, pendings: dict[ChunkOf, Pending]) -> None:
+    def _settle(self, pendings: dict[Chunk, Pending]) -> None:
         try:
             AllOf(pendings.values()).wait()
         finally:
             with self._lock:  # only now: until it is over, every other thread that comes must find it and wait too
-                for chunk_of, pending in pendings.items():
+                for chunk, pending in pendings.items():
                     if pending.done():  # else: an interrupt ended the wait
-                        self._forget_write(chunk_of, pending)
+                        self._forget_write(chunk, pending)
 
-    def _forget_write(self, chunk_of: ChunkOf, pending: Pending) -> None:
-        place = self._place(chunk_of)
+    def _forget_write(self, chunk: Chunk, pending: Pending) -> None:
+        place = self._place(chunk)
         if place.write is pending:
             place.write = None
-            del self._writing[chunk_of]
+            del self._writing[chunk]
 
     def raise_failed_writes(self) -> None:
         """Raise the failure of a write that is over and that nobody waited for."""
         with self._lock:
-            over = {chunk_of: pending for chunk_of, pending in self._writing.items() if pending.done()}
-            for chunk_of, pending in over.items():
-                self._forget_write(chunk_of, pending)
+            over = {chunk: pending for chunk, pending in self._writing.items() if pending.done()}
+            for chunk, pending in over.items():
+                self._forget_write(chunk, pending)
         for pending in over.values():
             pending.wait()
 
@@ -213,31 +213,31 @@ def _turn(place: Place) -> None:
         place.extent, place.other = place.other, place.extent
 
 
-class ParameterPlaces(Places):
+class ParameterStore(ChunkStore):
     """The parameters' home in a store. Absent where parameters live in memory that the device computes on."""
 
     read_priority = Priority.PARAMETER
 
-    def __init__(self, chunks: Iterable[ChunkOf], make_store: StoreFactory, undoable: Undoable = _never) -> None:
-        super().__init__(((chunk_of, chunk_of.nbytes) for chunk_of in chunks), "parameters", make_store, undoable=undoable)
-        self._copying: dict[ChunkOf, None] = {}
+    def __init__(self, chunks: Iterable[Chunk], make_store: StoreFactory, undoable: Undoable = _never) -> None:
+        super().__init__(((chunk, chunk.nbytes) for chunk in chunks), "parameters", make_store, undoable=undoable)
+        self._copying: dict[Chunk, None] = {}
         """Chunks with a copy whose end nobody has seen yet."""
 
     @staticmethod
-    def _place(chunk_of: ChunkOf) -> Place:
-        return chunk_of.parameters
+    def _place(chunk: Chunk) -> Place:
+        return chunk.parameters
 
-    def copying(self, chunk_of: ChunkOf, copy: Pending) -> None:
+    def copying(self, chunk: Chunk, copy: Pending) -> None:
         """`copy` reads the chunk where it lies in the store: who writes there calls `settle_copies` first."""
         with self._lock:
-            chunk_of.parameters.copy = copy
-            self._copying[chunk_of] = None
+            chunk.parameters.copy = copy
+            self._copying[chunk] = None
 
-    def settle_copies(self, chunk_of: ChunkOf) -> None:
+    def settle_copies(self, chunk: Chunk) -> None:
         """Wait until no copy reads the chunk where it lies in the store."""
         with self._lock:
-            copy, chunk_of.parameters.copy = chunk_of.parameters.copy, None
-            self._copying.pop(chunk_of, None)
+            copy, chunk.parameters.copy = chunk.parameters.copy, None
+            self._copying.pop(chunk, None)
         if copy is not None:
             copy.wait()
 
@@ -245,27 +245,27 @@ class ParameterPlaces(Places):
         """The same for every chunk."""
         with self._lock:
             chunks = list(self._copying)
-        for chunk_of in chunks:
-            self.settle_copies(chunk_of)
+        for chunk in chunks:
+            self.settle_copies(chunk)
 
-    def fetch(self, chunk_of: ChunkOf) -> None:
+    def fetch(self, chunk: Chunk) -> None:
         """Read the chunk straight into its flat, which must be memory that the store can address."""
-        chunk_of.parameters.fetch = self.read(chunk_of, chunk_of.flat.chunk_bytes(chunk_of.chunk))
+        chunk.parameters.fetch = self.read(chunk, chunk.bytes)
 
-    def settle_fetch(self, chunk_of: ChunkOf) -> None:
+    def settle_fetch(self, chunk: Chunk) -> None:
         """Wait for the chunk's `fetch`, if one is in flight; raise its failure."""
-        pending = chunk_of.parameters.fetch
+        pending = chunk.parameters.fetch
         if pending is not None:
             pending.wait()
-            chunk_of.parameters.fetch = None
+            chunk.parameters.fetch = None
 
 
-class RecordPlaces(Places):
+class RecordStore(ChunkStore):
     """The optimizer records' home in a store."""
 
     def __init__(
         self,
-        chunks: Iterable[ChunkOf],
+        chunks: Iterable[Chunk],
         make_store: StoreFactory,
         format_of: Callable[[FlatLayout], RecordFormat],
         device: torch.device | None = None,
@@ -273,29 +273,29 @@ class RecordPlaces(Places):
     ) -> None:
         """`device`: that of the store, if it is memory out of the host's reach."""
         known = list(chunks)
-        self._formats = {id(chunk_of.flat): format_of(chunk_of.flat.layout) for chunk_of in known}
-        sizes = [(chunk_of, self.format(chunk_of).nbytes(chunk_of.chunk.numel)) for chunk_of in known]
+        self._formats = {id(chunk.flat): format_of(chunk.flat.layout) for chunk in known}
+        sizes = [(chunk, self.format(chunk).nbytes(chunk.numel)) for chunk in known]
         super().__init__(sizes, OPTIMIZER_STATES, make_store, device, undoable)
-        self.in_memory = all(self.view(chunk_of) is not None for chunk_of in known)
+        self.in_memory = all(self.view(chunk) is not None for chunk in known)
         """Whether every record is updated where it lies, with no transfer."""
         self.on_device = device is not None
         """Whether that is device memory out of the host's reach."""
 
     @staticmethod
-    def _place(chunk_of: ChunkOf) -> Place:
-        return chunk_of.record
+    def _place(chunk: Chunk) -> Place:
+        return chunk.record
 
     @property
     def moments(self) -> tuple[str, ...]:
         """What every record keeps."""
         return next((one.moments for one in self._formats.values()), ())
 
-    def format(self, chunk_of: ChunkOf) -> RecordFormat:
-        return self.flat_format(chunk_of.flat)
+    def format(self, chunk: Chunk) -> RecordFormat:
+        return self.flat_format(chunk.flat)
 
     def flat_format(self, flat: Flat) -> RecordFormat:
         """Of every chunk of the flat, also of other ranks'."""
         return self._formats[id(flat)]
 
-    def over(self, chunk_of: ChunkOf, buffer: torch.Tensor) -> Record:
-        return self.format(chunk_of).over(buffer, chunk_of.chunk.numel)
+    def over(self, chunk: Chunk, buffer: torch.Tensor) -> Record:
+        return self.format(chunk).over(buffer, chunk.numel)

@@ -8,15 +8,15 @@ from typing import Protocol
 
 from offload.device.accelerator import Accelerator
 from offload.layout import Layout
-from offload.model.flats import ParameterInfo
+from offload.model.flat import ParameterInfo
 from offload.model.unit import Unit
 from offload.planning.placement import Placement
 from offload.planning.trace import Expected
 from offload.ranks.rendezvous import Rendezvous
 from offload.ranks.transport import Ranks
+from offload.step.chunk_stores import ParameterStore, RecordStore
 from offload.step.fetching import Fetcher
 from offload.step.gradients import Gradients
-from offload.step.places import ParameterPlaces, RecordPlaces
 from offload.step.reduction import Reduction
 from offload.step.residency import Residency
 from offload.step.timeline import Timeline
@@ -61,7 +61,7 @@ def give_back(made: list[Closable]) -> None:
 
 
 @dataclass(slots=True)
-class Parts:
+class Components:
     """What an engine is made of. Closed in the reverse of the order in which it was made."""
 
     accelerator: Accelerator
@@ -75,8 +75,8 @@ class Parts:
     fetcher: Fetcher
     residency: Residency
     expected: Expected
-    places: ParameterPlaces | None = None
-    records: RecordPlaces | None = None
+    parameter_store: ParameterStore | None = None
+    records: RecordStore | None = None
     gradients: Gradients | None = None
     updates: Updates | None = None
     backend: IoBackend | None = None

@@ -1,8 +1,8 @@
 """The optimizer step on flat tensors: one call, any rule in any state format.
 
 CPU tensors go through the native library (`offload_update`), Adam with fp32 states on CUDA tensors through a kernel of
-`offload.device.device_kernels`, all else, and all where those are missing, through torch operations that give the same
-bits (`offload.device.updating_torch`). On CPU tensors the work is over when the call
+`offload.device.compiled_kernels`, all else, and all where those are missing, through torch operations that give the same
+bits (`offload.device.optimizer_step_torch`). On CPU tensors the work is over when the call
 returns; on a device it is queued on the current stream. Any thread may call.
 """
 
@@ -13,12 +13,12 @@ from collections.abc import Sequence
 import torch
 
 from offload import _native
-from offload.device import device_kernels
+from offload.device import compiled_kernels
 from offload.device.encoding import SCALE_GROUP, group_count
 from offload.device.flat import DTYPE_CODES, check_flat, uses_native
+from offload.device.optimizer_step_torch import update_torch
 from offload.device.rules import MOMENTS, Rule
 from offload.device.segment import MASTER, REMAINDER, Segment, StateFormat, scale_name
-from offload.device.updating_torch import update_torch
 
 
 def update(segments: Sequence[Segment]) -> None:
@@ -27,7 +27,7 @@ def update(segments: Sequence[Segment]) -> None:
     native: list[_native.UpdateArguments] = []
     for segment in segments:
         _check(segment)
-        compiled = device_kernels.of(segment.grad.device)
+        compiled = compiled_kernels.of(segment.grad.device)
         if uses_native(segment.grad):
             native.append(_arguments(segment))
         elif compiled is not None and segment.hyper.rule is Rule.ADAM and segment.state_format is StateFormat.FP32:

@@ -8,12 +8,12 @@ from typing import Any
 from torch import nn
 
 from offload.errors import UsageError
-from offload.model.flats import ParameterInfo
+from offload.model.flat import ParameterInfo
 
 Groups = Callable[[], Sequence[Mapping[str, Any]]]
 
 
-class Unchanged:
+class ModelFingerprint:
     """See the module. `groups()`: the optimizer's parameter groups as they are now."""
 
     def __init__(self, model: nn.Module, parameters: Sequence[ParameterInfo], groups: Groups) -> None:

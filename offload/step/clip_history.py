@@ -9,7 +9,7 @@ QUIET_STEPS = 8
 
 
 @dataclass(slots=True)
-class Strikes:
+class ClipHistory:
     """A strike is a step whose norm clips or is not finite, and any other for which updates that began early had to be undone.
 
     Updates begin early after `QUIET_STEPS` steps without one, until the next: so of nine steps at most one begins them in
@@ -21,9 +21,9 @@ class Strikes:
     quiet_count: int = 0
 
     @staticmethod
-    def before_the_first(norm_counts: bool) -> Strikes:
+    def before_the_first(norm_counts: bool) -> ClipHistory:
         """`norm_counts`: whether the norm may change what a step does."""
-        return Strikes(0 if norm_counts else QUIET_STEPS)
+        return ClipHistory(0 if norm_counts else QUIET_STEPS)
 
     @property
     def expects_none(self) -> bool:

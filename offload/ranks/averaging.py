@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from offload.device import kernels
-from offload.layout import Chunk, FlatLayout
+from offload.layout import ChunkLayout, FlatLayout
 from offload.ranks.transport import DATA, Posted, Ranks
 
 
@@ -25,7 +25,7 @@ class HostReduction:
         self._contributors = [index for index in sorted(dtypes) if index in ranks.shards]
         self._average = np.float32(1.0 / ranks.world_size)
 
-    def averages(self, own: Tensor | None, stage: int) -> Iterator[tuple[Chunk, Tensor]]:
+    def averages(self, own: Tensor | None, stage: int) -> Iterator[tuple[ChunkLayout, Tensor]]:
         """Every chunk of this rank with its averages, fp32 [chunk.numel], valid until the next one.
 
         `own`: this rank's gradients of the whole flat, host; None where it has none.
@@ -83,7 +83,7 @@ class HostReduction:
                 self._ranks.receive(posted, buffers[index], index, DATA)
         return posted, buffers
 
-    def _spread(self, averages: Iterator[Tensor]) -> Iterator[tuple[Chunk, Tensor]]:
+    def _spread(self, averages: Iterator[Tensor]) -> Iterator[tuple[ChunkLayout, Tensor]]:
         """Stage 0: everybody gets the averages of the whole flat."""
         layout, ranks = self._layout, self._ranks
         whole = torch.empty(layout.numel, dtype=torch.float32)
@@ -96,7 +96,7 @@ class HostReduction:
             yield chunk, whole[chunk.start : chunk.stop]
 
 
-def averages_on_device(ranks: Ranks, layout: FlatLayout, own: Tensor, stage: int) -> Iterator[tuple[Chunk, Tensor]]:
+def averages_on_device(ranks: Ranks, layout: FlatLayout, own: Tensor, stage: int) -> Iterator[tuple[ChunkLayout, Tensor]]:
     """As `HostReduction.averages`, between GPUs, in the order of the current stream; the same additions in the same order.
 
     `own`: [layout.numel] on the device, of one dtype on all ranks, all of which contribute.

@@ -19,7 +19,7 @@ _LOSSY = (StateFormat.BF16, StateFormat.EIGHT_BIT)
 
 
 def update_torch(segment: Segment) -> None:
-    """See `offload.device.updating.update`."""
+    """See `offload.device.optimizer_step.update`."""
     for chunk in chunks(segment.grad):
         _update_chunk(segment, chunk)
 

@@ -10,8 +10,8 @@ from offload.layout import Extent, UnitLayout
 from offload.planning.budget import Tier
 from offload.planning.placement import KEPT_PARAMETERS, KEPT_RECORDS, Placement
 from offload.planning.purposes import ACCUMULATED
-from offload.step.parts import Closable
-from offload.step.places import OPTIMIZER_STATES, StoreFactory
+from offload.step.chunk_stores import OPTIMIZER_STATES, StoreFactory
+from offload.step.components import Closable
 from offload.tiers.device import DeviceStore
 from offload.tiers.io import IoBackend, open_backend
 from offload.tiers.memory import HostMemory, MemoryLedger
@@ -24,7 +24,7 @@ from offload.tiers.store import CpuStore, Store
 _HOST_ONLY = frozenset({OPTIMIZER_STATES, KEPT_RECORDS, ACCUMULATED})
 
 
-class Storage:
+class Allocation:
     """Makes what the placement decided; whatever it makes is added to `made`, to be closed in reverse order."""
 
     def __init__(

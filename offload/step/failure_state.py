@@ -34,7 +34,7 @@ class _OwnWork:
 
     __slots__ = ("_held", "_outside", "_turn", "_usable")
 
-    def __init__(self, usable: Usable, held: HeldInterrupt | None, turn: Turn | None) -> None:
+    def __init__(self, usable: FailureState, held: HeldInterrupt | None, turn: Turn | None) -> None:
         self._usable, self._held, self._turn = usable, held, turn
         self._outside: AbstractContextManager[None] | None = None
 
@@ -71,7 +71,7 @@ class _OwnWork:
             self._held.end()
 
 
-class Usable(Listener):
+class FailureState(Listener):
     """See the module. The part of the hooks' listener that takes failures in."""
 
     def __init__(self, rendezvous: Rendezvous | None, *, backward_elsewhere: bool) -> None:

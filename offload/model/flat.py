@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from offload.device.accelerator import UnitMemory, with_own_storage
-from offload.layout import Chunk, FlatLayout, Slot
-from offload.model.chunk import ChunkOf
+from offload.layout import ChunkLayout, FlatLayout, Slot
+from offload.model.chunk import Chunk
 from offload.model.guard import ParameterGuard
 from offload.planning.route import Route
 
@@ -108,10 +108,10 @@ class Flat:
         self._slot_of = {slot.parameter_index: slot for slot in layout.slots}
         self.chunks = tuple(self._chunk(chunk) for chunk in layout.chunks)
         """What this rank updates of it, in order."""
-        self._chunks_of: dict[int, list[ChunkOf]] = {info.index: [] for info in parameters}
-        for chunk_of in self.chunks:
-            for info, _ in chunk_of.pieces:
-                self._chunks_of[info.index].append(chunk_of)
+        self._chunks_of: dict[int, list[Chunk]] = {info.index: [] for info in parameters}
+        for chunk in self.chunks:
+            for info, _ in chunk.pieces:
+                self._chunks_of[info.index].append(chunk)
         # Each view is made from a fresh `.data` alias, so none shares a version counter with another.
         self.values = memory.flat.data.view(dtype)
         self.views = [info.shaped(self._part(slot)).data for info, slot in zip(parameters, layout.slots, strict=True)]
@@ -126,25 +126,17 @@ class Flat:
         """Elements [start, stop) of the flat, typed."""
         return self.values[start:stop]
 
-    def chunk_bytes(self, chunk: Chunk) -> torch.Tensor:
-        """The chunk's bytes, uint8."""
-        itemsize = self.layout.itemsize
-        return self.memory.flat[chunk.start * itemsize : chunk.stop * itemsize]
-
-    def chunk_values(self, chunk: Chunk) -> torch.Tensor:
-        return self.values[chunk.start : chunk.stop]
-
-    def homes(self) -> list[ChunkOf]:
+    def homes(self) -> list[Chunk]:
         """The whole flat in chunks: where parameters stay on the device they do so on every rank."""
         return [self._chunk(chunk) for chunk in self.layout.cut(0, self.layout.numel)]
 
-    def chunks_of(self, info: ParameterInfo) -> Sequence[ChunkOf]:
+    def chunks_of(self, info: ParameterInfo) -> Sequence[Chunk]:
         """This rank's chunks that hold a part of the parameter, in order."""
         return self._chunks_of[info.index]
 
     def slot_of(self, info: ParameterInfo) -> Slot:
         return self._slot_of[info.index]
 
-    def _chunk(self, chunk: Chunk) -> ChunkOf:
+    def _chunk(self, chunk: ChunkLayout) -> Chunk:
         pieces = tuple((self._info_of[piece.slot.parameter_index], piece) for piece in self.layout.pieces(chunk))
-        return ChunkOf(self, chunk, pieces)
+        return Chunk(self, chunk, pieces)
