@@ -1,4 +1,4 @@
-"""The CUDA kernels' source, compiled as C++ and run on the CPU, behind the interface of `device_kernels.Launcher`."""
+"""The CUDA kernels' source, compiled as C++ and run on the CPU, behind the interface of `compiled_kernels.Launcher`."""
 
 from __future__ import annotations
 
