@@ -79,7 +79,7 @@ class NoValues(InitialValues):
         super().__init__(None, {})
 
     def of(self, infos: Sequence[ParameterInfo]) -> dict[int, torch.Tensor]:
-        return {info.index: torch.zeros(1, dtype=info.dtype).expand(info.shape) for info in infos}
+        return {info.index: torch.zeros((), dtype=info.dtype).expand(info.shape) for info in infos}
 
 
 class Materializer:

@@ -237,9 +237,9 @@ class Footprint:
         """With fewer, gradients of one unit could not arrive side by side.
 
         Two units' shared chunks (backward leaves one while the next begins), two for a slot that streams through, and
-        those that are being spilled meanwhile.
+        those that are being spilled meanwhile. A chunk that is the only one has a second, to be widened into.
         """
-        return min(2 * self.open_chunk_count + 2 + SPILLING_BUFFERS, self.chunk_count)
+        return min(2 * self.open_chunk_count + 2 + SPILLING_BUFFERS, max(self.chunk_count, 2))
 
 
 def spare_count(buffer_count: int, chunk_count: int) -> int:

@@ -128,6 +128,11 @@ class Reduction:
             if state.arrived and state.asked is None:
                 self._ask(state)
 
+    def settle_asked(self) -> None:
+        """What a backward asked for that did not come to its end is reduced: nothing of it arrives later."""
+        while self._in_flight:
+            self._reclaim(wait_for=self._in_flight[0])
+
     def end(self) -> None:
         """The end of backward: when this returns, everything that any rank had is reduced."""
         assert self.rendezvous is not None

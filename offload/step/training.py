@@ -261,6 +261,8 @@ class Training(FailureState):
         """Drop every gradient that no update has taken yet; without `set_to_none` put zeros where there was one."""
         self.check()
         self._clip_once = None  # of the gradients that are dropped
+        if self._reduction is not None:
+            self._reduction.settle_asked()
         self._adopt_reduced()
         with self.failures():
             self._undo()
@@ -318,13 +320,14 @@ class Training(FailureState):
                 info.parameter.grad = self._token_clipping.token(info, self.step_count)
 
     def clip_at_step(self, max_norm: float) -> float:
-        """Have the coming step clip to `max_norm`; return the norm before clipping."""
+        """Have the coming step clip to `max_norm`, if there are gradients; return the norm before clipping."""
         self._require_new_gradients("clip_grad_norm_()")
         with self.failures():
             self._undo_if_changed()
             self._take_user_gradients()
-        self._clip_once = max_norm
-        return self._measure_now()
+        norm = self._measure_now()
+        self._clip_once = max_norm if norm else None
+        return norm
 
     def _measure_now(self) -> float:
         self.check()

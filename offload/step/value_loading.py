@@ -18,6 +18,7 @@ from offload.model.weight_names import Differences, persistent_buffers
 from offload.ranks.agreement import MeetingPoint
 from offload.ranks.transport import Ranks
 from offload.step.components import Components
+from offload.step.hooks import in_backward
 from offload.step.training import Training
 from offload.tiers.memory import HostMemory
 
@@ -36,8 +37,11 @@ class ValueLoading:
             raise UsageError("load_state_dict was called while gradients wait for a step: call it after optimizer.step().")
         if self._parts.residency.holds_any:
             raise UsageError("load_state_dict was called inside `with engine.gathered(...)`: call it after the block.")
+        if self._parts.residency.in_forward or in_backward():
+            raise UsageError("load_state_dict was called inside a forward or backward of the model: call it between steps.")
         owners = self._owners()
         with self._training.failures():
+            self._parts.residency.abandon_uses()  # of a backward that an exception cut short: its units are to go, too
             self._training.settle()
             self._training.values_changed()
             self._parts.residency.evict_all()

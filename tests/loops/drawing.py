@@ -102,6 +102,7 @@ def _models(ranks: int) -> st.SearchStrategy[Model]:
         checkpointing=st.sampled_from(["", "", "plain", "reentrant"]),
         optimizer=st.sampled_from(["adamw", "adamw", "adam", "sgd", "adagrad", "lion"]),
         groups=st.sampled_from([1, 2]),
+        all_in_groups=st.booleans(),
         max_grad_norm=st.sampled_from([None, 0.3, 1e6]),
     )
 

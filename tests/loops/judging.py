@@ -145,7 +145,7 @@ def _compare(one: Outcome, other: Outcome, at: str, judge: Any) -> None:
         f"{at}: {one['is']} {one.get('class', '')} is not {other['is']} {other.get('class', '')}"
     )
     if one["is"] == "settled":
-        judge(one["state"], other["state"], f"{at}: state after the interrupt")
+        judge({"state": one["state"]}, {"state": other["state"]}, f"{at}: state after the interrupt")
     if one["is"] == "ok":
         judge(one["value"], other["value"], at)
 
@@ -163,8 +163,9 @@ def _assert_same_bits(ours: Any, other: Any, what: str) -> None:
 
 def _assert_close(ours: Any, plain: Any, what: str) -> None:
     if isinstance(plain, dict) and "state" in plain:
+        # An export names a tied parameter once; "(steps, ...)" is the engines' own.
         named = {name: value for name, value in plain["state"].items() if name in ours["state"]}
-        assert_close(ours["state"], named, ATOL, what)
+        assert_close({name: ours["state"][name] for name in ours["state"] if name[0] != "("}, named, ATOL, what)
         ours, plain = ({name: value for name, value in one.items() if name != "state"} for one in (ours, plain))
     if isinstance(plain, dict) and set(plain) & {"losses", "norm"}:
         for name in plain:

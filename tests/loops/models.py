@@ -237,7 +237,7 @@ _OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def optimizer_of(spec: Model, model: nn.Module) -> torch.optim.Optimizer:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad or spec.all_in_groups]
     groups: list[dict[str, Any]] = [{"params": trained}]
     if spec.groups == 2:
         groups = [{"params": trained[::2]}, {"params": trained[1::2], "lr": 3e-3, "weight_decay": 0.0}]

@@ -13,7 +13,6 @@ from torch import nn
 
 from tests.acceptance.runs import WEIGHT_ATOL
 
-from .models import build, optimizer_of
 from .playing import Outcome, Player
 from .programs import Program, Setup
 
@@ -28,10 +27,7 @@ class PlainPlayer(Player):
         self._norm = 0.0
 
     def start(self, setup: Setup, state: Mapping[str, torch.Tensor] | None = None) -> None:
-        self.model = build(self.program.model)
-        if state is not None:
-            self.model.load_state_dict(dict(state))
-        self.optimizer = optimizer_of(self.program.model, self.model)
+        self.model, self.optimizer = self.made(state)
         self.optimizer.register_step_pre_hook(self._before_step)
         self._clip_once = None
 
@@ -47,14 +43,17 @@ class PlainPlayer(Player):
         return contextlib.nullcontext()
 
     def _gradients(self) -> list[torch.Tensor]:
-        return [one.grad for one in self.model.parameters() if one.grad is not None and one.requires_grad]
+        return [one.grad for one in self._held() if one.grad is not None]
+
+    def _held(self) -> list[nn.Parameter]:
+        return [one for group in self.optimizer.param_groups for one in group["params"]]
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         limit = self._clip_once if self._clip_once is not None else self.program.model.max_grad_norm
         self._clip_once = None
         self._norm = self._measured()
         if limit is not None:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit, foreach=False)
+            torch.nn.utils.clip_grad_norm_(self._held(), limit, foreach=False)
 
     def do_closure(self, batch: int, fails: bool = False) -> Any:
         """`torch.optim`'s own order: the closure first, then a step."""
@@ -72,6 +71,10 @@ class PlainPlayer(Player):
 
     def do_zero_grad(self, to_none: bool = True) -> Any:
         self._clip_once = None
+        held = {id(one) for one in self._held()}
+        for parameter in self.model.parameters():
+            if id(parameter) not in held:
+                parameter.grad = None  # the engine's zero_grad is that of the whole model
         return super().do_zero_grad(to_none)
 
     def _measured(self) -> float:
@@ -83,8 +86,9 @@ class PlainPlayer(Player):
 
     def clip(self, max_norm: float) -> float:
         """The engine clips the gradients of the coming step, as its documentation says, not those that are there now."""
-        self._clip_once = max_norm
-        return self._measured()
+        norm = self._measured()
+        self._clip_once = max_norm if norm else None
+        return norm
 
     def gathered(self, parameters: list[nn.Parameter]) -> Any:
         return contextlib.nullcontext()
@@ -117,9 +121,7 @@ class PlainPlayer(Player):
         return position
 
     def agrees(self, own: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
-        return all(
-            bool((own[name].double() - other[name].double()).abs().max() <= WEIGHT_ATOL) for name in other if own[name].numel()
-        )
+        return all(torch.allclose(own[name], other[name], rtol=0.0, atol=WEIGHT_ATOL) for name in own)
 
     def exported(self) -> dict[str, torch.Tensor]:
         return self.state()

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .models import Boom, Subject, data, loss_of
+from .models import Boom, Subject, build, data, loss_of, optimizer_of
 from .programs import Operation, Program, Setup
 
 Outcome = dict[str, Any]
@@ -56,6 +56,14 @@ class Facts:
     """A backward outside of no_sync has run since the last step."""
     saved: dict[int, list[int]] = field(default_factory=dict)
     """By number of a checkpoint: the positions in the program at which the save that it holds may have been made."""
+    sure: set[int] = field(default_factory=set)
+    """The numbers of checkpoints that are there for sure."""
+    added: bool = False
+    """Whether a group was added, of all parameters that were in none."""
+    saved_added: dict[int, bool] = field(default_factory=dict)
+    """The same, by position of a save."""
+    trained: set[str] = field(default_factory=set)
+    """What was trained at the last forward that was recorded."""
 
 
 class Player(ABC):
@@ -77,6 +85,18 @@ class Player(ABC):
     @abstractmethod
     def start(self, setup: Setup, state: Mapping[str, torch.Tensor] | None = None) -> None:
         """A new model (with these values), its optimizer, and what trains them; what was there before is over."""
+
+    def made(self, state: Mapping[str, torch.Tensor] | None) -> tuple[Subject, torch.optim.Optimizer]:
+        """A model and its optimizer as the script makes them."""
+        model = build(self.program.model)
+        if state is not None:
+            model.load_state_dict(dict(state))
+        optimizer = optimizer_of(self.program.model, model)
+        if self.facts.added:
+            held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+            others = [one.requires_grad_() for one in model.parameters() if id(one) not in held]
+            optimizer.add_param_group({"params": others, "lr": 2e-3})
+        return model, optimizer
 
     @abstractmethod
     def end(self) -> None:
@@ -125,8 +145,19 @@ class Player(ABC):
         return getattr(self, f"do_{operation.name}")(**operation.values)
 
     def _losses(self, batch: int) -> list[torch.Tensor]:
-        self.forwards.append((-1, batch))
-        return [loss_of(self.model, self.program.model.width, batch, rank) for rank in self.ranks]
+        losses = [loss_of(self.model, self.program.model.width, batch, rank) for rank in self.ranks]
+        self._has_run(-1, batch)
+        return losses
+
+    def _has_run(self, block: int, batch: int) -> None:
+        self.forwards.append((block, batch))
+        if torch.is_grad_enabled():
+            self.facts.trained |= self.trained_now()
+
+    def trained_now(self) -> set[str]:
+        """The names of what the optimizer has and autograd computes gradients of."""
+        held = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
+        return {name for name, one in self.model.named_parameters() if one.requires_grad and id(one) in held}
 
     def do_forward(self, batch: int, fails_at: int = -1, error: str = "Boom") -> Any:
         with self._fuse("forward_at", fails_at, error):
@@ -174,12 +205,12 @@ class Player(ABC):
         return {"losses": [one.item() for one in losses]}
 
     def _losses_of_block(self, block: int, batch: int) -> list[torch.Tensor]:
-        self.forwards.append((block, batch))
         losses = []
         for rank in self.ranks:
             x, y = data(self.program.model.width, batch, rank)
             part = self.model.blocks[block]
             losses.append(F.mse_loss(part(x.to(part.mix.weight.dtype), batch).float(), y))
+        self._has_run(block, batch)
         return losses
 
     def do_backward_of_some(self, batch: int, part: int) -> Any:
@@ -193,7 +224,6 @@ class Player(ABC):
 
     def do_penalty(self, batch: int) -> Any:
         """A gradient penalty: backward through a gradient."""
-        self.forwards.append((-1, batch))
         penalised = []
         for rank in self.ranks:
             x, y = data(self.program.model.width, batch, rank)
@@ -201,6 +231,7 @@ class Player(ABC):
             loss = F.mse_loss(self.model(x, batch).float(), y)
             (slope,) = torch.autograd.grad(loss, x, create_graph=True)
             penalised.append(loss + slope.square().sum())
+        self._has_run(-1, batch)
         self._marks_backward(True)
         self.backward(penalised, "loss")
         return {"losses": [one.item() for one in penalised]}
@@ -213,6 +244,7 @@ class Player(ABC):
             x.requires_grad_()
             (slope,) = torch.autograd.grad(F.mse_loss(self.model(x, batch).float(), y), x)
             found.append(slope.double().sum().item())
+        self._has_run(-1, batch)
         return {"losses": found}
 
     def do_step(self) -> Any:
@@ -295,7 +327,12 @@ class Player(ABC):
         return {}
 
     def do_add_group(self) -> Any:
-        self.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))], "lr": 1e-3})
+        """What is in no group is trained from now on."""
+        held = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
+        others = [one for one in self.model.parameters() if id(one) not in held]
+        if others:
+            self.optimizer.add_param_group({"params": [one.requires_grad_() for one in others], "lr": 2e-3})
+            self.facts.added = True
         return {}
 
     def do_rate(self, group: int, rate: float) -> Any:
@@ -305,6 +342,7 @@ class Player(ABC):
 
     def do_save(self, number: int, beside: bool = False) -> Any:
         self.facts.saved.setdefault(number, []).append(self.position)
+        self.facts.saved_added[self.position] = self.facts.added
         self.save(number, beside)
         return {}
 
@@ -332,6 +370,7 @@ class Player(ABC):
         self.facts.setup = self.program.setups[setup % len(self.program.setups)]
         self.facts.live = self.facts.taken = self.facts.synced = False
         self.start(self.facts.setup, state)
+        self.facts.trained = self.trained_now()
         torch.manual_seed(7)
 
     def do_resume(self, setup: int) -> Any:
@@ -399,7 +438,16 @@ class Player(ABC):
             return True  # PyTorch's own reentrant checkpoints know no gradient of a part
         if operation.name == "penalty" and "attention" in self.program.model.blocks:
             return True  # PyTorch's own attention has no second derivative
-        return operation.name == "load" and not self.facts.saved.get(operation.values["number"])
+        if operation.name == "load":
+            positions = self.facts.saved.get(operation.values["number"], [])
+            return not positions or self._of_other_groups(positions)
+        if operation.name == "resume" or operation.values.get("how") == "checkpoint":
+            return any(self._of_other_groups(positions) for positions in self.facts.saved.values())
+        return False
+
+    def _of_other_groups(self, positions: list[int]) -> bool:
+        """A checkpoint of other groups does not load, as `load_checkpoint` says (tests/checkpoint/test_use.py)."""
+        return any(self.facts.saved_added[position] != self.facts.added for position in positions)
 
     def after_users_error(self, operation: Operation) -> None:
         """What a script does where it catches its own error. Plain PyTorch plays all ranks in one backward: a part of it is no
@@ -442,12 +490,15 @@ class Player(ABC):
     def _settles(self, operation: Operation, outcome: Outcome) -> Outcome:
         """An interrupted operation was done or was not: which, the state says; half of it is wrong."""
         self.graphs.clear()
-        before = self.state()
-        if not self.agrees(before, outcome["state"]):
+        before = self.whole_state()
+        if operation.name == "save":
+            self.do_zero_grad()
+            self.perform(operation)  # whether it was made or not is seen where it is loaded
+        elif not self.agrees(before, outcome["state"]):
             if operation.name == "load":
                 for candidate in outcome["candidates"]:
                     self._loaded(self.load_at(candidate))
-                    if self.agrees(self.state(), outcome["state"]):
+                    if self.agrees(self.whole_state(), outcome["state"]):
                         break
             else:
                 self.perform(operation)
@@ -455,7 +506,11 @@ class Player(ABC):
         self.do_zero_grad()
         self.facts.version += 1
         torch.manual_seed(1000 + self.position)
-        return {"is": "settled", "state": self.state()}
+        return {"is": "settled", "state": self.whole_state()}
+
+    def whole_state(self) -> dict[str, torch.Tensor]:
+        """With what tells a step that changed no weight from none."""
+        return self.state()
 
     def agrees(self, own: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
         """Whether the two are one state, as far as this side can tell."""

@@ -27,6 +27,7 @@ class Model:
     frozen         numbers of the blocks that are frozen from the start
     checkpointing  of every block's activations: "", "reentrant" or "plain"
     dtype          of Config; None: the parameters' own
+    all_in_groups  the optimizer has what is frozen at the start too
     """
 
     width: int = 4
@@ -39,6 +40,7 @@ class Model:
     state_format: str = "fp32"
     optimizer: str = "adamw"
     groups: int = 1
+    all_in_groups: bool = False
     max_grad_norm: float | None = None
     loss_scale: str | None = None
 

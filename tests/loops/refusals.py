@@ -14,6 +14,7 @@ import offload
 from .playing import Facts, Graph
 from .programs import Operation, Program
 
+_FORWARDS = ("forward", "partial_backward", "backward_of_some", "penalty", "slope", "closure", "train")
 _BACKWARDS = ("backward", "partial_backward", "backward_of_some", "penalty", "closure", "train")
 
 
@@ -32,10 +33,20 @@ class Refusal:
 class Circumstances:
     """Where the script stood before the operation."""
 
-    def __init__(self, program: Program, facts: Facts, graphs: list[Graph], operation: Operation) -> None:
+    def __init__(self, program: Program, facts: Facts, graphs: list[Graph], operation: Operation, trained: set[str]) -> None:
+        """`trained`: the names of what is trained now."""
         self.program, self.operation = program, operation
         self.live, self.taken, self.synced = facts.live, facts.taken, facts.synced
         self.update, self.setup = facts.setup.update, facts.setup
+        self.newly_trained = not trained <= facts.trained
+        self.unfreezes = operation.name == "freeze" and operation.values["block"] % len(program.model.blocks) in {
+            number for number, kind in enumerate(program.model.blocks) if number in program.model.frozen or kind == "lora"
+        }
+        # A reentrant checkpoint's backward inside the backward brings what is used in both a second gradient, too.
+        twice = program.model.checkpointing == "reentrant"
+        self.accumulates = twice or operation.values.get("micro", 1) > 1 or operation.values.get("sync") is False
+        self.has_budget = facts.setup.memory is not None or facts.setup.on_device is not None
+        self.is_saved = operation.values.get("number") in facts.sure
         which = operation.values.get("which", -1)
         self.stale = operation.name == "backward" and bool(graphs) and graphs[which].version != facts.version
 
@@ -84,53 +95,81 @@ REFUSALS: tuple[Refusal, ...] = (
         "a checkpoint holds no gradients",
     ),
     Refusal(
-        ("add_group",),
+        _BACKWARDS,
+        offload.BudgetError,
+        "a second micro-batch needs",
+        lambda now: now.has_budget and (now.live or now.accumulates),
+        "sums of micro-batches take room that the budget may not have (docs/guarantees.md)",
+        drops_gradients=True,
+    ),
+    Refusal(
+        ("load",),
+        offload.CheckpointError,
+        "cannot be opened as a checkpoint",
+        lambda now: not now.is_saved,
+        "the only save there was interrupted",
+    ),
+    Refusal(
+        _FORWARDS,
         offload.UsageError,
-        "a param_group was added after initialize",
-        lambda now: True,
-        "the layout is fixed by initialize; the message says to make all groups first",
+        "do that between optimizer.step\\(\\) and the next forward",
+        lambda now: now.newly_trained and now.live,
+        "what is newly trained gets states between two steps (docs/guarantees.md)",
+    ),
+    Refusal(
+        ("step", "closure", "train"),
+        offload.UsageError,
+        "so that it has no states yet: do that between",
+        lambda now: now.newly_trained,
+        "what is newly trained gets states at the next forward",
+    ),
+    Refusal(
+        _FORWARDS,
+        offload.BudgetError,
+        "",
+        lambda now: now.newly_trained and now.has_budget,
+        "states of what is newly trained take room that the budget may not have (docs/guarantees.md)",
     ),
 )
 
 
 @dataclass(frozen=True)
 class Exclusion:
-    """`when(program, facts, operation)`: the operation is left out there."""
+    """`when`: the operation is left out there."""
 
     why: str
-    when: Callable[[Program, Facts, Operation], bool]
+    when: Callable[[Circumstances], bool]
 
 
 EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion(
         "an interrupt of one rank alone ends the others with a RankError: tests/ranks/test_failures.py",
-        lambda program, facts, operation: program.ranks > 1 and bool(operation.interrupt),
+        lambda now: now.program.ranks > 1 and bool(now.operation.interrupt),
     ),
     Exclusion(
         "two groups of processes would be needed; `anew` loads on the same ranks, tests/ranks/test_checkpoints.py on others",
-        lambda program, facts, operation: program.ranks > 1 and operation.name == "resume",
+        lambda now: now.program.ranks > 1 and now.operation.name == "resume",
+    ),
+    Exclusion(
+        "on several ranks only what has states already can be unfrozen (docs/guarantees.md)",
+        lambda now: now.program.ranks > 1 and (now.operation.name == "add_group" or now.unfreezes),
     ),
     Exclusion(
         "an interrupt inside a forward may leave running statistics half done, in PyTorch too",
-        lambda program, facts, operation: bool(operation.interrupt) and "normed" in program.model.blocks,
+        lambda now: bool(now.operation.interrupt) and "normed" in now.program.model.blocks,
     ),
-)
-
-
-WAITING: tuple[Exclusion, ...] = (
-    Exclusion("interrupts", lambda program, facts, operation: bool(operation.interrupt)),
     Exclusion(
-        "an interrupt of the user's forward or backward",
-        lambda program, facts, operation: operation.values.get("error") == "KeyboardInterrupt",
+        "a backward that is refused may have computed some blocks again, and their running statistics, in PyTorch too",
+        lambda now: (
+            "normed" in now.program.model.blocks
+            and bool(now.program.model.checkpointing)
+            and now.operation.name in _BACKWARDS
+            and (now.taken or now.stale)
+        ),
     ),
-    Exclusion("freezing", lambda program, facts, operation: operation.name == "freeze"),
 )
-"""Faults that are known and being mended."""
 
 
-def excluded(program: Program, facts: Facts, operation: Operation) -> str | None:
+def excluded(now: Circumstances) -> str | None:
     """Why the operation is left out here, if it is."""
-    for one in (*EXCLUSIONS, *WAITING):
-        if one.when(program, facts, operation):
-            return one.why
-    return None
+    return next((one.why for one in EXCLUSIONS if one.when(now)), None)

@@ -19,6 +19,15 @@ FOUND = {
             op("train", batch=3),
         ),
     ),
+    "clipping where there is no gradient was kept for the next one": Program(
+        Model(frozen=(0,), all_in_groups=True),
+        (Setup(),),
+        (
+            op("freeze", block=0, frozen=False),
+            op("clip", max_norm=0.5),
+            op("train", batch=1),
+        ),
+    ),
     "clipping gradients that a step had consumed said 0": Program(
         Model(),
         (Setup(),),
@@ -48,6 +57,37 @@ FOUND = {
         Model(),
         (Setup("nvme", "nvme"),),
         (op("forward", batch=0), op("write", parameter=2), op("backward")),
+    ),
+    "load_state_dict did not reach what a backward that was refused had left in memory": Program(
+        Model(),
+        (Setup("cpu", "cpu", "deferred"),),
+        (
+            op("forward", batch=4),
+            op("backward"),
+            op("step"),
+            op("backward_of_some", batch=4, part=0),
+            op("load_state_dict", seed=3),
+        ),
+    ),
+    "a scalar parameter kept an engine from being made anew": Program(
+        Model(blocks=("experts", "mlp", "odd"), frozen=(1,), dtype="bf16"),
+        (Setup(),),
+        (op("add_group"), op("train", batch=4)),
+    ),
+    "one chunk alone had no second buffer to be widened into": Program(
+        Model(blocks=("lora",), tie="leaf", frozen=(0,), dtype="bf16"),
+        (Setup(states="nvme"),),
+        (op("train", batch=4, micro=2),),
+    ),
+    "what a backward that was refused had ranks reduce was added to the next one": Program(
+        Model(width=3, blocks=("experts",)),
+        (Setup(prefetch=0),),
+        (
+            op("closure", batch=1),
+            op("partial_backward", block=0, batch=0),
+            op("train", batch=0),
+        ),
+        ranks=2,
     ),
     "what was still on its way of a dropped gradient was added to the next one": Program(
         Model(blocks=("mlp", "mlp", "mlp")),
