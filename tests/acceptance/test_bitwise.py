@@ -6,6 +6,7 @@ groups and a schedule. The reference is checked against PyTorch in test_against_
 
 from __future__ import annotations
 
+import functools
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import offload
+from offload.build import allocation
 
 from . import worker
 from .models import IN_MEMORY, ON_NVME, PLACEMENTS, Setup, llama, two_groups
@@ -157,6 +159,8 @@ def test_two_drives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setup: Setu
     for drive in drives:
         drive.mkdir()
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", setup.accelerator)
+    # The whole model would lie in one stripe.
+    monkeypatch.setattr(allocation, "NvmeStore", functools.partial(allocation.NvmeStore, stripe_nbytes=16384))
     model = llama()
     config = offload.Config(**setup.fields(drives, dtype="fp32", max_grad_norm=CLIP))
     with offload.initialize(model, two_groups(model), config) as engine:
