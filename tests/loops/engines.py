@@ -331,6 +331,7 @@ class DrawnPlayer(EnginePlayer):
 
     def _settle(self, operation: Operation) -> Outcome:
         self.graphs.clear()
+        self._beside = None  # its failure was told; what it saved is seen where it is loaded
         try:
             self.do_zero_grad()
             state = self.whole_state()

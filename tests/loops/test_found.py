@@ -20,13 +20,9 @@ FOUND = {
         ),
     ),
     "clipping where there is no gradient was kept for the next one": Program(
-        Model(frozen=(0,), all_in_groups=True),
+        Model(),
         (Setup(),),
-        (
-            op("freeze", block=0, frozen=False),
-            op("clip", max_norm=0.5),
-            op("train", batch=1),
-        ),
+        (op("clip", max_norm=0.5), op("train", batch=1)),
     ),
     "clipping gradients that a step had consumed said 0": Program(
         Model(),
