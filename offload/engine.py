@@ -19,6 +19,7 @@ from offload.build.ownership import Taking, check_free, disown
 from offload.build.refitting import NewlyTrained, passing_checkpoint, refitted
 from offload.checkpoint.checkpoint import Checkpointing
 from offload.checkpoint.matching import StatesMissing
+from offload.checkpoint.numbering import checked_folder
 from offload.checkpoint.preemption import Preemption
 from offload.checkpoint.saving import Save
 from offload.config import Config, parse_nbytes
@@ -338,8 +339,9 @@ class Engine:
 
         On one rank an engine that failed can be used again after it: everything but its configuration is made anew.
         """
+        path = checked_folder(dir, "load_checkpoint")
         with self._revived():
-            return self._with_states(lambda: self._checkpointing.load(Path(dir)))
+            return self._with_states(lambda: self._checkpointing.load(path))
 
     def resume_or_start(self, dir: str | os.PathLike[str], *, catch_sigterm: bool = False) -> dict[str, Any] | None:
         """Load the sound checkpoint "step-<n>" in `dir` that was written last; return its client_state, None if there is none.
@@ -349,15 +351,16 @@ class Engine:
         catch_sigterm  for preemptible machines: from now until `close()` the first SIGTERM only asks for an end, which
                        `exit_if_terminated` at the end of each step brings about. The second ends the process at once.
         """
+        path = checked_folder(dir, "resume_or_start")
         with self._revived() as failure:
-            state = self._with_states(lambda: self._checkpointing.resume_or_start(Path(dir)))
+            state = self._with_states(lambda: self._checkpointing.resume_or_start(path))
             if state is None and failure is not None:
                 raise EngineFailedError(
                     f"there is no checkpoint in {str(dir)!r}, and the engine failed: {words_of(failure)}"
                 ) from failure
         if catch_sigterm and self._preemption is None:
             self._preemption = Preemption()
-        self._saves = Path(dir)
+        self._saves = path
         return state
 
     def exit_if_terminated(
@@ -397,9 +400,10 @@ class Engine:
         """
         if dtype is not None and dtype not in DTYPES:
             raise UsageError(f"dtype={dtype!r} is unknown: expected one of {', '.join(DTYPES)}, or None.")
+        path = checked_folder(dir, "export")
         self._require_open()
         chosen = DTYPES[dtype] if dtype is not None else None
-        self._checkpointing.export(Path(dir), chosen, parse_nbytes(max_shard_size, "max_shard_size"), merged=merged)
+        self._checkpointing.export(path, chosen, parse_nbytes(max_shard_size, "max_shard_size"), merged=merged)
 
     # ---- lifecycle -----------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from offload.checkpoint.soundness import Soundness
 from offload.checkpoint.staged_folder import MANIFEST_NAME, raise_if_short, retire, take_back, write_failure
 from offload.errors import StorageError, UsageError
 
-_NUMBERED = re.compile(r"step-(\d{1,18})")
+_NUMBERED = re.compile(r"step-([0-9]{1,18})")
 _TICK_NS = 2_000_000_000
 """What every file system tells apart."""
 
@@ -75,6 +75,14 @@ def _set_time(path: Path, time_ns: int) -> None:
         os.fsync(fileno)
     finally:
         os.close(fileno)
+
+
+def checked_folder(given: object, call: str) -> Path:
+    """The path of the folder that `call` was given; absolute, as the working directory may change. Else a `UsageError`."""
+    name = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
+    if not isinstance(name, str) or not name or "\0" in name:
+        raise UsageError(f"{call} was given {given!r}: expected the path of a folder, as 'ckpt'.")
+    return Path(os.path.abspath(name))
 
 
 def checked_target(given: object) -> Path:

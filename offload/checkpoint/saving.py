@@ -216,6 +216,7 @@ class Saver:
         """Write a checkpoint of the state of now, with the updates that are still to come if it `follows_updates`. Returns when
         it is there, or (`wait`: False) when it has begun."""
         parts, training = self._parts, self._training
+        wait = wait or _is_ending()
         self._reach_device()
         small, idleness = Small.of(self._model, parts.accelerator.device), Idleness(parts, training)
         failures: Failures = training.failures_beside if wait else nullcontext
@@ -312,6 +313,11 @@ class Saver:
         accelerator = self._parts.accelerator
         if not accelerator.unified:
             accelerator.mark().wait()
+
+
+def _is_ending() -> bool:
+    """Whether this is an `atexit` function: the interpreter has waited for its threads already, and waits for no other."""
+    return threading.current_thread() is threading.main_thread() and not threading.main_thread().is_alive()
 
 
 def _folder(path: Path, parts: Components) -> Folder:

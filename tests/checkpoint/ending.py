@@ -85,6 +85,13 @@ def is_interrupted_at_the_end(engine: Any, save: Any, folder: Path) -> None:
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
 
 
+def saves_at_exit(engine: Any, save: Any, folder: Path) -> None:
+    """Again, when the interpreter no longer waits for threads."""
+    save.wait()
+    atexit.register(engine.save_checkpoint, folder / "saved", client_state={"steps": STEPS}, wait=False)
+    os.rename(folder / "saved", folder / "before")
+
+
 ENDS: dict[str, Callable[[Any, Any, Path], object]] = {
     "waits": lambda engine, save, folder: save.wait(),
     "ends": lambda engine, save, folder: None,
@@ -94,12 +101,13 @@ ENDS: dict[str, Callable[[Any, Any, Path], object]] = {
     "is dropped": is_dropped,
     "exports": lambda engine, save, folder: engine.export(folder / "exported"),
     "closes": lambda engine, save, folder: engine.close(),
+    "saves at exit": saves_at_exit,
     "does nothing": does_nothing,
     "waits on another thread": waits_on_another_thread,
     "fills the drive": fills_the_drive,
     "is interrupted at the end": is_interrupted_at_the_end,
 }
-IN_MEMORY_TOO = ("waits", "ends", "is dropped", "exports", "fills the drive")
+IN_MEMORY_TOO = ("waits", "ends", "is dropped", "exports", "saves at exit", "fills the drive")
 CASES = [("nvme", end) for end in ENDS] + [("cpu", end) for end in IN_MEMORY_TOO]
 KEPT: list[Any] = []
 """What a script's globals would hold until its end."""

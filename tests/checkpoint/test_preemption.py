@@ -131,6 +131,19 @@ def test_it_is_the_newest_whatever_the_loop_numbers_by(opened: Any, tmp_path: Pa
     assert sorted(os.listdir(tmp_path / "saves")) == ["step-600", "step-601"]
 
 
+def test_the_working_directory_may_change(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    engine = opened((model := stack()), adamw(model), ON_CPU)
+    engine.resume_or_start("saves", catch_sigterm=True)
+    one_step(engine)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        engine.exit_if_terminated()
+    assert os.listdir(tmp_path / "saves") == ["step-1"] and not os.listdir()
+
+
 def test_what_is_refused(opened: Any, tmp_path: Path) -> None:
     engine = opened((model := stack()), adamw(model), ON_CPU)
     with refused(offload.UsageError, "catch_sigterm=True"):

@@ -452,3 +452,15 @@ def test_a_checkpoint_of_two_ranks(opened: Any, tmp_path: Path) -> None:
     for engine in (first, second):
         step(engine, 1)
     assert_same_bits(second.state_dict(), first.state_dict())
+
+
+@pytest.mark.parametrize("value", ["", None, 5, b"saves", "a\0b"])
+@pytest.mark.parametrize("call", ["load_checkpoint", "resume_or_start", "export"])
+def test_a_folder_that_is_none(opened: Any, call: str, value: Any) -> None:
+    with refused(offload.UsageError, call, repr(value)):
+        getattr(make(opened), call)(value)
+
+
+def test_only_plain_digits_are_numbers(opened: Any, tmp_path: Path) -> None:
+    with refused(offload.UsageError, "step-<n>"):
+        make(opened).save_checkpoint(tmp_path / "step-٣", keep_last=1)
