@@ -118,6 +118,13 @@ class Config:
             raise ConfigError(f"max_grad_norm={norm!r} is not a norm: expected a number above 0, or None for no clipping.")
 
     def _check_paths(self) -> None:
+        if self.nvme is not None:
+            single = isinstance(self.nvme, (str, os.PathLike))
+            given: Any = [self.nvme] if single else self.nvme
+            if not isinstance(given, Sequence) or not all(map(_is_path, given)):
+                raise ConfigError(f"nvme={self.nvme!r} is not a path: expected a folder, or a list of folders.")
+            folders = [os.path.abspath(os.path.expanduser(path)) for path in given]  # the working directory may change
+            object.__setattr__(self, "nvme", folders[0] if single else folders)
         paths = self.nvme_paths
         if "nvme" in (self.parameters, self.optimizer_states) and not paths:
             field = "parameters" if self.parameters == "nvme" else "optimizer_states"
@@ -154,11 +161,7 @@ class Config:
         """`nvme` as paths, in order."""
         if self.nvme is None:
             return ()
-        if isinstance(self.nvme, (str, os.PathLike)):
-            return (Path(self.nvme),)
-        if not isinstance(self.nvme, Sequence) or not all(isinstance(path, (str, os.PathLike)) for path in self.nvme):
-            raise ConfigError(f"nvme={self.nvme!r} is not a path: expected a folder, or a list of folders.")
-        return tuple(Path(path) for path in self.nvme)
+        return (Path(self.nvme),) if isinstance(self.nvme, (str, os.PathLike)) else tuple(map(Path, self.nvme))
 
     @staticmethod
     def of(value: Config | Mapping[str, Any] | str | os.PathLike[str] | None) -> Config:
@@ -176,6 +179,11 @@ class Config:
             if key not in known:
                 raise ConfigError(f"config key {key!r} is unknown{_nearest(key, known)}. Known keys: {', '.join(known)}.")
         return Config(**cast(dict[str, Any], dict(value)))
+
+
+def _is_path(given: object) -> bool:
+    name = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
+    return isinstance(name, str) and bool(name) and "\0" not in name
 
 
 def _nearest(value: object, allowed: Sequence[Any]) -> str:

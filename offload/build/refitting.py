@@ -6,7 +6,7 @@ engine's parts anew: `Engine` carries everything over through a checkpoint.
 
 from __future__ import annotations
 
-import os
+import errno
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -26,6 +26,7 @@ from offload.model.flat import ParameterInfo
 from offload.model.optimizer_kinds import InitialState
 from offload.model.partition import ModuleUnit
 from offload.step.components import Components
+from offload.tiers.io.failure import storage_error
 
 Groups = Callable[[], Sequence[Mapping[str, Any]]]
 
@@ -86,8 +87,12 @@ def refitted(
 @contextmanager
 def passing_checkpoint(config: Config) -> Iterator[Path]:
     """Where the state lies while the parts are made anew: in an nvme folder, or where there is none, among temporary files."""
-    paths = config.nvme_paths
-    folder = tempfile.mkdtemp(prefix="offload-refit-", dir=os.fspath(paths[0]) if paths else None)
+    parent = (*config.nvme_paths, Path(tempfile.gettempdir()))[0]
+    try:
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # a cleaner of temporary files may have removed it since
+        folder = tempfile.mkdtemp(prefix="offload-refit-", dir=parent)
+    except OSError as error:
+        raise storage_error("cannot create a folder in", parent, error.errno or errno.EIO) from error
     try:
         yield Path(folder) / "state"
     finally:

@@ -215,3 +215,19 @@ def test_no_room_for_more(opened: Any) -> None:
     model.inlet.requires_grad_(False)
     model.blocks[:2].requires_grad_(False)
     one_step(run)
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_the_folder_given_is_found_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: bool) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    model = partly_frozen()
+    with offload.initialize(model, all_of(model), ON_NVME.fields(Path("scratch"))) as engine:
+        run = Run(model, engine.optimizer, engine)
+        one_step(run, 0)
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        if removed:
+            (tmp_path / "scratch").rmdir()
+        model.inlet.requires_grad_(True)
+        one_step(run, 1)
+        assert not any(Path().iterdir()) and (tmp_path / "scratch").is_dir()
