@@ -326,9 +326,11 @@ class Hooks:
                 for tensor in outputs:
                     tensor.register_hook(call.use.differentiate)
                 self._parts.watch(call.unit, call.inputs, outputs)
-            elif enclosing := next((other.unit for other in reversed(self._calls) if other.unit is not None), None):
+            elif call.inputs or any(info.parameter.requires_grad for info in call.unit.parameters):
                 # What it computed left by another way than its output: backward reaches it when it reaches its parent.
-                self._residency.accompany(enclosing, call.unit)
+                enclosing = next((other.unit for other in reversed(self._calls) if other.unit is not None), None)
+                if enclosing is not None:
+                    self._residency.accompany(enclosing, call.unit)
         try:
             with self._listener.failures():
                 self._report_writes(call.unit)

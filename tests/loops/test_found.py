@@ -85,6 +85,11 @@ FOUND = {
         ),
         ranks=2,
     ),
+    "a frozen layer without gradients stayed in memory with its parent": Program(
+        Model(width=3, blocks=("lora",), frozen=(0,)),
+        (Setup("cpu", accelerator="deferred", prefetch=0, on_device=1.0),),
+        (op("partial_backward", block=0, batch=0), op("forward", batch=0)),
+    ),
     "what was still on its way of a dropped gradient was added to the next one": Program(
         Model(blocks=("mlp", "mlp", "mlp")),
         (Setup(states="cpu", accelerator="deferred"),),
