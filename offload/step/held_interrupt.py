@@ -6,8 +6,11 @@ is exchanged, for as long as the work takes, and only where Python has one; what
 
 from __future__ import annotations
 
-import signal
 import threading
+
+# The functions behind those of `signal`, which make enums of what they return: that takes longer than most of the spans here.
+from _signal import getsignal, signal  # type: ignore[import-not-found, unused-ignore]
+from signal import SIGINT
 from types import FrameType
 from typing import Any
 
@@ -24,23 +27,23 @@ class HeldInterrupt:
     def begin(self) -> None:
         """From now on it is held."""
         if threading.current_thread() is threading.main_thread():
-            before = signal.getsignal(signal.SIGINT)
+            before = getsignal(SIGINT)
             if callable(before) and not isinstance(getattr(before, "__self__", None), HeldInterrupt):
                 self._before = before
-                signal.signal(signal.SIGINT, self._take)
+                signal(SIGINT, self._take)
 
     def end(self) -> None:
         """No more; what came is handled now, as it would have been without this: so it may raise `KeyboardInterrupt`."""
         if self._before is not None:
             before, self._before = self._before, None
-            signal.signal(signal.SIGINT, before)
+            signal(SIGINT, before)
             if self._came:
-                before(signal.SIGINT, None)
+                before(SIGINT, None)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if not self._came:
             self._came = True
             return
         before, self._before = self._before, None
-        signal.signal(signal.SIGINT, before)
+        signal(SIGINT, before)
         before(number, frame)

@@ -26,7 +26,8 @@ class Turn:
     def __init__(self, *, backward_elsewhere: bool) -> None:
         """`backward_elsewhere`: autograd runs backward in threads of its own, where nothing says who called it."""
         self._backward_elsewhere = backward_elsewhere
-        self._condition = threading.Condition()
+        self._lock = threading.RLock()
+        self._condition = threading.Condition(self._lock)
         self._owner: int | None = None
         self._count = 0
         self._lasting: set[Hashable] = set()
@@ -36,7 +37,7 @@ class Turn:
 
     def acquire(self, blocking: bool = True) -> bool:
         """Whether it is the calling thread's turn now: after a wait, unless `blocking` is False."""
-        with self._condition:
+        with self._lock:
             me = self._who()
             if self._owner != me:
                 if not blocking and (self._owner is not None or self._queue):
@@ -49,7 +50,7 @@ class Turn:
 
     def release(self) -> None:
         """As often as it was acquired."""
-        with self._condition:
+        with self._lock:
             self._count -= 1
             self._pass_on()
 
@@ -60,21 +61,21 @@ class Turn:
 
     def begin(self, what: Hashable) -> None:
         """The calling thread, whose turn it is, keeps it until the `end` of `what`."""
-        with self._condition:
+        with self._lock:
             self._lasting.add(what)
             if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
                 self._driver = threading.get_ident()
 
     def begin_anew(self) -> None:
         """Nothing that the calling thread has begun in its turn is still going on."""
-        with self._condition:
+        with self._lock:
             if self._owner == self._who():
                 self._lasting.clear()
                 self._pass_on()
 
     def end(self, what: Hashable) -> None:
         """From any thread."""
-        with self._condition:
+        with self._lock:
             if what in self._lasting:
                 self._lasting.discard(what)
                 self._pass_on()
@@ -104,4 +105,5 @@ class Turn:
     def _pass_on(self) -> None:
         if not self._count and not self._lasting:
             self._owner = None
-            self._condition.notify_all()
+            if self._queue:
+                self._condition.notify_all()
