@@ -150,7 +150,7 @@ class Accelerator(ABC):
         """The lane on which CPU work of this name runs. `waits_for_io`: its jobs block on files."""
 
     def pin(self, address: int, nbytes: int) -> Callable[[], None] | None:
-        """Register host memory for direct copies; returns what undoes it.
+        """Register host memory that nobody has written to yet for direct copies; returns what undoes it.
 
         None: the device knows no such thing, or the system refused (which is said once, and only slower).
         """

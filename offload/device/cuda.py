@@ -48,6 +48,7 @@ import torch
 
 from offload.device import compiled_kernels
 from offload.device.accelerator import Accelerator, ResizedMemory, UnitMemory
+from offload.device.host_pages import populate
 from offload.device.lane import HostLane, Job, ThreadLane
 from offload.device.pending import Pending
 from offload.errors import ConfigError
@@ -156,6 +157,7 @@ class CudaAccelerator(Accelerator):
 
     def pin(self, address: int, nbytes: int) -> Callable[[], None] | None:
         cudart: Any = torch.cuda.cudart()
+        populate(address, nbytes)
         with torch.cuda.device(self.device):
             status = int(cudart.cudaHostRegister(address, nbytes, 0))
         if status == _ALREADY_REGISTERED:

@@ -22,16 +22,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from offload.device.host_pages import populate
 from offload.device.host_room import refused_memory
 from offload.layout import round_up
 
 PAGE_NBYTES = 4096
 HUGE_PAGE_NBYTES = 2 * 1024 * 1024
 
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
-
 RegisterMemory = Callable[[int, int], Callable[[], None] | None]
-"""Called with (address, nbytes); makes the range known to the device (pins it) and returns what undoes that, if it did."""
+"""Called with (address, nbytes); makes the range, which nobody has written to yet, known to the device (pins it) and returns
+what undoes that, if it did. Its `OSError` says that there is no such memory."""
 
 
 class MemoryLedger:
@@ -109,9 +109,14 @@ class HostMemory:
         if nbytes == 0:
             return
         mapped_nbytes = round_up(nbytes, PAGE_NBYTES)
-        mapping, start = _map(mapped_nbytes, purpose, prefault=prefault, direct_io=direct_io)
-        self._tensor = torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes, offset=start)
-        unregister = register(self._tensor.data_ptr(), mapped_nbytes) if register is not None else None
+        try:
+            mapping, start = _map(mapped_nbytes, direct_io=direct_io)
+            self._tensor = torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes, offset=start)
+            if prefault:
+                populate(self._tensor.data_ptr(), mapped_nbytes)
+            unregister = register(self._tensor.data_ptr(), mapped_nbytes) if register is not None else None
+        except OSError as error:
+            raise refused_memory(nbytes, purpose, error) from error
         if unregister is not None:
             # A fork could leave the pages that the device has in the child's hands, and give the parent copies.
             _advise(mapping, mmap.MADV_DONTFORK, start, mapped_nbytes)
@@ -131,20 +136,15 @@ class HostMemory:
         self._tensor = None
 
 
-def _map(nbytes: int, purpose: str, *, prefault: bool, direct_io: bool) -> tuple[_Mapping, int]:
+def _map(nbytes: int, *, direct_io: bool) -> tuple[_Mapping, int]:
     """An anonymous mapping with `nbytes` from the returned offset on, which lies on a 2 MiB boundary."""
-    try:
-        # Addresses are rounded up to the boundary; pages outside of [start, start + nbytes) are never touched.
-        mapping = _Mapping(-1, nbytes + HUGE_PAGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        base = torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
-        start = round_up(base, HUGE_PAGE_NBYTES) - base
-        _advise(mapping, mmap.MADV_HUGEPAGE, start, nbytes)
-        if direct_io:
-            _advise(mapping, mmap.MADV_DONTFORK, start, nbytes)
-        if prefault:
-            _advise(mapping, _MADV_POPULATE_WRITE, start, nbytes)
-    except OSError as error:
-        raise refused_memory(nbytes, purpose, error) from error
+    # Addresses are rounded up to the boundary; pages outside of [start, start + nbytes) are never touched.
+    mapping = _Mapping(-1, nbytes + HUGE_PAGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    base = torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
+    start = round_up(base, HUGE_PAGE_NBYTES) - base
+    _advise(mapping, mmap.MADV_HUGEPAGE, start, nbytes)
+    if direct_io:
+        _advise(mapping, mmap.MADV_DONTFORK, start, nbytes)
     return mapping, start
 
 
@@ -152,7 +152,7 @@ def _advise(mapping: _Mapping, advice: int, start: int, nbytes: int) -> None:
     try:
         mapping.madvise(advice, start, nbytes)
     except OSError as error:
-        # EINVAL: a kernel without it (no huge pages compiled in, older than 5.14): slower, but as right.
+        # EINVAL: a kernel without it (no huge pages compiled in): slower, but as right.
         if error.errno != errno.EINVAL:
             raise
 

@@ -402,8 +402,8 @@ def run_elsewhere(work: Callable[[], None]) -> None:
         raise failures[0]
 
 
-def _noted_map(nbytes: int, purpose: str, **options: bool) -> Any:
-    mapping, start = _map(nbytes, purpose, **options)
+def _noted_map(nbytes: int, **options: bool) -> Any:
+    mapping, start = _map(nbytes, **options)
     address = torch.frombuffer(mapping, dtype=torch.uint8, count=1, offset=start).data_ptr()
     _detector.host[address] = nbytes
     weakref.finalize(mapping, _detector.host.pop, address, None)
