@@ -98,6 +98,10 @@ class _BackwardUse:
         """Whether forward made this call, in the same thread, when it was through with that one."""
         return self.thread == other.thread and self.began > other.ended
 
+    def recorded_a_graph(self) -> bool:
+        """At the end of its forward: whether that made any function for backward, as one that is frozen throughout does not."""
+        return torch._C._autograd._get_sequence_nr() > self.first_number
+
     def start(self, *_: Any) -> None:
         hooks = self._hooks()
         if hooks is None:
@@ -326,7 +330,7 @@ class Hooks:
                 for tensor in outputs:
                     tensor.register_hook(call.use.differentiate)
                 self._parts.watch(call.unit, call.inputs, outputs)
-            elif call.inputs or any(info.parameter.requires_grad for info in call.unit.parameters):
+            elif call.use.recorded_a_graph():
                 # What it computed left by another way than its output: backward reaches it when it reaches its parent.
                 enclosing = next((other.unit for other in reversed(self._calls) if other.unit is not None), None)
                 if enclosing is not None:

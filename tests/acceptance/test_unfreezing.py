@@ -21,10 +21,11 @@ from .models import (
     ON_NVME,
     ON_NVME_IN_PLACE,
     Setup,
+    adamw,
     stack,
     vector_batches,
 )
-from .runs import Run, assert_close, assert_same_bits, one_step, refused, run_engine, run_plain
+from .runs import Run, assert_close, assert_same_bits, one_step, refused, run_engine, run_plain, simple_loop
 
 SETUPS = (
     ON_CPU,
@@ -231,3 +232,62 @@ def test_the_folder_given_is_found_from_elsewhere(tmp_path: Path, monkeypatch: p
         model.inlet.requires_grad_(True)
         one_step(run, 1)
         assert not any(Path().iterdir()) and (tmp_path / "scratch").is_dir()
+
+
+@pytest.mark.parametrize("setup", (ON_CPU, ON_NVME, ON_NVME_IN_PLACE), ids=lambda s: s.name)
+def test_what_is_frozen_throughout_leaves_when_its_forward_ends(opened: Any, setup: Setup) -> None:
+    """Backward never reaches it: it is not kept for the model's whole forward and backward."""
+
+    def trunk_frozen() -> Any:
+        model = stack(blocks=6)
+        model.inlet.requires_grad_(False)
+        model.blocks.requires_grad_(False)
+        return model
+
+    model = trunk_frozen()
+    engine = opened(model, adamw(model), setup)
+    run_engine(engine, simple_loop(3))
+    (planned,) = (line["nbytes"] for line in engine.stats()["planned"] if line["purpose"] == "parameters in use")
+    assert 0 < engine.stats()["resident_peak_nbytes"] <= planned
+
+
+class Parcel:
+    """What PyTorch does not look into."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+class Carried(nn.Module):
+    """Its blocks, of which the second is frozen, get a parcel and give one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Opening() for _ in range(4))
+        self.blocks[1].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parcel = Parcel(x)
+        for block in self.blocks:
+            parcel = block(parcel)
+        return parcel.x
+
+
+class Opening(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 48), nn.Linear(48, 16)
+
+    def forward(self, parcel: Parcel) -> Parcel:
+        return Parcel(parcel.x + self.down(torch.tanh(self.up(parcel.x))))
+
+
+@anywhere
+def test_a_frozen_block_whose_gradients_come_and_go_unseen(opened: Any, setup: Setup) -> None:
+    """Its weights are there when backward goes through it."""
+    runs = []
+    for where in (IN_MEMORY, setup):
+        torch.manual_seed(1)
+        model = Carried()
+        runs.append(run_engine(opened(model, adamw(model), where), simple_loop(4)))
+    assert_same_bits(runs[1], runs[0])
