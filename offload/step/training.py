@@ -69,6 +69,9 @@ class Training(FailureState):
         self._group_indices = sorted({info.group_index for info in parts.parameters if info.group_index is not None})
         self._late = parts.expected.late_units
         self._clip_once: float | None = None
+        self._consumed: dict[int, TakenGradient] = {}
+        """While PyTorch accumulates into a gradient that the last step consumed: its token. PyTorch would add to it, so what
+        comes is dropped, and whatever would use the sum raises (`_require_new_gradients`)."""
         self._token_clipping = TokenClipping(parts.parameters, self._live_parameters, self._measure_now)
         self._flat_of = {info.index: flat for unit in parts.units for flat in unit.flats for info in flat.parameters}
 
@@ -133,15 +136,14 @@ class Training(FailureState):
                 f"a gradient of {info.fqn!r} came from a forward that ran before optimizer.step(), whose update of it has not "
                 "ended yet. Run the forward again after the step."
             )
-        live = self._gradients.is_live(info)
+        live, gradient = self._gradients.is_live(info), info.parameter.grad
+        self._consumed.pop(info.index, None)
+        if isinstance(gradient, TakenGradient) and not live:
+            self._consumed[info.index], info.parameter.grad = gradient, None
+            return
         self.micro_batches.gradient_coming(info, is_second=live)
-        if isinstance(info.parameter.grad, TakenGradient):
-            if not live:
-                raise UsageError(
-                    f"backward reached {info.fqn!r} while the gradient of the last step was still in place. PyTorch would add "
-                    "to it; here the step has consumed it. Call optimizer.zero_grad() after each step."
-                )
-            if info.parameter.grad.factor != 1.0:
+        if isinstance(gradient, TakenGradient):
+            if gradient.factor != 1.0:
                 raise UsageError(
                     f"backward reached {info.fqn!r} after its gradient was clipped. PyTorch would add to that; here the "
                     "step clips. Clip after the last backward of the step."
@@ -150,11 +152,14 @@ class Training(FailureState):
 
     def gradient_arrived(self, unit: Unit, info: ParameterInfo) -> None:
         assert self._gradients is not None
-        gradient = info.parameter.grad
+        gradient, consumed = info.parameter.grad, self._consumed.pop(info.index, None)
+        if consumed is not None:
+            info.parameter.grad = consumed
+        elif gradient is not None:
+            with self._timeline.working("gradients"):
+                self._take_over(unit, info, gradient, owned=True)
         if gradient is None:
             return  # a function of the user's has none to give
-        with self._timeline.working("gradients"):
-            self._take_over(unit, info, gradient, owned=True)
         self._residency.go_on()
         if self._memory_is_short and gradient.layout is torch.strided:
             self._accelerator.about_to_free(gradient.nbytes)
@@ -391,8 +396,8 @@ class Training(FailureState):
         if old:
             raise UsageError(
                 f"{what} was called while the gradients of {some_of(old, _NAMED)} were those of the last step. "
-                "PyTorch would use them again; here the step consumed them. Call optimizer.zero_grad() after each step; to "
-                "apply a gradient twice, run forward and backward again."
+                "PyTorch would use them again, with what backward added since; here the step consumed them. Call "
+                "optimizer.zero_grad() after each step; to apply a gradient twice, run forward and backward again."
             )
 
     def _finish_step(self) -> None:

@@ -24,7 +24,7 @@ from .models import (
     stack,
     vector_batches,
 )
-from .runs import Run, assert_same_bits, one_step, refused
+from .runs import Run, assert_close, assert_same_bits, one_step, refused
 
 anywhere = pytest.mark.parametrize(
     "setup", (*ALL_SETUPS, IN_MEMORY_IN_BACKWARD, ON_CPU_IN_BACKWARD, IN_PLACE_IN_BACKWARD), ids=lambda s: s.name
@@ -54,6 +54,42 @@ def test_a_second_step_on_the_same_gradients(opened: Any, setup: Setup) -> None:
     engine.step()  # without any gradient it does nothing, as in PyTorch
     assert_same_bits(run.weights(), before)
     one_step(run)
+
+
+@anywhere
+def test_gradients_between_a_step_and_zero_grad(opened: Any, setup: Setup) -> None:
+    """A GAN's loop: the generator's backward goes through the critic, whose gradients the critic's own turn drops first. A
+    step that would use them raises."""
+
+    def play(generator: Any, turn: Any, critic: Any, critics_turn: Any) -> list[float]:
+        losses = []
+        for x, y in vector_batches(4):
+            critics_turn.zero_grad()
+            loss = F.softplus(critic(generator(x).detach())).mean() + F.softplus(-critic(y)).mean()
+            loss.backward()
+            critics_turn.step()
+            turn.zero_grad()
+            fooled = F.softplus(-critic(generator(x))).mean()
+            fooled.backward()
+            turn.step()
+            losses += [loss.item(), fooled.item()]
+        return losses
+
+    torch.manual_seed(1)
+    models = [(stack(), stack(blocks=2)) for _ in range(2)]
+    (one, other), plain = models[0], models[1]
+    engines = opened(one, adamw(one), setup), opened(other, adamw(other), setup)
+    losses = play(one, engines[0].optimizer, other, engines[1].optimizer)
+    optimizers = [adamw(model) for model in plain]
+    assert_close(losses, play(plain[0], optimizers[0], plain[1], optimizers[1]))
+    for engine, model in zip(engines, plain, strict=True):
+        assert_close(engine.state_dict(), model.state_dict())
+    with refused(offload.UsageError, "zero_grad", "twice"):
+        engines[1].step()
+    with refused(offload.UsageError, "zero_grad", "clip_grad_norm_"):
+        engines[1].clip_grad_norm_(1.0)
+    engines[1].zero_grad()
+    one_step(Run(other, engines[1].optimizer, engines[1]))
 
 
 @anywhere

@@ -73,14 +73,6 @@ REFUSALS: tuple[Refusal, ...] = (
         drops_gradients=True,
     ),
     Refusal(
-        _BACKWARDS,
-        offload.UsageError,
-        "while the gradient of the last step was still in place",
-        lambda now: now.taken,
-        "the step has consumed the gradient to which PyTorch would add (docs/guarantees.md)",
-        drops_gradients=True,
-    ),
-    Refusal(
         ("step", "closure", "train", "clip"),
         offload.UsageError,
         "were those of the last step",
