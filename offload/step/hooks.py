@@ -271,6 +271,12 @@ class Hooks:
                 self._reset()
                 self._listener.turn.begin(_FORWARD)
         if not inside_backward and len(self._calls) == 1:
+            if torch._C._get_tracing_state() is not None:
+                raise UsageError(
+                    "the model was traced (torch.jit.trace, torch.onnx.export): what that makes reads parameters where they "
+                    "lie now, which is not where they will be. Trace a copy: copy.deepcopy(model) inside "
+                    "`with engine.gathered(model.parameters()):`."
+                )
             successor = self._listener.forward_begins()
             if successor is not None:
                 self._calls.pop()

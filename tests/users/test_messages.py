@@ -115,6 +115,27 @@ def test_copies_of_a_model_are_plain_models(opened: Any, setup: Setup) -> None:
                 duplicate(thing)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@few
+def test_a_model_is_not_traced_but_its_copy_is(opened: Any, setup: Setup) -> None:
+    """A trace reads parameters past everything that watches them: from memory that the system takes back."""
+    model = stack()
+    engine = opened(model, setup)
+    run = Run(model, engine.optimizer, engine)
+    one_step(run)
+    x, _ = vector_batches(1)[0]
+    with pytest.raises(offload.UsageError, match=r"traced.*copy\.deepcopy"):
+        torch.jit.trace(model, x)
+    with engine.gathered(model.parameters()):
+        twin = copy.deepcopy(model)
+        with pytest.raises(offload.UsageError, match="traced"):
+            torch.jit.trace(model, x)
+    expected = model(x)
+    traced = torch.jit.trace(twin, x)
+    one_step(run)
+    assert_close(traced(x), expected)
+
+
 # ---- values that are not in memory
 
 
