@@ -265,6 +265,7 @@ class Engine:
 
         An engine that failed says what it had planned and reached until then; a closed one raises `UsageError`.
         """
+        self._training.check_process()
         if self.closed:
             self._require_open()
         parts, training = self._parts, self._training
@@ -413,6 +414,9 @@ class Engine:
         Raises the failure of an update or write that nobody has looked at, after everything was given back. Where an interrupt
         ended it, a second call goes on.
         """
+        if self._training.is_forked:  # what it holds is the other process's
+            self.closed = self._training.closed = True
+            return
         if self.closed and not self._parts.made:
             return
         if self._preemption is not None:
@@ -536,6 +540,7 @@ class Engine:
     @contextmanager
     def _revived(self) -> Iterator[BaseException | None]:
         """A failed engine is made anew for the load inside, and stays unusable if that fails. Gives its failure."""
+        self._training.check_process()
         failure = self._training.failure
         if failure is None or self.closed or self._parts.ranks is not None:  # other ranks have left, or wait for no load
             yield failure

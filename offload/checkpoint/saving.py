@@ -99,6 +99,10 @@ class Save(Pending):
         """Return when it is over, well or not; a failure stays unseen."""
         if self._outcome.over:
             return
+        if self._outcome.pid != os.getpid():
+            raise UsageError(
+                f"the save is made by process {self._outcome.pid}, which this one was forked from: wait for it there."
+            )
         if threading.get_ident() == self._driver:
             self._have_updates_made()
         self._end()

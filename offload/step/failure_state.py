@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
@@ -39,6 +40,7 @@ class _OwnWork:
         self._outside: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> None:
+        self._usable.check_process()
         if self._held is not None:
             self._held.begin()
         try:
@@ -77,6 +79,7 @@ class FailureState(Listener):
     def __init__(self, rendezvous: Rendezvous | None, *, backward_elsewhere: bool) -> None:
         """`rendezvous`: with the other ranks, which are told of a failure. `backward_elsewhere`: as of `Turn`."""
         self._others = rendezvous
+        self._process_id = os.getpid()
         self.failure: BaseException | None = None
         self.closed = self.retired = False
         self.turn = Turn(backward_elsewhere=backward_elsewhere)
@@ -106,8 +109,23 @@ class FailureState(Listener):
     def has_failed(self) -> bool:
         return self.failure is not None
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a process that was forked from the engine's: its threads and files are not here."""
+        return os.getpid() != self._process_id
+
+    def check_process(self) -> None:
+        """Raise if this is not the engine's process."""
+        if self.is_forked:
+            raise UsageError(
+                f"the engine belongs to process {self._process_id}, and this one was forked from it, without its threads and "
+                "files. Use the model there. What a worker needs of it, give it before the fork: engine.state_dict(), or a "
+                "copy of the model that was made inside `with engine.gathered(model.parameters()):`."
+            )
+
     def check(self) -> None:
-        """Raise if the engine is closed, or if an earlier failure left it unusable."""
+        """Raise if the engine is another process's or closed, or if an earlier failure left it unusable."""
+        self.check_process()
         if self.retired:
             raise UsageError(
                 "backward reached a forward that ran before parameters were unfrozen or added to the optimizer: run the "

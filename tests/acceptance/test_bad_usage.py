@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -243,3 +245,46 @@ def test_no_attribute_is_set_on_parameters(opened: Any, setup: Setup) -> None:
     engine = opened(model, adamw(model), setup)
     one_step(Run(model, engine.optimizer, engine))
     assert all(vars(p) == {} for p in model.parameters())
+
+
+IN_A_FORK = {
+    "forward": lambda engine, save, loss, folder: engine.module(torch.ones(2, 16)),
+    "backward": lambda engine, save, loss, folder: loss.backward(),
+    "step": lambda engine, save, loss, folder: engine.optimizer.step(),
+    "zero_grad": lambda engine, save, loss, folder: engine.optimizer.zero_grad(),
+    "state_dict": lambda engine, save, loss, folder: engine.state_dict(),
+    "gathered": lambda engine, save, loss, folder: engine.gathered(engine.module.parameters()).__enter__(),
+    "wait": lambda engine, save, loss, folder: save.wait(),
+    "save": lambda engine, save, loss, folder: engine.save_checkpoint(folder / "other"),
+    "load": lambda engine, save, loss, folder: engine.load_checkpoint(folder / "saved"),
+    "export": lambda engine, save, loss, folder: engine.export(folder / "exported"),
+    "stats": lambda engine, save, loss, folder: engine.stats(),
+}
+
+
+@pytest.mark.parametrize("setup", (ON_CPU, ON_NVME), ids=lambda s: s.name)
+def test_a_forked_process_is_told(opened: Any, tmp_path: Path, setup: Setup) -> None:
+    """It has neither the engine's threads nor its files, so it would wait for ever. It may leave the engine's block."""
+    model = stack()
+    engine = opened(model, adamw(model), setup)
+    one_step(Run(model, engine.optimizer, engine))
+    save = engine.save_checkpoint(tmp_path / "saved", wait=False)
+    loss = model(torch.ones(2, 16)).sum()
+    child = os.fork()
+    if child == 0:
+        wrong = len(IN_A_FORK)
+        try:
+            signal.alarm(20)
+            with engine:
+                for call in IN_A_FORK.values():
+                    try:
+                        call(engine, save, loss, tmp_path)
+                    except offload.UsageError as error:
+                        wrong -= "forked" in str(error)
+        finally:
+            os._exit(wrong)
+    assert os.waitpid(child, 0)[1] == 0
+    loss.backward()
+    engine.step()
+    save.wait()
+    assert engine.load_checkpoint(tmp_path / "saved") == {}
