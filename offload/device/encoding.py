@@ -17,17 +17,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from offload.device.flat import f32
+from offload import _native
+from offload.device.flat import f32, uses_native
 
 SCALE_GROUP = 64
 """Elements that share a scale of 8-bit moments, counted from a parameter's first."""
 _LOW = 0xFFFF
 _CANONICAL_NAN = 0x7FC00000
+_SHARED_NUMEL = 1 << 17
+"""What the cores share at a time where the native library splits."""
 _BLOCK_NUMEL = 1 << 15
 """Also what torch computes on the calling thread: more threads would wait for each other longer than they compute."""
 
@@ -72,6 +76,9 @@ def _halves(bits: Tensor) -> tuple[Tensor, Tensor]:
 
 def put_upper_half(target: Tensor, values: Tensor) -> None:
     """target (bf16) = the weights of float32 masters: the nearest, ties away from zero."""
+    if uses_native(values) and uses_native(target):
+        _put_halves(target, None, values)
+        return
     words = target.view(torch.int16)
     for part in _blocks(values.numel(), values.device):
         words[part].copy_(_halves(_int32_of(values[part]).add_(0x8000))[1])
@@ -79,8 +86,39 @@ def put_upper_half(target: Tensor, values: Tensor) -> None:
 
 def put_remainder(target: Tensor, values: Tensor) -> None:
     """target (int16) = what `put_upper_half` leaves of float32 masters."""
+    if uses_native(values) and uses_native(target):
+        _put_halves(None, target, values)
+        return
     for part in _blocks(values.numel(), values.device):
         target[part].copy_(_halves(_int32_of(values[part]))[0])
+
+
+def _put_halves(upper: Tensor | None, rest: Tensor | None, values: Tensor) -> None:
+    """Split float32 masters on the host, on all cores of the native library; None: that half is not wanted.
+
+    The update of split weights is what splits: an SGD step of rate -1 from -0.0, the number whose sum with any is that one."""
+    minus_zero, zero = _zeros()
+    unwanted = torch.empty(min(values.numel(), _SHARED_NUMEL), dtype=torch.int16)
+    for low in range(0, values.numel(), _SHARED_NUMEL):
+        part = slice(low, min(low + _SHARED_NUMEL, values.numel()))
+        numel, given = part.stop - part.start, values[part].contiguous()
+        high_address = (upper[part] if upper is not None else unwanted).data_ptr()
+        low_address = (rest[part] if rest is not None else unwanted).data_ptr()
+        _native.convert(high_address, _native.BF16, minus_zero.data_ptr(), _native.BF16, numel)
+        _native.convert(low_address, _native.BF16, zero.data_ptr(), _native.BF16, numel)
+        step = _native.UpdateArguments(
+            grad=given.data_ptr(), master=low_address, exp_avg=0, exp_avg_sq=0, exp_avg_scale=0, exp_avg_sq_scale=0,
+            values=high_address, numel=numel, first_index=0, step=1, rounding_seed=0, lr=-1.0, beta1=0.0, beta2=0.0, eps=0.0,
+            weight_decay=0.0, grad_factor=1.0, grad_dtype=_native.F32, values_dtype=_native.BF16,
+            state_format=_native.STATE_FORMATS["split"], rule=_native.RULES["sgd"], decoupled=0, nesterov=0,
+        )  # fmt: skip
+        _native.update([step])
+
+
+@cache
+def _zeros() -> tuple[Tensor, Tensor]:
+    """-0.0 and 0.0, as many as are split at a time."""
+    return torch.full((_SHARED_NUMEL,), -0.0, dtype=torch.bfloat16), torch.zeros(_SHARED_NUMEL, dtype=torch.bfloat16)
 
 
 def joined(upper: Tensor, rest: Tensor) -> Tensor:

@@ -138,6 +138,29 @@ def test_every_bit_pattern_is_split_and_joined_again() -> None:
     assert bool((rounded[ties].float().abs() >= values[ties].abs()).all())
 
 
+def test_the_native_library_splits_and_gives_the_bits_of_the_torch_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On all its threads, whatever the numbers: any bits, NaNs, infinities, zeros of both signs; sizes that end anywhere."""
+    numel = 3 * 131_072 + 5
+    values = torch.randint(-(2**31), 2**31 - 1, (numel,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    values = values.view(torch.float32)
+    values[:8] = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-45, 3.4e38])
+    with torch_form():
+        expected = encoding.upper_half(values), encoding.remainder(values)
+    used: list[int] = []
+    native = _native.update
+    monkeypatch.setattr(_native, "update", lambda segments: (used.append(sum(one.numel for one in segments)), native(segments)))
+    for level, count in itertools.product(simd_levels(), (1, 3)):
+        _native.set_simd_level(level)
+        _native.set_thread_count(count)
+        upper = torch.full((numel + 1,), 7, dtype=torch.int16)
+        rest = upper.clone()
+        encoding.put_upper_half(upper[1:].view(torch.bfloat16), values)
+        encoding.put_remainder(rest[1:], values)
+        assert torch.equal(upper[1:], expected[0].view(torch.int16)) and torch.equal(rest[1:], expected[1]), (level, count)
+        assert upper[0] == rest[0] == 7 and sum(used) == 2 * numel
+        used.clear()
+
+
 def test_splitting_makes_no_wide_or_large_temporaries() -> None:
     """Start-up splits every weight: what it writes beside the result stays in the processor's caches."""
     from torch.utils._python_dispatch import TorchDispatchMode
