@@ -193,7 +193,8 @@ def _nothing(*_: Any) -> None:
 
 
 class _GraphTaskEnd:
-    """Called when a graph task is done; dropped uncalled where an exception cut it short."""
+    """Called when a graph task is done; dropped uncalled where an exception cut it short, which the turn sees by itself: an
+    interrupt that came in a `__del__` would be lost."""
 
     def __init__(self, hooks: Hooks, graph_task: int) -> None:
         self._hooks, self._graph_task, self._turn = hooks, graph_task, hooks._listener.turn
@@ -203,9 +204,6 @@ class _GraphTaskEnd:
             self._hooks._graph_task_done(self._graph_task)
         finally:
             self._turn.end(self._graph_task)
-
-    def __del__(self) -> None:
-        self._turn.end(self._graph_task)
 
 
 class Hooks:
@@ -341,12 +339,11 @@ class Hooks:
                 enclosing = next((other.unit for other in reversed(self._calls) if other.unit is not None), None)
                 if enclosing is not None:
                     self._residency.accompany(enclosing, call.unit)
-        try:
-            with self._listener.failures():
+        with self._listener.failures():
+            try:
                 self._report_writes(call.unit)
-        finally:
-            self._residency.leave_forward(call.unit)
-            with self._listener.failures():
+            finally:
+                self._residency.leave_forward(call.unit)
                 self._residency.end_use(call.unit, recorded=call.recorded)
                 if not self._calls and not in_backward():
                     self._listener.forward_ended()
@@ -398,8 +395,9 @@ class Hooks:
                     self._listener.backward_begins()
                 self._graph_tasks.append(graph_task)
                 # Runs when this graph task is done; a reentrant checkpoint's backward is a graph task inside another.
-                torch.autograd.Variable._execution_engine.queue_callback(_GraphTaskEnd(self, graph_task))
-                self._listener.turn.begin(graph_task)
+                end = _GraphTaskEnd(self, graph_task)
+                torch.autograd.Variable._execution_engine.queue_callback(end)
+                self._listener.turn.begin(graph_task, as_long_as=end)
 
     def _graph_task_done(self, graph_task: int) -> None:
         self._parts.forget(graph_task)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Hashable
 
@@ -30,7 +31,8 @@ class Turn:
         self._condition = threading.Condition(self._lock)
         self._owner: int | None = None
         self._count = 0
-        self._lasting: set[Hashable] = set()
+        self._lasting: dict[Hashable, weakref.ref[object] | None] = {}
+        """What has begun and not ended; with what must be alive for that."""
         self._queue: deque[object] = deque()
         self._driver = threading.get_ident()
         """Who ran the last forward that was recorded: backward is its."""
@@ -40,7 +42,7 @@ class Turn:
         with self._lock:
             me = self._who()
             if self._owner != me:
-                if not blocking and (self._owner is not None or self._queue):
+                if not blocking and (self._queue or not self._is_free()):
                     return False
                 self._wait()
                 self._owner, self._count = me, 0
@@ -59,10 +61,10 @@ class Turn:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def begin(self, what: Hashable) -> None:
-        """The calling thread, whose turn it is, keeps it until the `end` of `what`."""
+    def begin(self, what: Hashable, as_long_as: object | None = None) -> None:
+        """The calling thread, whose turn it is, keeps it until the `end` of `what`, or until nobody has `as_long_as`."""
         with self._lock:
-            self._lasting.add(what)
+            self._lasting[what] = weakref.ref(as_long_as) if as_long_as is not None else None
             if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
                 self._driver = threading.get_ident()
 
@@ -77,7 +79,7 @@ class Turn:
         """From any thread."""
         with self._lock:
             if what in self._lasting:
-                self._lasting.discard(what)
+                del self._lasting[what]
                 self._pass_on()
 
     def _who(self) -> int:
@@ -88,7 +90,7 @@ class Turn:
         ticket, began = object(), time.monotonic()
         self._queue.append(ticket)
         try:
-            while self._queue[0] is not ticket or (self._owner is not None and self._owner_lives()):
+            while self._queue[0] is not ticket or not (self._is_free() or self._owner_ended()):
                 if time.monotonic() - began > PATIENCE_SECONDS:
                     raise UsageError(
                         f"another thread has been inside this engine's model for {PATIENCE_SECONDS:g} seconds: threads take "
@@ -99,11 +101,15 @@ class Turn:
             self._queue.remove(ticket)
             self._condition.notify_all()
 
-    def _owner_lives(self) -> bool:
-        return any(thread.ident == self._owner for thread in threading.enumerate())
+    def _is_free(self) -> bool:
+        lasting = any(alive is None or alive() is not None for alive in self._lasting.values())
+        return self._owner is None or not (self._count or lasting)
+
+    def _owner_ended(self) -> bool:
+        return all(thread.ident != self._owner for thread in threading.enumerate())
 
     def _pass_on(self) -> None:
-        if not self._count and not self._lasting:
+        if self._is_free():
             self._owner = None
             if self._queue:
                 self._condition.notify_all()

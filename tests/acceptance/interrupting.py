@@ -85,7 +85,8 @@ def again(engine: offload.Engine) -> None:
 
 def is_interrupted(call: Callable[[], Any], seconds: float) -> bool:
     try:
-        signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6))
+        # Again and again: Python swallows what is raised in a destructor, of whatever object.
+        signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6), 2.0)
         try:
             call()
         finally:
