@@ -42,7 +42,7 @@ from offload.checkpoint.tensor_file import write_file
 from offload.checkpoint.writing import Small, Snapshot
 from offload.device.lane import HostLane, start_thread
 from offload.device.pending import Pending
-from offload.errors import CheckpointError, EngineFailedError, UsageError
+from offload.errors import CheckpointError, EngineFailedError, UsageError, words_of
 from offload.step.components import Components
 from offload.step.training import Training
 
@@ -51,11 +51,11 @@ Folder = StagedFolder | RankFolder
 
 @dataclass(slots=True)
 class _Outcome:
-    """What became of a save. It outlives who could be told."""
+    """What became of a save. It outlives who could be told, so it keeps what a failure says, not what its frames refer to."""
 
     path: Path
     over: bool = False
-    failure: BaseException | None = None
+    failure: str | None = None
     seen: bool = False
     pid: int = field(default_factory=os.getpid)
 
@@ -76,12 +76,13 @@ class _Outcome:
 class Save(Pending):
     """One checkpoint in the making, or made. `wait` and `done` may be called from any thread."""
 
-    def __init__(self, outcome: _Outcome, drive: Callable[[], None], end: Callable[[], None]) -> None:
+    def __init__(self, making: _Making, drive: Callable[[], None], end: Callable[[], None]) -> None:
         """`drive`: has what the save waits for done, on the thread that made this. `end`: waits until it is over."""
-        self.path = outcome.path
-        self._outcome, self._drive, self._end = outcome, drive, end
+        self._making, self._outcome = making, making.outcome
+        self.path = self._outcome.path
+        self._drive, self._end = drive, end
         self._driver = threading.get_ident()
-        weakref.finalize(self, outcome.warn_if_lost)
+        weakref.finalize(self, self._outcome.warn_if_lost)
 
     def wait(self) -> None:
         """Return when the checkpoint is there, whole and durable; raise why it is not.
@@ -92,8 +93,8 @@ class Save(Pending):
             self.settle()
         finally:
             self._outcome.seen = self._outcome.over
-        if self._outcome.failure is not None:
-            raise self._outcome.failure
+        if self._making.failure is not None:
+            raise self._making.failure
 
     def settle(self) -> None:
         """Return when it is over, well or not; a failure stays unseen."""
@@ -135,6 +136,7 @@ class _Making:
         """`snapshot`: makes it, in a folder."""
         self.folder, self._parts, self._make_snapshot = folder, parts, snapshot
         self.outcome = _Outcome(folder.target)
+        self.failure: BaseException | None = None
         self._stack = ExitStack()
         self._over = threading.Event()
         self._given_up = CheckpointError("the save was interrupted before it ran: nothing of it is left.")
@@ -159,7 +161,7 @@ class _Making:
                     raise self._given_up
                 write()
         except BaseException as error:
-            self.outcome.failure = error
+            self.failure, self.outcome.failure = error, words_of(error)
             if not isinstance(error, Exception):
                 raise
         finally:
@@ -227,7 +229,7 @@ class Saver:
         folder = _folder(path, parts)
         making = _Making(folder, parts, lambda where: Snapshot(where, parts, manifest, small, failures, beside=not wait))
         lane = self._open_lane()
-        save = Save(making.outcome, lambda: self._drive(making), lambda: lane.submit(making.end).wait())
+        save = Save(making, lambda: self._drive(making), lambda: lane.submit(making.end).wait())
         self._making, self._last = making, save  # from here on whoever comes next finds it
         try:
             if parts.ranks is None:

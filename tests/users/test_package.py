@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import gc
 import importlib.resources
 import os
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,7 @@ import torch.nn.functional as F
 
 import offload
 from offload import errors
-from tests.acceptance.models import Setup, adamw, stack, vector_batches
+from tests.acceptance.models import ON_NVME, Setup, adamw, stack, vector_batches
 
 
 def test_every_error_is_exported() -> None:
@@ -79,3 +82,32 @@ def test_an_engine_dropped_without_close_leaves_no_thread(tmp_path: Path, monkey
             assert time.monotonic() < deadline, [thread.name for thread in threading.enumerate()]
         if not number:  # the first one had torch start its own
             before = _thread_count()
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_neither_does_one_whose_save_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: bool) -> None:
+    """And the failure that nobody saw is told when the engine goes, not at the end of the process."""
+
+    def full(fileno: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def fails() -> None:
+        model = stack(blocks=1)
+        engine = offload.initialize(model, adamw(model), ON_NVME.fields(tmp_path / "nvme"))
+        with contextlib.suppress(offload.StorageError):
+            save = engine.save_checkpoint(tmp_path / "saves" / "step-1", wait=wait)
+            while not save.done():
+                time.sleep(0.01)
+
+    (tmp_path / "saves").mkdir()
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", "cpu")
+    monkeypatch.setattr(os, "fsync", full)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        fails()
+        deadline = time.monotonic() + 20
+        while any(thread.name.startswith("offload") for thread in threading.enumerate()):
+            gc.collect()
+            time.sleep(0.01)
+            assert time.monotonic() < deadline, [thread.name for thread in threading.enumerate()]
+    assert ["ENOSPC" in str(one.message) for one in said] == ([] if wait else [True])
