@@ -73,6 +73,8 @@ def initialize(
 
     On several ranks this and every other call is collective: all ranks make it.
 
+    It says how far it is, GiB by GiB, in the log: `logging.getLogger("offload")` at level INFO.
+
     Raises `ConfigError` (also `BudgetError`) and `InitializerError` before anything is allocated where they can be known
     then, `StorageError` where a path fails. Whatever it raises, the model and the optimizer are as they were.
     """

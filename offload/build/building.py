@@ -85,9 +85,7 @@ class Building:
             records = RecordStore(trainable, make_records, self._format_of, self._states_device, self._is_undoable)
         pool = storage.staging_pool()
         timeline = Timeline()
-        materializer = Materializer(accelerator, places, records, values, state_of, self._ledger)
-        for unit in units:
-            materializer.unit(unit)
+        Materializer(accelerator, places, records, values, state_of, self._ledger).run(units)
         self.value_facts = values.facts()
         gradients = updates = None
         if records is not None:

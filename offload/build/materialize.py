@@ -1,19 +1,24 @@
 """Bringing a model's initial values into the tiers, one unit at a time, one chunk at a time.
 
 Values come from the parameter itself, from the replay of its recorded initialiser (`deferred_init`), or from a
-safetensors file; records from the user's optimizer where that has state already. Peak host memory beside the tiers is
-one unit's values and one chunk's record.
+safetensors file; records from the user's optimizer where that has state already. What the host cannot write to where it
+lies is made in a registered buffer: one for files, two for the device, of which one is copied while the other is filled. Peak
+host memory beside the tiers is one unit's values and those buffers, each of a chunk's record at most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 
 import torch
 from torch import nn
 
 from offload.deferred_init.deferred_init import held_values, materialize
 from offload.device.accelerator import Accelerator
+from offload.device.pending import AllOf
+from offload.device.records import Record
+from offload.device.segment import MASTER, REMAINDER
 from offload.model.chunk import Chunk
 from offload.model.flat import ParameterInfo
 from offload.model.optimizer_kinds import InitialState
@@ -22,7 +27,15 @@ from offload.model.weight_names import persistent_buffers
 from offload.model.weights import WeightSource
 from offload.ranks.consensus import checksum
 from offload.step.chunk_stores import ParameterStore, RecordStore
-from offload.tiers.memory import HostMemory, MemoryLedger
+from offload.tiers.memory import MemoryLedger
+from offload.tiers.staging import StagingPool
+
+_log = logging.getLogger(__name__)
+
+_TO_FILE, _TO_DEVICE = "initial values for files", "initial values for the device"
+_COUNTS = {_TO_FILE: 1, _TO_DEVICE: 2}
+"""Buffers: to the device the last chunk is copied while the next is made."""
+_SAID_EVERY_NBYTES = 1 << 30
 
 
 def initial_buffers(
@@ -95,17 +108,47 @@ class Materializer:
         ledger: MemoryLedger,
     ) -> None:
         self._accelerator, self._places, self._records = accelerator, places, records
-        self._values, self._state_of, self._ledger = values, state_of, ledger
+        self._values, self._state_of = values, state_of
+        self._pool = StagingPool(ledger=ledger, register=accelerator.pin, purpose="initial values")
+        self._in_use: list[str] = []
 
-    def unit(self, unit: Unit) -> None:
-        """Bring one unit's values and records into their tiers, and let go of what its parameters held before."""
+    def run(self, units: Sequence[Unit]) -> None:
+        """Bring every unit's values and records into their tiers, and let go of what its parameters held before."""
+        for purpose, count in _COUNTS.items():
+            nbytes = max(nbytes for unit in units for nbytes in (0, *self._staged_nbytes(unit, purpose)))
+            if nbytes:
+                self._pool.reserve(purpose, count, nbytes)
+                self._in_use.append(purpose)
+        self._pool.freeze()
+        try:
+            self._accelerator.copy_in_after_compute()  # which zeroed the memory that is copied into
+            progress = _Progress(units)
+            for unit in units:
+                self._unit(unit)
+                for store in (self._places, self._records):
+                    if store is not None:
+                        store.settle_writes()
+                progress.add(unit)
+            for purpose in self._in_use:
+                for _ in range(_COUNTS[purpose]):
+                    self._pool.lease(purpose)  # waits for its last use
+        finally:
+            self._pool.close()
+
+    def _unit(self, unit: Unit) -> None:
         values = self._values.of(unit.parameters)
         states = {info.index: self._initial_moments(info) for info in unit.parameters if info.trainable}
-        for chunk in unit.homes if self._places is None else unit.chunks:
+        for chunk in self._parameter_chunks(unit):
             self._chunk_parameters(chunk, values)
-        for chunk in unit.chunks:
-            if self._records is not None and chunk.flat.layout.trainable:
-                self._chunk_record(self._records, chunk, values, states)
+        for records, chunk in self._record_chunks(unit):
+            self._chunk_record(records, chunk, values, states)
+
+    def _parameter_chunks(self, unit: Unit) -> list[Chunk]:
+        return unit.homes if self._places is None else unit.chunks
+
+    def _record_chunks(self, unit: Unit) -> list[tuple[RecordStore, Chunk]]:
+        records = self._records
+        return [(records, one) for one in unit.chunks if one.flat.layout.trainable] if records is not None else []
 
     def _initial_moments(self, info: ParameterInfo) -> dict[str, torch.Tensor]:
         """What the user's optimizer holds for this parameter already, in slot order; takes over its step count."""
@@ -113,16 +156,55 @@ class Materializer:
         info.step = state.step
         return {name: info.in_memory_order(moment) for name, moment in state.moments.items()}
 
+    # ---- where a chunk's home lies ---------------------------------------------------------------------------------
+
+    def _home(self, chunk: Chunk) -> torch.Tensor | None:
+        """The memory in which its parameters lie for good, uint8; None: a file."""
+        if self._places is None:
+            return chunk.bytes
+        stored = self._places.view(chunk)
+        return stored[: chunk.nbytes] if stored is not None else None
+
+    def _in_reach(self, chunk: Chunk) -> bool:
+        """Whether the host can write to the memory of `_home`."""
+        return self._accelerator.unified or (self._places is not None and chunk.route.parameters != "device")
+
+    def _staged_nbytes(self, unit: Unit, purpose: str) -> Iterator[int]:
+        """The sizes of what of the unit is made in a buffer for `purpose`."""
+        for chunk in self._parameter_chunks(unit):
+            home = self._home(chunk)
+            if home is None and purpose == _TO_FILE:
+                assert self._places is not None
+                yield self._places.nbytes(chunk)
+            elif home is not None and purpose == _TO_DEVICE and not self._in_reach(chunk):
+                yield chunk.nbytes
+        for records, chunk in self._record_chunks(unit):
+            home = records.view(chunk)
+            if home is None and purpose == _TO_FILE:
+                yield records.nbytes(chunk)
+            elif home is not None and purpose == _TO_DEVICE and records.on_device:
+                given = {name for info, _ in chunk.pieces for name in self._state_of(info).moments}
+                yield sum(count * dtype.itemsize for _, dtype, count in _written(records, chunk, given))
+
+    # ---- chunks ----------------------------------------------------------------------------------------------------
+
     def _chunk_parameters(self, chunk: Chunk, values: Mapping[int, torch.Tensor]) -> None:
-        nbytes = chunk.nbytes
-        in_place = self._places is None and self._accelerator.unified
-        stored = self._places.view(chunk) if self._places is not None else None
-        if in_place:
-            target = chunk.bytes
-        elif stored is not None:
-            target = stored[:nbytes]
+        home = self._home(chunk)
+        if home is None:
+            assert self._places is not None
+            lease = self._pool.lease(_TO_FILE)
+            content = lease.tensor[: self._places.nbytes(chunk)].zero_()
+            self._put_values(chunk, content[: chunk.nbytes], values)
+            lease.release(after=self._places.write(chunk, content))
+        elif self._in_reach(chunk):
+            self._put_values(chunk, home, values)
         else:
-            target = HostMemory(nbytes, "initial values", ledger=self._ledger).tensor
+            lease = self._pool.lease(_TO_DEVICE)
+            content = lease.tensor[: chunk.nbytes].zero_()
+            self._put_values(chunk, content, values)
+            lease.release(after=self._accelerator.copy_in(home, content))
+
+    def _put_values(self, chunk: Chunk, target: torch.Tensor, values: Mapping[int, torch.Tensor]) -> None:
         typed = target.view(chunk.flat.dtype)
         for info, piece in chunk.pieces:
             low, high = piece.start - chunk.start, piece.stop - chunk.start
@@ -132,10 +214,6 @@ class Materializer:
                 self._records.format(chunk).round_values(typed[low:high], part.float())
             else:
                 typed[low:high].copy_(part)
-        if self._places is None and not in_place:
-            self._accelerator.copy_in(chunk.bytes, target).wait()
-        elif self._places is not None and stored is None:
-            self._places.write(chunk, target).wait()
 
     def _chunk_record(
         self,
@@ -144,21 +222,73 @@ class Materializer:
         values: Mapping[int, torch.Tensor],
         states: Mapping[int, Mapping[str, torch.Tensor]],
     ) -> None:
-        pieces = chunk.pieces
         has_master = records.format(chunk).own_master
-        if not has_master and not any(states.get(info.index) for info, _ in pieces):
+        given = {name for info, _ in chunk.pieces for name in states.get(info.index, {})}
+        if (not has_master and not given) or not records.nbytes(chunk):
             return  # a store reads as zeros where nothing was written, and zero is what moments start from
-        buffer = records.view(chunk)
-        home = buffer is not None
-        if buffer is None:
-            buffer = HostMemory(records.nbytes(chunk), "initial records", ledger=self._ledger).tensor
-        record = records.over(chunk, buffer)
-        for info, piece in pieces:
+        home = records.view(chunk)
+        if home is None:
+            lease = self._pool.lease(_TO_FILE)
+            content = lease.tensor[: records.nbytes(chunk)].zero_()
+            self._put_record(chunk, records.over(chunk, content), values, states)
+            lease.release(after=records.write(chunk, content))
+        elif not records.on_device:
+            self._put_record(chunk, records.over(chunk, home), values, states)
+        else:
+            self._copy_record(chunk, records, home, given, values, states)
+
+    def _copy_record(
+        self,
+        chunk: Chunk,
+        records: RecordStore,
+        home: torch.Tensor,
+        given: Set[str],
+        values: Mapping[int, torch.Tensor],
+        states: Mapping[int, Mapping[str, torch.Tensor]],
+    ) -> None:
+        """To the device, those arrays that are not zeros there already."""
+        lease = self._pool.lease(_TO_DEVICE)
+        arrays, start = {}, 0
+        for name, dtype, count in _written(records, chunk, given):
+            stop = start + count * dtype.itemsize
+            arrays[name], start = lease.tensor[start:stop].zero_().view(dtype), stop
+        self._put_record(chunk, Record(records.format(chunk), arrays), values, states)
+        targets = records.over(chunk, home).arrays
+        lease.release(after=AllOf([self._accelerator.copy_in(targets[name], array) for name, array in arrays.items()]))
+
+    @staticmethod
+    def _put_record(
+        chunk: Chunk,
+        record: Record,
+        values: Mapping[int, torch.Tensor],
+        states: Mapping[int, Mapping[str, torch.Tensor]],
+    ) -> None:
+        for info, piece in chunk.pieces:
             low, high = piece.start - chunk.start, piece.stop - chunk.start
             part = slice(piece.start - piece.slot.start, piece.stop - piece.slot.start)
             record.put_master(low, high, info.in_memory_order(values[info.index])[part])
             for name, moment in states.get(info.index, {}).items():
                 if name in record.arrays:
                     record.put_moment(name, low, high, moment[part])
-        if not home:
-            records.write(chunk, buffer).wait()
+
+
+def _written(records: RecordStore, chunk: Chunk, given: Set[str]) -> list[tuple[str, torch.dtype, int]]:
+    """The arrays (as `RecordFormat.arrays`) of a chunk's record that do not start from zeros. `given`: moments there are."""
+    arrays = records.format(chunk).arrays(chunk.numel)
+    return [array for array in arrays if array[0] in (MASTER, REMAINDER) or array[0].removesuffix("_scale") in given]
+
+
+class _Progress:
+    """Says in the log how far `initialize` is, now and then."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._nbytes = self._said_nbytes = 0
+        self._total_nbytes = sum(unit.layout.nbytes for unit in units)
+
+    def add(self, unit: Unit) -> None:
+        self._nbytes += unit.layout.nbytes
+        if self._nbytes - self._said_nbytes >= _SAID_EVERY_NBYTES:
+            self._said_nbytes = self._nbytes
+            _log.info(
+                "initialize: %.1f of %.1f GiB of parameters are in place", self._nbytes / 2**30, self._total_nbytes / 2**30
+            )

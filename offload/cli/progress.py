@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
 _PLAIN_EVERY_SECONDS = 5.0
@@ -50,3 +53,28 @@ class ProgressLine:
             self._stream.write("\n")
             self._stream.flush()
             self._open = False
+
+    @contextmanager
+    def showing(self, *loggers: str) -> Iterator[None]:
+        """Inside, what these say of their progress (INFO) is shown."""
+        handler = _Shown(self)
+        levels = {one: one.level for one in map(logging.getLogger, loggers)}
+        for logger in levels:
+            logger.addHandler(handler)
+            logger.setLevel(min(logging.INFO, logger.getEffectiveLevel()))
+        try:
+            yield
+        finally:
+            for logger, level in levels.items():
+                logger.removeHandler(handler)
+                logger.setLevel(level)
+            self.close()
+
+
+class _Shown(logging.Handler):
+    def __init__(self, line: ProgressLine) -> None:
+        super().__init__(logging.INFO)
+        self._line = line
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._line.show(record.getMessage())

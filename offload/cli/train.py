@@ -42,6 +42,8 @@ from offload.cli.report import make_report, print_report, write_json
 from offload.cli.text import format_count, format_nbytes, format_rate
 from offload.errors import ConfigError, StorageError
 
+PROGRESS_LOGGERS = ("offload.build.materialize", "offload.device.host_pages")
+"""What says how far `initialize` is."""
 _DEFAULT_STEPS = 100
 _FINAL_LR_SHARE = 0.1
 
@@ -107,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
         measurements = Measurements()
         model, optimizer = _build(args, choice, measurements)
         progress.say(_introduction(choice, model, stream, config))
-        with measurements.phase("initialize"):
+        with measurements.phase("initialize"), progress.showing(*PROGRESS_LOGGERS):
             engine = _initialize(model, optimizer, config, choice.weights)
         with engine:
             meter = EngineMeter(engine, measurements)

@@ -48,7 +48,6 @@ def train(
     with Watch():
         engine = offload.initialize(model, optimizer, config | {"max_grad_norm": 0.5} | fields)
     chosen = played_cuda.stream(Stream("the user's own")) if side_stream else contextlib.nullcontext()
-    played_cuda._detector.unregistered.clear()  # what initialize copies it waits for
     with engine, chosen, Watch():
         batches = iter(vector_batches(4, width))
         for _ in range(2):
@@ -225,6 +224,36 @@ def test_chunks_that_leave_together(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     losses, weights = train(tmp_path, "cpu", "cpu", width=96)
     assert losses == expected[0] and all(torch.equal(weights[name], expected[1][name]) for name in weights)
     assert max(received) > (3 if share == 1.0 else 1)
+
+
+@pytest.mark.parametrize(("parameters", "states"), [("device", "device"), ("device", "cpu"), ("nvme", "device")])
+@pytest.mark.parametrize("state_format", ["fp32", "split"])
+def test_initialize_makes_the_next_chunk_under_the_last_ones_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parameters: str, states: str, state_format: str
+) -> None:
+    """All that it brings to the device comes from registered memory, and no two chunks' copies are waited for in turn."""
+    detector = play(monkeypatch)
+    monkeypatch.setattr("offload.build.assembly.CHUNK_NUMELS", (4096,))
+    seen: list[int] = []
+    copy_in, wait = CudaAccelerator.copy_in, played_cuda.Event.synchronize
+
+    def copy(self: CudaAccelerator, destination: torch.Tensor, source: torch.Tensor) -> Any:
+        seen.append(source.nbytes)
+        return copy_in(self, destination, source)
+
+    monkeypatch.setattr(CudaAccelerator, "copy_in", copy)
+    monkeypatch.setattr(played_cuda.Event, "query", lambda self: False)
+    monkeypatch.setattr(played_cuda.Event, "synchronize", lambda self: (seen.append(0), wait(self))[1])
+    model = stack(width=64, blocks=3)
+    expected = {name: value.bfloat16() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = {"parameters": parameters, "optimizer_states": states, "nvme": str(tmp_path), "dtype": "bf16"}
+    with Watch(), offload.initialize(model, optimizer, config | {"state_format": state_format}) as engine:
+        assert seen[0] and seen[1], "waited for the first copy before the second was made"
+        per_parameter = 2 * (parameters == "device") + (4 if state_format == "fp32" else 2) * (states == "device")
+        assert sum(seen) >= per_parameter * sum(value.numel() for value in expected.values())
+        assert not detector.unregistered
+        assert all(torch.equal(value.bfloat16(), expected[name]) for name, value in engine.state_dict().items())
 
 
 def test_a_unit_comes_in_one_copy_for_each_flat(monkeypatch: pytest.MonkeyPatch) -> None:
