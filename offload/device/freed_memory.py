@@ -48,13 +48,21 @@ class FreedMemory:
         if self._nbytes < LOOK_NBYTES or self._trim is None:
             return
         self._nbytes = 0
-        if _resident_nbytes() + coming_nbytes > self._needed_nbytes:
+        resident_nbytes = _resident_nbytes()
+        if resident_nbytes is None:
             self._trim(0)
-            self._needed_nbytes = max(self._needed_nbytes, _resident_nbytes() + coming_nbytes)
+        elif resident_nbytes + coming_nbytes > self._needed_nbytes:
+            self._trim(0)
+            left_nbytes = _resident_nbytes() or resident_nbytes
+            self._needed_nbytes = max(self._needed_nbytes, left_nbytes + coming_nbytes)
 
 
-def _resident_nbytes() -> int:
-    return int(psutil.Process().memory_info().rss)
+def _resident_nbytes() -> int | None:
+    """None where the process may open no file to see it: that is no reason for a step to fail."""
+    try:
+        return int(psutil.Process().memory_info().rss)
+    except OSError:
+        return None
 
 
 freed_memory = FreedMemory()

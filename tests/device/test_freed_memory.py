@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from unittest.mock import Mock
 
 import pytest
@@ -60,3 +61,14 @@ def test_where_the_c_library_has_no_trim_nothing_is_looked_at(monkeypatch: pytes
     monkeypatch.setattr(freed_memory, "_resident_nbytes", Mock(side_effect=AssertionError))
     process.freed.about_to_allocate(100 * MIB)
     process.freed.give_back()
+
+
+def test_a_process_that_may_open_no_file_trims_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = OSError(errno.EMFILE, "Too many open files", "/proc/self/stat")
+    monkeypatch.setattr(freed_memory.psutil, "Process", Mock(side_effect=refused))
+    freed = FreedMemory()
+    trim = Mock()
+    monkeypatch.setattr(freed, "_trim", trim)
+    freed.about_to_allocate(LOOK_NBYTES)
+    freed.about_to_allocate(LOOK_NBYTES)
+    assert trim.call_count == 2
