@@ -56,6 +56,8 @@ HOST_NBYTES = {
     "plain, in memory": 0,
 }
 """Of host memory per parameter, by formula; the first of offload's rows for those that are not named."""
+DRAWN_ROWS = 64
+"""Of each matrix; drawing 7 B initial values takes a minute of one core, which a cell does not have."""
 Cell = dict[str, Any]
 
 
@@ -235,7 +237,9 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU: shows that the report runs, no figures")
     parser.add_argument("--only", default="", help="contenders to run, by the beginning of their names, comma-separated")
     parser.add_argument("--seconds", type=float, help="the whole run's time, in place of the default")
+    parser.add_argument("--draw-all", action="store_true", help="draw all initial values, not a few rows that are repeated")
     options = parser.parse_args()
+    drawn_rows = None if options.draw_all else DRAWN_ROWS
     began = time.monotonic()
     deadline = began + (options.seconds or (DRY_DEADLINE_SECONDS if options.dry_run else DEADLINE_SECONDS))
     environment = dict(os.environ) | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
@@ -245,6 +249,7 @@ def main() -> None:
     if not options.dry_run and "gpu" not in machine:
         raise SystemExit("torch finds no CUDA device here: this report needs one (or --dry-run)")
     report: dict[str, Any] = {"dry_run": options.dry_run, "finished": False, "machine": machine, "rates": None, "cells": []}
+    report["drawn_rows"] = drawn_rows
     report["models"] = {name: describe(shape) for name, shape in SHAPES.items()}
     for said in Child({"kind": "rates", "tiny": options.dry_run}, environment).said(min(60.0, deadline - time.monotonic())):
         report.update({"rates_status": said["status"]} if "status" in said else said)
@@ -267,6 +272,7 @@ def main() -> None:
             arguments = {
                 "kind": "train", "name": contender, "model": model, "limit_gib": limit_gib, "seconds": remaining,
                 "micro_batches": [1, 2] if options.dry_run else [1, 2, 4, 8, 16, 32], "steps": 2 if options.dry_run else 4,
+                "drawn_rows": drawn_rows,
             }  # fmt: skip
             run_cell(cell, arguments, remaining, environment)
             complete(cell, report["rates"])

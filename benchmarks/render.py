@@ -150,13 +150,19 @@ def startup(report: dict[str, Any]) -> str:
     machine, results = report["machine"], report["results"]
     introduction = (
         f"{results[0]['parameters'] / 1e6:.0f} M parameters with constant values, AdamW, parameters and states in CPU memory; "
-        f"processor time of all threads, medians. {machine['cpu']}, torch {machine['torch']} on {report['threads']} thread."
+        f"processor time of all threads, and time on the clock over that of the copy in the same process; medians. "
+        f"{machine['cpu']}, {machine['cores']} cores shared with other work, torch {machine['torch']} on {report['threads']} "
+        "thread."
     )
     rows = [
-        f"| {one['case']} | {one['initialize_core_ns']:.1f} | {one['copy_core_ns']:.1f} | {one['written_nbytes']} |"
+        f"| {one['case']} | {one['initialize_core_ns']:.1f} | {one['copy_core_ns']:.1f} | {one['wall_ratio']:.1f} | "
+        f"{one['written_nbytes']} |"
         for one in results
     ]
-    columns = "| states | `initialize`, ns per parameter | a copy of what it writes, ns per parameter | bytes written |"
+    columns = (
+        "| states | `initialize`, ns per parameter | a copy of what it writes, ns per parameter | clock, `initialize` / copy "
+        "| bytes written |"
+    )
     return introduction + "\n\n" + table(columns, rows)
 
 

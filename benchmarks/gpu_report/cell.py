@@ -10,7 +10,7 @@ import os
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -151,10 +151,18 @@ class _Grower:
         return "ok"
 
 
-def train(name: str, model: str, limit_gib: float | None, micro_batches: list[int], steps: int, seconds: float) -> None:
+def train(
+    name: str,
+    model: str,
+    limit_gib: float | None,
+    micro_batches: list[int],
+    steps: int,
+    seconds: float,
+    drawn_rows: int | None = None,
+) -> None:
     """Say one result for each micro-batch, what the engine says of itself, and a trace."""
     began = time.monotonic()
-    shape = SHAPES[model]
+    shape = replace(SHAPES[model], drawn_rows=drawn_rows)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _limit(limit_gib)
     torch.manual_seed(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ class Shape:
     inner: int
     vocabulary: int
     sequence: int
+    drawn_rows: int | None = None
+    """How many rows of each matrix are drawn at random, the others repeating them; None: all, on one thread."""
 
     @property
     def numel(self) -> int:
@@ -37,12 +40,32 @@ SHAPES = {
 }
 
 
+def _repeat(weight: torch.Tensor, drawn_rows: int | None, draw: Callable[[torch.Tensor], Any]) -> None:
+    """`Shape.drawn_rows` of weight [rows, columns]."""
+    with torch.no_grad():
+        drawn = weight[: drawn_rows or weight.shape[0]]
+        draw(drawn)
+        if drawn.shape[0] < weight.shape[0]:
+            weight.view(-1, *drawn.shape)[1:].copy_(drawn)
+
+
 class _Linear(nn.Linear):
-    def __init__(self, into: int, out: int) -> None:
+    def __init__(self, shape: Shape, into: int, out: int) -> None:
+        self.drawn_rows = shape.drawn_rows
         super().__init__(into, out, bias=False)
 
     def reset_parameters(self) -> None:
-        nn.init.uniform_(self.weight, -(self.in_features**-0.5), self.in_features**-0.5)
+        limit = self.in_features**-0.5
+        _repeat(self.weight, self.drawn_rows, lambda drawn: nn.init.uniform_(drawn, -limit, limit))
+
+
+class _Embedding(nn.Embedding):
+    def __init__(self, shape: Shape) -> None:
+        self.drawn_rows = shape.drawn_rows
+        super().__init__(shape.vocabulary, shape.width)
+
+    def reset_parameters(self) -> None:
+        _repeat(self.weight, self.drawn_rows, nn.init.normal_)
 
 
 def _rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
@@ -55,9 +78,9 @@ class Layer(nn.Module):
         super().__init__()
         self.heads = shape.heads
         self.before_attention, self.before_mlp = nn.RMSNorm(shape.width), nn.RMSNorm(shape.width)
-        self.query, self.key, self.value, self.out = (_Linear(shape.width, shape.width) for _ in range(4))
-        self.gate, self.up = _Linear(shape.width, shape.inner), _Linear(shape.width, shape.inner)
-        self.down = _Linear(shape.inner, shape.width)
+        self.query, self.key, self.value, self.out = (_Linear(shape, shape.width, shape.width) for _ in range(4))
+        self.gate, self.up = _Linear(shape, shape.width, shape.inner), _Linear(shape, shape.width, shape.inner)
+        self.down = _Linear(shape, shape.inner, shape.width)
 
     def forward(self, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
@@ -77,10 +100,10 @@ class Llama(nn.Module):
     def __init__(self, shape: Shape, *, recomputes: bool = True) -> None:
         super().__init__()
         self.shape, self.recomputes = shape, recomputes
-        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
+        self.embedding = _Embedding(shape)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width)
-        self.head = _Linear(shape.width, shape.vocabulary)
+        self.head = _Linear(shape, shape.width, shape.vocabulary)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """The mean loss of every next token. tokens: int64 [batch, sequence]."""

@@ -47,6 +47,13 @@ def gpu_machine_line(report: dict[str, Any]) -> str:
 def gpu(report: dict[str, Any]) -> str:
     """Each cell at its best micro-batch; the traces of ours."""
     introduction = "Llama-shaped, bf16 with fp32 masters, AdamW, clip 1.0, sequence 2048, activation checkpointing. "
+    drawn_rows = report.get("drawn_rows")
+    introduction += (
+        f"Of each matrix {drawn_rows} rows of initial values are drawn and the others repeat them, for every contender: to "
+        "draw all takes longer than the starts here say. "
+        if drawn_rows
+        else "All initial values are drawn. "
+    )
     columns = (
         "| model | memory | how | micro-batch | tokens/s | TFLOP/s (6N) | % of floor (bound by) | device peak | host peak "
         "| cores busy | start, s | ended |"

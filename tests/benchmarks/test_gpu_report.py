@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+import offload
 from offload.device.deferred import DeferredAccelerator
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -282,3 +283,26 @@ def test_the_floor_counts_what_the_records_are_and_who_shares_host_memory(module
     fewer = traffic.floor({"model": "1B", "recomputes": False}, batch, rates)["terms"]["compute"]
     assert on_cpu["compute"] == pytest.approx(fewer * 8 / 6)
     assert traffic.Traffic.of("cpu", "device") is None
+
+
+def test_few_rows_are_drawn_and_the_others_repeat_them(module: Any) -> None:
+    """The same values deferred or not; a report says which it is."""
+    model, tables = module("gpu_report.model"), module("gpu_report.tables")
+    shape = dataclasses.replace(model.SHAPES["tiny"], drawn_rows=16)
+    torch.manual_seed(3)
+    built = model.Llama(shape)
+    for name, value in built.named_parameters():
+        if value.dim() == 2:
+            assert torch.equal(value, value[:16].repeat(value.shape[0] // 16, 1)) and value[:16].unique().numel() > 500, name
+    torch.manual_seed(3)
+    with offload.deferred_init():
+        deferred = model.Llama(shape)
+    with offload.initialize(deferred, None, {"parameters": "cpu"}) as engine:
+        kept = engine.state_dict()
+    assert all(torch.equal(kept[name], value) for name, value in built.state_dict().items())
+    machine = {"gpu": "x", "gpu_memory_nbytes": 1, "cores": 1, "cpu": "x", "memory_nbytes": 1, "torch": "x", "cuda": "x"}
+    links = {"h2d": 1, "d2h": 1, "both": 1, "share_of_bare": {"h2d": 1, "d2h": 1, "both": 1}}
+    rates = {"links": links, "matrix_flops": 1, "cpu_adam_numel": {"fp32": 1, "split": 1}, "nvme": None}
+    found = {"machine": machine, "rates": rates, "cells": [], "models": {}}
+    assert "16 rows of initial values are drawn and the others repeat" in tables.gpu(found | {"drawn_rows": 16})
+    assert "All initial values are drawn" in tables.gpu(found | {"drawn_rows": None})
