@@ -48,7 +48,8 @@ class PackedPiece:
 class _Packing:
     chunk: Chunk
     memory: torch.Tensor
-    pieces: list[PackedPiece] = field(default_factory=list)
+    pieces: dict[int, PackedPiece] = field(default_factory=dict)
+    """By parameter index."""
 
     @property
     def values(self) -> torch.Tensor:
@@ -132,14 +133,14 @@ class GradientTransit:
 
     def _arrive_alone(self, chunk: Chunk, piece: Piece, source: torch.Tensor, sums: torch.Tensor, accumulate: bool) -> None:
         packing = self._open.get(chunk)
-        if packing is not None and any(packed.piece.slot == piece.slot for packed in packing.pieces):
+        if packing is not None and piece.slot.parameter_index in packing.pieces:
             self.leave(chunk)
             packing = None
         if packing is None:
             packing = self._open[chunk] = _Packing(chunk, self._buffer())
         start = chunk.start
         kernels.ingest_async(packing.values[piece.start - start : piece.stop - start], source, piece.start, False, sums)
-        packing.pieces.append(PackedPiece(piece, accumulate))
+        packing.pieces[piece.slot.parameter_index] = PackedPiece(piece, accumulate)
         if len(packing.pieces) == len(chunk.pieces):
             self.leave(chunk)
 
@@ -147,8 +148,8 @@ class GradientTransit:
         """Send what is packed of the chunk to the host."""
         packing = self._open.pop(chunk, None)
         if packing is not None:
-            packing.pieces.sort(key=lambda packed: packed.piece.start)
-            copied = self._receiver.receive_pieces(chunk, packing.pieces, packing.values)
+            pieces = sorted(packing.pieces.values(), key=lambda packed: packed.piece.start)
+            copied = self._receiver.receive_pieces(chunk, pieces, packing.values)
             self._free.append((packing.memory, copied))
 
     def leave_all(self) -> None:

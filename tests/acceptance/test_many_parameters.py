@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -17,7 +18,7 @@ from offload.build import assembly
 
 from .models import ON_CPU, ON_CPU_IN_PLACE, ON_NVME, ON_NVME_IN_PLACE, Setup, adamw
 
-PACKAGE = offload.__path__[0]
+PACKAGE = str(Path(offload.__file__).parent)
 COUNTS = (40, 80)
 
 
@@ -68,5 +69,5 @@ def test_twice_the_parameters_take_twice_the_work(
                 engine.zero_grad()
             engine.state_dict()
         lines.append(found[0])
-    assert lines[0] > 2 * 2 * COUNTS[0]
+    assert lines[0] > 2 * 2 * 100 * COUNTS[0]
     assert lines[1] <= 2.2 * lines[0]

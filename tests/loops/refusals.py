@@ -39,9 +39,12 @@ class Circumstances:
         self.live, self.taken, self.synced = facts.live, facts.taken, facts.synced
         self.update, self.setup = facts.setup.update, facts.setup
         self.newly_trained = not trained <= facts.trained
-        self.unfreezes = operation.name == "freeze" and operation.values["block"] % len(program.model.blocks) in {
-            number for number, kind in enumerate(program.model.blocks) if number in program.model.frozen or kind == "lora"
-        }
+        blocks = program.model.blocks
+        stateless = {number for number, kind in enumerate(blocks) if number in program.model.frozen or kind == "lora"}
+        ends = {0, len(blocks) - 1}
+        if program.model.tie == "blocks" and stateless & ends:
+            stateless |= ends  # they share a weight
+        self.unfreezes = operation.name == "freeze" and operation.values["block"] % len(blocks) in stateless
         # A reentrant checkpoint's backward inside the backward brings what is used in both a second gradient, too.
         twice = program.model.checkpointing == "reentrant"
         self.accumulates = twice or operation.values.get("micro", 1) > 1 or operation.values.get("sync") is False
