@@ -81,18 +81,19 @@ def routes_of(layout: Layout, placement: Placement, *, unified: bool) -> tuple[R
     arrival = Arrival.STAYS if stays else Arrival.READ if unified and not sharded else Arrival.COPIED
     on_device = placement.optimizer_states == "device"
     update_in = Memory.DEVICE if on_device and not unified else Memory.HOST
-    common = Route(
-        placement.parameters, placement.gradients, placement.optimizer_states, update_in, arrival,
-        _shard_emission(placement, unified) if sharded else _emission(stays, on_device, unified),
-    )  # fmt: skip
-    undoable = placement.undoable_units
+    emission = _shard_emission(placement, unified) if sharded else _emission(stays, on_device, unified)
     return tuple(
         Route(
-            "cpu" if unit.index < placement.kept.unit_count else common.parameters, common.gradients, common.records,
-            update_in, arrival, common.emission, unit.index in undoable,
+            parameters="cpu" if unit.index < placement.kept.unit_count else placement.parameters,
+            gradients=placement.gradients,
+            records=placement.optimizer_states,
+            update_in=update_in,
+            arrival=arrival,
+            emission=emission,
+            undoable=unit.index in placement.undoable_units,
         )
         for unit in layout.units
-    )  # fmt: skip
+    )
 
 
 def _emission(stays: bool, on_device: bool, unified: bool) -> Emission:
