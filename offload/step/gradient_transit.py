@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Protocol
 
 import torch
@@ -32,12 +33,20 @@ from offload.planning.purposes import LANDING, SUMS
 from offload.tiers.staging import StagingPool
 
 
+class Addition(Enum):
+    """What becomes of a gradient that comes. The same in every placement, and so are the bits."""
+
+    FIRST = "stored: there is none of this parameter yet"
+    PART = "added to what this backward brought before, in the parameter's dtype, as PyTorch adds it"
+    SUM = "added to what an earlier backward brought, in fp32"
+
+
 @dataclass(frozen=True, slots=True)
 class PackedPiece:
-    """One piece in a device buffer. `accumulate`: it is to be added to what the host has of it."""
+    """One piece in a device buffer, and what it is to what the host has of it."""
 
     piece: Piece
-    accumulate: bool
+    addition: Addition
 
     @property
     def parameter_index(self) -> int:
@@ -65,7 +74,7 @@ class Receiver(Protocol):
         """Pieces of one chunk, from device values [chunk.numel]."""
         ...
 
-    def receive_chunks(self, chunks: list[Chunk], slot: Slot, values: torch.Tensor, *, accumulate: bool) -> Pending:
+    def receive_chunks(self, chunks: list[Chunk], slot: Slot, values: torch.Tensor, addition: Addition) -> Pending:
         """Chunks that lie side by side in one slot, from device values of all of them."""
         ...
 
@@ -91,7 +100,7 @@ class GradientTransit:
         self._cursor_nbytes = 0
         self._leaving: deque[tuple[int, int, Pending]] = deque()
 
-    def arrive(self, chunks: Sequence[Chunk], slot: Slot, source: torch.Tensor, *, accumulate: bool) -> None:
+    def arrive(self, chunks: Sequence[Chunk], slot: Slot, source: torch.Tensor, addition: Addition) -> None:
         """Take in a gradient: `source` [slot.numel], and the chunks that hold the slot."""
         together: list[Chunk] = []
         for chunk in chunks:
@@ -99,7 +108,7 @@ class GradientTransit:
             # Two of what leaves at once must fit, so that one may arrive while the other leaves.
             nbytes = (chunk.stop - (together[0].start if together else chunk.start)) * chunk.flat.layout.itemsize
             if together and (not is_whole or 2 * nbytes > self._ring.numel()):
-                self._arrive_together(together, slot, source, accumulate)
+                self._arrive_together(together, slot, source, addition)
                 together = []
             if is_whole and 2 * chunk.numel * chunk.flat.layout.itemsize <= self._ring.numel():
                 together.append(chunk)
@@ -107,18 +116,18 @@ class GradientTransit:
             piece = Piece(slot, max(slot.start, chunk.start), min(slot.stop, chunk.stop))
             if piece.numel:
                 part = source[piece.start - slot.start : piece.stop - slot.start]
-                self._arrive_alone(chunk, piece, part, self._sums.part(slot.parameter_index, chunk.index), accumulate)
+                self._arrive_alone(chunk, piece, part, self._sums.part(slot.parameter_index, chunk.index), addition)
         if together:
-            self._arrive_together(together, slot, source, accumulate)
+            self._arrive_together(together, slot, source, addition)
 
-    def _arrive_together(self, chunks: list[Chunk], slot: Slot, source: torch.Tensor, accumulate: bool) -> None:
+    def _arrive_together(self, chunks: list[Chunk], slot: Slot, source: torch.Tensor, addition: Addition) -> None:
         flat, start, stop = chunks[0].flat, chunks[0].start, chunks[-1].stop
         nbytes = (stop - start) * flat.layout.itemsize
         low, memory = self._ring_part(nbytes)
         values = memory.view(flat.dtype)
         sums = self._sums.parts(slot.parameter_index, chunks[0].index, chunks[-1].index)
         kernels.ingest_async(values, source[start - slot.start : stop - slot.start], start, False, sums)
-        copied = self._receiver.receive_chunks(chunks, slot, values, accumulate=accumulate)
+        copied = self._receiver.receive_chunks(chunks, slot, values, addition)
         self._leaving.append((low, low + nbytes, copied))
 
     def _ring_part(self, nbytes: int) -> tuple[int, torch.Tensor]:
@@ -131,7 +140,7 @@ class GradientTransit:
         self._cursor_nbytes = high
         return low, self._ring[low:high]
 
-    def _arrive_alone(self, chunk: Chunk, piece: Piece, source: torch.Tensor, sums: torch.Tensor, accumulate: bool) -> None:
+    def _arrive_alone(self, chunk: Chunk, piece: Piece, source: torch.Tensor, sums: torch.Tensor, addition: Addition) -> None:
         packing = self._open.get(chunk)
         if packing is not None and piece.slot.parameter_index in packing.pieces:
             self.leave(chunk)
@@ -140,7 +149,7 @@ class GradientTransit:
             packing = self._open[chunk] = _Packing(chunk, self._buffer())
         start = chunk.start
         kernels.ingest_async(packing.values[piece.start - start : piece.stop - start], source, piece.start, False, sums)
-        packing.pieces[piece.slot.parameter_index] = PackedPiece(piece, accumulate)
+        packing.pieces[piece.slot.parameter_index] = PackedPiece(piece, addition)
         if len(packing.pieces) == len(chunk.pieces):
             self.leave(chunk)
 

@@ -3,7 +3,8 @@
 Each gradient is copied, piece by piece, into the buffers of the chunks that hold its slot, and dropped. The sum of
 squares of what is stored is taken in the same pass. From a device to the host it goes by `GradientTransit`, and what the
 host does with it is done in a lane, so that backward waits for none of it. A chunk's buffer is in compute precision until
-a second micro-batch adds to it; sums are kept in fp32 from then on.
+a second micro-batch adds to it; sums are kept in fp32 from then on. The parts that one backward brings of a gradient (through
+reentrant checkpoints of what is used twice) are added as PyTorch adds them.
 
 Where the device is the CPU and gradients stay in its memory nothing is copied at all: the tensor that autograd computed is
 kept as it is until its update, or until a second micro-batch adds to it.
@@ -34,13 +35,31 @@ from offload.model.taken_gradient import TakenGradient
 from offload.planning.purposes import ACCUMULATED, SUMS
 from offload.step.chunk_stores import StoreFactory
 from offload.step.gradient_buffers import GradientBuffers
-from offload.step.gradient_transit import DeviceSums, GradientTransit, Landing, PackedPiece, joined, runs
+from offload.step.gradient_transit import Addition, DeviceSums, GradientTransit, Landing, PackedPiece, joined, runs
 from offload.tiers.staging import StagingPool
 
 
 def _gradient_of(chunk: Chunk) -> ChunkGradient:
     assert chunk.gradient is not None, "a chunk that is not trained has no gradient"
     return chunk.gradient
+
+
+def _take_in(
+    target: torch.Tensor,
+    values: torch.Tensor,
+    start_index: int,
+    addition: Addition,
+    dtype: torch.dtype,
+    sums: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`kernels.ingest_async` of a gradient of a parameter in `dtype` into its place in a buffer, which may be wider."""
+    if addition is not Addition.PART or target.dtype == dtype:
+        return kernels.ingest_async(target, values, start_index, addition is not Addition.FIRST, sums)
+    total = torch.empty(target.shape, dtype=dtype, device=target.device)
+    kernels.convert(total, target)
+    found = kernels.ingest_async(total, values, start_index, True, sums)
+    kernels.convert(target, total)
+    return found
 
 
 class Gradients:
@@ -105,12 +124,14 @@ class Gradients:
 
     # ---- arrival -------------------------------------------------------------------------------------------------
 
-    def add(self, info: ParameterInfo, flat: Flat, gradient: torch.Tensor, *, owned: bool) -> None:
+    def add(self, info: ParameterInfo, flat: Flat, gradient: torch.Tensor, *, owned: bool, is_part: bool = False) -> None:
         """Take over `gradient` of parameter `info`; add it to what is there (`is_live` was asked before).
 
-        `owned`: nobody else will write to the tensor, so that it may be kept.
+        `owned`: nobody else will write to the tensor, so that it may be kept. `is_part`: what is there is of this backward.
         """
-        accumulate = info.index in self._live
+        addition = Addition.FIRST
+        if info.index in self._live:
+            addition = Addition.PART if is_part else Addition.SUM
         ordered = info.in_memory_order(gradient)
         slot = flat.slot_of(info)
         self._live[info.index] = info
@@ -122,7 +143,7 @@ class Gradients:
                     _gradient_of(chunk).live.add(info.index)
                     if slot.numel:
                         sums[chunk.index] = None
-                self._transit.arrive(chunks, slot, ordered, accumulate=accumulate)
+                self._transit.arrive(chunks, slot, ordered, addition)
             return
         for chunk in flat.chunks_of(info):
             state = _gradient_of(chunk)
@@ -132,16 +153,16 @@ class Gradients:
                 state.live.add(info.index)
                 if piece.numel == 0:
                     continue
-                if owned and self._adopts_tensors and not accumulate:
+                if owned and self._adopts_tensors and addition is Addition.FIRST:
                     state.adopted[info.index] = source
                     sums[chunk.index] = kernels.ingest_async(None, source, piece.start, False)
                     continue
-                buffer = self._buffer_for_adding(state, wide=accumulate)
+                buffer = self._buffer_for_adding(state, wide=addition is Addition.SUM)
                 target = buffer[piece.start - chunk.start : piece.stop - chunk.start]
                 if info.index in state.adopted:
                     kernels.convert(target, state.adopted.pop(info.index))
                 on_device = self._device_sums.part(info.index, chunk.index) if self._device_sums is not None else None
-                summed = kernels.ingest_async(target, source, piece.start, accumulate, on_device)
+                summed = _take_in(target, source, piece.start, addition, flat.dtype, on_device)
                 sums[chunk.index] = summed if on_device is None else None
 
     def receive_pieces(self, chunk: Chunk, pieces: list[PackedPiece], values: torch.Tensor) -> Pending:
@@ -149,24 +170,24 @@ class Gradients:
         state = _gradient_of(chunk)
         copied: Pending = Settled()
         with self._lock:
-            accumulate = any(packed.accumulate for packed in pieces)
-            buffer = self._buffer_for_adding(state, wide=accumulate)
+            additions = {packed.addition for packed in pieces}
+            buffer = self._buffer_for_adding(state, wide=Addition.SUM in additions)
             for run in runs(chunk, pieces):
                 low, high = run[0].piece.start - chunk.start, run[-1].piece.stop - chunk.start
-                if accumulate or buffer.dtype != values.dtype:
+                if additions != {Addition.FIRST} or buffer.dtype != values.dtype:
                     copied = self._land(state, run, buffer[low:high], values[low:high])
                 else:
                     copied = self._accelerator.copy_out(buffer[low:high], values[low:high])
                     state.jobs.append(copied)
         return copied  # copies of one stream settle in order
 
-    def receive_chunks(self, chunks: list[Chunk], slot: Slot, values: torch.Tensor, *, accumulate: bool) -> Pending:
+    def receive_chunks(self, chunks: list[Chunk], slot: Slot, values: torch.Tensor, addition: Addition) -> Pending:
         """See `Receiver`."""
         copied: Pending = Settled()
         states = [_gradient_of(chunk) for chunk in chunks]
         with self._lock:
-            buffers = [self._buffer_for_adding(state, wide=accumulate) for state in states]
-            if not accumulate and all(buffer.dtype == values.dtype for buffer in buffers):
+            buffers = [self._buffer_for_adding(state, wide=addition is Addition.SUM) for state in states]
+            if addition is Addition.FIRST and all(buffer.dtype == values.dtype for buffer in buffers):
                 for first, last, target in joined(buffers):
                     low, high = (chunks[index] for index in (first, last))
                     start = chunks[0].start
@@ -177,7 +198,7 @@ class Gradients:
             for state, buffer in zip(states, buffers, strict=True):
                 chunk = state.chunk
                 part = values[chunk.start - chunks[0].start : chunk.stop - chunks[0].start]
-                copied = self._land(state, [PackedPiece(Piece(slot, chunk.start, chunk.stop), accumulate)], buffer, part)
+                copied = self._land(state, [PackedPiece(Piece(slot, chunk.start, chunk.stop), addition)], buffer, part)
         return copied
 
     def _land(self, state: ChunkGradient, run: list[PackedPiece], target: torch.Tensor, values: torch.Tensor) -> Pending:
@@ -187,7 +208,8 @@ class Gradients:
         def add(landed: torch.Tensor) -> None:
             for packed, found in zip(run, sums, strict=True):
                 part = slice(packed.piece.start - start, packed.piece.stop - start)
-                found[chunk_index] = kernels.ingest_async(target[part], landed[part], packed.piece.start, packed.accumulate)
+                start_index, addition = packed.piece.start, packed.addition
+                found[chunk_index] = _take_in(target[part], landed[part], start_index, addition, values.dtype)
 
         copied, added = self._landing.land(values, add)
         state.jobs.append(added)

@@ -1,4 +1,5 @@
 """The room that sums of several micro-batches take: fp32, beside the 16-bit gradients of one. Taken when it is first needed.
+The parts of one gradient that a single backward brings need none: they are added as PyTorch adds them.
 
 A loop with one micro-batch never needs it. One that says that there will be more (`engine.no_sync()`) finds out then whether
 there is room, any other when the second one's first gradient comes; that one is then as if it had never been.
@@ -17,8 +18,8 @@ class MicroBatches:
 
     def __init__(self, parts: Components) -> None:
         self._parts = parts
-        self._begun: list[ParameterInfo] = []
-        """Parameters of which this backward brought the first gradient of the step."""
+        self._begun: dict[int, ParameterInfo] = {}
+        """By index, the parameters of which this backward brought the first gradient of the step."""
 
     def backward_begins(self) -> None:
         self._begun.clear()
@@ -26,16 +27,21 @@ class MicroBatches:
     def gradient_coming(self, info: ParameterInfo, *, is_second: bool) -> None:
         """A gradient is about to be taken over. Raises as `take_room` does; what the backward brought is dropped then."""
         if not is_second:
-            self._begun.append(info)
+            self._begun[info.index] = info
+        if info.index in self._begun:
             return
         try:
             self.take_room()
         except BudgetError:
             assert self._parts.gradients is not None
-            for begun in self._begun:
+            for begun in self._begun.values():
                 self._parts.gradients.drop(begun)
                 begun.parameter.grad = None
             raise
+
+    def began_now(self, info: ParameterInfo) -> bool:
+        """Whether all that there is of the gradient is of this backward."""
+        return info.index in self._begun
 
     def take_room(self) -> None:
         """Have the room. Raises `BudgetError` where there is none: nothing has changed then."""

@@ -8,7 +8,7 @@
 
 The sum of an element never depends on stage, placement, chunk size or order of reductions: always rank 0 first, in fp32.
 A parameter that got a gradient on some ranks counts zero on the others; one that got none on any is left alone. Inside
-`no_sync()` buffers only accumulate (in fp32 from the second time on).
+`no_sync()` buffers only accumulate (in fp32 from the second backward on).
 """
 
 from __future__ import annotations
@@ -87,8 +87,9 @@ class Reduction:
 
     # ---- the training thread -------------------------------------------------------------------------------------
 
-    def arrive(self, info: ParameterInfo, flat: Flat, gradient: Tensor) -> None:
-        """Take in a gradient that this rank computed; add it where the unit has one of this parameter already."""
+    def arrive(self, info: ParameterInfo, flat: Flat, gradient: Tensor, *, is_part: bool) -> None:
+        """Take in a gradient that this rank computed; add it where the unit has one of this parameter already, as PyTorch
+        would where that is of this backward (`is_part`), else in fp32."""
         state = self._states[info.unit_index]
         self._reclaim(wait_for=state)
         position = state.unit.flats.index(flat)
@@ -99,6 +100,9 @@ class Reduction:
             buffer = state.buffers[position] = self._buffer(state, flat.layout.numel, flat.dtype)
         if info.index not in state.arrived:
             buffer[slot.start : slot.stop].copy_(ordered)
+        elif is_part:
+            there = buffer[slot.start : slot.stop]
+            there.copy_(there.to(flat.dtype) + ordered)
         else:
             if buffer.dtype != torch.float32:
                 buffer = state.buffers[position] = self._widened(buffer)

@@ -167,10 +167,11 @@ class Training(FailureState):
     def _take_over(self, unit: Unit, info: ParameterInfo, gradient: torch.Tensor, *, owned: bool) -> None:
         assert self._gradients is not None
         unit.shard.become(ShardState.REDUCING)
+        flat, is_part = self._flat_of[info.index], self.micro_batches.began_now(info)
         if self._reduction is None:
-            self._gradients.add(info, self._flat_of[info.index], gradient, owned=owned)
+            self._gradients.add(info, flat, gradient, owned=owned, is_part=is_part)
         else:
-            self._reduction.arrive(info, self._flat_of[info.index], gradient)
+            self._reduction.arrive(info, flat, gradient, is_part=is_part)
             self._gradients.expect(info)
         info.parameter.grad = self._token_clipping.token(info, self.step_count)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload.build import assembly
@@ -135,6 +136,49 @@ def test_what_a_budget_leaves_for_them_nothing_else_takes(opened: Any, setup: Se
     for line in engine.stats()["planned"]:
         totals[line["tier"]] += line["nbytes"]
     assert totals["cpu" if field == "cpu_memory" else "device"] <= getattr(engine.config, field)
+
+
+class Twice(nn.Module):
+    """Calls its block twice, through checkpoints of that kind (None: none). `later`: what the block computes besides."""
+
+    def __init__(self, use_reentrant: bool | None) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.inlet, self.block = nn.Linear(16, 16), Later()
+
+    def forward(self, x: torch.Tensor, later: bool = False) -> torch.Tensor:
+        x = self.inlet(x)
+        for _ in range(2):
+            x = self.block(x, later) if self.use_reentrant is None else self.checkpointed(x, later)
+        return x
+
+    def checkpointed(self, x: torch.Tensor, later: bool) -> torch.Tensor:
+        return checkpoint(self.block, x, later, use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("setup", (IN_MEMORY, *SETUPS), ids=lambda setup: setup.name)
+def test_the_parts_of_one_backward_are_added_as_without_checkpoints(opened: Any, setup: Setup) -> None:
+    """Also where the second micro-batch brings parts of what shares a chunk with sums of both."""
+    weights = []
+    for use_reentrant, where in ((None, IN_MEMORY), (True, setup)):
+        torch.manual_seed(3)
+        model = Twice(use_reentrant)
+        engine = opened(model, adamw(model), where, dtype="bf16")
+        for later in (True, False):
+            backward(engine, FIRST, use=later)
+            engine.step()
+            engine.zero_grad()
+        weights.append(engine.state_dict())
+        assert SUMS not in planned(engine)
+        with engine.no_sync():
+            backward(engine, FIRST)
+        backward(engine, SECOND, use=True)
+        engine.step()
+        weights.append(engine.state_dict())
+    assert_same_bits(weights[2], weights[0])
+    # Of the second micro-batch each part is a rounding apart: the sum it is added to is in fp32.
+    new = [name for name in weights[1] if "later" in name]
+    assert_same_bits({name: weights[3][name] for name in new}, {name: weights[1][name] for name in new})
 
 
 def test_no_sync_takes_the_room_at_once(opened: Any) -> None:

@@ -45,9 +45,7 @@ class Circumstances:
         if program.model.tie == "blocks" and stateless & ends:
             stateless |= ends  # they share a weight
         self.unfreezes = operation.name == "freeze" and operation.values["block"] % len(blocks) in stateless
-        # A reentrant checkpoint's backward inside the backward brings what is used in both a second gradient, too.
-        twice = program.model.checkpointing == "reentrant"
-        self.accumulates = twice or operation.values.get("micro", 1) > 1 or operation.values.get("sync") is False
+        self.accumulates = operation.values.get("micro", 1) > 1 or operation.values.get("sync") is False
         self.has_budget = facts.setup.memory is not None or facts.setup.on_device is not None
         self.is_saved = operation.values.get("number") in facts.sure
         which = operation.values.get("which", -1)

@@ -101,6 +101,17 @@ FOUND = {
             op("forward", batch=1),
         ),
     ),
+} | {
+    f"one backward through what is used twice found no room, {where}": Program(
+        Model(width=3, blocks=blocks, reused=True, tie=tie, checkpointing="reentrant"),
+        (setup,),
+        (op("train", batch=0), op("train", batch=1)),
+    )
+    for where, setup, blocks, tie in (
+        ("in memory", Setup(prefetch=0, on_device=1.0), ("normed", "half"), ""),
+        ("all on the device", Setup(accelerator="deferred", prefetch=0, on_device=1.0), ("half", "large"), "leaf"),
+        ("cpu", Setup("cpu", "cpu", "deferred", prefetch=0, on_device=1.0, memory=1.0), ("half", "large"), "blocks"),
+    )
 }
 
 
