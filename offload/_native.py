@@ -45,6 +45,8 @@ STREAM_STEP_NUMEL = 64  # `stream` takes whole steps
 # A wait on the main thread returns this often to let Python see Ctrl-C.
 _INTERRUPTIBLE_NS = 100_000_000
 
+_EXACT_SUM_DIGITS = 70
+
 _NOT_ENDED = -1  # no transfer moved fewer than 0 bytes
 
 
@@ -214,6 +216,19 @@ def convert(dst: int, dst_dtype: int, src: int, src_dtype: int, numel: int) -> N
     """dst = src, cast (`offload_convert`)."""
     pool = _threads_for(numel)
     _check(_loaded().offload_convert(pool._pointer, dst, dst_dtype, src, src_dtype, numel), f"convert(numel={numel})")
+
+
+def exact_sum(arrays: Sequence[tuple[int, int]]) -> int | None:
+    """The exact sum of arrays of doubles, each given as (address, count), in units of the smallest double, 2**-1074
+    (`offload_exact_sum`). None: an element is infinite or NaN."""
+    library, digits = _loaded(), (ctypes.c_uint32 * _EXACT_SUM_DIGITS)()
+    addresses = (c_void_p * len(arrays))(*(address for address, _ in arrays))
+    counts = (c_int64 * len(arrays))(*(count for _, count in arrays))
+    status = library.offload_exact_sum(addresses, counts, len(arrays), digits)
+    if status == -errno.EDOM:
+        return None
+    _check(status, f"exact_sum of {len(arrays)} arrays")
+    return int.from_bytes(bytes(digits), "little", signed=True)
 
 
 def checksum(address: int, nbytes: int) -> int:

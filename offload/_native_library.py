@@ -85,6 +85,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "offload_update": (c_void_p, c_void_p, c_int64),
     "offload_gradient_ingest": (c_void_p, c_void_p, c_int32, c_void_p, c_int32, c_int64, c_int64, c_int32, c_void_p),
     "offload_convert": (c_void_p, c_void_p, c_int32, c_void_p, c_int32, c_int64),
+    "offload_exact_sum": (c_void_p, c_void_p, c_int64, c_void_p),
     "offload_checksum": (c_void_p, c_int64, POINTER(c_uint64)),
     "offload_stream": (c_void_p, c_void_p, c_void_p, c_int32, c_void_p, c_void_p, c_int32, c_int64),
     "offload_arena_create": (c_int64, c_int32, POINTER(c_void_p), POINTER(c_int64)),

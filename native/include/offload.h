@@ -176,6 +176,13 @@ OFFLOAD_API int offload_gradient_ingest(offload_threads* threads, void* dst, int
 /* dst = src, cast. They must not overlap. Several callers may use one pool; they take turns. */
 OFFLOAD_API int offload_convert(offload_threads* threads, void* dst, int32_t dst_dtype, const void* src, int32_t src_dtype, int64_t numel);
 
+/* Digits of an exact sum: enough for 2^63 of the largest doubles. */
+enum { OFFLOAD_EXACT_SUM_DIGITS = 70 };
+
+/* The sum of all elements of all arrays, without rounding: digits[0..69] are its two's complement in units of 2^-1074, the
+ * lowest first. -EDOM: an element is infinite or NaN. Thread-safe; runs on the calling thread. */
+OFFLOAD_API int offload_exact_sum(const double* const* arrays, const int64_t* counts, int64_t array_count, uint32_t* digits);
+
 /* A 64-bit checksum of memory, for finding out that it changed: a change within one 8-byte word is always found, any other
  * with a chance of 1 - 2^-64. Its value is that of one build on one machine: not for files that outlive a process.
  * Thread-safe; runs on the calling thread. */

@@ -12,6 +12,10 @@ call.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -86,6 +90,20 @@ def convert(dst: Tensor, src: Tensor) -> None:
         store(dst[chunk], src[chunk].float())
 
 
+def exact_sum(arrays: Sequence[Tensor]) -> int | None:
+    """The exact sum of all elements, in units of the smallest double, 2**-1074; None if one is infinite or NaN.
+
+    arrays: float64; those on a device come over in one copy. No order of summation shows in the sum, nor how what is summed
+    was cut: the sums of parts may be added."""
+    if any(array.dtype != torch.float64 or not array.is_contiguous() for array in arrays):
+        raise AssertionError("exact sums are of contiguous float64 tensors")
+    if elsewhere := [array for array in arrays if array.device.type != "cpu"]:
+        arrays = [array for array in arrays if array.device.type == "cpu"] + [torch.cat(elsewhere).cpu()]
+    if _native.available():
+        return _native.exact_sum([(array.data_ptr(), array.numel()) for array in arrays])
+    return _exact_sum_numpy(np.concatenate([array.numpy().ravel() for array in arrays] or [np.empty(0)]))
+
+
 def _check_ingest(dst: Tensor | None, src: Tensor, start_index: int, accumulate: bool) -> None:
     check_flat("src", src, src.numel(), src.device)
     if dst is not None:
@@ -115,6 +133,20 @@ def _ingest_torch(dst: Tensor | None, src: Tensor, offset: int, accumulate: bool
         begin = max(offset - start, 0)
         padded[begin : begin + value.numel()] = value
         sums[first_block : first_block + block_count] = _block_sums(padded)
+
+
+def _exact_sum_numpy(values: np.ndarray[Any, np.dtype[np.float64]]) -> int | None:
+    if not np.isfinite(values).all():
+        return None
+    fractions, exponents = np.frexp(values)
+    mantissas = (fractions * 2.0**53).astype(np.int64)
+    total = 0
+    for exponent in np.unique(exponents).tolist():
+        same = mantissas[exponents == exponent]
+        whole = (int((same >> 32).sum()) << 32) + int((same & 0xFFFFFFFF).sum())  # neither half overflows
+        shift = exponent - 53 + 1074
+        total += whole << shift if shift >= 0 else whole >> -shift  # a subnormal's mantissa ends in zeros
+    return total
 
 
 def _added_in_order(squares: Tensor, *, by_rows: bool) -> Tensor:

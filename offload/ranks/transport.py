@@ -413,13 +413,3 @@ def _collective_count(group: dist.ProcessGroup, backend_name: str) -> int:
         if backend.name() == backend_name:
             return int(backend._get_sequence_number_for_group())
     return 0
-
-
-def pack(*numbers: float) -> bytes:
-    """Doubles as bytes, for `exchange_bytes`."""
-    return struct.pack(f"<{len(numbers)}d", *numbers)
-
-
-def unpack(data: bytes) -> list[float]:
-    """The inverse of `pack`."""
-    return list(struct.unpack(f"<{len(data) // 8}d", data))

@@ -238,10 +238,9 @@ class DeviceSums:
         if part is not None:
             self._accelerator.copy_out(self._host[part], self._device[part]).wait()
 
-    def values(self, parameter_index: int, chunk_index: int) -> list[float]:
+    def values(self, parameter_index: int, chunk_index: int) -> torch.Tensor:
         """The sums of one piece, as last read."""
-        found: list[float] = self._host[self._ranges[parameter_index, chunk_index]].tolist()
-        return found
+        return self._host[self._ranges[parameter_index, chunk_index]]
 
     def close(self) -> None:
         """Give the host buffer back."""

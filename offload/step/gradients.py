@@ -17,10 +17,9 @@ An update that may have to be undone (`offload.step.speculation`) does not consu
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 
@@ -288,26 +287,23 @@ class Gradients:
         if self._device_sums is not None:
             self._device_sums.read()
 
-    def squares(self) -> list[float]:
-        """Sums of squares, block by block, of all live gradients. Call after `settle`."""
-        return self.squares_of(self._live.values())
-
-    def squares_of(self, parameters: Iterable[ParameterInfo]) -> list[float]:
-        """The same of some of the live gradients."""
-        return [partial for info in parameters for partial in self._sums_of(info.index)]
+    def squares(self) -> list[torch.Tensor]:
+        """Sums of squares, block by block, of all live gradients: float64. Call after `settle`."""
+        return [sums for index in self._live for sums in self._sums_of(index)]
 
     def non_finite_parameters(self) -> list[str]:
         """Names of the parameters whose gradient has an inf or NaN."""
         live = sorted(self._live.items())
-        return [info.fqn for index, info in live if not all(map(math.isfinite, self._sums_of(index)))]
+        return [info.fqn for index, info in live if kernels.exact_sum(self._sums_of(index)) is None]
 
-    def _sums_of(self, parameter_index: int) -> Iterator[float]:
+    def _sums_of(self, parameter_index: int) -> list[torch.Tensor]:
+        found = []
         for chunk_index, sums in self._sums.get(parameter_index, {}).items():
-            if sums is not None:
-                yield from sums.tolist()
-            else:
+            if sums is None:
                 assert self._device_sums is not None
-                yield from self._device_sums.values(parameter_index, chunk_index)
+                sums = self._device_sums.values(parameter_index, chunk_index)
+            found.append(sums)
+        return found
 
     # ---- consumption ---------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from offload.device.kernels import exact_sum
 from offload.device.rules import Hyper
 from offload.errors import NonFiniteGradientError, UsageError
 from offload.model.flat import ParameterInfo, some_of
@@ -28,7 +29,7 @@ from offload.step.homes import Homes
 from offload.step.hooks import Hooks, cast_floating
 from offload.step.loss_scale import LossScale
 from offload.step.micro_batches import MicroBatches
-from offload.step.norm import clip_factor, exchanged, norm_of
+from offload.step.norm import clip_factor, norm_of, summed_over_ranks
 from offload.step.speculation import Speculation
 from offload.step.token_clipping import TokenClipping
 from offload.step.update import chunk_updates
@@ -300,14 +301,14 @@ class Training(FailureState):
         """The global L2 norm of the gradients as they stand, un-scaled; on several ranks, once all are at `point`."""
         assert self._gradients is not None
         if self._ranks is None:
-            return norm_of(self._squares(), self.loss_scale.value)
+            return norm_of(exact_sum(self._squares()), self.loss_scale.value)
         assert self._rendezvous is not None and self._reduction is not None
         self._reduction.ask_rest()
         ranks, sharded = self._ranks, self._stage > 0
-        squares = self._rendezvous.meet(point, lambda: exchanged(ranks, self._squares, sharded=sharded))
+        squares = self._rendezvous.meet(point, lambda: summed_over_ranks(ranks, self._squares, sharded=sharded))
         return norm_of(squares, self.loss_scale.value)
 
-    def _squares(self) -> list[float]:
+    def _squares(self) -> list[torch.Tensor]:
         assert self._gradients is not None
         self._adopt_reduced()
         self._gradients.settle()
