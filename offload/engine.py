@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 import weakref
@@ -24,6 +25,7 @@ from offload.checkpoint.preemption import Preemption
 from offload.checkpoint.saving import Save
 from offload.config import Config, parse_nbytes
 from offload.deepspeed_config import read_settings
+from offload.deferred_init.deferred_init import end_recording
 from offload.errors import EngineFailedError, ParameterAccessError, UsageError, words_of
 from offload.model.fingerprint import ModelFingerprint
 from offload.model.flat import ParameterInfo
@@ -78,6 +80,7 @@ def initialize(
     Raises `ConfigError` (also `BudgetError`) and `InitializerError` before anything is allocated where they can be known
     then, `StorageError` where a path fails. Whatever it raises, the model and the optimizer are as they were.
     """
+    end_recording()
     ranks = join_ranks(mesh)
 
     def prepare() -> tuple[Config, torch.optim.Optimizer | None, Assembly]:
@@ -174,6 +177,17 @@ class Engine:
             scale = self._training.loss_scale.value
             (loss * scale if scale != 1.0 else loss).backward(**keywords)
 
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """`loss` times the loss scale, for a backward of the loop's own: the step un-scales what that brings.
+
+        `engine.scaled(loss).backward()` is `engine.backward(loss)`; several losses may be scaled and added up.
+        """
+        self._require_open()
+        scaled = loss * self._training.loss_scale.value
+        if scaled.requires_grad:
+            scaled.register_hook(self._training.scaled_backward_begins)
+        return scaled
+
     def step(self) -> None:
         """Begin the update of every parameter that has a gradient; the same as `engine.optimizer.step()`."""
         self.optimizer.step()
@@ -208,8 +222,18 @@ class Engine:
 
     @property
     def loss_scale(self) -> float:
-        """What `backward` multiplies the loss by now."""
+        """What `backward` multiplies the loss by now. Set it, between steps, where the loop has a rule of its own for it;
+        with `Config.loss_scale="skip"` nothing else changes it then."""
         return self._training.loss_scale.value
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self._require_open()
+        if not math.isfinite(value) or value <= 0:
+            raise UsageError(f"loss_scale={value!r} is no positive number.")
+        if self._training.is_within_step:
+            raise UsageError("loss_scale was set while gradients of the former scale wait for a step: set it after the step.")
+        self._training.loss_scale.value = float(value)
 
     # ---- values --------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,10 @@ from typing import Any
 from offload.errors import UsageError
 
 
+class AskedWrongly(UsageError, AssertionError):
+    """What DeepSpeed asserts: a script that expects its AssertionError gets one."""
+
+
 def absent(where: str, name: str, there: Iterable[str], instead: Mapping[str, str] | None = None) -> AttributeError:
     """The error for `where.name`, of which only `there` exists."""
     if instead is not None and name in instead:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from offload.deepspeed.absent import absent, check_keywords
+
+T = TypeVar("T")
 
 _TUNING = ("auto_mpi_discovery", "distributed_port", "verbose", "dist_init_required", "config")
 
@@ -55,6 +57,15 @@ def get_local_rank() -> int:
 def barrier(group: Any = None) -> None:
     if dist.is_initialized():
         dist.barrier(group)
+
+
+def gathered_objects(value: T) -> list[T]:
+    """What each rank gives, by rank. Collective."""
+    if not dist.is_initialized():
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
 def __getattr__(name: str) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from torch import nn
 
 import offload
 from offload.deepspeed import comm
-from offload.deepspeed.folder import check_whose, read_latest, write_latest
+from offload.deepspeed.absent import AskedWrongly
+from offload.deepspeed.folder import agreed_tag, check_whose, read_latest, write_latest
+from offload.deepspeed.outputs import divided
 from offload.deepspeed.packing import packed, unpacked
 from offload.deepspeed.utils import log_dist, logger
 from offload.deepspeed_config import Translation
@@ -45,25 +48,41 @@ class DeepSpeedEngine(nn.Module):
         if self.optimizer is not None and said.config.stage == 2:  # at stage 3 the optimizer's call drops them, as at 0 and 1
             vars(self.optimizer)["zero_grad"] = self.zero_grad
         self._boundary: bool | None = None
-        self._step_applied = False
+        self._step_applied = self._backward_is_own = False
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        return self.module(*inputs, **keywords)
+        outputs = self.module(*inputs, **keywords)
+        if self.gradient_accumulation_steps() == 1 or not torch.is_grad_enabled():
+            return outputs
+        return divided(outputs, self._divisor)
+
+    def _divisor(self) -> float:
+        """Of gradients that a backward of the script's own brings; `backward` divides the loss itself."""
+        return 1 if self._backward_is_own else self.gradient_accumulation_steps()
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Accumulate the gradients of loss / gradient_accumulation_steps(); returns that."""
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise UsageError("backward needs a loss of one element: call backward of other outputs yourself.")
+            raise AskedWrongly(
+                "backward needs a loss of one element, a scalar tensor: call backward of other outputs yourself."
+            )
         if scale_wrt_gas:
             loss = loss / self.gradient_accumulation_steps()
-        if self.is_gradient_accumulation_boundary():
-            self.offload_engine.backward(loss, retain_graph=retain_graph)
-        else:
-            with self.offload_engine.no_sync():
+        self._backward_is_own = True
+        try:
+            with nullcontext() if self.is_gradient_accumulation_boundary() else self.offload_engine.no_sync():
                 self.offload_engine.backward(loss, retain_graph=retain_graph)
+        finally:
+            self._backward_is_own = False
         return loss
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the loss scale, for a `backward()` of the script's own."""
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise AskedWrongly("scale needs a loss of one element, a scalar tensor: multiply other outputs by cur_scale.")
+        return self.offload_engine.scaled(loss)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-step; at the boundary, update."""
@@ -77,6 +96,8 @@ class DeepSpeedEngine(nn.Module):
             raise UsageError(
                 "step was called on an engine without an optimizer: pass one to initialize, or set it in the config."
             )
+        if not self._said.ignores_unused and self.zero_optimization_stage() in (1, 2):
+            self._require_gradients()
         self.optimizer.step()
         self.offload_engine.zero_grad()
         self._step_applied = math.isfinite(self.offload_engine.grad_norm or 0.0)
@@ -89,6 +110,14 @@ class DeepSpeedEngine(nn.Module):
         every = self._said.steps_per_print
         if every is not None and self.global_steps % every == 0:
             log_dist(f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}", ranks=[0])
+
+    def _require_gradients(self) -> None:
+        unused = [name for name, one in self.module.named_parameters() if one.requires_grad and one.grad is None]
+        if unused:
+            raise AskedWrongly(
+                f"the loss does not depend on {', '.join(unused)}, and zero_optimization.ignore_unused_parameters is false: "
+                "use them in the forward, freeze them, or set ignore_unused_parameters to true."
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients, which `step` does by itself after an update. Between a step's micro-batches, as in DeepSpeed: at
@@ -214,7 +243,7 @@ class DeepSpeedEngine(nn.Module):
         """
         if exclude_frozen_parameters:
             raise UsageError("exclude_frozen_parameters=True is not done: a checkpoint holds all that a resume needs.")
-        name = str(tag) if tag is not None else f"global_step{self.global_steps}"
+        name = agreed_tag(str(tag) if tag is not None else f"global_step{self.global_steps}", self._said.tag_validation)
         state = {
             "client_state": dict(client_state or {}),
             "global_steps": self.global_steps,

@@ -5,9 +5,28 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from offload.deepspeed import comm
+from offload.deepspeed.absent import AskedWrongly
+from offload.deepspeed.utils import logger
 from offload.errors import CheckpointError, StorageError
 
 LATEST = "latest"
+
+
+def agreed_tag(tag: str, validation: str) -> str:
+    """Rank 0's, as all ranks write into one folder. Where another's differs: `validation` is "fail", "warn" or "ignore".
+
+    Raises `AskedWrongly` on every rank. Collective."""
+    tags = comm.gathered_objects(tag)
+    for rank, other in enumerate(tags):
+        if other != tags[0]:
+            said = f"the checkpoint's tag is {tags[0]!r} on rank 0, and {other!r} on rank {rank}"
+            if validation == "fail":
+                raise AskedWrongly(f"{said}: name one tag on all ranks, or set checkpoint.tag_validation to 'Warn'.")
+            if validation == "warn" and tag != tags[0]:
+                logger.warning("%s: rank 0's is taken.", said)
+            break
+    return tags[0]
 
 
 def write_latest(folder: Path, tag: str) -> None:

@@ -98,10 +98,13 @@ SECTIONS: Mapping[str, Section] = {
         },
     ),
     ZERO: Section(
-        translated=("stage", "offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_params", "cpu_offload_param"),
+        translated=(
+            *("stage", "offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_params", "cpu_offload_param"),
+            "ignore_unused_parameters",
+        ),
         without_effect=(
             *("allgather_bucket_size", "allgather_partitions", "compute_grad_norm", "contiguous_gradients"),
-            *("cpu_offload_use_pin_memory", "elastic_checkpoint", "enable_sanity_checks", "ignore_unused_parameters"),
+            *("cpu_offload_use_pin_memory", "elastic_checkpoint", "enable_sanity_checks"),
             *("leaf_module", "legacy_stage1", "load_from_fp32_weights", "log_trace_cache_warnings"),
             *("max_live_parameters", "max_reuse_distance", "memory_efficient_linear", "model_persistence_threshold"),
             *("module_granularity_threshold", "overlap_comm", "override_module_apply", "param_persistence_threshold"),
@@ -168,7 +171,8 @@ SECTIONS: Mapping[str, Section] = {
         },
     ),
     "checkpoint": Section(
-        without_effect=("tag_validation", "parallel_write", "use_node_local_storage", "checkpoint_serialization", "writer"),
+        translated=("tag_validation",),
+        without_effect=("parallel_write", "use_node_local_storage", "checkpoint_serialization", "writer"),
         refused={"load_universal": Refusal("convert it first: `python -m offload import`")},
     ),
     "tensor_parallel": Section(

@@ -16,6 +16,9 @@ from offload.errors import ConfigError
 OWN_KEYS = tuple(field.name for field in fields(Config))
 _SUBSECTIONS = ("data_types", "checkpoint", "tensor_parallel", "compile")
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_CLIPPING = 1.0
+"""Where a config says nothing, since DeepSpeed 0.19.8."""
+_TAG_VALIDATIONS = ("ignore", "warn", "fail")
 _FILLED_IN = "Hugging Face's Trainer or Accelerate fill it in from their arguments; here nobody does: write the value"
 
 
@@ -38,6 +41,9 @@ class Translation:
     batch: Batch
     steps_per_print: int | None
     drop_last: bool
+    ignores_unused: bool
+    tag_validation: str
+    """"fail", "warn" or "ignore"."""
     without_effect: tuple[str, ...]
 
     def warn(self, stacklevel: int, besides: tuple[str, ...] = ()) -> None:
@@ -65,6 +71,7 @@ def translate(mapping: Mapping[str, Any], world_size: int) -> Translation:
 class _Translator:
     def __init__(self, mapping: Mapping[str, Any]) -> None:
         self._without_effect: list[str] = []
+        self._ignores_unused = True
         self._own = {key: value for key, value in mapping.items() if key in OWN_KEYS}
         foreign = {key: value for key, value in mapping.items() if key not in OWN_KEYS and value is not None}
         if "bfloat16" in foreign:
@@ -72,10 +79,11 @@ class _Translator:
         self._top = self._sorted(TOP, foreign)
 
     def run(self, world_size: int) -> Translation:
-        for name in _SUBSECTIONS:
-            self._section(name, self._top.get(name))
+        sections = {name: self._section(name, self._top.get(name)) for name in _SUBSECTIONS}
         fields_: dict[str, Any] = self._placement() | self._precision()
-        clipping = self._number("gradient_clipping", self._top.get("gradient_clipping", 0))
+        clipping = self._number(
+            "gradient_clipping", self._top.get("gradient_clipping", 0 if "max_grad_norm" in self._own else _CLIPPING)
+        )
         if clipping:
             fields_["max_grad_norm"] = clipping
         defaults: dict[str, Any] = {"stage": 0, "parameters": "device", "optimizer_states": "device"}
@@ -89,6 +97,8 @@ class _Translator:
             batch=self._batch(world_size),
             steps_per_print=self._count("steps_per_print"),
             drop_last=self._flag("dataloader_drop_last", self._top.get("dataloader_drop_last", False)),
+            ignores_unused=self._ignores_unused,
+            tag_validation=self._tag_validation(sections["checkpoint"]),
             without_effect=tuple(self._without_effect),
         )
 
@@ -134,6 +144,7 @@ class _Translator:
         if isinstance(value, bool):  # the oldest form
             return {"stage": int(value)}
         zero = self._section(ZERO, value)
+        self._ignores_unused = self._flag(f"{ZERO}.ignore_unused_parameters", zero.get("ignore_unused_parameters", True))
         stage = zero.get("stage", 0)
         if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
             raise ConfigError(f"{ZERO}.stage={stage!r} is unknown: expected 0, 1, 2 or 3.")
@@ -184,6 +195,12 @@ class _Translator:
             return {}
         scale = self._number("fp16.loss_scale", half.get("loss_scale", 0))
         return {"dtype": "fp16"} | ({"loss_scale": scale} if scale else {})
+
+    def _tag_validation(self, checkpoint: Mapping[str, Any]) -> str:
+        mode = checkpoint.get("tag_validation", "warn")
+        if not isinstance(mode, str) or mode.lower() not in _TAG_VALIDATIONS:
+            raise ConfigError(f"checkpoint.tag_validation={mode!r} is unknown: expected 'Ignore', 'Warn' or 'Fail'.")
+        return mode.lower()
 
     def _maker(self, name: str) -> Maker | None:
         section = self._section(name, self._top.get(name))

@@ -33,6 +33,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode
 
 from offload.deferred_init.construction_modes import AnswerAsOnCpu, RecordOperators, describer
 from offload.deferred_init.held_tensors import held_tensors, replacing_held_tensors
@@ -45,7 +46,8 @@ from offload.errors import InitializerError, UsageError
 
 _registry = Registry()
 _notes = ParameterNotes()
-_depth = threading.local()
+_current = threading.local()
+"""`block`: the recording that this thread is in."""
 
 
 @contextmanager
@@ -53,12 +55,13 @@ def deferred_init() -> Iterator[None]:
     """Models built in this block have their parameters on the meta device, and remember how each is initialised.
 
     Blocks nest (an inner one changes nothing) and may follow each other: a later block can change the initial values of
-    an earlier one's model. An exception passes through and leaves torch as it was.
+    an earlier one's model. `offload.initialize` inside a block ends it: what follows is as outside of it. An exception passes
+    through and leaves torch as it was.
 
     Errors: `InitializerError` for an initialiser that cannot be replayed; `UsageError` where the default device is not
     the CPU.
     """
-    if getattr(_depth, "entered", False):
+    if _is_recording():
         yield
         return
     if torch.get_default_device().type != "cpu":
@@ -68,18 +71,59 @@ def deferred_init() -> Iterator[None]:
         )
     for parameter, note in _notes.deferred():
         _adopt(parameter, note)
-    watch = ModuleWatch()
-    tape = Tape(_registry, describer(_registry, watch))
-    _depth.entered = True
+    block = _Block()
+    _current.block = block
     try:
-        with ExitStack() as stack:
-            stack.enter_context(watch.watching())
-            stack.enter_context(RecordOperators(tape))
-            stack.enter_context(AnswerAsOnCpu(tape))
-            yield
+        yield
     finally:
-        _depth.entered = False
-    _close(tape, watch)
+        block.stop()
+    block.close()
+
+
+def end_recording() -> None:
+    """End the block that this thread is in, here: what is built or computed in the rest of it is as outside of it.
+
+    Errors: `UsageError` inside a mode of torch (`with torch.device(...)`) that was entered in the block.
+    """
+    block = getattr(_current, "block", None)
+    if block is None:
+        return
+    if not block.is_innermost:
+        raise UsageError(
+            "offload.initialize was called inside a mode of torch (as `with torch.device(...)`) inside deferred_init(): "
+            "call it after that mode's block."
+        )
+    block.stop()
+    block.close()
+
+
+class _Block:
+    """One recording: modes that are entered when it is made, and left by `stop`, once."""
+
+    def __init__(self) -> None:
+        self._watch = ModuleWatch()
+        self._tape = Tape(_registry, describer(_registry, self._watch))
+        self._answering = AnswerAsOnCpu(self._tape)
+        self._closed = False
+        with ExitStack() as stack:
+            stack.enter_context(self._watch.watching())
+            stack.enter_context(RecordOperators(self._tape))
+            stack.enter_context(self._answering)
+            self._modes = stack.pop_all()
+
+    @property
+    def is_innermost(self) -> bool:
+        return bool(_get_current_function_mode() is self._answering)
+
+    def stop(self) -> None:
+        self._modes.close()
+        _current.block = None
+
+    def close(self) -> None:
+        """Give parameters their names and what was recorded of them, and buffers their values."""
+        if not self._closed:
+            self._closed = True
+            _close(self._tape, self._watch)
 
 
 def is_deferred(tensor: Tensor) -> bool:
@@ -231,7 +275,7 @@ def _checked_value(tensor: Tensor) -> Value:
 
 
 def _is_recording() -> bool:
-    return bool(getattr(_depth, "entered", False))
+    return getattr(_current, "block", None) is not None
 
 
 def _culprit(tensors: Sequence[Tensor], values: Sequence[Value | None]) -> str:

@@ -191,6 +191,7 @@ class Training(FailureState):
                 self._launch()
 
     def backward_ended(self) -> None:
+        self._scaled_backward = False
         if self._reduction is not None and self.synchronizing:
             with self._timeline.waiting("reduction"):
                 self._reduction.end()
@@ -220,6 +221,10 @@ class Training(FailureState):
             yield
         finally:
             self._scaled_backward = before
+
+    def scaled_backward_begins(self, gradient: torch.Tensor) -> None:
+        """A hook of a scaled loss: the backward that has just begun is of it."""
+        self._scaled_backward = True
 
     # ---- between steps -------------------------------------------------------------------------------------------
 
@@ -267,6 +272,7 @@ class Training(FailureState):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient that no update has taken yet; without `set_to_none` put zeros where there was one."""
         self.check()
+        self._scaled_backward = False  # of a backward that was cut short
         self._clip_once = None  # of the gradients that are dropped
         if self._reduction is not None:
             self._reduction.settle_asked()

@@ -17,7 +17,8 @@ from offload.deepspeed_config.keys import SECTIONS, TOP
 from ..acceptance.models import stack
 from ..acceptance.runs import assert_same_bits, refused
 
-PLAIN: dict[str, Any] = {"stage": 0, "parameters": "device", "optimizer_states": "device"}
+PLAIN: dict[str, Any] = {"stage": 0, "parameters": "device", "optimizer_states": "device", "max_grad_norm": 1.0}
+"""What a config that says nothing asks for; clipping since DeepSpeed 0.19.8."""
 
 
 def zero(stage: int, **keys: Any) -> dict[str, Any]:
@@ -74,7 +75,8 @@ def at(path: str, value: Any) -> dict[str, Any]:
         ({"fp16": {"enabled": True, "loss_scale": 0, "hysteresis": 2, "loss_scale_window": 1000}}, {"dtype": "fp16"}),
         ({"fp16": {"enabled": True, "loss_scale": 128}}, {"dtype": "fp16", "loss_scale": 128.0}),
         ({"gradient_clipping": 0.5}, {"max_grad_norm": 0.5}),
-        ({"gradient_clipping": 0.0}, {}),
+        ({"gradient_clipping": 0.0}, {"max_grad_norm": None}),
+        ({"train_batch_size": 8, "max_grad_norm": 0.5}, {"max_grad_norm": 0.5}),
         ({"bf16": {"enabled": True}, "state_format": "split", "prefetch": 2}, None),
     ],
 )

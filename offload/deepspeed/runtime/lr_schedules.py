@@ -54,7 +54,10 @@ class _Schedule:
     def _set(self) -> None:
         self._last_lr = self.get_lr()
         for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
-            group["lr"] = lr
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(lr)  # others may hold it
+            else:
+                group["lr"] = lr
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Go to the next iteration, or to the given one."""

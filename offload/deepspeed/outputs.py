@@ -1,0 +1,45 @@
+"""What a forward gives back, so that a backward from it counts as one micro-batch of several.
+
+Each tensor comes as an alias whose gradient is divided on its way into the model: whatever the loop computes from however many
+outputs, each path is divided once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+
+class _Divided(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, divisor: Callable[[], float]) -> torch.Tensor:
+        ctx.divisor = divisor
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        divisor = ctx.divisor()
+        return (gradients[0] if divisor == 1 else gradients[0] / divisor), None
+
+
+def divided(outputs: Any, divisor: Callable[[], float]) -> Any:
+    """The outputs, in tuples, lists and mappings too, with gradients divided by what `divisor` says when they come."""
+    if isinstance(outputs, torch.Tensor):
+        return _Divided.apply(outputs, divisor) if outputs.grad_fn is not None else outputs  # type: ignore[no-untyped-call]
+    if isinstance(outputs, tuple):
+        made = [divided(one, divisor) for one in outputs]
+        return type(outputs)(*made) if hasattr(outputs, "_fields") else type(outputs)(made)
+    if isinstance(outputs, list):
+        return [divided(one, divisor) for one in outputs]
+    if isinstance(outputs, Mapping):
+        changed = {name: divided(one, divisor) for name, one in outputs.items()}
+        if all(changed[name] is one for name, one in outputs.items()):
+            return outputs
+        result: Any = copy.copy(outputs)
+        for name, one in changed.items():
+            result[name] = one
+        return result
+    return outputs

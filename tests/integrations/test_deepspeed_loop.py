@@ -1,0 +1,141 @@
+"""Loops of DeepSpeed's users: whose backward it is, what a forward gives, where initialize stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+import offload.deepspeed as deepspeed
+from offload.deepspeed.runtime.lr_schedules import WarmupLR
+
+from ..acceptance.runs import assert_same_bits, refused
+from ..ranks.crew import Crew
+from .conftest import small
+
+HALF = {"fp16": {"enabled": True, "loss_scale": 128}}
+Start = Callable[..., deepspeed.DeepSpeedEngine]
+
+
+def data(seed: int) -> torch.Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+
+
+class Pair(NamedTuple):
+    loss: torch.Tensor
+    rest: dict[str, Any]
+
+
+class Told(nn.Module):
+    """Gives its loss, and beside it what the loss was computed from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = small()
+
+    def forward(self, x: torch.Tensor) -> Pair:
+        hidden = self.inner(x)
+        return Pair(hidden.square().mean(), {"hidden": hidden, "all": [hidden, (hidden,)], "count": 3})
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_a_backward_of_the_scripts_own_counts_as_one_micro_batch(start: Start, dtype: str) -> None:
+    """4 divides exactly: the same bits. Each path through the outputs is divided once."""
+    config = {"gradient_accumulation_steps": 4, "train_batch_size": 12} | ({} if dtype == "fp32" else HALF)
+    theirs, ours = start(config, model=Told()), start(config, model=Told())
+    for index in range(8):
+        given = theirs(data(index))
+        theirs.backward(given.loss + given.rest["hidden"].mean())
+        theirs.step()
+        given = ours(data(index))
+        assert given.rest["count"] == 3 and isinstance(given.rest["all"][1], tuple)
+        loss = given.loss + given.rest["all"][1][0].mean()
+        (ours.scale(loss) if dtype == "fp16" else loss).backward()
+        ours.step()
+        assert ours.get_global_grad_norm() == theirs.get_global_grad_norm()
+    assert_same_bits(ours.module_state_dict(), theirs.module_state_dict())
+
+
+def test_a_mapping_stays_what_it_was(start: Start) -> None:
+    from transformers.modeling_outputs import CausalLMOutput
+
+    class Named(Told):
+        def forward(self, x: torch.Tensor) -> Any:
+            hidden = self.inner(x)
+            return CausalLMOutput(loss=hidden.square().mean(), logits=hidden)
+
+    engine = start({"gradient_accumulation_steps": 3}, model=Named())
+    given = engine(data(0))
+    assert isinstance(given, CausalLMOutput) and given.loss is given["loss"]
+    given.loss.backward()
+    engine.step()
+
+
+def test_fp16_needs_the_scale(start: Start) -> None:
+    engine = start({"fp16": {"enabled": True}})
+    with refused(offload.UsageError, "loss scale"):
+        engine(data(0)).square().mean().backward()
+    engine.scale(engine(data(0)).square().mean()).backward()
+    with refused(offload.UsageError, "loss scale"):  # the scale was for one backward
+        engine(data(0)).square().mean().backward()
+    with pytest.raises(AssertionError, match="scalar tensor"):
+        engine.scale(engine(data(0)))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_parameters_that_the_loss_does_not_use(start: Start, stage: int) -> None:
+    model = nn.ModuleDict({"used": small(), "unused": nn.Linear(2, 2)})
+    model.forward = lambda x: model["used"](x)  # type: ignore[method-assign]
+    zero = {"stage": stage, "ignore_unused_parameters": False}
+    engine = start({"zero_optimization": zero}, model=model)
+    engine.backward(engine(data(0)).square().mean())
+    if stage == 3:  # as in DeepSpeed
+        engine.step()
+        return
+    with pytest.raises(AssertionError, match=r"unused\.weight, unused\.bias.*ignore_unused_parameters") as caught:
+        engine.step()
+    assert isinstance(caught.value, offload.UsageError)
+
+
+def test_initialize_inside_the_block_of_the_model(start: Start) -> None:
+    with deepspeed.zero.Init():
+        engine = start(model=small())
+        assert not nn.Linear(2, 2).weight.is_meta  # initialize ended the block
+        engine.backward(engine(data(0)).square().mean())
+        engine.step()
+    plain = start()
+    plain.backward(plain(data(0)).square().mean())
+    plain.step()
+    assert_same_bits(engine.module_state_dict(), plain.module_state_dict())
+    with deepspeed.zero.Init(), torch.device("cpu"), refused(offload.UsageError, "torch.device"):
+        start(model=small())
+
+
+def test_a_rate_that_is_a_tensor_is_written_in_place() -> None:
+    rate = torch.tensor(0.5)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=rate)
+    schedule = WarmupLR(optimizer, 0.0, 0.8, 4, "linear")
+    assert rate.item() == 0.0
+    schedule.step()
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] is rate and rate.item() == pytest.approx(0.2)
+    assert schedule.get_last_lr() == pytest.approx([0.2])
+
+
+def test_tags_that_differ_between_ranks(two: Crew, tmp_path: Path) -> None:
+    for mode in ("Warn", "IGNORE"):
+        folder = tmp_path / mode
+        folder.mkdir()
+        assert two.do("tags", folder=str(folder), validation=mode) == [["latest", "rank-0"]] * 2
+    for name, said in two.errors("tags", folder=str(tmp_path), validation="Fail"):
+        assert name == "AskedWrongly" and "'rank-0' on rank 0" in said and "'rank-1' on rank 1" in said
+
+
+def test_initialize_inside_the_block_on_two_ranks(two: Crew) -> None:
+    first, second = two.do("init_block")
+    assert first == second and first[1] < first[0]
