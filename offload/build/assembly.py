@@ -185,7 +185,8 @@ class Assembly:
 
     def _finish(self, building: Building, described: _Described, expected: Expected, device: torch.device) -> Components:
         self.buffers = initial_buffers(self._model, self._source, described.covered, device)
-        values = InitialValues(self._source, described.covered, keeps_checksums=self._ranks is not None)
+        parameters = {fqn: info.parameter for info in described.infos for fqn in info.fqns}
+        values = InitialValues(self._source, described.covered, parameters, keeps_checksums=self._ranks is not None)
         return building.finish(described.module_units, described.by_unit, expected, values, self._state_of)
 
     def _state_of(self, info: ParameterInfo) -> InitialState:

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import nn
 
-from offload.deferred_init.deferred_init import held_values, materialize
+from offload.deferred_init.deferred_init import held_values, materialize, value_of
+from offload.deferred_init.recording import Value
 from offload.device.accelerator import Accelerator
 from offload.device.pending import AllOf
 from offload.device.records import Record
@@ -57,9 +60,26 @@ def initial_buffers(
 class InitialValues:
     """Where each parameter's initial value comes from."""
 
-    def __init__(self, source: WeightSource | None, names: Mapping[str, str], *, keeps_checksums: bool = False) -> None:
-        """`keeps_checksums`: so that ranks can tell whether they start from the same values."""
+    def __init__(
+        self,
+        source: WeightSource | None = None,
+        names: Mapping[str, str] = MappingProxyType({}),
+        parameters: Mapping[str, nn.Parameter] = MappingProxyType({}),
+        *,
+        keeps_checksums: bool = False,
+    ) -> None:
+        """`names` in `source` and `parameters`: by fqn.
+
+        keeps_checksums  so that ranks can tell whether they start from the same values
+        """
         self._source, self._names = source, names
+        self._loaded: dict[Value, Callable[[], torch.Tensor]] = {}
+        """What is recorded of parameters that come from `source`: adapters are computed from what that holds."""
+        if source is not None:
+            for fqn, name in names.items():
+                recorded = value_of(parameters[fqn]) if fqn in parameters else None
+                if recorded is not None:
+                    self._loaded[recorded] = partial(_loaded, source, name, parameters[fqn])
         self._checksums: dict[str, int] | None = {} if keeps_checksums else None
 
     def facts(self) -> dict[str, int]:
@@ -78,18 +98,25 @@ class InitialValues:
                 replayed.append(info)
             else:
                 values[info.index] = info.parameter.detach()
-        for info, value in zip(replayed, materialize([info.parameter for info in replayed]), strict=True):
-            values[info.index] = value
+        if replayed:
+            tensors = [info.parameter for info in replayed]
+            for info, value in zip(replayed, materialize(tensors, self._loaded), strict=True):
+                values[info.index] = value
         if self._checksums is not None:
             self._checksums.update({info.fqn: checksum(values[info.index]) for info in infos})
         return values
+
+
+def _loaded(source: WeightSource, name: str, parameter: nn.Parameter) -> torch.Tensor:
+    """What `source` holds, as the parameter has it."""
+    return torch.empty_like(parameter, device="cpu", requires_grad=False).copy_(source.load(name))
 
 
 class NoValues(InitialValues):
     """Zeros: a load is about to bring the values."""
 
     def __init__(self) -> None:
-        super().__init__(None, {})
+        super().__init__()
 
     def of(self, infos: Sequence[ParameterInfo]) -> dict[int, torch.Tensor]:
         return {info.index: torch.zeros((), dtype=info.dtype).expand(info.shape) for info in infos}

@@ -26,7 +26,7 @@ from offload.checkpoint.model_names import buffers_once, kept_fqn, model_configs
 from offload.checkpoint.numbering import check_keep_last, checked_target, highest_number, numbered
 from offload.checkpoint.opened import OpenedCheckpoint
 from offload.checkpoint.param_groups import group_numbers, restore_group_numbers
-from offload.checkpoint.peft_export import Merging, Skeleton, adapter_files, is_peft
+from offload.checkpoint.peft_export import Merging, Skeleton, adapter_files
 from offload.checkpoint.random_state import CPU, DEVICE, put_random_state
 from offload.checkpoint.restoring import StateWriter, StoredParameter
 from offload.checkpoint.saving import Save, Saver
@@ -34,6 +34,7 @@ from offload.checkpoint.state_reading import StateReader
 from offload.errors import CheckpointError, EngineFailedError, OffloadError, RankError, StorageError, UsageError, words_of
 from offload.model.flat import ParameterInfo
 from offload.model.optimizer import OffloadOptimizer
+from offload.model.peft_names import is_peft
 from offload.ranks.agreement import MeetingPoint
 from offload.step.components import Components
 from offload.step.gathering import Gathering

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 import tempfile
 import warnings
 from collections import OrderedDict
@@ -30,14 +29,6 @@ _HOOKS = (
     "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
 _PREFIX = "base_model.model."
-
-
-def is_peft(model: nn.Module) -> bool:
-    """Whether the model is PEFT's, or a Hugging Face model that PEFT put adapters into."""
-    peft = sys.modules.get("peft")
-    if peft is None:
-        return False
-    return isinstance(model, (peft.PeftModel, peft.PeftMixedModel)) or bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 class Skeleton:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from offload.deferred_init.file_values import MappedFiles
 from offload.deferred_init.parameter_names import ModuleWatch, modules_under_construction
 from offload.deferred_init.recording import Registry, touched_memories
 from offload.deferred_init.replay import needed_operations
@@ -59,6 +60,7 @@ class AnswerAsOnCpu(TorchFunctionMode):
     def __init__(self, tape: Tape) -> None:
         super().__init__()
         self._tape = tape
+        self._files = MappedFiles()
         self._answers: dict[Any, Callable[..., Any]] = {
             Tensor.device.__get__: lambda tensor, *_: torch.device("cpu"),
             Tensor.is_meta.__get__: lambda tensor, *_: False,  # type: ignore[attr-defined]
@@ -79,6 +81,10 @@ class AnswerAsOnCpu(TorchFunctionMode):
         answer = self._answers.get(func)
         if answer is not None and any(self._tape.is_deferred(arg) for arg in args[:2]):
             return answer(*args, **kwargs)
+        if func is torch.asarray and isinstance(args[0], torch.UntypedStorage) and kwargs.get("dtype") is torch.uint8:
+            content = self._files.find(args[0])
+            if content is not None:
+                return self._tape.read(content)
         if "device" not in kwargs or torch.device(kwargs["device"] or "cpu").type != "meta":
             return func(*args, **kwargs)
         self._tape.meta_requested = True

@@ -16,6 +16,9 @@ largest tensor.
 When the block ends, buffers and other tensors that modules hold (as attributes, or in lists, tuples and dicts which are
 attributes) become real tensors; parameters stay on the meta device.
 
+What is loaded from safetensors inside the block is remembered, not read: `from_pretrained` of a local folder gives a model on
+the meta device whose values are those of its files, each read when it is asked for.
+
 Limits. `.numpy()`, `data_ptr()` and DLPack give memory to others, which a recording cannot follow: `InitializerError`.
 Values changed through `parameter.data` after the block cannot be noticed; changes made on the parameter itself are, and
 are an error. A cast after the block (`model.to(torch.bfloat16)`) is applied to the replayed values. Parameters made
@@ -27,9 +30,11 @@ threads should not change one model at once; see `offload.deferred_init.replay` 
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +53,8 @@ _registry = Registry()
 _notes = ParameterNotes()
 _current = threading.local()
 """`block`: the recording that this thread is in."""
+_NOTHING: Mapping[Value, Callable[[], Tensor]] = MappingProxyType({})
+_SEQUENTIAL_LOADING = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
 @contextmanager
@@ -107,6 +114,7 @@ class _Block:
         self._closed = False
         with ExitStack() as stack:
             stack.enter_context(self._watch.watching())
+            stack.enter_context(_loading_in_this_thread())
             stack.enter_context(RecordOperators(self._tape))
             stack.enter_context(self._answering)
             self._modes = stack.pop_all()
@@ -132,7 +140,7 @@ def is_deferred(tensor: Tensor) -> bool:
         return tensor.is_meta and (_registry.value(tensor) is not None or _castable(tensor, _notes.find(tensor)))
 
 
-def materialize(tensors: Sequence[Tensor]) -> list[Tensor]:
+def materialize(tensors: Sequence[Tensor], replaced: Mapping[Value, Callable[[], Tensor]] = _NOTHING) -> list[Tensor]:
     """The initial values of deferred parameters and buffers: real CPU tensors of their shapes, dtypes and strides.
 
     Only the operations that these values need are run; memory is bounded by the results and what one of these
@@ -140,14 +148,16 @@ def materialize(tensors: Sequence[Tensor]) -> list[Tensor]:
     call gives the same values. A tensor that is not on the meta device is returned detached. Results share memory only
     where the given tensors do. The caller owns the results.
 
+    replaced  recorded values (of `value_of`) that others take the place of: what was computed from them is from those
+
     Errors: `InitializerError`, naming the parameter.
     """
     with plain_torch():
         values = [_checked_value(tensor) if tensor.is_meta else None for tensor in tensors]
         try:
-            storages = replay([value for value in values if value is not None])
+            storages = replay([value for value in values if value is not None], replaced)
         except InitializerError as error:
-            raise InitializerError(f"{_culprit(tensors, values)} cannot be initialised: {error}") from error
+            raise InitializerError(f"{_culprit(tensors, values, replaced)} cannot be initialised: {error}") from error
         results = [
             tensor.detach() if value is None else _registry.view(tensor).of(storages[value.memory])
             for tensor, value in zip(tensors, values, strict=True)
@@ -158,6 +168,12 @@ def materialize(tensors: Sequence[Tensor]) -> list[Tensor]:
             if value is not None and is_part and memories.count(value.memory) == 1:
                 results[index] = result.clone()
     return results
+
+
+def value_of(tensor: Tensor) -> Value | None:
+    """What is recorded of a deferred tensor; None of others."""
+    with torch._C.DisableTorchFunction():
+        return _checked_value(tensor) if is_deferred(tensor) else None
 
 
 def materialize_buffers(model: nn.Module) -> None:
@@ -193,6 +209,21 @@ def held_values(modules: list[nn.Module]) -> dict[int, Tensor]:
 def name_parameters(model: nn.Module) -> None:
     """Let errors name the parameters of `model` by their fqns in it, not by those they had at the end of the block."""
     _notes.name(model)
+
+
+@contextmanager
+def _loading_in_this_thread() -> Iterator[None]:
+    """Hugging Face's `from_pretrained` loads in threads of its own, which no mode of this one reaches, unless it is told not
+    to; other threads that load meanwhile do without theirs."""
+    before = os.environ.get(_SEQUENTIAL_LOADING)
+    os.environ[_SEQUENTIAL_LOADING] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(_SEQUENTIAL_LOADING, None)
+        else:
+            os.environ[_SEQUENTIAL_LOADING] = before
 
 
 def _close(tape: Tape, watch: ModuleWatch) -> None:
@@ -278,11 +309,11 @@ def _is_recording() -> bool:
     return getattr(_current, "block", None) is not None
 
 
-def _culprit(tensors: Sequence[Tensor], values: Sequence[Value | None]) -> str:
+def _culprit(tensors: Sequence[Tensor], values: Sequence[Value | None], replaced: Mapping[Value, Callable[[], Tensor]]) -> str:
     """Names the first of `tensors` which fails by itself."""
     for tensor, value in zip(tensors, values, strict=True):
         try:
-            replay([] if value is None else [value])
+            replay([] if value is None else [value], replaced)
         except InitializerError:
             note = _notes.find(tensor)
             return f"a tensor of shape {tuple(tensor.shape)}" if note is None else f"parameter {note.fqn!r}"

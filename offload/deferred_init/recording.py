@@ -121,7 +121,7 @@ class Operation:
     """
 
     index: int
-    function: Any  # torch._ops.OpOverload
+    function: Any  # torch._ops.OpOverload, or FileBytes
     args: Any
     kwargs: Any
     reads: tuple[Value, ...]

@@ -12,8 +12,9 @@ meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from offload.deferred_init.recording import (
 from offload.device.freed_memory import freed_memory
 from offload.errors import InitializerError
 
+_NOTHING: Mapping[Value, Callable[[], Tensor]] = MappingProxyType({})
 _GLOBAL_GENERATOR = "__global_generator__"
 
 _aten = torch.ops.aten
@@ -59,15 +61,41 @@ def needed_operations(values: Iterable[Value], known: Collection[Value] = ()) ->
     return [found[index] for index in sorted(found)]
 
 
-def replay(values: Iterable[Value]) -> dict[Memory, torch.UntypedStorage]:
+def replay(
+    values: Iterable[Value], replaced: Mapping[Value, Callable[[], Tensor]] = _NOTHING
+) -> dict[Memory, torch.UntypedStorage]:
     """Real CPU storages with `values`, by memory. The caller owns them.
+
+    replaced  values that are asked for, as tensors that fill their memory, instead of being computed
 
     Errors: `InitializerError` if an operation fails, or if a tensor it reads has changed since.
     """
     wanted = list(values)
-    storages: dict[Memory, torch.UntypedStorage] = {}
-    execute(needed_operations(wanted), storages, {value.memory for value in wanted})
+    operations = needed_operations(wanted, replaced)
+    storages = {
+        value.memory: _filled(value, replaced[value])
+        for value in {read: None for operation in operations for read in operation.reads}
+        if value in replaced
+    }
+    _refuse_former_values(operations, replaced)
+    execute(operations, storages, {value.memory for value in wanted})
     return storages
+
+
+def _filled(value: Value, make: Callable[[], Tensor]) -> torch.UntypedStorage:
+    storage = torch.UntypedStorage(value.nbytes)
+    tensor = make()
+    tensor.new_empty(0).set_(storage, 0, tensor.size(), tensor.stride()).copy_(tensor)
+    return storage
+
+
+def _refuse_former_values(operations: Iterable[Operation], replaced: Mapping[Value, Callable[[], Tensor]]) -> None:
+    made_by = {operation.index for operation in needed_operations(replaced)}
+    if any(operation.index in made_by for operation in operations):
+        raise InitializerError(
+            "it is computed from what another parameter was before that was changed, and weights= brings that one's last value "
+            "only: have from_pretrained load the weights inside deferred_init()"
+        )
 
 
 def execute(operations: list[Operation], storages: dict[Memory, torch.UntypedStorage], kept: Collection[Memory]) -> None:

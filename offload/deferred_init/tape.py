@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload.deferred_init.file_values import FileBytes
 from offload.deferred_init.present_values import PresentValues
 from offload.deferred_init.recording import (
     Constant,
@@ -80,6 +81,8 @@ class Tape:
         if not tensors:
             return self._create(function, args, kwargs)
         if not any(self.is_deferred(tensor) for tensor in tensors):
+            if function.overloadpacket in _SHAPE_ONLY and tensors[0].is_meta and _is_cpu(kwargs.get("device")):
+                return self._compute(_Call(self.registry, function, args, kwargs))
             if function is aten.lift_fresh.default and _is_private(tensors[0]):
                 return self.lift(tensors[0])
             return function(*args, **kwargs)
@@ -95,6 +98,24 @@ class Tape:
             twin: Tensor = _meta_twin(tensor)
             clone = _Call(self.registry, aten.clone.default, (tensor,), {})
             self._append(clone, aten.clone.default, {}, [twin])
+        return twin
+
+    def read(self, content: FileBytes) -> Tensor:
+        """A deferred tensor, uint8 [nbytes], with what lies in a file."""
+        with plain_torch():
+            twin = torch.empty(content.nbytes, dtype=torch.uint8, device="meta")
+            output = Output(0, view_over(Memory(), twin), content.nbytes)
+            operation = Operation(
+                index=next_index(),
+                function=content,
+                args=(),
+                kwargs={},
+                reads=(),
+                writes=(),
+                outputs=(output,),
+                default_dtype=torch.get_default_dtype(),
+            )
+            self._assign(twin, Value(output.view.memory, operation, output.nbytes))
         return twin
 
     def real(self, tensor: Tensor) -> Tensor:
@@ -276,7 +297,8 @@ class _Call:
         return any(real)
 
     def refuse_undefined_inputs(self) -> None:
-        for tensor in self.tensors:
+        read = [tensor for _, given, is_read in self._arguments() if is_read for tensor in tensor_leaves([given])]
+        for tensor in read if self.function.overloadpacket in _SHAPE_ONLY else self.tensors:
             if tensor.is_meta and self.registry.value(tensor) is None:
                 raise InitializerError(
                     f"{self.function} reads a meta tensor of shape {tuple(tensor.shape)} that has no value; create it "
@@ -288,6 +310,10 @@ class _Call:
 
 def _is_written(argument: Any) -> bool:
     return argument.alias_info is not None and bool(argument.alias_info.is_write)
+
+
+def _is_cpu(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "cpu"
 
 
 def _is_private(tensor: Tensor) -> bool:

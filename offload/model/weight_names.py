@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from offload.errors import InitializerError
 from offload.model.file_dtypes import converts
+from offload.model.peft_names import base_namer
 
 _LISTED_COUNT = 10
 # Buffers which models used to save, and which old checkpoints therefore hold; models today compute them.
@@ -54,10 +55,12 @@ def match_names(model: nn.Module, stored: Mapping[str, Stored], origin: str) -> 
     `origin` is where `stored` comes from, for errors. Errors: `InitializerError` with all differences.
     """
     tensors = persistent_tensors(model)
+    namer = base_namer(model)
+    base_names = {fqn: namer(fqn) for fqn in tensors}
     first_fqn: dict[int, str] = {}
-    for fqn, tensor in tensors.items():
-        first_fqn.setdefault(id(tensor), fqn)
-    by_fqn, unexpected = _names_by_fqn(model, stored, tensors, origin)
+    for fqn in sorted(tensors, key=lambda fqn: base_names[fqn] is None):
+        first_fqn.setdefault(id(tensors[fqn]), fqn)
+    by_fqn, unexpected = _names_by_fqn(model, stored, {name: fqn for fqn, name in base_names.items() if name}, origin)
     found: dict[str, tuple[str, ...]] = {}
     for fqn, tensor in tensors.items():
         if fqn in by_fqn:
@@ -70,7 +73,8 @@ def match_names(model: nn.Module, stored: Mapping[str, Stored], origin: str) -> 
     for fqn in dict.fromkeys(first_fqn.values()):
         shape = tuple(tensors[fqn].shape)
         if fqn not in found:
-            if not ignorable(fqn):
+            name = base_names[fqn]
+            if name is not None and not ignorable(name):
                 differences.missing.append(f"{fqn} {list(shape)}")
             continue
         differences.misshapen += [
@@ -106,16 +110,18 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _names_by_fqn(
-    model: nn.Module, names: Iterable[str], expected: Mapping[str, Tensor], origin: str
+    model: nn.Module, names: Iterable[str], fqns: Mapping[str, str], origin: str
 ) -> tuple[dict[str, str], list[str]]:
-    """({fqn: name}, names for which there is no fqn), with the model's prefix added or taken away where that helps."""
+    """({fqn: name}, names for which there is no fqn), with the model's prefix added or taken away where that helps.
+
+    `fqns`: by what is looked for."""
     prefix = getattr(model, "base_model_prefix", "")
     prefix = f"{prefix}." if isinstance(prefix, str) and prefix else ""
     by_fqn: dict[str, str] = {}
     unexpected: list[str] = []
     for name in names:
         candidates = (name, prefix + name, name.removeprefix(prefix))
-        fqn = next((candidate for candidate in candidates if candidate in expected), None)
+        fqn = next((fqns[candidate] for candidate in candidates if candidate in fqns), None)
         if fqn is None:
             unexpected.append(name)
         elif fqn in by_fqn:

@@ -74,6 +74,7 @@ class WeightSource:
         be missing, left over or of another shape; of dtypes floating-point ones may differ (`file_dtypes.converts`), casting
         is up to the caller. Any of the names
         of a tied parameter will do; if several are there, they must be equal (they are compared in pieces).
+        Of a model with PEFT's adapters the names are those of the base model, and adapters keep their own initial values.
         As in Hugging Face's `from_pretrained`, names may lack the model's `base_model_prefix` or have it in excess, and
         names which the model declares as ignorable (`_keys_to_ignore_on_load_missing`, `..._unexpected`) are: an fqn
         of the former kind is absent from the result and keeps its own initial value.

@@ -1,0 +1,51 @@
+"""What the parameters of a model are called where PEFT has not put adapters into it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+def is_peft(model: nn.Module) -> bool:
+    """Whether the model is PEFT's, or a Hugging Face model that PEFT put adapters into."""
+    peft = sys.modules.get("peft")
+    if peft is None:
+        return False
+    return isinstance(model, (peft.PeftModel, peft.PeftMixedModel)) or bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def base_namer(model: nn.Module) -> Callable[[str], str | None]:
+    """A function that gives for the fqn of a parameter or buffer the one that it has in the base model; None for what is an
+    adapter's. The identity where there are none."""
+    if not is_peft(model):
+        return lambda fqn: fqn
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    get_base: Any = getattr(model, "get_base_model", None)
+    base = get_base() if get_base is not None else model
+    outer = next(name for name, module in model.named_modules() if module is base)
+    prefix = f"{outer}." if outer else ""
+    wrapped = {
+        name: ("base_layer",) if isinstance(module, BaseTunerLayer) else ("original_module", "token_adapter")
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
+    }
+
+    def base_name(fqn: str) -> str | None:
+        if not fqn.startswith(prefix):
+            return None
+        kept: list[str] = []
+        parts, within = fqn.split("."), None
+        for position, part in enumerate(parts):
+            if within is None:
+                kept.append(part)
+            elif part not in within:
+                return None
+            within = wrapped.get(".".join(parts[: position + 1]))
+        return ".".join(kept).removeprefix(prefix)
+
+    return base_name
