@@ -80,7 +80,6 @@ class _BackwardUse:
         # Autograd's graph holds uses where Python's collector sees them one layer of the model at a time.
         self._hooks, self._unit_index, self.reads_values = weakref.ref(hooks), unit.index, reads_values
         self.version = version if reads_values else None
-        self.open = False
         self.inputs_need_gradients = False
         self.graph_task = -1
         self.awaited: set[int] = set()
@@ -108,8 +107,9 @@ class _BackwardUse:
             raise UsageError(
                 "backward reached a forward whose engine is gone, and its parameters with it: run the forward again."
             )
-        if not self.open:
-            self.open, self.graph_task = True, torch._C._current_graph_task_id()
+        hooks.enter_backward()
+        if self not in hooks.open_uses:
+            self.graph_task = torch._C._current_graph_task_id()
             self.awaited = {info.index for info in hooks._units[self._unit_index].parameters if info.parameter.requires_grad}
             hooks.backward_use_started(self)
 
@@ -122,8 +122,7 @@ class _BackwardUse:
 
     def end(self, *_: Any) -> None:
         hooks = self._hooks()
-        if self.open and hooks is not None:
-            self.open = False
+        if hooks is not None and self in hooks.open_uses:
             hooks.backward_use_ended(self)
 
     def gradient_arrived(self, info: ParameterInfo) -> None:
@@ -220,8 +219,9 @@ class Hooks:
         self._calls: list[_Call] = []
         self.clock = itertools.count(1)
         """Numbers the begins and ends of calls."""
-        self._open_uses: dict[_BackwardUse, None] = {}
-        self._graph_tasks: list[int] = []
+        self.open_uses: dict[_BackwardUse, None] = {}
+        self._graph_tasks: dict[int, weakref.ref[_GraphTaskEnd]] = {}
+        """Those that go on, with what PyTorch drops when an exception cuts one short."""
         self._passed: Counter[int] = Counter()
         """By unit: its forwards without a graph that a reentrant checkpoint may yet compute again, and go through."""
         self._left_early: dict[int, Unit] = {}
@@ -280,7 +280,7 @@ class Hooks:
                 self._calls.pop()
                 return successor._before_forward(successor._units[unit.index], module, args, kwargs)
         if inside_backward and torch.is_grad_enabled():
-            self._enter_backward()  # before a backward inside this one is taken for the whole
+            self.enter_backward()  # before a backward inside this one is taken for the whole
         if module not in unit.modules and self._residency.in_use(unit):
             return None
         in_step = inside_backward or torch.is_grad_enabled() or any(other.recorded for other in self._calls)
@@ -374,7 +374,7 @@ class Hooks:
     def _reset(self) -> None:
         """A new outermost forward: nothing of an earlier forward or backward that was cut short is still going on."""
         self._listener.turn.begin_anew()
-        self._open_uses.clear()
+        self.open_uses.clear()
         self._graph_tasks.clear()
         self._left_early.clear()
         if self._backward_ended:  # else this may be a second forward before one backward
@@ -386,26 +386,42 @@ class Hooks:
 
     # ---- backward ------------------------------------------------------------------------------------------------
 
-    def _enter_backward(self) -> None:
+    def enter_backward(self) -> None:
+        """The backward that runs reached the model."""
         graph_task = torch._C._current_graph_task_id()
         if graph_task not in self._graph_tasks:
             with self._listener.failures():
+                self._forget_cut_short()
                 if not self._graph_tasks:
                     self._accumulates = False
                     self._listener.backward_begins()
-                self._graph_tasks.append(graph_task)
                 # Runs when this graph task is done; a reentrant checkpoint's backward is a graph task inside another.
                 end = _GraphTaskEnd(self, graph_task)
+                self._graph_tasks[graph_task] = weakref.ref(end)
                 torch.autograd.Variable._execution_engine.queue_callback(end)
                 self._listener.turn.begin(graph_task, as_long_as=end)
+
+    def _forget_cut_short(self) -> None:
+        """Nothing of a backward that an exception cut short is going on, where no forward came since either."""
+        gone = [graph_task for graph_task, end in self._graph_tasks.items() if end() is None]
+        for graph_task in gone:
+            del self._graph_tasks[graph_task]
+            self._parts.forget(graph_task)
+        for use in [use for use in self.open_uses if use.graph_task in gone]:
+            del self.open_uses[use]
+            if use.reads_values:
+                self._residency.end_use(use.unit, recorded=True)
+        if gone and not self._graph_tasks:
+            self._left_early.clear()
+            self.second_order.abandon()
 
     def _graph_task_done(self, graph_task: int) -> None:
         self._parts.forget(graph_task)
         if graph_task not in self._graph_tasks:
             return
-        self._graph_tasks.remove(graph_task)
+        del self._graph_tasks[graph_task]
         is_whole = not self._graph_tasks
-        for use in [use for use in self._open_uses if is_whole or use.graph_task == graph_task]:
+        for use in [use for use in self.open_uses if is_whole or use.graph_task == graph_task]:
             use.end()
         if is_whole:
             with self._listener.failures():
@@ -418,22 +434,20 @@ class Hooks:
                     self._listener.backward_ended()
 
     def _second_order_reaches(self, unit_index: int, version: int | None) -> None:
-        self._enter_backward()
+        self.enter_backward()
         self._listener.backward_reaches(self._units[unit_index], version)
 
     def backward_use_started(self, use: _BackwardUse) -> None:
-        self._enter_backward()
-        for other in [other for other in self._open_uses if other.is_behind(use)]:
+        for other in [other for other in self.open_uses if other.is_behind(use)]:
             other.end()
-        self._open_uses[use] = None
         with self._listener.failures():
             self._listener.backward_reaches(use.unit, use.version)
             if use.reads_values:
                 self._residency.start_use(use.unit, recorded=True)
+            self.open_uses[use] = None
 
     def backward_use_ended(self, use: _BackwardUse) -> None:
-        if self._open_uses.pop(use, self) is self:
-            return  # its backward was abandoned
+        del self.open_uses[use]
         with self._listener.failures():
             if use.reads_values:
                 self._residency.end_use(use.unit, recorded=True, then=lambda: self._left(use.unit))
@@ -475,7 +489,7 @@ class Hooks:
     def _before_accumulation(self, unit_position: int, parameter_position: int) -> None:
         unit = self._units[unit_position]
         info = unit.parameters[parameter_position]
-        self._enter_backward()
+        self.enter_backward()
         if info.trainable and is_accumulated(torch._C._current_autograd_node()):
             self._accumulates = True
             with self._listener.failures():
@@ -488,7 +502,7 @@ class Hooks:
             with self._listener.failures():
                 self._parts.deliver(info)
                 self._listener.gradient_arrived(unit, info)
-        for use in [use for use in self._open_uses if use.unit is unit]:
+        for use in [use for use in self.open_uses if use.unit is unit]:
             use.gradient_arrived(info)
 
 

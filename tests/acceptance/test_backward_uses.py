@@ -17,7 +17,7 @@ from offload.planning.trace import Edge, Event
 from offload.step.update import Updates
 
 from .models import IN_MEMORY, IN_PLACE_IN_BACKWARD, ON_NVME, ON_NVME_IN_PLACE, Setup, adamw
-from .runs import assert_same_bits, digest, run_engine, token_loop
+from .runs import assert_same_bits, digest, refused, run_engine, token_loop
 
 BLOCKS = 5
 TEXT = {"vocab_size": 256, "d_model": 32}
@@ -191,3 +191,20 @@ def test_what_another_thread_recorded_is_in_no_order_with_the_rest(tmp_path: Pat
         events = engine._parts.residency._recorder.take().events[4:]
         assert events[:2] == (Event(Edge.START, 2), Event(Edge.START, 1))
         assert {event.edge for event in events[2:]} == {Edge.END}
+
+
+def test_a_stale_graph_is_refused_each_time() -> None:
+    """Not only by the first backward, which its refusal cut short."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    with opened_with(model) as engine:
+        old = model(torch.ones(2, 4)).square().mean()
+        model(torch.ones(2, 4)).sum().backward()
+        engine.step()
+        engine.zero_grad()
+        with torch.no_grad():
+            model(torch.ones(2, 4))  # the update has ended
+        for _ in range(3):
+            with refused(offload.UsageError, "through a forward that ran before"):
+                old.backward(retain_graph=True)
+        assert model.weight.grad is None

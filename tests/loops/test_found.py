@@ -101,6 +101,16 @@ FOUND = {
             op("forward", batch=1),
         ),
     ),
+    "the second backward through a graph from before a step was not refused as such": Program(
+        Model(width=3),
+        (Setup(prefetch=0),),
+        (
+            op("forward", batch=0),
+            op("train", batch=0),
+            op("backward", retain=True),
+            op("backward", fails_at=0),
+        ),
+    ),
 } | {
     f"one backward through what is used twice found no room, {where}": Program(
         Model(width=3, blocks=blocks, reused=True, tie=tie, checkpointing="reentrant"),
