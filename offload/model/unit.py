@@ -4,6 +4,8 @@
     UnitResidency  whether it is in device memory, and who uses it there
     Fetch          what brings it there
     UnitShard      whether its gradients or its update are under way
+    UnitGradient   its gradients until the ranks have averaged them
+    UnitUpdate     its update, in `offload.model.update`
 
 The actors of `offload.step` do things to units and keep queues of them; what one of them has to remember of a unit lies here.
 """
@@ -24,6 +26,7 @@ from offload.errors import InitializerError
 from offload.layout import UnitLayout
 from offload.model.chunk import Chunk
 from offload.model.flat import Flat, ParameterInfo
+from offload.model.update import EarlyUpdate, UnitUpdate
 from offload.planning.route import Emission, Route
 from offload.ranks.rendezvous import Request
 
@@ -119,6 +122,26 @@ class UnitShard:
         self.state = state
 
 
+@dataclass(slots=True, eq=False)
+class UnitGradient:
+    """Written by `Reduction` in the thread that drives the model (and backward's), `present` by the rendezvous'.
+
+    buffers  by position in the unit's flats: [flat.numel], the flat's dtype, or fp32 once something was added. They are the
+             rendezvous' thread's while `asked` is not settled
+    arrived  parameters whose gradient this rank has put there since they were last reduced
+    asked    their reduction; `ready`: when what compute does to the buffers is done
+    present  parameters that got a gradient on some rank since the last step, as far as reduced
+    told     those of `present` that count for the coming step already
+    """
+
+    buffers: dict[int, torch.Tensor] = field(default_factory=dict)
+    arrived: set[int] = field(default_factory=set)
+    asked: Request | None = None
+    ready: Pending | None = None
+    present: set[int] = field(default_factory=set)
+    told: set[int] = field(default_factory=set)
+
+
 @contextmanager
 def _without_weak_references(modules: Iterable[nn.Module]) -> Iterator[None]:
     """`swap_tensors` refuses tensors with weak references; recurrent modules keep such references to their own weights."""
@@ -165,6 +188,21 @@ class Unit:
     """How often its values have changed since the engine was made. Written as `shard` is."""
     fetch: Fetch | None = None
     """Written by the fetcher, in the thread that drives the model; its copies are added by the fetcher's lane."""
+    update: UnitUpdate | None = None
+    """Enqueued and not finished: the parameters are not yet those of the last step. Written by `Updates`, in the thread that
+    drives the model; the others read it."""
+    early: EarlyUpdate | None = None
+    """While an update that began before the norm was known can be undone. Written by `Speculation`, in the thread that drives
+    the model (and backward's)."""
+    gradient: UnitGradient = field(default_factory=UnitGradient)
+    """Of use where there are several ranks."""
+    chunks: list[Chunk] = field(init=False)
+    """What this rank keeps of it, in order; `trained_chunks`: what it updates of it."""
+    trained_chunks: list[Chunk] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.chunks = [chunk for flat in self.flats for chunk in flat.chunks]
+        self.trained_chunks = [chunk for chunk in self.chunks if chunk.flat.layout.trainable]
 
     @property
     def needs_residency(self) -> bool:
@@ -201,11 +239,6 @@ class Unit:
                 else:
                     held[info.index] = info.parameter.data
                     info.parameter.data = view
-
-    @property
-    def chunks(self) -> list[Chunk]:
-        """What this rank updates of it, in order."""
-        return [chunk for flat in self.flats for chunk in flat.chunks]
 
     @property
     def homes(self) -> list[Chunk]:

@@ -103,7 +103,7 @@ class StagedFetcher(Fetcher):
         for flat in unit.flats:
             flat.memory.fill()
         updates = self._updates
-        update = updates.launch(unit) if updates is not None and updates.is_pending(unit) else None
+        update = updates.launch(unit) if updates is not None and unit.update is not None else None
         unit.fetch = fetch = Fetch()
         fetch.job = self._lane.submit(lambda: self._bring(unit, fetch.copies, update))
 

@@ -15,20 +15,18 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from offload.device.accelerator import Accelerator
-from offload.device.pending import Pending
 from offload.errors import ConfigError
 from offload.model.flat import Flat, ParameterInfo
 from offload.model.unit import Unit
 from offload.planning.budget import UNREDUCED_UNITS
 from offload.ranks.agreement import MeetingPoint
 from offload.ranks.averaging import HostReduction, averages_on_device
-from offload.ranks.rendezvous import Rendezvous, Request
+from offload.ranks.rendezvous import Rendezvous
 from offload.ranks.transport import Ranks
 from offload.step.gradients import Gradients
 from offload.tiers.memory import HostMemory, MemoryLedger
@@ -47,21 +45,6 @@ def average_dtype() -> str:
     return chosen
 
 
-@dataclass(slots=True, eq=False)
-class _UnitGradient:
-    unit: Unit
-    buffers: dict[int, Tensor] = field(default_factory=dict)
-    """By position in `unit.flats`: [flat.numel], the flat's dtype, or fp32 once something was added."""
-    arrived: set[int] = field(default_factory=set)
-    asked: Request | None = None
-    ready: Pending | None = None
-    """When what compute does to the buffers is done."""
-    present: set[int] = field(default_factory=set)
-    """Parameters that got a gradient on some rank since the last step, as far as reduced. Written by the rendezvous' thread."""
-    told: set[int] = field(default_factory=set)
-    """Those of `present` that `newly_present` has named."""
-
-
 class Reduction:
     """See the module. `reduce` runs in the rendezvous' thread, everything else in the training thread."""
 
@@ -75,12 +58,12 @@ class Reduction:
         *,
         stage: int,
     ) -> None:
-        self._states = [_UnitGradient(unit) for unit in units]
+        self._units = units
         self._accelerator, self._ledger = accelerator, ledger
         self._landing: HostMemory | None = None
         self._rounds = average_dtype() == "compute"
         self._gradients, self._ranks, self._stage = gradients, ranks, stage
-        self._in_flight: deque[_UnitGradient] = deque()
+        self._in_flight: deque[Unit] = deque()
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self.rendezvous: Rendezvous | None = None
         self.peak_nbytes = 0
@@ -90,14 +73,15 @@ class Reduction:
     def arrive(self, info: ParameterInfo, flat: Flat, gradient: Tensor, *, is_part: bool) -> None:
         """Take in a gradient that this rank computed; add it where the unit has one of this parameter already, as PyTorch
         would where that is of this backward (`is_part`), else in fp32."""
-        state = self._states[info.unit_index]
-        self._reclaim(wait_for=state)
-        position = state.unit.flats.index(flat)
+        unit = self._units[info.unit_index]
+        state = unit.gradient
+        self._reclaim(wait_for=unit)
+        position = unit.flats.index(flat)
         slot = flat.slot_of(info)
         ordered = info.in_memory_order(gradient)
         buffer = state.buffers.get(position)
         if buffer is None:
-            buffer = state.buffers[position] = self._buffer(state, flat.layout.numel, flat.dtype)
+            buffer = state.buffers[position] = self._buffer(unit, flat.layout.numel, flat.dtype)
         if info.index not in state.arrived:
             buffer[slot.start : slot.stop].copy_(ordered)
         elif is_part:
@@ -111,26 +95,27 @@ class Reduction:
 
     def drop(self, info: ParameterInfo) -> None:
         """Forget what arrived of this parameter and was not reduced yet."""
-        state = self._states[info.unit_index]
+        unit = self._units[info.unit_index]
+        state = unit.gradient
         if info.index in state.arrived:
-            self._reclaim(wait_for=state)
+            self._reclaim(wait_for=unit)
             state.arrived.discard(info.index)
         state.present.discard(info.index)
         state.told.discard(info.index)
 
     def leave(self, unit: Unit) -> None:
         """Backward left the unit: reduce what it has, from stage 2 on."""
-        state = self._states[unit.index]
+        state = unit.gradient
         # The root waits for the end of backward: what units share may get a second gradient until then.
         if self._stage >= 2 and unit.index != 0 and state.arrived and state.asked is None:
-            self._ask(state)
+            self._ask(unit)
 
     def ask_rest(self) -> None:
         """Have everything reduced that has arrived and is not asked for."""
         self._reclaim()
-        for state in self._states:
-            if state.arrived and state.asked is None:
-                self._ask(state)
+        for unit in self._units:
+            if unit.gradient.arrived and unit.gradient.asked is None:
+                self._ask(unit)
 
     def settle_asked(self) -> None:
         """What a backward asked for that did not come to its end is reduced: nothing of it arrives later."""
@@ -146,50 +131,54 @@ class Reduction:
 
     def newly_present(self) -> list[int]:
         """Indices of the parameters that got a gradient on some rank, as far as reduced and not named before."""
-        found = [index for state in self._states for index in state.present - state.told]
-        for state in self._states:
-            state.told |= state.present
+        found = [index for unit in self._units for index in unit.gradient.present - unit.gradient.told]
+        for unit in self._units:
+            unit.gradient.told |= unit.gradient.present
         return found
 
     def forget(self, infos: list[ParameterInfo]) -> None:
         """The gradients of these parameters belong to an update: what comes from now on is new."""
         for info in infos:
-            self._states[info.unit_index].present.discard(info.index)
-            self._states[info.unit_index].told.discard(info.index)
+            gradient = self._units[info.unit_index].gradient
+            gradient.present.discard(info.index)
+            gradient.told.discard(info.index)
 
     def release_buffers(self) -> None:
         """Give back what accumulation took beyond two units."""
         self._reclaim()
         self._free.clear()
 
-    def _ask(self, state: _UnitGradient) -> None:
+    def _ask(self, unit: Unit) -> None:
         assert self.rendezvous is not None
-        self._zero_absent(state)
-        state.ready = self._accelerator.mark()
-        state.asked = self.rendezvous.ask_reduction(state.unit.index)
-        self._in_flight.append(state)
+        self._zero_absent(unit)
+        unit.gradient.ready = self._accelerator.mark()
+        unit.gradient.asked = self.rendezvous.ask_reduction(unit.index)
+        self._in_flight.append(unit)
 
-    def _zero_absent(self, state: _UnitGradient) -> None:
-        for position, buffer in state.buffers.items():
-            for slot in state.unit.flats[position].layout.slots:
-                if slot.parameter_index not in state.arrived:
+    def _zero_absent(self, unit: Unit) -> None:
+        for position, buffer in unit.gradient.buffers.items():
+            for slot in unit.flats[position].layout.slots:
+                if slot.parameter_index not in unit.gradient.arrived:
                     buffer[slot.start : slot.stop].zero_()
 
-    def _reclaim(self, wait_for: _UnitGradient | None = None) -> None:
+    def _reclaim(self, wait_for: Unit | None = None) -> None:
         """Take back the buffers of reductions that are over; wait for that of one unit, if it has one."""
-        if wait_for is not None and wait_for.asked is not None:
-            wait_for.asked.wait()
-        for state in [state for state in self._in_flight if state.asked is not None and state.asked.settled]:
-            self._in_flight.remove(state)
+        if wait_for is not None and wait_for.gradient.asked is not None:
+            wait_for.gradient.asked.wait()
+        for unit in list(self._in_flight):
+            state = unit.gradient
+            if state.asked is None or not state.asked.settled:
+                continue
+            self._in_flight.remove(unit)
             state.asked = None
             state.arrived.clear()
             for buffer in state.buffers.values():
                 self._free.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
             state.buffers = {}
 
-    def _buffer(self, state: _UnitGradient, numel: int, dtype: torch.dtype) -> Tensor:
-        if state.unit.index != 0 and not state.buffers:
-            holding = [other for other in self._states[1:] if other.buffers]
+    def _buffer(self, unit: Unit, numel: int, dtype: torch.dtype) -> Tensor:
+        if unit.index != 0 and not unit.gradient.buffers:
+            holding = [other for other in self._units[1:] if other.gradient.buffers]
             if self._stage >= 2 and len(holding) >= UNREDUCED_UNITS and self._in_flight:
                 self._reclaim(wait_for=self._in_flight[0])
         free = self._free.get((numel, dtype))
@@ -199,7 +188,7 @@ class Reduction:
         return self._new(numel, dtype)
 
     def _new(self, numel: int, dtype: torch.dtype) -> Tensor:
-        in_use = sum(buffer.nbytes for state in self._states for buffer in state.buffers.values())
+        in_use = sum(buffer.nbytes for unit in self._units for buffer in unit.gradient.buffers.values())
         in_reserve = sum(buffer.nbytes for buffers in self._free.values() for buffer in buffers)
         self.peak_nbytes = max(self.peak_nbytes, in_use + in_reserve + numel * dtype.itemsize)
         return torch.zeros(numel, dtype=dtype, device=self._accelerator.device)
@@ -213,19 +202,20 @@ class Reduction:
 
     def reduce(self, unit_index: int, contributors: frozenset[int]) -> None:
         """Average the unit's gradients over all ranks, those that are no contributors counting zero."""
-        state = self._states[unit_index]
+        unit = self._units[unit_index]
+        state = unit.gradient
         contributes = self._ranks.index in contributors
         order = sorted(contributors)
-        said = self._ranks.prefixes(self._prefix(state) if contributes else None, order, 1 + len(state.unit.parameters))
+        said = self._ranks.prefixes(self._prefix(unit) if contributes else None, order, 1 + len(unit.parameters))
         present = {
             info.index
-            for position, info in enumerate(state.unit.parameters)
+            for position, info in enumerate(unit.parameters)
             if any(int(prefix[1 + position]) for prefix in said.values())
         }
         dtypes = {index: _DTYPES[int(prefix[0])] for index, prefix in said.items()}
         ready = state.ready if contributes else None
         with self._accelerator.communicating(ready):
-            for position, flat in enumerate(state.unit.flats):
+            for position, flat in enumerate(unit.flats):
                 if flat.layout.trainable and any(info.index in present for info in flat.parameters):
                     buffer = state.buffers.get(position) if contributes else None
                     self._reduce_flat(flat, buffer, present, dtypes)
@@ -259,9 +249,10 @@ class Reduction:
         self._accelerator.copy_out(host, values).wait()
         return host
 
-    def _prefix(self, state: _UnitGradient) -> Tensor:
+    def _prefix(self, unit: Unit) -> Tensor:
         """[dtype code | one byte per parameter: has a gradient here], uint8."""
-        wide = any(buffer.dtype == torch.float32 for buffer in state.buffers.values())
-        dtype = torch.float32 if wide else next(iter(state.buffers.values())).dtype
-        flags = [info.index in state.arrived for info in state.unit.parameters]
+        buffers = unit.gradient.buffers.values()
+        wide = any(buffer.dtype == torch.float32 for buffer in buffers)
+        dtype = torch.float32 if wide else next(iter(buffers)).dtype
+        flags = [info.index in unit.gradient.arrived for info in unit.parameters]
         return torch.tensor([_DTYPES.index(dtype), *flags], dtype=torch.uint8)

@@ -164,8 +164,7 @@ class Residency:
 
     def close_off(self, unit: Unit) -> None:
         """Guard the parameters of a unit that is not in use."""
-        pending = self._updates is not None and self._updates.is_pending(unit)
-        unit.close_off(readable=not unit.residency.nbytes and not pending)
+        unit.close_off(readable=not unit.residency.nbytes and unit.update is None)
 
     def abandon_uses(self) -> None:
         """End every use: an exception cut a forward or backward short."""
@@ -238,7 +237,7 @@ class Residency:
 
     def finish_update(self, unit: Unit) -> None:
         """Run the unit's update, if it is still enqueued, bringing in what it needs."""
-        if self._updates is None or not self._updates.is_pending(unit):
+        if self._updates is None or unit.update is None:
             return
         if unit.needs_residency or unit.residency.state is not UnitState.ABSENT:
             self._bring(unit)
@@ -300,7 +299,7 @@ class Residency:
             if op.verb is Verb.FETCH:
                 self._start_fetch(unit, optional=True)
             elif self._may_evict(unit):
-                if unit.needs_residency and self._updates is not None and self._updates.is_running(unit):
+                if unit.needs_residency and unit.update is not None and unit.update.is_running:
                     return
                 self._evict(unit)
             self._deferred = self._deferred[1:]
@@ -325,7 +324,7 @@ class Residency:
         self._resident_nbytes += unit.residency.nbytes
         self.peak_resident_nbytes = max(self.peak_resident_nbytes, self._resident_nbytes)
         self._fetcher.start(unit)
-        if self._updates is not None and unit.needs_residency and self._updates.is_pending(unit):
+        if self._updates is not None and unit.needs_residency and unit.update is not None:
             self._updates.launch(unit)
 
     def _bring(self, unit: Unit) -> None:

@@ -20,30 +20,15 @@ Only units are updated so whose parameters and records lie on NVMe altogether: w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 from offload.device.rules import Hyper
-from offload.model.chunk import Chunk
 from offload.model.flat import ParameterInfo
 from offload.model.taken_gradient import TakenGradient
 from offload.model.unit import Unit
+from offload.model.update import ChunkUpdate, EarlyUpdate
 from offload.step.clip_history import ClipHistory
 from offload.step.components import Components
-from offload.step.update import ChunkUpdate
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Begun:
-    """`updated`: the parameters that had a gradient; the unit may have others."""
-
-    unit: Unit
-    updated: list[ParameterInfo]
-    updates: list[ChunkUpdate]
-
-    @property
-    def chunks(self) -> list[Chunk]:
-        return [update.chunk for update in self.updates]
 
 
 class Speculation:
@@ -53,7 +38,8 @@ class Speculation:
         """`norm_counts`: whether the norm may change what a step does."""
         self._places, self._records = parts.parameter_store, parts.records
         self._gradients, self._updates, self._residency = parts.gradients, parts.updates, parts.residency
-        self._begun: dict[Unit, _Begun] = {}
+        self._begun: list[Unit] = []
+        """The units that have an `early` update, in the order in which those began."""
         self._hypers: set[tuple[int, Hyper]] = set()
         self._gave_up = False
         self._norm_counts = norm_counts
@@ -64,9 +50,14 @@ class Speculation:
         """Those that had to undo them."""
 
     @property
-    def units(self) -> Mapping[Unit, _Begun]:
-        """What has begun of this step."""
+    def units(self) -> Sequence[Unit]:
+        """Whose update has begun."""
         return self._begun
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether updates of a step that is not over have begun."""
+        return bool(self._begun)
 
     def may_begin(self, unit: Unit) -> bool:
         """Whether the unit's update may begin now, if all its gradients are there."""
@@ -77,15 +68,16 @@ class Speculation:
         assert self._gradients is not None
         if not self._begun:
             self.speculated_step_count += 1
-        self._begun[unit] = begun = _Begun(unit, updated, updates)
+        self._begun.append(unit)
+        unit.early = EarlyUpdate(updated, updates)
         self._hypers.update(hypers.items())
-        self._gradients.hold(begun.chunks)
+        self._gradients.hold(unit.early.chunks)
 
     def holds(self, hyper_of: Callable[[int], Hyper]) -> bool:
         """Whether what was begun is what `step` would do now, the norm aside: same gradients, same numbers of groups."""
-        for begun in self._begun.values():
-            updated = {info.index for info in begun.updated}
-            for info in begun.unit.parameters:
+        for unit, early in self._early_updates():
+            updated = {info.index for info in early.updated}
+            for info in unit.parameters:
                 gradient = info.parameter.grad
                 if info.trainable and (
                     not isinstance(gradient, TakenGradient) if info.index in updated else gradient is not None
@@ -97,11 +89,11 @@ class Speculation:
         """The step goes on from what was begun. Returns the indices of the parameters whose gradients that took."""
         assert self._gradients is not None
         updated: set[int] = set()
-        for begun in self._begun.values():
-            for info in begun.updated:
+        for _, early in self._early_updates():
+            for info in early.updated:
                 self._gradients.consume(info)
                 updated.add(info.index)
-            self._gradients.drop_held(begun.chunks)
+            self._gradients.drop_held(early.chunks)
         self.end_step()
         return updated
 
@@ -111,26 +103,35 @@ class Speculation:
             return []
         assert self._gradients is not None and self._updates is not None
         assert self._places is not None and self._records is not None
-        undone, self._begun = list(self._begun.values()), {}
-        self._hypers.clear()
+        undone = self._early_updates()
+        self._forget()
         self._gave_up = True
         self.strikes.record(True)  # whatever the reason: in this loop the next step may have it too
         self.undone_step_count += 1
-        for begun in undone:
-            for update in begun.updates:
+        for _, early in undone:
+            for update in early.updates:
                 update.cancelled = True
-        for begun in undone:
-            self._updates.cancel(begun.unit)
-        for begun in undone:
-            self._residency.forget(begun.unit)  # before the writes are undone: it may be reading what they wrote
-            for update in begun.updates:
+        for unit, _ in undone:
+            self._updates.cancel(unit)
+        for unit, early in undone:
+            self._residency.forget(unit)  # before the writes are undone: it may be reading what they wrote
+            for update in early.updates:
                 if update.applied:
                     self._places.undo_write(update.chunk)
                     self._records.undo_write(update.chunk)
-            self._gradients.take_back(begun.chunks)
-            for info in begun.updated:
+            self._gradients.take_back(early.chunks)
+            for info in early.updated:
                 info.step -= 1
-        return [begun.unit for begun in undone]
+        return [unit for unit, _ in undone]
+
+    def _early_updates(self) -> list[tuple[Unit, EarlyUpdate]]:
+        return [(unit, unit.early) for unit in self._begun if unit.early is not None]
+
+    def _forget(self) -> None:
+        for unit in self._begun:
+            unit.early = None
+        self._begun = []
+        self._hypers.clear()
 
     def restart(self) -> None:
         """Nothing is known of the coming steps."""
@@ -138,6 +139,5 @@ class Speculation:
 
     def end_step(self) -> None:
         """The next step may begin updates again."""
-        self._begun.clear()
-        self._hypers.clear()
+        self._forget()
         self._gave_up = False

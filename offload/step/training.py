@@ -22,6 +22,7 @@ from offload.errors import NonFiniteGradientError, UsageError
 from offload.model.flat import ParameterInfo, some_of
 from offload.model.taken_gradient import TakenGradient
 from offload.model.unit import ShardState, Unit
+from offload.model.update import chunk_updates
 from offload.ranks.agreement import MeetingPoint
 from offload.step.components import Components
 from offload.step.failure_state import FailureState
@@ -32,7 +33,6 @@ from offload.step.micro_batches import MicroBatches
 from offload.step.norm import clip_factor, norm_of, summed_over_ranks
 from offload.step.speculation import Speculation
 from offload.step.token_clipping import TokenClipping
-from offload.step.update import chunk_updates
 
 _NAMED = 5
 """How many names an error message lists."""
@@ -132,7 +132,7 @@ class Training(FailureState):
                 "of loss.backward()."
             )
         self._undo_for(unit)
-        if self._updates is not None and self._updates.is_pending(unit):
+        if unit.update is not None:
             raise UsageError(
                 f"a gradient of {info.fqn!r} came from a forward that ran before optimizer.step(), whose update of it has not "
                 "ended yet. Run the forward again after the step."
@@ -183,7 +183,7 @@ class Training(FailureState):
             if self.synchronizing:
                 self._reduction.leave(unit)
         elif self.backward_updates and self.synchronizing and self._gradients is not None and unit.index not in self._late:
-            if not all(self._gradients.is_complete(one) for one in unit.chunks if one.flat.layout.trainable):
+            if not all(self._gradients.is_complete(one) for one in unit.trained_chunks):
                 return
             if self.speculation.may_begin(unit) and not self._residency.holds_any:  # where values are lent
                 live = [info for info in unit.parameters if info.trainable and self._gradients.is_live(info)]
@@ -205,7 +205,7 @@ class Training(FailureState):
 
     def _undo_for(self, unit: Unit) -> None:
         """The unit is about to be used: by anything but the next step, if its update may still be undone."""
-        if unit in self.speculation.units:
+        if unit.early is not None:
             self._undo()
 
     def _undo_if_changed(self) -> None:
@@ -249,9 +249,7 @@ class Training(FailureState):
             for unit in self._units
             for info in unit.parameters
         )
-        return (
-            given or bool(self.speculation.units) or (self._gradients is not None and bool(self._gradients.live_parameters()))
-        )
+        return given or self.speculation.has_begun or (self._gradients is not None and bool(self._gradients.live_parameters()))
 
     def restart(self, step_count: int) -> None:
         """Drop every gradient and what has begun of a step: the state is about to be that after `step_count` steps."""
@@ -476,13 +474,12 @@ class Training(FailureState):
                 unit.version += 1
                 unit.shard.become(ShardState.REDUCING)
                 unit.shard.become(ShardState.UPDATING)
-                updates = chunk_updates(unit, steps, factor)
+                updates = chunk_updates(unit.trained_chunks, steps, factor)
                 if undoable:
                     self.speculation.begin(unit, live, updates, hypers)
                 self._updates.enqueue(unit, updates)
 
     def _settle_shards(self) -> None:
         for unit in self._units:
-            settled = self._updates is None or not self._updates.is_pending(unit)
-            if settled and unit.shard.state is ShardState.UPDATING:
+            if unit.update is None and unit.shard.state is ShardState.UPDATING:
                 unit.shard.become(ShardState.CLEAN)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -22,14 +21,12 @@ from offload.device.accelerator import Accelerator
 from offload.device.lane import HostLane, InlineLane, ThreadLane
 from offload.device.pending import Pending
 from offload.device.records import Record
-from offload.device.rules import Hyper
 from offload.device.segment import MASTER, Segment
-from offload.layout import Piece
 from offload.model.chunk import Chunk
-from offload.model.flat import ParameterInfo
 from offload.model.unit import Unit
+from offload.model.update import ChunkUpdate, PieceUpdate, UnitUpdate
 from offload.planning.purposes import RECORDS, RECORDS_ON_DEMAND
-from offload.planning.route import Emission, Memory
+from offload.planning.route import Emission, Memory, Route
 from offload.ranks.rendezvous import Request
 from offload.step.chunk_stores import RecordStore
 from offload.step.gradients import Gradients
@@ -49,45 +46,6 @@ class Watcher(Protocol):
 
     def after_update(self, chunk: Chunk) -> None:
         """The chunk was updated: who waits for its last write finds the new version in its places."""
-
-
-@dataclass(frozen=True, slots=True)
-class PieceUpdate:
-    """One slot's part in a chunk, with what its update needs to know."""
-
-    info: ParameterInfo
-    piece: Piece
-    hyper: Hyper
-    step: int
-
-
-@dataclass(slots=True, eq=False)
-class ChunkUpdate:
-    """One chunk's update. `factor` multiplies each gradient as it is read: un-scaling and clipping in one."""
-
-    chunk: Chunk
-    pieces: list[PieceUpdate]
-    factor: float
-    number: int = -1
-    started: bool = False
-    cancelled: bool = False
-    applied: bool = False
-    lease: Lease | None = None
-    reading: Pending | None = None
-    failure: Exception | None = None
-
-    @property
-    def updates_every_slot(self) -> bool:
-        return len(self.pieces) == len(self.chunk.pieces)
-
-
-@dataclass(slots=True, eq=False)
-class _UnitUpdate:
-    unit: Unit
-    chunks: list[ChunkUpdate]
-    job: Pending | None = None
-    published: list[Pending] = field(default_factory=list)
-    spreading: Request | None = None
 
 
 class Updates:
@@ -111,8 +69,8 @@ class Updates:
             Memory.HOST: accelerator.host_lane("update", waits_for_io=self._reads),
         }
         self.watcher: Watcher | None = None
-        self._pending: dict[Unit, _UnitUpdate] = {}
-        """In the enqueued order."""
+        self._queue: dict[Unit, UnitUpdate] = {}
+        """The units that have an update, in the enqueued order. Changed by the thread that drives the model, read by any."""
         self.enqueued_count = 0
         """Of units' updates: each is numbered by those before it."""
         self._ahead: deque[ChunkUpdate] = deque()
@@ -122,12 +80,12 @@ class Updates:
     @property
     def pending_units(self) -> list[Unit]:
         """The units whose parameters are not yet those of the last step, in the enqueued order."""
-        return list(self._pending)
+        return list(self._queue)
 
     @property
     def launched_units(self) -> set[Unit]:
         """Those of them whose updates the lane has."""
-        return {unit for unit, update in self._pending.items() if update.job is not None}
+        return {unit for unit, update in self._queue.items() if update.job is not None}
 
     @property
     def runs_beside(self) -> bool:
@@ -136,24 +94,16 @@ class Updates:
 
     def coming(self) -> list[ChunkUpdate]:
         """The enqueued updates of chunks that are not over."""
-        return [one for update in self._pending.values() for one in update.chunks if not one.applied]
-
-    def is_pending(self, unit: Unit) -> bool:
-        return unit in self._pending
-
-    def is_running(self, unit: Unit) -> bool:
-        """Whether the lane has the unit's update and is not done with it."""
-        update = self._pending.get(unit)
-        return update is not None and update.job is not None and not update.job.done()
+        return [one for update in self._queue.values() for one in update.chunks if not one.applied]
 
     def enqueue(self, unit: Unit, chunks: list[ChunkUpdate]) -> None:
         """Add a unit's update. Its gradients belong to the update from now on."""
-        if unit in self._pending:
+        if unit.update is not None:
             raise AssertionError(f"unit {unit.name} is updated twice at once")
         for chunk_update in chunks:
             chunk_update.number = self.enqueued_count
         self.enqueued_count += 1
-        self._pending[unit] = _UnitUpdate(unit, chunks)
+        unit.update = self._queue[unit] = UnitUpdate(chunks)
         if self._reads:
             self._ahead.extend(chunks)
 
@@ -164,46 +114,50 @@ class Updates:
 
     def launch(self, unit: Unit) -> Pending:
         """Hand the unit's update to the lane, once; settles when its new parameters are in place."""
-        update = self._pending[unit]
+        update = unit.update
+        assert update is not None, "there is no update to launch"
         if update.job is None:
             # On the device the job gives work to compute, and a thread of the fetcher may be the one that runs it.
             lane = self._lanes[unit.route.update_in]
-            update.job = lane.submit(self._accelerator.on_compute(lambda: self._run(update)))
+            update.job = lane.submit(self._accelerator.on_compute(lambda: self._run(unit.route, update)))
         return update.job
 
     def finish(self, unit: Unit) -> None:
         """Wait until the unit's update ran, if it has one; raise its failure."""
-        if unit not in self._pending:
+        update = unit.update
+        if update is None:
             return
         if self.ask_gather is None:
             job = self.launch(unit)
             with self._timeline.waiting("update"):
                 job.wait()
-            for pending in self._pending.pop(unit).published:
+            self._leave_queue(unit)
+            for pending in update.published:
                 self._accelerator.join(pending)
             return
         self._spread(unit, self.ask_gather)
-        coming = [other for other, update in self._pending.items() if update.spreading is None]
+        coming = [other for other, update in self._queue.items() if update.spreading is None]
         if coming:
             self._spread(coming[0], self.ask_gather)  # its shards travel under the forward of this unit
-        asked = self._pending[unit].spreading
+        asked = update.spreading
         assert asked is not None
         with self._timeline.waiting("gather"):
             asked.wait()
         if asked.result is not None:
             self._accelerator.join(asked.result)
-        del self._pending[unit]
+        self._leave_queue(unit)
 
     def apply(self, unit: Unit) -> None:
         """Block until this rank's part of the unit's update, if it has one, is in place. From any thread."""
-        update = self._pending.get(unit)
+        update = unit.update
         if update is not None:
             self.launch(unit).wait()
             for pending in update.published:
                 pending.wait()
 
     def _spread(self, unit: Unit, ask_gather: Callable[[int], Request]) -> None:
-        update = self._pending[unit]
+        update = unit.update
+        assert update is not None
         if update.spreading is None:
             with self._timeline.waiting("update"):
                 self.apply(unit)
@@ -212,9 +166,13 @@ class Updates:
     def cancel(self, unit: Unit) -> None:
         """Return when nothing of the unit's update runs any more: of the chunks that are marked `cancelled` only one in hand is
         still updated."""
-        if unit in self._pending:
+        if unit.update is not None:
             self.apply(unit)
-            del self._pending[unit]
+            self._leave_queue(unit)
+
+    def _leave_queue(self, unit: Unit) -> None:
+        unit.update = None
+        del self._queue[unit]
 
     def close(self) -> None:
         for lane in self._lanes.values():
@@ -222,7 +180,7 @@ class Updates:
 
     # ---- on the lane ---------------------------------------------------------------------------------------------
 
-    def _run(self, update: _UnitUpdate) -> None:
+    def _run(self, route: Route, update: UnitUpdate) -> None:
         for chunk_update in update.chunks:
             if chunk_update.cancelled:
                 self._give_up(chunk_update)
@@ -231,7 +189,7 @@ class Updates:
                 self._start_reading(chunk_update, self._lease_now(chunk_update.chunk))
             self._read_ahead()
             update.published.append(self._apply(chunk_update))
-        if update.unit.route.update_in is Memory.DEVICE:
+        if route.update_in is Memory.DEVICE:
             update.published.append(self._accelerator.mark())
 
     def _is_in_place(self, chunk: Chunk) -> bool:
@@ -332,17 +290,6 @@ class Updates:
         if watcher is not None:
             watcher.after_update(chunk)
         return published
-
-
-def chunk_updates(unit: Unit, steps: Mapping[int, tuple[Hyper, int]], factor: float) -> list[ChunkUpdate]:
-    """The update of a unit's parameters in `steps` (by index: numbers and step), by chunks; `factor` as in `ChunkUpdate`."""
-    updates = []
-    for flat in unit.flats:
-        for chunk in flat.chunks if flat.layout.trainable else ():
-            pieces = [PieceUpdate(info, piece, *steps[info.index]) for info, piece in chunk.pieces if info.index in steps]
-            if pieces:
-                updates.append(ChunkUpdate(chunk, pieces, factor))
-    return updates
 
 
 def _segment(update: ChunkUpdate, piece: PieceUpdate, record: Record, gradient: Tensor, values: Tensor) -> Segment:

@@ -151,9 +151,9 @@ def test_what_an_update_writes_is_not_read_again(opened: Any, backend: Watched, 
     """Every chunk's value and record are read once: by the update that is still to come, or else by the save."""
     run = settled(opened)
     run.train(range(1, 2))
-    for update in run.engine._parts.updates._pending.values():
-        if update.job is not None:  # of a unit that was in memory
-            update.job.wait()
+    for unit in run.engine._parts.units:
+        if unit.update is not None and unit.update.job is not None:  # of a unit that was in memory
+            unit.update.job.wait()
     assert run.engine._parts.updates.coming()
     backend.log.clear()
     run.save(tmp_path / "saved")

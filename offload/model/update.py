@@ -1,0 +1,105 @@
+"""One optimizer step of a unit on its way, from the moment when what it does is fixed until its new values are in place.
+
+PieceUpdate  one parameter's part of a chunk
+ChunkUpdate  the granule that the lane works on
+UnitUpdate   what a forward of the unit waits for
+EarlyUpdate  what is needed to undo an update that began before the norm was known
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from offload.device.pending import Pending
+from offload.device.rules import Hyper
+from offload.layout import Piece
+from offload.model.chunk import Chunk
+from offload.model.flat import ParameterInfo
+from offload.ranks.rendezvous import Request
+from offload.tiers.staging import Lease
+
+
+@dataclass(slots=True, eq=False)
+class PieceUpdate:
+    """One slot's part in a chunk, with what its update needs to know. Nothing of it changes."""
+
+    info: ParameterInfo
+    piece: Piece
+    hyper: Hyper
+    step: int
+
+
+@dataclass(slots=True, eq=False)
+class ChunkUpdate:
+    """One chunk's update. `factor` multiplies each gradient as it is read: un-scaling and clipping in one.
+
+    Fixed when it is enqueued: chunk, pieces, factor, number (of its unit's update among all). Written by the lane:
+
+    started    its record is read ahead, or need not be
+    lease      the buffer of its record on the way from the store and back; `reading`: the transfer into it
+    failure    of reading ahead: raised by the update that needs what was not read
+    applied    record and values are updated; written to their stores after that
+
+    Written by the thread that drives the model:
+
+    cancelled  the lane is to leave it out, if it is not at it yet
+    """
+
+    chunk: Chunk
+    pieces: list[PieceUpdate]
+    factor: float
+    number: int = -1
+    started: bool = False
+    cancelled: bool = False
+    applied: bool = False
+    lease: Lease | None = None
+    reading: Pending | None = None
+    failure: Exception | None = None
+
+    @property
+    def updates_every_slot(self) -> bool:
+        return len(self.pieces) == len(self.chunk.pieces)
+
+
+@dataclass(slots=True, eq=False)
+class UnitUpdate:
+    """Written by `Updates` in the thread that drives the model; `published` by the lane, complete once `job` has settled.
+
+    chunks     in order
+    job        settles when the lane is done with all of them; None: the lane does not have it yet
+    published  what use of the new values waits for beyond that
+    spreading  where parameters are whole on every rank and each updates its shard: brings the others'
+    """
+
+    chunks: Sequence[ChunkUpdate]
+    job: Pending | None = None
+    published: list[Pending] = field(default_factory=list)
+    spreading: Request | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the lane has it and is not done with it."""
+        return self.job is not None and not self.job.done()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EarlyUpdate:
+    """`updated`: the parameters that had a gradient; the unit may have others."""
+
+    updated: Sequence[ParameterInfo]
+    updates: Sequence[ChunkUpdate]
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        return [update.chunk for update in self.updates]
+
+
+def chunk_updates(chunks: Sequence[Chunk], steps: Mapping[int, tuple[Hyper, int]], factor: float) -> list[ChunkUpdate]:
+    """The update of the parameters in `steps` (by index: numbers and step), by chunks; `factor` as in `ChunkUpdate`."""
+    updates = []
+    for chunk in chunks:
+        pieces = [PieceUpdate(info, piece, *steps[info.index]) for info, piece in chunk.pieces if info.index in steps]
+        if pieces:
+            updates.append(ChunkUpdate(chunk, pieces, factor))
+    return updates
