@@ -85,7 +85,7 @@ def initialize(
 
     def prepare() -> tuple[Config, torch.optim.Optimizer | None, Assembly]:
         check_free(model, optimizer)
-        resolved, chosen = read_settings(config, model, optimizer, ranks.world_size if ranks is not None else 1)
+        resolved, chosen = read_settings(config, model, optimizer, ranks.world_size)
         source = open_weights(weights) if weights is not None else None
         return resolved, chosen, Assembly(model, chosen, resolved, source, ranks)
 
@@ -133,7 +133,7 @@ class Engine:
         self._links = LinkMeter(parts.timeline, parts.backend)
         self._training = Training(parts, LossScale.of(config.loss_scale, config.dtype), norm_counts=config.needs_norm_first)
         self._training.max_grad_norm = config.max_grad_norm
-        self._training.backward_updates = config.update == "backward"
+        self._training.backward_updates = config.update == "backward" and parts.ranks.world_size == 1
         self._training.input_dtype = DTYPES[config.dtype] if config.dtype is not None else None
         if self._optimizer is not None:
             optimizer = self._optimizer
@@ -267,10 +267,9 @@ class Engine:
         """
         self._require_open()
         ranks = self._parts.ranks
-        index, count = (ranks.index, ranks.world_size) if ranks is not None else (0, 1)
         if rank0_only:
-            return self._gathering.state_dict(self.module, lambda _: index == 0)
-        return self._gathering.state_dict(self.module, lambda position: full or position % count == index)
+            return self._gathering.state_dict(self.module, lambda _: ranks.index == 0)
+        return self._gathering.state_dict(self.module, lambda position: full or position % ranks.world_size == ranks.index)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Set parameters and persistent buffers, by fqn, as `state_dict` returns them; optimizer moments stay as they are.
@@ -325,7 +324,7 @@ class Engine:
                 }
                 for name, link in reading.links.items()
             },
-            "ranks": parts.ranks.statistics() if parts.ranks is not None else {},
+            "ranks": parts.ranks.statistics(),
         }
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
@@ -462,7 +461,7 @@ class Engine:
         try:
             self._checkpointing.saver.close()
         finally:
-            if self._parts.rendezvous is None:
+            if not self._parts.meeting.waits_for_others:
                 held.begin()
             try:
                 self._give_back()
@@ -473,8 +472,7 @@ class Engine:
         try:
             if self._training.failure is None:
                 self._parts.residency.finish_updates()
-                if self._parts.rendezvous is not None:
-                    self._parts.rendezvous.meet(MeetingPoint.CLOSING)
+                self._parts.meeting.meet(MeetingPoint.CLOSING)
                 for places in (self._parts.parameter_store, self._parts.records):
                     if places is not None:
                         places.settle_writes()
@@ -498,9 +496,9 @@ class Engine:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         ends_well = value is None or (isinstance(value, SystemExit) and not value.code)
-        if not ends_well and self._parts.rendezvous is not None and not self.closed:
+        if not ends_well and self._parts.meeting.waits_for_others and not self.closed:
             # The others may be anywhere: this rank cannot wait for them, and they must not wait for it.
-            self._parts.rendezvous.abandon(f"{type(value).__name__}: {value}")
+            self._parts.meeting.abandon(f"{type(value).__name__}: {value}")
             self._training.failure = self._training.failure or value
         try:
             self.close()
@@ -517,7 +515,7 @@ class Engine:
         if not found:
             return None
         names = f"parameter {found[0].fqn!r} was unfrozen or added to the optimizer"
-        if self._parts.ranks is not None:
+        if self._parts.ranks.world_size > 1:
             raise UsageError(f"{names}; on several ranks the layout is fixed: save, close the engine and initialize again.")
         if self._training.is_within_step or self._parts.residency.holds_any:
             raise UsageError(
@@ -568,7 +566,7 @@ class Engine:
         """A failed engine is made anew for the load inside, and stays unusable if that fails. Gives its failure."""
         self._training.check_process()
         failure = self._training.failure
-        if failure is None or self.closed or self._parts.ranks is not None:  # other ranks have left, or wait for no load
+        if failure is None or self.closed or self._parts.ranks.world_size > 1:  # other ranks have left, or wait for no load
             yield failure
             return
         try:

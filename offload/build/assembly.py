@@ -41,7 +41,7 @@ from offload.planning.placement import ALONE, Placement, RankGroup, decide, reco
 from offload.planning.plan import expected_nbytes, worthwhile_nbytes
 from offload.planning.trace import Expected
 from offload.ranks.consensus import Facts, together
-from offload.ranks.transport import Ranks
+from offload.ranks.group import Alone, Group
 from offload.step.components import Components
 from offload.step.reduction import AVERAGE_VARIABLE, average_dtype
 
@@ -84,7 +84,7 @@ class Assembly:
         optimizer: torch.optim.Optimizer | None,
         config: Config,
         weights: WeightSource | None,
-        ranks: Ranks | None,
+        ranks: Group,
     ) -> None:
         self._model, self._optimizer, self._config, self._source = model, optimizer, config, weights
         self._ranks = ranks
@@ -96,8 +96,7 @@ class Assembly:
         ranks, config = self._ranks, self._config
         described = together(ranks, self._describe, self._facts)
         accelerator = together(ranks, choose_accelerator, lambda made: {"accelerator": made.name})
-        if ranks is not None:
-            ranks.use_devices(accelerator.device)
+        ranks.use_devices(accelerator.device)
         _native.warn_if_missing()
         expected = Expected.of(0, uses_of(described.module_units))
         building: Building | None = None
@@ -121,14 +120,14 @@ class Assembly:
         if self._optimizer is not None:
             check_optimizer(self._optimizer)
         module_units = partition(model)
-        if self._ranks is not None:
+        if self._ranks.world_size > 1:
             module_units = fold_for_ranks(module_units, LEAST_UNIT_NUMEL)
         dtype = DTYPES[config.dtype] if config.dtype is not None else None
         infos = describe_parameters(model, module_units, self._optimizer, dtype)
         if not infos:
             raise ConfigError(f"{type(model).__name__} has no parameters.")
         check_state_format(config, infos)
-        check_renormalized(model, infos, self._ranks.world_size if self._ranks is not None else 1)
+        check_renormalized(model, infos, self._ranks.world_size)
         name_parameters(model)
         covered = self._source.match(model) if self._source is not None else {}
         check_values(infos, covered)
@@ -143,9 +142,7 @@ class Assembly:
         ranks, config, moments = self._ranks, self._config, moments_of(self._optimizer)
         by_unit = described.by_unit
         specs = [(unit.name, parameter_specs(members)) for unit, members in zip(described.module_units, by_unit, strict=True)]
-        if ranks is None:
-            return lay_out(config, accelerator, specs, expected, moments)
-        sharing = RankGroup(config.stage, ranks.shard_count, ranks.local_world_size)
+        sharing = RankGroup(config.stage, ranks.shard_count, ranks.local_world_size) if ranks.world_size > 1 else ALONE
         found: list[tuple[Layout, Placement]] = []
         together(
             ranks,
@@ -170,7 +167,7 @@ class Assembly:
         config = self._config
         if config.cpu_memory is not None or "auto" not in (config.parameters, config.optimizer_states):
             return
-        rank_count = self._ranks.local_world_size if self._ranks is not None else 1
+        rank_count = self._ranks.local_world_size
         own = [info.parameter.nbytes for info in described.infos if info.trainable and info.parameter.device.type == "cpu"]
         needed, room = rank_count * placement.plan.total_nbytes("cpu"), host_room()
         if needed > room.free_nbytes + rank_count * sum(own):
@@ -186,7 +183,7 @@ class Assembly:
     def _finish(self, building: Building, described: _Described, expected: Expected, device: torch.device) -> Components:
         self.buffers = initial_buffers(self._model, self._source, described.covered, device)
         parameters = {fqn: info.parameter for info in described.infos for fqn in info.fqns}
-        values = InitialValues(self._source, described.covered, parameters, keeps_checksums=self._ranks is not None)
+        values = InitialValues(self._source, described.covered, parameters, keeps_checksums=self._ranks.world_size > 1)
         return building.finish(described.module_units, described.by_unit, expected, values, self._state_of)
 
     def _state_of(self, info: ParameterInfo) -> InitialState:
@@ -196,7 +193,7 @@ class Assembly:
 
 def rebuild(parts: Components, config: Config, moments: tuple[str, ...]) -> Components:
     """The like of these, which are closed, for the same model on one rank: parameters and states are zeros, to be loaded."""
-    building = Building(choose_accelerator(), parts.layout, parts.placement, config, None, moments)
+    building = Building(choose_accelerator(), parts.layout, parts.placement, config, Alone(), moments)
     modules = [ModuleUnit(unit.name, unit.modules) for unit in parts.units]
     by_unit = [list(unit.parameters) for unit in parts.units]
     try:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from offload.build.allocation import Allocation
+from offload.build.company import Making, company_of
 from offload.build.materialize import InitialValues, Materializer
 from offload.config import Config
 from offload.device.accelerator import Accelerator, HomeMemory, UnitMemory
@@ -20,15 +21,12 @@ from offload.model.unit import Unit
 from offload.planning.placement import KEPT_PARAMETERS, KEPT_RECORDS, Placement, record_format
 from offload.planning.route import Arrival, Memory, routes_of
 from offload.planning.trace import Expected
-from offload.ranks.rendezvous import Rendezvous
-from offload.ranks.transport import Ranks
+from offload.ranks.group import Group
 from offload.step.chunk_stores import ParameterStore, RecordStore
 from offload.step.components import Closable, Components, give_back
-from offload.step.fetching import DirectFetcher, Fetcher, GatheredFetcher, HomeFetcher, StagedFetcher
+from offload.step.fetching import DirectFetcher, Fetcher, HomeFetcher, StagedFetcher
 from offload.step.gradients import Gradients
-from offload.step.reduction import Reduction
 from offload.step.residency import Capacity, Residency
-from offload.step.shard_exchange import ShardExchange
 from offload.step.sinks import sink_for
 from offload.step.timeline import Timeline
 from offload.step.update import Updates
@@ -45,7 +43,7 @@ class Building:
         layout: Layout,
         placement: Placement,
         config: Config,
-        ranks: Ranks | None,
+        ranks: Group,
         moments: tuple[str, ...],
     ) -> None:
         """`moments`: what the optimizer keeps (`offload.device.rules.MOMENTS`)."""
@@ -87,44 +85,28 @@ class Building:
         timeline = Timeline()
         Materializer(accelerator, places, records, values, state_of, self._ledger).run(units)
         self.value_facts = values.facts()
+        company = company_of(self._ranks, Making(accelerator, self._layout, units, self._ledger, timeline))
         gradients = updates = None
         if records is not None:
-            make_gradients = storage.stores(placement.gradients)
-            gradients = Gradients(
-                trainable,
-                make_gradients,
-                pool,
-                accelerator,
-                reduced=self._ranks is not None,
-                transit_buffer_count=placement.transit_buffer_count,
-            )
-            if not placement.sums_nbytes:
-                gradients.take_room_for_sums()  # they are in the plan
-            emissions = {route.emission for route in self._routes}
-            sinks = {emission: sink_for(emission, accelerator, pool, places) for emission in emissions}
-            updates = Updates(records, gradients, sinks, pool, accelerator, timeline)
+            gradients = self._gradients(trainable, pool, averaged=company.averages_gradients)
+            sinks = {one: sink_for(one, accelerator, pool, places) for one in {route.emission for route in self._routes}}
+            updates = company.updates(records, gradients, sinks, pool, accelerator, timeline)
             self._made.extend((gradients, updates))
-        fetcher = self._fetcher(places, pool, updates)
-        self._made.append(fetcher)
-        rendezvous = reduction = None
-        if self._ranks is not None:
-            rendezvous, reduction, fetcher = self._join(self._ranks, units, places, gradients, updates, fetcher)
+        own_fetcher = self._fetcher(places, pool, updates)
+        self._made.append(own_fetcher)
+        fetcher, intake = company.fetcher(own_fetcher), company.intake(gradients)
+        self._made.extend(company.attend(places, updates))
+        capacity = Capacity(placement.unit_capacity_nbytes or 0, self._has_unit_budget)
         residency = Residency(
-            units,
-            fetcher,
-            updates,
-            trace=expected.trace,
-            capacity=Capacity(placement.unit_capacity_nbytes or 0, self._has_unit_budget),
-            prefetch=placement.prefetch,
-            timeline=timeline,
-        )
-        parameters = [info for infos in by_unit for info in infos]
+            units, fetcher, updates,
+            trace=expected.trace, capacity=capacity, prefetch=placement.prefetch, timeline=timeline,
+        )  # fmt: skip
         made, self._made = self._made, []
         return Components(
-            accelerator=accelerator, layout=self._layout, placement=placement, units=units, parameters=parameters, pool=pool,
-            ledger=self._ledger, timeline=timeline, fetcher=fetcher, residency=residency, parameter_store=places,
-            records=records, gradients=gradients, updates=updates, backend=storage.backend, made=made, expected=expected,
-            ranks=self._ranks, rendezvous=rendezvous, reduction=reduction,
+            accelerator=accelerator, layout=self._layout, placement=placement, units=units,
+            parameters=[info for infos in by_unit for info in infos], pool=pool, ledger=self._ledger, timeline=timeline,
+            fetcher=fetcher, residency=residency, expected=expected, ranks=self._ranks, meeting=company.meeting, intake=intake,
+            parameter_store=places, records=records, gradients=gradients, updates=updates, backend=storage.backend, made=made,
         )  # fmt: skip
 
     # ---- units ---------------------------------------------------------------------------------------------------
@@ -159,6 +141,20 @@ class Building:
         memory = self._accelerator.unit_memory(flat.nbytes)
         return memory if self._fetches_or_stores else HomeMemory(memory.flat)
 
+    def _gradients(self, chunks: list[Chunk], pool: StagingPool, *, averaged: bool) -> Gradients:
+        placement = self._placement
+        made = Gradients(
+            chunks,
+            self._storage.stores(placement.gradients),
+            pool,
+            self._accelerator,
+            reduced=averaged,
+            transit_buffer_count=placement.transit_buffer_count,
+        )
+        if not placement.sums_nbytes:
+            made.take_room_for_sums()  # they are in the plan
+        return made
+
     # ---- ways ----------------------------------------------------------------------------------------------------
 
     def _is_undoable(self, chunk: Chunk) -> bool:
@@ -180,30 +176,3 @@ class Building:
         if places is None or arrivals <= {Arrival.STAYS}:
             return HomeFetcher()
         return StagedFetcher(self._accelerator, places, pool, updates) if Arrival.COPIED in arrivals else DirectFetcher(places)
-
-    # ---- ranks ---------------------------------------------------------------------------------------------------
-
-    def _join(
-        self,
-        ranks: Ranks,
-        units: list[Unit],
-        places: ParameterStore | None,
-        gradients: Gradients | None,
-        updates: Updates | None,
-        fetcher: Fetcher,
-    ) -> tuple[Rendezvous, Reduction | None, Fetcher]:
-        exchange = ShardExchange(ranks, self._accelerator, units, self._ledger)
-        rendezvous = Rendezvous(ranks, [unit.name for unit in units], exchange)
-        exchange.places, exchange.updates = places, updates
-        if isinstance(fetcher, StagedFetcher):
-            exchange.fetcher = fetcher
-            if self._layout.shards_parameters:
-                fetcher = GatheredFetcher(self._accelerator, fetcher, rendezvous)
-        reduction = None
-        if gradients is not None and updates is not None:
-            reduction = Reduction(units, gradients, ranks, self._accelerator, self._ledger, stage=self._layout.stage)
-            reduction.rendezvous, exchange.reduction = rendezvous, reduction
-            if self._layout.stage in (1, 2):
-                updates.ask_gather = rendezvous.ask_gather
-        self._made.append(rendezvous)
-        return rendezvous, reduction, fetcher

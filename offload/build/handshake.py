@@ -14,7 +14,7 @@ from offload.layout import Layout
 from offload.model.flat import ParameterInfo
 from offload.planning.budget import Tier
 from offload.planning.placement import Placement
-from offload.ranks.transport import Ranks
+from offload.ranks.group import Group
 
 _TIERS: tuple[Tier, ...] = ("device", "cpu", "nvme")
 _MAY_DIFFER = ("nvme",)
@@ -49,7 +49,7 @@ class Least:
         return self == Least(layout.chunk_numel, placement.parameters, placement.optimizer_states)
 
 
-def agree_on_least(ranks: Ranks, layout: Layout, placement: Placement) -> Least:
+def agree_on_least(ranks: Group, layout: Layout, placement: Placement) -> Least:
     """Ranks see different free memory: what all of them use is what the one with least can. Collective."""
     own = [layout.chunk_numel, _TIERS.index(placement.parameters), _TIERS.index(placement.optimizer_states)]
     said = torch.stack(ranks.exchange(torch.tensor(own, dtype=torch.int64)))

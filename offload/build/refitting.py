@@ -25,6 +25,7 @@ from offload.model.description import check_state_format, check_trainable, param
 from offload.model.flat import ParameterInfo
 from offload.model.optimizer_kinds import InitialState
 from offload.model.partition import ModuleUnit
+from offload.ranks.group import Alone
 from offload.step.components import Components
 from offload.tiers.io.failure import storage_error
 
@@ -76,7 +77,7 @@ def refitted(
     building: Building | None = None
     try:
         layout, decided = lay_out(fixed, accelerator, specs, parts.expected, moments)
-        building = Building(accelerator, layout, decided, config, None, moments)
+        building = Building(accelerator, layout, decided, config, Alone(), moments)
         modules = [ModuleUnit(unit.layout.name, unit.modules) for unit in parts.units]
         return building.finish(modules, by_unit, parts.expected, NoValues(), lambda _: InitialState({}, 0))
     except BaseException:

@@ -85,8 +85,6 @@ class Checkpointing:
     def _agreed(self, check: Callable[[], tuple[Path, dict[str, Any]]]) -> tuple[Path, dict[str, Any]]:
         """What `check` gives. On several ranks only if all of them may save, in the same folder; else each raises why not."""
         ranks = self._parts.ranks
-        if ranks is None:
-            return check()
         failure: OffloadError | None = None
         path, client = Path(), dict[str, Any]()
         try:
@@ -149,7 +147,7 @@ class Checkpointing:
             entry = OptimizerEntry(optimizer.source_class.__name__, group_numbers(optimizer.param_groups))
         tied = [info for info in self._parts.parameters if len(info.fqns) > 1]
         return Manifest(
-            world_size=self._parts.ranks.world_size if self._parts.ranks is not None else 1,
+            world_size=self._parts.ranks.world_size,
             step_count=self._training.step_count,
             loss_scale=LossScaleEntry(scale.value, scale.dynamic, scale.good_step_count, scale.skipped_step_count),
             optimizer=entry,
@@ -187,17 +185,14 @@ class Checkpointing:
 
     def _together(self, step: Callable[[], T]) -> T:
         """On several ranks: what fails with a `CheckpointError` on one fails so on all."""
-        ranks, rendezvous = self._parts.ranks, self._parts.rendezvous
-        if ranks is None or rendezvous is None:
-            return step()
+        ranks = self._parts.ranks
         failure: CheckpointError | None = None
         try:
             value = step()
         except CheckpointError as error:
             failure = error
         said = str(failure).encode() if failure is not None else b""
-        with self._training.failures():
-            answers = rendezvous.meet(MeetingPoint.LOADING, lambda: ranks.exchange_bytes(said))
+        answers = self._gathering.meet(MeetingPoint.LOADING, lambda: ranks.exchange_bytes(said))
         if failure is not None:
             raise failure
         for index, answer in enumerate(answers):
@@ -209,9 +204,8 @@ class Checkpointing:
         """Save as the newest checkpoint in `folder`: "step-<steps done>", or one more than the highest number there."""
         done = self._training.step_count + self._training.loss_scale.skipped_step_count
         highest, ranks = highest_number(folder), self._parts.ranks
-        if ranks is not None:
-            own = str(highest).encode()
-            highest = int(self._gathering.meet(MeetingPoint.SAVING, lambda: ranks.exchange_bytes(own))[0])
+        own = str(highest).encode()
+        highest = int(self._gathering.meet(MeetingPoint.SAVING, lambda: ranks.exchange_bytes(own))[0])
         self.save(folder / f"step-{done if highest <= done else highest + 1}", client_state, keep_last)
 
     def resume_or_start(self, path: Path) -> dict[str, Any] | None:
@@ -240,8 +234,6 @@ class Checkpointing:
     def _candidates(self, path: Path) -> list[Path]:
         """The numbered checkpoints in a folder, the newest first; on several ranks those that the first one sees."""
         ranks = self._parts.ranks
-        if ranks is None:
-            return numbered(path)
         failure: Exception | None = None
         names: list[str] = []
         if ranks.index == 0:
@@ -260,8 +252,6 @@ class Checkpointing:
     def agree_to_end(self, requested: bool) -> bool:
         """Whether any rank is to end."""
         ranks = self._parts.ranks
-        if ranks is None:
-            return requested
         return any(self._gathering.meet(MeetingPoint.SAVING, lambda: ranks.exchange_bytes(b"!" if requested else b"")))
 
     def _check(self, opened: OpenedCheckpoint) -> Matching:
@@ -271,8 +261,8 @@ class Checkpointing:
         matching.check(self._model, kind, optimizer.param_groups if optimizer is not None else ())
         opened.check_files()
         ranks = self._parts.ranks
-        opened.check_contents(ranks.index if ranks is not None else 0, ranks.world_size if ranks is not None else 1)
-        if ranks is None:
+        opened.check_contents(ranks.index, ranks.world_size)
+        if ranks.world_size == 1:
             self.saver.soundness.note_sound(opened.path)
         return matching
 
@@ -314,7 +304,7 @@ class Checkpointing:
             scale.value = saved.value
 
     def _restore_random(self, opened: OpenedCheckpoint) -> None:
-        rank = self._parts.ranks.index if self._parts.ranks is not None else 0
+        rank = self._parts.ranks.index
         entry = next((one for one in opened.manifest.random if one.rank == rank), None)
         if entry is None:
             return  # more ranks than saved: two of them must not draw the same numbers, so this one keeps its own
@@ -345,7 +335,7 @@ class Checkpointing:
             else:
                 self._export(Exporter(path, dtype, max_shard_nbytes), pieces)
 
-        if self._parts.ranks is None:
+        if self._parts.ranks.world_size == 1:
             write(self._own_pieces())
         else:
             self._export_first(write)
@@ -417,7 +407,6 @@ class Checkpointing:
     def _export_first(self, write: Callable[[Iterator[tuple[ParameterInfo, torch.Tensor]]], None]) -> None:
         """On several ranks: all of them gather unit by unit, the first writes."""
         ranks = self._parts.ranks
-        assert ranks is not None
         gathered = self._gathering.values_by_unit(MeetingPoint.EXPORTING)
         failure: Exception | None = None
         if ranks.index == 0:

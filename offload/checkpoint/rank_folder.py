@@ -24,8 +24,7 @@ from offload.checkpoint.staged_folder import MANIFEST_NAME, StagedFolder, open_f
 from offload.checkpoint.tensor_file import write_file
 from offload.errors import CheckpointError, RankError
 from offload.ranks.agreement import MeetingPoint
-from offload.ranks.rendezvous import Rendezvous
-from offload.ranks.transport import Ranks
+from offload.ranks.group import Group, Meeting
 
 _POLL_SECONDS = 0.01
 
@@ -33,10 +32,10 @@ _POLL_SECONDS = 0.01
 class RankFolder:
     """See the module. A context manager, as `StagedFolder`; entering it is collective."""
 
-    def __init__(self, target: Path, ranks: Ranks, rendezvous: Rendezvous) -> None:
+    def __init__(self, target: Path, ranks: Group, meeting: Meeting) -> None:
         self.target = Path(os.path.abspath(target))
         self.path = self.target
-        self._ranks, self._rendezvous = ranks, rendezvous
+        self._ranks, self._meeting = ranks, meeting
         self._staged: StagedFolder | None = None
         self._fileno = -1
         self._part_written = False
@@ -56,7 +55,7 @@ class RankFolder:
                 except Exception as error:
                     failure = error
                     said = f"!{type(error).__name__}: {error}".encode()
-            answers = self._rendezvous.meet(MeetingPoint.SAVING, lambda: self._ranks.exchange_bytes(said))
+            answers = self._meeting.meet(MeetingPoint.SAVING, lambda: self._ranks.exchange_bytes(said))
             if failure is not None:
                 raise failure
             path = answers[0].decode()
@@ -72,9 +71,7 @@ class RankFolder:
             stack.callback(self._close)
             blind = [
                 index
-                for index, word in enumerate(
-                    self._rendezvous.meet(MeetingPoint.SAVING, lambda: self._ranks.exchange_bytes(seen))
-                )
+                for index, word in enumerate(self._meeting.meet(MeetingPoint.SAVING, lambda: self._ranks.exchange_bytes(seen)))
                 if word
             ]
             if blind:
@@ -82,7 +79,7 @@ class RankFolder:
                     f"rank {blind[0]} does not see the folder {str(self.path.parent)!r} that rank 0 writes to: save to a file "
                     "system that all ranks share."
                 ) from failure
-            self._rendezvous.watch(True)
+            self._meeting.watch(True)
             stack.pop_all()
         return self
 
@@ -158,7 +155,7 @@ class RankFolder:
             except OSError:
                 continue
             raise RankError(f"rank {index} could not write its part of the checkpoint {str(self.target)!r}: {word}")
-        failure = self._rendezvous.failure
+        failure = self._meeting.failure
         if failure is not None:
             raise RankError(f"the checkpoint {str(self.target)!r} was not completed: {failure}") from failure
 
@@ -167,10 +164,10 @@ class RankFolder:
             write_file(self.path / _failure_name(self._ranks.index), f"{type(error).__name__}: {error}".encode())
         except OSError:
             # A drive that takes nothing any more: the others learn it from the rendezvous.
-            self._rendezvous.abandon(f"{type(error).__name__}: {error}")
+            self._meeting.abandon(f"{type(error).__name__}: {error}")
 
     def _close(self) -> None:
-        self._rendezvous.watch(False)
+        self._meeting.watch(False)
         fileno, self._fileno = self._fileno, -1
         if fileno >= 0:
             os.close(fileno)

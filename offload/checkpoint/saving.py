@@ -212,7 +212,7 @@ class Saver:
         That takes state that all lies in stores, a thread that updates it, and no other rank that waits for this one."""
         parts = self._parts
         return (
-            parts.ranks is None
+            not parts.meeting.waits_for_others
             and parts.parameter_store is not None
             and parts.updates is not None
             and parts.updates.runs_beside
@@ -232,7 +232,7 @@ class Saver:
         save = Save(making, lambda: self._drive(making), lambda: lane.submit(making.end).wait())
         self._making, self._last = making, save  # from here on whoever comes next finds it
         try:
-            if parts.ranks is None:
+            if not parts.meeting.waits_for_others:
                 lane.submit(making.begin).wait()
             else:
                 making.begin()  # collective, so where the other calls are
@@ -327,6 +327,6 @@ def _is_ending() -> bool:
 
 
 def _folder(path: Path, parts: Components) -> Folder:
-    if parts.ranks is None or parts.rendezvous is None:
+    if parts.ranks.world_size == 1:
         return StagedFolder(path, replace=True)
-    return RankFolder(path, parts.ranks, parts.rendezvous)
+    return RankFolder(path, parts.ranks, parts.meeting)

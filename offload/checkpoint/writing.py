@@ -73,7 +73,7 @@ class Snapshot:
     ) -> None:
         """`small` is written now. `failures()`: around every read from a tier. `beside`: training goes on meanwhile."""
         self._folder, self._parts, self._manifest = folder, parts, manifest
-        self._rank = parts.ranks.index if parts.ranks is not None else 0
+        self._rank = parts.ranks.index
         self._at_once, self._finished_together = (1, 1) if beside else (_AT_ONCE, _FINISHED_TOGETHER)
         self._reader, self._sharing = StateReader(parts, failures, self._at_once), BlockSharing(parts, failures)
         self._priority = Priority.BACKGROUND if beside else Priority.STATE
@@ -102,8 +102,6 @@ class Snapshot:
         ranks = self._parts.ranks
         if not any(True for _ in owned_elements(unit)):
             return False
-        if ranks is None:
-            return True
         alike = tuple(range(ranks.world_size)) if self._parts.layout.stage == 0 else ranks.replicas
         return alike[unit.index % len(alike)] == ranks.index
 

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from offload.errors import ConfigError, RankError
-from offload.ranks.transport import Ranks
+from offload.ranks.group import Group
 
 T = TypeVar("T")
 Facts = Mapping[str, Any]
 """JSON values by name; names say what differs when they do."""
 
 
-def together(ranks: Ranks | None, step: Callable[[], T], facts: Callable[[T], Facts]) -> T:
+def together(ranks: Group, step: Callable[[], T], facts: Callable[[T], Facts]) -> T:
     """Run `step` on every rank; if it fails on any, or its facts differ, it fails on all of them. Collective."""
-    if ranks is None:
+    if ranks.world_size == 1:
         return step()
     failure: Exception | None = None
     said: dict[str, Any] = {}
@@ -39,7 +39,7 @@ def together(ranks: Ranks | None, step: Callable[[], T], facts: Callable[[T], Fa
     return value
 
 
-def _require_equal(ranks: Ranks, answers: Sequence[Mapping[str, Any]]) -> None:
+def _require_equal(ranks: Group, answers: Sequence[Mapping[str, Any]]) -> None:
     own = answers[ranks.index]["facts"]
     for index, answer in enumerate(answers):
         for name in dict.fromkeys([*own, *answer["facts"]]):

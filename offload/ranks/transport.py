@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offload.errors import ConfigError, RankError
+from offload.ranks.group import Alone, Group
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -92,7 +93,7 @@ class Posted:
 
 
 class Ranks:
-    """See the module. Made by `join_ranks`, where there are several ranks."""
+    """See the module, and `offload.ranks.group.Group`. Made by `join_ranks`, where there are several ranks."""
 
     def __init__(self, arrangement: Arrangement, timeout: timedelta, key: str) -> None:
         self._arrangement, self._timeout = arrangement, timeout
@@ -359,17 +360,18 @@ class Ranks:
         )
 
 
-def join_ranks(mesh: DeviceMesh | None) -> Ranks | None:
-    """The ranks of `mesh`, or all of them; None where there is one. Starts the process group from torchrun's environment.
+def join_ranks(mesh: DeviceMesh | None) -> Group:
+    """The ranks of `mesh`, or all of them: `Ranks` where there are several.
 
-    Collective. Raises `ConfigError` where the environment and the process group contradict each other.
+    Starts the process group from torchrun's environment. Collective. Raises `ConfigError` where the environment and the
+    process group contradict each other.
     """
     if not dist.is_available():
-        return None
+        return Alone()
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if not dist.is_initialized():
         if launched == 1:
-            return None
+            return Alone()
         if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
             raise ConfigError(
                 f"WORLD_SIZE={launched}, but RANK or MASTER_ADDR is not set: launch with torchrun, or call "
@@ -377,10 +379,10 @@ def join_ranks(mesh: DeviceMesh | None) -> Ranks | None:
             )
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     if dist.get_world_size() == 1:
-        return None
+        return Alone()
     arrangement = Arrangement.of(mesh)
     if len(arrangement.members) == 1:
-        return None
+        return Alone()
     ranks = Ranks(arrangement, _timeout_of_default_group(), _next_key())
     hosts = ranks.exchange_bytes(os.uname().nodename.encode())
     ranks.local_world_size = hosts.count(hosts[ranks.index])

@@ -12,12 +12,11 @@ from offload.model.flat import ParameterInfo
 from offload.model.unit import Unit
 from offload.planning.placement import Placement
 from offload.planning.trace import Expected
-from offload.ranks.rendezvous import Rendezvous
-from offload.ranks.transport import Ranks
+from offload.ranks.group import Group, Meeting
 from offload.step.chunk_stores import ParameterStore, RecordStore
 from offload.step.fetching import Fetcher
 from offload.step.gradients import Gradients
-from offload.step.reduction import Reduction
+from offload.step.intake import Intake
 from offload.step.residency import Residency
 from offload.step.timeline import Timeline
 from offload.step.update import Updates
@@ -75,14 +74,14 @@ class Components:
     fetcher: Fetcher
     residency: Residency
     expected: Expected
+    ranks: Group
+    meeting: Meeting
+    intake: Intake
     parameter_store: ParameterStore | None = None
     records: RecordStore | None = None
     gradients: Gradients | None = None
     updates: Updates | None = None
     backend: IoBackend | None = None
-    ranks: Ranks | None = None
-    rendezvous: Rendezvous | None = None
-    reduction: Reduction | None = None
     made: list[Closable] = field(default_factory=list)
 
     def close(self) -> None:

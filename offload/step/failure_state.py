@@ -11,7 +11,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from offload.errors import EngineFailedError, NonFiniteGradientError, ParameterAccessError, UsageError, words_of
-from offload.ranks.rendezvous import Rendezvous
+from offload.ranks.group import Meeting
 from offload.step.held_interrupt import HeldInterrupt
 from offload.step.hooks import Listener
 from offload.step.turn import Turn
@@ -76,9 +76,9 @@ class _OwnWork:
 class FailureState(Listener):
     """See the module. The part of the hooks' listener that takes failures in."""
 
-    def __init__(self, rendezvous: Rendezvous | None, *, backward_elsewhere: bool) -> None:
-        """`rendezvous`: with the other ranks, which are told of a failure. `backward_elsewhere`: as of `Turn`."""
-        self._others = rendezvous
+    def __init__(self, meeting: Meeting, *, backward_elsewhere: bool) -> None:
+        """`meeting`: with the other ranks, which are told of a failure. `backward_elsewhere`: as of `Turn`."""
+        self._meeting = meeting
         self._process_id = os.getpid()
         self.failure: BaseException | None = None
         self.closed = self.retired = False
@@ -93,7 +93,7 @@ class FailureState(Listener):
 
         Ctrl-C waits for the end of the work, but where that may take long: where others are waited for, or as asked for."""
         self.turn_count += 1
-        return _OwnWork(self, HeldInterrupt() if holds_interrupts and self._others is None else None, self.turn)
+        return _OwnWork(self, HeldInterrupt() if holds_interrupts and not self._meeting.waits_for_others else None, self.turn)
 
     def failures_beside(self) -> _OwnWork:
         """The same on a thread that does not drive the model."""
@@ -102,8 +102,7 @@ class FailureState(Listener):
     def fail(self, error: BaseException) -> None:
         """The engine's state is undefined from now on, because of `error`."""
         self.failure = error
-        if self._others is not None:
-            self._others.abandon(f"{type(error).__name__}: {error}")
+        self._meeting.abandon(f"{type(error).__name__}: {error}")
 
     @property
     def has_failed(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -93,7 +93,7 @@ class Gathering:
     def _require_same_writes(self, infos: Sequence[ParameterInfo]) -> None:
         """Each rank carries its shard home, so all must have written the same."""
         ranks = self._parts.ranks
-        if ranks is None:
+        if ranks.world_size == 1:
             return
         sums = torch.tensor([checksum(info.parameter) for info in infos], dtype=torch.int64)
         said = self.meet(MeetingPoint.WRITTEN, lambda: ranks.exchange(sums), argument=_digest(infos))
@@ -106,12 +106,10 @@ class Gathering:
                     )
 
     def meet(self, point: MeetingPoint, action: Callable[[], Any] | None = None, *, argument: int = 0) -> Any:
-        """On several ranks, wait until all are here."""
-        rendezvous = self._parts.rendezvous
-        if rendezvous is None:
-            return action() if action is not None else None
-        with self._training.failures():
-            return rendezvous.meet(point, action, argument=argument)
+        """Wait until all ranks are here."""
+        meeting = self._parts.meeting
+        with self._training.failures() if meeting.waits_for_others else nullcontext():
+            return meeting.meet(point, action, argument=argument)
 
     def state_dict(self, model: nn.Module, keeps: Callable[[int], bool]) -> dict[str, torch.Tensor]:
         """See `Engine.state_dict`. `keeps(position)`: whether this rank returns the parameter, or buffer, of that number."""
@@ -163,7 +161,8 @@ class Gathering:
         for info in flat.parameters:
             if values[info.index].dtype != torch.float32:
                 values[info.index] = torch.empty_strided(info.shape, info.stride, dtype=torch.float32)
-        if self._parts.ranks is None or self._parts.layout.stage == 0:
+        ranks = self._parts.ranks
+        if ranks.world_size == 1 or self._parts.layout.stage == 0:
             for chunk in flat.chunks:
                 self._put_master(chunk, self._master(chunk, narrow), values)
             return
@@ -171,7 +170,6 @@ class Gathering:
         whole = torch.empty(flat.layout.numel, dtype=torch.float32)
         for chunk in flat.chunks:
             whole[chunk.start : chunk.stop].copy_(self._master(chunk, narrow))
-        ranks = self._parts.ranks
         own, everybody = whole[shard.start : shard.stop].view(torch.uint8), frozenset(range(ranks.world_size))
         self.meet(MeetingPoint.STATE_DICT, lambda: ranks.gather(own, whole.view(torch.uint8), everybody, whole.nbytes))
         for chunk in flat.homes():

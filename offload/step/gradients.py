@@ -217,7 +217,7 @@ class Gradients:
     def add_reduced(self, chunk: Chunk, values: torch.Tensor, present: set[int]) -> None:
         """Take in averages over the ranks: fp32 [chunk.numel], host. `present`: parameters that have any.
 
-        Adds to what an earlier backward left. Runs in the rendezvous' thread; `expect` then makes the gradient count.
+        Adds to what an earlier backward left. Runs in the attendance's thread; `expect` then makes the gradient count.
         """
         state = _gradient_of(chunk)
         with self._lock:

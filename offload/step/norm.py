@@ -35,7 +35,7 @@ def clip_factor(norm: float, max_norm: float) -> float:
 
 
 def summed_over_ranks(ranks: Ranks, sums: Callable[[], Sequence[Tensor]], *, sharded: bool) -> int | None:
-    """The sum over all ranks. Runs at a rendezvous. `sharded`: each rank has the sums of its shard alone."""
+    """The sum over all ranks. Runs at a meeting of them. `sharded`: each rank has the sums of its shard alone."""
     own = exact_sum(sums())
     data = b"" if own is None else own.to_bytes(own.bit_length() // 8 + 1, "little", signed=True)
     received = ranks.exchange_bytes(data)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +30,9 @@ from offload.ranks.averaging import HostReduction, averages_on_device
 from offload.ranks.rendezvous import Rendezvous
 from offload.ranks.transport import Ranks
 from offload.step.gradients import Gradients
+from offload.step.intake import Intake
+from offload.step.norm import summed_over_ranks
+from offload.step.timeline import Timeline
 from offload.tiers.memory import HostMemory, MemoryLedger
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -45,32 +49,33 @@ def average_dtype() -> str:
     return chosen
 
 
-class Reduction:
-    """See the module. `reduce` runs in the rendezvous' thread, everything else in the training thread."""
+class Reduction(Intake):
+    """See the module. `reduce` runs in the attendance's thread, everything else in the training thread."""
 
     def __init__(
         self,
         units: list[Unit],
         gradients: Gradients,
         ranks: Ranks,
+        rendezvous: Rendezvous,
         accelerator: Accelerator,
         ledger: MemoryLedger,
+        timeline: Timeline,
         *,
         stage: int,
     ) -> None:
         self._units = units
-        self._accelerator, self._ledger = accelerator, ledger
+        self._accelerator, self._ledger, self._timeline = accelerator, ledger, timeline
         self._landing: HostMemory | None = None
         self._rounds = average_dtype() == "compute"
-        self._gradients, self._ranks, self._stage = gradients, ranks, stage
+        self._gradients, self._ranks, self._rendezvous, self._stage = gradients, ranks, rendezvous, stage
         self._in_flight: deque[Unit] = deque()
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-        self.rendezvous: Rendezvous | None = None
         self.peak_nbytes = 0
 
     # ---- the training thread -------------------------------------------------------------------------------------
 
-    def arrive(self, info: ParameterInfo, flat: Flat, gradient: Tensor, *, is_part: bool) -> None:
+    def arrive(self, info: ParameterInfo, flat: Flat, gradient: Tensor, *, owned: bool, is_part: bool) -> None:
         """Take in a gradient that this rank computed; add it where the unit has one of this parameter already, as PyTorch
         would where that is of this backward (`is_part`), else in fp32."""
         unit = self._units[info.unit_index]
@@ -92,9 +97,10 @@ class Reduction:
                 buffer = state.buffers[position] = self._widened(buffer)
             buffer[slot.start : slot.stop].add_(ordered)
         state.arrived.add(info.index)
+        self._gradients.expect(info)
 
     def drop(self, info: ParameterInfo) -> None:
-        """Forget what arrived of this parameter and was not reduced yet."""
+        self._gradients.drop(info)
         unit = self._units[info.unit_index]
         state = unit.gradient
         if info.index in state.arrived:
@@ -104,55 +110,56 @@ class Reduction:
         state.told.discard(info.index)
 
     def leave(self, unit: Unit) -> None:
-        """Backward left the unit: reduce what it has, from stage 2 on."""
+        # From stage 2 on.
         state = unit.gradient
         # The root waits for the end of backward: what units share may get a second gradient until then.
         if self._stage >= 2 and unit.index != 0 and state.arrived and state.asked is None:
             self._ask(unit)
 
-    def ask_rest(self) -> None:
+    def _ask_rest(self) -> None:
         """Have everything reduced that has arrived and is not asked for."""
         self._reclaim()
         for unit in self._units:
             if unit.gradient.arrived and unit.gradient.asked is None:
                 self._ask(unit)
 
-    def settle_asked(self) -> None:
-        """What a backward asked for that did not come to its end is reduced: nothing of it arrives later."""
+    def settle(self) -> None:
         while self._in_flight:
             self._reclaim(wait_for=self._in_flight[0])
 
     def end(self) -> None:
-        """The end of backward: when this returns, everything that any rank had is reduced."""
-        assert self.rendezvous is not None
-        self.ask_rest()
-        self.rendezvous.meet(MeetingPoint.END_OF_BACKWARD)
-        self._reclaim()
+        with self._timeline.waiting("reduction"):
+            self._ask_rest()
+            self._rendezvous.meet(MeetingPoint.END_OF_BACKWARD)
+            self._reclaim()
 
     def newly_present(self) -> list[int]:
-        """Indices of the parameters that got a gradient on some rank, as far as reduced and not named before."""
         found = [index for unit in self._units for index in unit.gradient.present - unit.gradient.told]
         for unit in self._units:
             unit.gradient.told |= unit.gradient.present
         return found
 
-    def forget(self, infos: list[ParameterInfo]) -> None:
-        """The gradients of these parameters belong to an update: what comes from now on is new."""
+    def forget(self, infos: Iterable[ParameterInfo]) -> None:
         for info in infos:
             gradient = self._units[info.unit_index].gradient
             gradient.present.discard(info.index)
             gradient.told.discard(info.index)
 
-    def release_buffers(self) -> None:
-        """Give back what accumulation took beyond two units."""
+    def end_step(self) -> None:
         self._reclaim()
         self._free.clear()
 
+    def sum(self, point: MeetingPoint, squares: Callable[[], Sequence[Tensor]]) -> int | None:
+        self._ask_rest()
+        found: int | None = self._rendezvous.meet(
+            point, lambda: summed_over_ranks(self._ranks, squares, sharded=self._stage > 0)
+        )
+        return found
+
     def _ask(self, unit: Unit) -> None:
-        assert self.rendezvous is not None
         self._zero_absent(unit)
         unit.gradient.ready = self._accelerator.mark()
-        unit.gradient.asked = self.rendezvous.ask_reduction(unit.index)
+        unit.gradient.asked = self._rendezvous.ask_reduction(unit.index)
         self._in_flight.append(unit)
 
     def _zero_absent(self, unit: Unit) -> None:
@@ -198,7 +205,7 @@ class Reduction:
         wide.copy_(narrow)
         return wide
 
-    # ---- the rendezvous' thread ----------------------------------------------------------------------------------
+    # ---- the attendance's thread ---------------------------------------------------------------------------------
 
     def reduce(self, unit_index: int, contributors: frozenset[int]) -> None:
         """Average the unit's gradients over all ranks, those that are no contributors counting zero."""

@@ -18,17 +18,24 @@ from offload.tiers.memory import HostMemory, MemoryLedger
 
 
 class ShardExchange:
-    """The rendezvous' `Service`. Runs in its thread; a rank that only lends its shard is blocked meanwhile.
+    """The attendance's `Service`. Runs in its thread; a rank that only lends its shard is blocked meanwhile."""
 
-    `places` and `fetcher` where parameters are partitioned; else the flats hold them for good.
-    """
-
-    def __init__(self, ranks: Ranks, accelerator: Accelerator, units: list[Unit], ledger: MemoryLedger) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        accelerator: Accelerator,
+        units: list[Unit],
+        ledger: MemoryLedger,
+        *,
+        places: ParameterStore | None,
+        fetcher: StagedFetcher | None,
+        updates: Updates | None,
+        reduction: Reduction | None,
+    ) -> None:
+        """`places` and `fetcher` where parameters are partitioned; else the flats hold them for good. `updates` and `reduction`
+        where something is trained."""
         self._ranks, self._accelerator, self._units, self._ledger = ranks, accelerator, units, ledger
-        self.places: ParameterStore | None = None
-        self.fetcher: StagedFetcher | None = None
-        self.updates: Updates | None = None
-        self.reduction: Reduction | None = None
+        self._places, self._fetcher, self._updates, self._reduction = places, fetcher, updates, reduction
 
     def gather(self, unit_index: int, wanters: frozenset[int]) -> Pending | None:
         unit = self._units[unit_index]
@@ -51,22 +58,22 @@ class ShardExchange:
             memory.copy_(into)
 
     def reduce(self, unit_index: int, contributors: frozenset[int]) -> None:
-        assert self.reduction is not None
-        self.reduction.reduce(unit_index, contributors)
+        assert self._reduction is not None
+        self._reduction.reduce(unit_index, contributors)
 
     def _own_shards(self, unit: Unit, wanted_here: bool, *, on_host: bool) -> list[tuple[Flat, Tensor]]:
         """Of each flat that is gathered, this rank's shard in its current version, uint8; where it lies, or on the host."""
-        if self.places is None:
-            if self.updates is not None:
-                self.updates.apply(unit)
+        if self._places is None:
+            if self._updates is not None:
+                self._updates.apply(unit)
             return [(flat, self._in_memory(flat, on_host)) for flat in unit.flats if flat.layout.trainable]
         if wanted_here:
-            assert self.fetcher is not None
-            self.fetcher.arrive(unit)
+            assert self._fetcher is not None
+            self._fetcher.arrive(unit)
             return [(flat, self._in_memory(flat, on_host)) for flat in unit.flats]
-        if self.updates is not None:
-            self.updates.apply(unit)
-        return [(flat, self._from_home(self.places, flat)) for flat in unit.flats]
+        if self._updates is not None:
+            self._updates.apply(unit)
+        return [(flat, self._from_home(self._places, flat)) for flat in unit.flats]
 
     def _in_memory(self, flat: Flat, on_host: bool) -> Tensor:
         shard, itemsize = flat.layout.shard, flat.layout.itemsize

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from offload.device.kernels import exact_sum
 from offload.device.rules import Hyper
 from offload.errors import NonFiniteGradientError, UsageError
 from offload.model.flat import ParameterInfo, some_of
@@ -30,7 +29,7 @@ from offload.step.homes import Homes
 from offload.step.hooks import Hooks, cast_floating
 from offload.step.loss_scale import LossScale
 from offload.step.micro_batches import MicroBatches
-from offload.step.norm import clip_factor, norm_of, summed_over_ranks
+from offload.step.norm import clip_factor, norm_of
 from offload.step.speculation import Speculation
 from offload.step.token_clipping import TokenClipping
 
@@ -43,11 +42,11 @@ class Training(FailureState):
 
     def __init__(self, parts: Components, loss_scale: LossScale, *, norm_counts: bool = True) -> None:
         """`norm_counts`: whether the norm may change what a step does."""
-        super().__init__(parts.rendezvous, backward_elsewhere=parts.accelerator.device.type != "cpu")
+        super().__init__(parts.meeting, backward_elsewhere=parts.accelerator.device.type != "cpu")
         self._units, self._residency, self._parameters = parts.units, parts.residency, parts.parameters
         self._gradients, self._updates = parts.gradients, parts.updates
-        self._ranks, self._rendezvous, self._reduction = parts.ranks, parts.rendezvous, parts.reduction
-        self._places, self._records, self._stage = parts.parameter_store, parts.records, parts.layout.stage
+        self._ranks, self._intake = parts.ranks, parts.intake
+        self._places, self._records = parts.parameter_store, parts.records
         self._accelerator, self._timeline = parts.accelerator, parts.timeline
         self._memory_is_short = parts.parameter_store is not None or parts.placement.uses_nvme
         self._homes, self.micro_batches = Homes(parts), MicroBatches(parts)
@@ -98,7 +97,7 @@ class Training(FailureState):
         """Carry all its values home: of fp32 parameters, and of what is not trained, that is exactly what was written."""
         wrote = f"a forward wrote to parameter {info.fqn!r} in place"
         instead = "Write to it between steps, inside `with engine.gathered([parameter]):`."
-        if self._ranks is not None:
+        if self._ranks.world_size > 1:
             raise UsageError(f"{wrote}: each rank's would write something else to what all share. {instead}")
         if info.trainable and info.dtype != torch.float32:
             raise UsageError(f"{wrote}, which its fp32 master does not see: its next update would undo it. {instead}")
@@ -169,20 +168,16 @@ class Training(FailureState):
         assert self._gradients is not None
         unit.shard.become(ShardState.REDUCING)
         flat, is_part = self._flat_of[info.index], self.micro_batches.began_now(info)
-        if self._reduction is None:
-            self._gradients.add(info, flat, gradient, owned=owned, is_part=is_part)
-        else:
-            self._reduction.arrive(info, flat, gradient, is_part=is_part)
-            self._gradients.expect(info)
+        self._intake.arrive(info, flat, gradient, owned=owned, is_part=is_part)
         info.parameter.grad = self._token_clipping.token(info, self.step_count)
 
     def backward_leaves(self, unit: Unit) -> None:
         # Late units wait for the end of backward: what modules share gets more after one of them is done, and in the root a
         # reentrant checkpoint's backward inside this one may accumulate a second time.
-        if self._reduction is not None:
-            if self.synchronizing:
-                self._reduction.leave(unit)
-        elif self.backward_updates and self.synchronizing and self._gradients is not None and unit.index not in self._late:
+        if not self.synchronizing:
+            return
+        self._intake.leave(unit)
+        if self.backward_updates and self._gradients is not None and unit.index not in self._late:
             if not all(self._gradients.is_complete(one) for one in unit.trained_chunks):
                 return
             if self.speculation.may_begin(unit) and not self._residency.holds_any:  # where values are lent
@@ -192,9 +187,8 @@ class Training(FailureState):
 
     def backward_ended(self) -> None:
         self._scaled_backward = False
-        if self._reduction is not None and self.synchronizing:
-            with self._timeline.waiting("reduction"):
-                self._reduction.end()
+        if self.synchronizing:
+            self._intake.end()
             self._adopt_reduced()
 
     def _undo(self) -> None:
@@ -272,8 +266,7 @@ class Training(FailureState):
         self.check()
         self._scaled_backward = False  # of a backward that was cut short
         self._clip_once = None  # of the gradients that are dropped
-        if self._reduction is not None:
-            self._reduction.settle_asked()
+        self._intake.settle()
         self._adopt_reduced()
         with self.failures():
             self._undo()
@@ -289,10 +282,7 @@ class Training(FailureState):
 
     def _zero(self, unit: Unit, info: ParameterInfo, set_to_none: bool) -> None:
         had_gradient = info.parameter.grad is not None
-        if self._gradients is not None:
-            self._gradients.drop(info)
-        if self._reduction is not None:
-            self._reduction.drop(info)
+        self._intake.drop(info)
         info.parameter.grad = None
         if had_gradient and not set_to_none:
             zeros = torch.empty_strided(info.shape, info.stride, dtype=info.dtype, device=info.parameter.device).zero_()
@@ -303,14 +293,7 @@ class Training(FailureState):
 
     def measure_norm(self, point: MeetingPoint) -> float:
         """The global L2 norm of the gradients as they stand, un-scaled; on several ranks, once all are at `point`."""
-        assert self._gradients is not None
-        if self._ranks is None:
-            return norm_of(exact_sum(self._squares()), self.loss_scale.value)
-        assert self._rendezvous is not None and self._reduction is not None
-        self._reduction.ask_rest()
-        ranks, sharded = self._ranks, self._stage > 0
-        squares = self._rendezvous.meet(point, lambda: summed_over_ranks(ranks, self._squares, sharded=sharded))
-        return norm_of(squares, self.loss_scale.value)
+        return norm_of(self._intake.sum(point, self._squares), self.loss_scale.value)
 
     def _squares(self) -> list[torch.Tensor]:
         assert self._gradients is not None
@@ -321,9 +304,7 @@ class Training(FailureState):
 
     def _adopt_reduced(self) -> None:
         """Gradients that other ranks computed count here too."""
-        if self._reduction is None:
-            return
-        for index in self._reduction.newly_present():
+        for index in self._intake.newly_present():
             info = self._parameters[index]
             if info.parameter.grad is None and self._gradients is not None:
                 self._gradients.expect(info)
@@ -410,8 +391,7 @@ class Training(FailureState):
         assert self._updates is not None
         self.step_count += 1
         self._residency.abandon_uses()  # of a backward that an exception cut short: what is in use is not fetched anew
-        if self._reduction is not None:
-            self._reduction.release_buffers()
+        self._intake.end_step()
         self._residency.end_step()
         self._accelerator.copy_in_after_compute()
         self._updates.read_ahead()
@@ -466,8 +446,7 @@ class Training(FailureState):
             steps[info.index] = (hypers[info.group_index], info.step)
             if not undoable:
                 self._gradients.consume(info)
-        if self._reduction is not None:
-            self._reduction.forget(live)
+        self._intake.forget(live)
         touched = {info.unit_index for info in live}
         for unit in self._residency.next_order():
             if unit.index in touched:

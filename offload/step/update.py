@@ -11,7 +11,7 @@ A unit between `enqueue` and `finish` is in the shard state UPDATING (`offload.m
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 from torch import Tensor
@@ -27,7 +27,6 @@ from offload.model.unit import Unit
 from offload.model.update import ChunkUpdate, PieceUpdate, UnitUpdate
 from offload.planning.purposes import RECORDS, RECORDS_ON_DEMAND
 from offload.planning.route import Emission, Memory, Route
-from offload.ranks.rendezvous import Request
 from offload.step.chunk_stores import RecordStore
 from offload.step.gradients import Gradients
 from offload.step.sinks import ParameterSink, ValuesNeeded
@@ -74,8 +73,6 @@ class Updates:
         self.enqueued_count = 0
         """Of units' updates: each is numbered by those before it."""
         self._ahead: deque[ChunkUpdate] = deque()
-        self.ask_gather: Callable[[int], Request] | None = None
-        """Where parameters are whole on every rank and each updates its shard (ZeRO stages 1 and 2): brings the others'."""
 
     @property
     def pending_units(self) -> list[Unit]:
@@ -127,25 +124,12 @@ class Updates:
         update = unit.update
         if update is None:
             return
-        if self.ask_gather is None:
-            job = self.launch(unit)
-            with self._timeline.waiting("update"):
-                job.wait()
-            self._leave_queue(unit)
-            for pending in update.published:
-                self._accelerator.join(pending)
-            return
-        self._spread(unit, self.ask_gather)
-        coming = [other for other, update in self._queue.items() if update.spreading is None]
-        if coming:
-            self._spread(coming[0], self.ask_gather)  # its shards travel under the forward of this unit
-        asked = update.spreading
-        assert asked is not None
-        with self._timeline.waiting("gather"):
-            asked.wait()
-        if asked.result is not None:
-            self._accelerator.join(asked.result)
+        job = self.launch(unit)
+        with self._timeline.waiting("update"):
+            job.wait()
         self._leave_queue(unit)
+        for pending in update.published:
+            self._accelerator.join(pending)
 
     def apply(self, unit: Unit) -> None:
         """Block until this rank's part of the unit's update, if it has one, is in place. From any thread."""
@@ -154,14 +138,6 @@ class Updates:
             self.launch(unit).wait()
             for pending in update.published:
                 pending.wait()
-
-    def _spread(self, unit: Unit, ask_gather: Callable[[int], Request]) -> None:
-        update = unit.update
-        assert update is not None
-        if update.spreading is None:
-            with self._timeline.waiting("update"):
-                self.apply(unit)
-            update.spreading = ask_gather(unit.index)
 
     def cancel(self, unit: Unit) -> None:
         """Return when nothing of the unit's update runs any more: of the chunks that are marked `cancelled` only one in hand is

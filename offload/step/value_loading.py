@@ -16,7 +16,7 @@ from offload.model.flat import Flat
 from offload.model.unit import Unit
 from offload.model.weight_names import Differences, persistent_buffers
 from offload.ranks.agreement import MeetingPoint
-from offload.ranks.transport import Ranks
+from offload.ranks.group import Group
 from offload.step.components import Components
 from offload.step.hooks import in_backward
 from offload.step.training import Training
@@ -55,14 +55,11 @@ class ValueLoading:
         """The first rank that has each name, and the dtype it has it in. Checks names and shapes."""
         own = {name: (list(value.shape), str(value.dtype).removeprefix("torch.")) for name, value in self._state.items()}
         ranks = self._parts.ranks
-        said: list[dict[str, tuple[list[int], str]]] = [own]
-        if ranks is not None:
-            assert self._parts.rendezvous is not None
-            with self._training.failures():
-                data = self._parts.rendezvous.meet(
-                    MeetingPoint.LOADING_STATE_DICT, lambda: ranks.exchange_bytes(json.dumps(own).encode())
-                )
-            said = [json.loads(one) for one in data]
+        with self._training.failures():
+            data = self._parts.meeting.meet(
+                MeetingPoint.LOADING_STATE_DICT, lambda: ranks.exchange_bytes(json.dumps(own).encode())
+            )
+        said: list[dict[str, tuple[list[int], str]]] = [json.loads(one) for one in data]
         found: dict[str, tuple[int, torch.dtype]] = {}
         shapes: dict[str, list[int]] = {}
         for index in reversed(range(len(said))):
@@ -97,11 +94,8 @@ class ValueLoading:
         name = next(name for name in fqns if name in owners)
         owner, dtype = owners[name]
         ranks = self._parts.ranks
-        if ranks is None:
-            return self._state[name].detach().cpu()
-        assert self._parts.rendezvous is not None
         value = self._state[name].detach().cpu().contiguous() if ranks.index == owner else torch.empty(shape, dtype=dtype)
-        self._parts.rendezvous.meet(MeetingPoint.LOADING_STATE_DICT, lambda: _share(ranks, value, owner))
+        self._parts.meeting.meet(MeetingPoint.LOADING_STATE_DICT, lambda: _share(ranks, value, owner))
         return value
 
     # ---- into the tiers ------------------------------------------------------------------------------------------
@@ -162,6 +156,6 @@ class ValueLoading:
             places.write(chunk, content).wait()
 
 
-def _share(ranks: Ranks, value: Tensor, owner: int) -> None:
+def _share(ranks: Group, value: Tensor, owner: int) -> None:
     if value.numel():
         ranks.broadcast(value.view(-1).view(torch.uint8), owner)

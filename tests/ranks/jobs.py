@@ -163,7 +163,7 @@ def between_devices(fields: dict[str, Any], own: str) -> dict[str, Any]:
         built = llama()
         with warnings.catch_warnings(record=True) as said, offload.initialize(built, adamw(built), fields) as engine:
             warnings.simplefilter("always")
-            assert engine._parts.ranks is not None and engine._parts.ranks.has_devices
+            assert engine._parts.ranks.has_devices
             batches, losses, total = byte_batches(4 * world), [], torch.zeros(1)
             for step in range(4):
                 if own == "late" and step == 2 and rank == 0:
@@ -306,12 +306,11 @@ def memory(fields: dict[str, Any], accelerator: str = "cpu") -> dict[str, Any]:
             for step in range(2):
                 _step(model, [batches[step * world + rank]], engine, syncs=True)
             stats = engine.stats()
-            reduction = engine._parts.reduction
             return {
                 "numel": numel,
                 "planned": {line["purpose"]: line["nbytes"] for line in stats["planned"]},
                 "host": stats["host_nbytes"],
-                "unreduced_peak": reduction.peak_nbytes if reduction is not None else 0,
+                "unreduced_peak": engine._parts.intake.peak_nbytes,
                 "resident_peak": stats["resident_peak_nbytes"],
             }
 

@@ -1,0 +1,43 @@
+"""Updates where parameters are whole on every rank and each updates its shard of them (ZeRO stages 1 and 2).
+
+A unit is gathered right after its update, and the next one's update and gather are begun with it: its shards travel under the
+forward of this one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from offload.model.unit import Unit
+from offload.model.update import UnitUpdate
+from offload.ranks.rendezvous import Rendezvous, Request
+from offload.step.update import Updates
+
+
+class SpreadUpdates(Updates):
+    """See the module."""
+
+    def __init__(self, rendezvous: Rendezvous, *others: Any) -> None:
+        super().__init__(*others)
+        self._rendezvous = rendezvous
+
+    def finish(self, unit: Unit) -> None:
+        update = unit.update
+        if update is None:
+            return
+        asked = self._spread(unit, update)
+        following = next(((other, one) for other, one in self._queue.items() if one.spreading is None), None)
+        if following is not None:
+            self._spread(*following)
+        with self._timeline.waiting("gather"):
+            asked.wait()
+        if asked.result is not None:
+            self._accelerator.join(asked.result)
+        self._leave_queue(unit)
+
+    def _spread(self, unit: Unit, update: UnitUpdate) -> Request:
+        if update.spreading is None:
+            with self._timeline.waiting("update"):
+                self.apply(unit)
+            update.spreading = self._rendezvous.ask_gather(unit.index)
+        return update.spreading
