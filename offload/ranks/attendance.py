@@ -60,6 +60,7 @@ class Attendance:
         if rendezvous.failure is None and (self._exchanging or not rendezvous.is_idle):
             return  # stuck in an exchange with ranks that are gone: it ends with the process
         self._thread.join()
+        self._ranks.close()
 
     # ---- its thread ----------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import struct
 import warnings
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -105,11 +106,13 @@ class Ranks:
         self.phase = "initialize"
         self.traffic: dict[str, Traffic] = {}
         self.local_world_size = 1
-        self._group = dist.new_group(list(arrangement.members), backend="gloo", timeout=timeout, use_local_synchronization=True)
-        self._replica_group = None
-        if len(self.replicas) > 1:
-            replicas = [arrangement.members[index] for index in self.replicas]
-            self._replica_group = dist.new_group(replicas, backend="gloo", timeout=timeout, use_local_synchronization=True)
+        self._groups: list[Any] = []
+        self.close = weakref.finalize(self, _destroy, self._groups)
+        """Give back the groups of all ranks, with their threads and connections. Nothing may be under way. Idempotent."""
+        self.close.atexit = False
+        everybody = range(self.world_size)
+        self._group = self._make_group(everybody, "gloo")
+        self._replica_group = self._make_group(self.replicas, "gloo") if len(self.replicas) > 1 else None
         self._device_group: Any = None
         self._device_replica_group: Any = None
         self._device_backend = "nccl"
@@ -117,6 +120,16 @@ class Ranks:
         """Of the order of transfers between GPUs, the engine's and the user's; equal on all ranks, see `_note_order`."""
         self._store = dist.distributed_c10d.PrefixStore(f"offload/{key}", dist.distributed_c10d._get_default_store())
         self._said_failed = self._said_order = False
+
+    def _make_group(self, indices: Sequence[int], backend: str) -> Any:
+        members = [self._arrangement.members[index] for index in indices]
+        # Ranks outside of the members know nothing of them. PyTorch then names the group by its members, and a second one
+        # of that name would find the addresses of the first, so that such a group cannot be given back.
+        is_local = len(members) < dist.get_world_size()
+        group = dist.new_group(members, backend=backend, timeout=self._timeout, use_local_synchronization=is_local)
+        if not is_local:
+            self._groups.append(group)
+        return group
 
     # ---- point to point ------------------------------------------------------------------------------------------
 
@@ -271,15 +284,9 @@ class Ranks:
             self._make_device_groups()
 
     def _make_device_groups(self) -> None:
-        members = self._arrangement.members
-
-        def group(indices: Sequence[int]) -> Any:
-            ranks = [members[index] for index in indices]
-            return dist.new_group(ranks, backend=self._device_backend, timeout=self._timeout, use_local_synchronization=True)
-
-        self._device_group = group(self.shards)
+        self._device_group = self._make_group(self.shards, self._device_backend)
         if len(self.replicas) > 1:
-            self._device_replica_group = group(self.replicas)
+            self._device_replica_group = self._make_group(self.replicas, self._device_backend)
 
     def _note_order(self) -> None:
         """Before each transfer between GPUs: after how many of the user's own it comes.
@@ -358,6 +365,13 @@ class Ranks:
             f"rank {rank} failed, hangs or is gone in the phase {phase!r} (seen by rank {dist.get_rank()} in {self.phase!r}): "
             f"{reason}. No rank can go on: start all of them again from the last checkpoint."
         )
+
+
+def _destroy(groups: list[Any]) -> None:
+    while groups:
+        group = groups.pop()
+        if group in dist.distributed_c10d._world.pg_map:  # else the user's destroy_process_group() has taken all
+            dist.destroy_process_group(group)
 
 
 def join_ranks(mesh: DeviceMesh | None) -> Group:

@@ -454,6 +454,28 @@ def dropped(fields: dict[str, Any]) -> list[str]:
     return [one.name for one in left]
 
 
+def threads_left_by(count: int, fields: dict[str, Any]) -> int:
+    """How many threads of any kind there are more after `count` engines that were closed, and one that could not be made."""
+
+    def one_engine() -> None:
+        model = llama()
+        with offload.initialize(model, adamw(model), offload.Config(**fields)) as engine:
+            _train_on(engine, model, 0, 1)
+
+    one_engine()  # what a process makes once is there from now on
+    before = len(os.listdir("/proc/self/task"))
+    for _ in range(count):
+        one_engine()
+    model = llama()
+    with contextlib.suppress(offload.ConfigError):
+        offload.initialize(model, adamw(model), offload.Config(**fields, device_memory=1))
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while (left := len(os.listdir("/proc/self/task")) - before) > 0 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return max(left, 0)  # of earlier jobs some may have ended
+
+
 def clipped(fields: dict[str, Any], by_torch: bool) -> dict[str, Any]:
     """Three steps, clipped by torch.nn.utils or by the engine."""
     rank, world = place()

@@ -52,6 +52,10 @@ def test_engines_dropped_without_close_leave_no_thread(pair: Crew, tmp_path: Pat
         assert pair.do("dropped", fields=placed(case, tmp_path)) == [[], []], case
 
 
+def test_engines_give_back_their_process_groups(pair: Crew, tmp_path: Path) -> None:
+    assert pair.do("threads_left_by", count=3, fields=placed(CASES[0], tmp_path)) == [0, 0]
+
+
 def test_clipping_by_torch_is_the_engines_to_the_bit(pair: Crew, tmp_path: Path) -> None:
     for case in CASES:
         found = [
