@@ -7,7 +7,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -237,8 +237,7 @@ class Engine:
 
     # ---- values --------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def gathered(self, params: Iterable[nn.Parameter] | nn.Parameter) -> Iterator[None]:
+    def gathered(self, params: Iterable[nn.Parameter] | nn.Parameter) -> AbstractContextManager[None]:
         """The parameters are ordinary tensors inside: read and write them. What was written reaches their master weights.
 
         Host memory: a copy of what is gathered, to see what was written.
@@ -251,9 +250,8 @@ class Engine:
             if id(parameter) not in by_id:
                 raise ParameterAccessError(f"parameter {position} given to gathered is not a parameter of this engine's model.")
             infos.append(by_id[id(parameter)])
-        self._checkpointing.saver.settle()  # what is written inside goes around the updates
-        with self._gathering.gathered(infos):
-            yield
+        settle = self._checkpointing.saver.settle  # what is written inside goes around the updates
+        return self._gathering.gathered(infos, first=settle)
 
     def state_dict(self, *, full: bool = True, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         """Every parameter (fp32 master precision where it is trained) and persistent buffer on the CPU, by fqn.

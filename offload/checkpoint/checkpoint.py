@@ -119,8 +119,11 @@ class Checkpointing:
         if training.closed:  # by `close`, which raises what fails here
             if training.failure is not None:
                 raise EngineFailedError(f"the engine failed: {words_of(training.failure)}") from training.failure
-            with training.turn:
+            training.turn.acquire(self)
+            try:
                 training.settle()
+            finally:
+                training.turn.release(self)
             return
         with training.failures():
             training.settle()

@@ -41,7 +41,7 @@ class Idleness:
         alive = self._driver.is_alive()
         if not alive:
             self._residency.abandon_uses()
-        elif not self._is_quiet() or not training.turn.acquire(blocking=False):
+        elif not self._is_quiet() or not training.turn.acquire(self, blocking=False):
             return False
         try:
             if self._residency.is_used:
@@ -51,7 +51,7 @@ class Idleness:
                 self._finish_as_driver()
         finally:
             if alive:
-                training.turn.release()
+                training.turn.release(self)
         return True
 
     def _finish(self) -> None:

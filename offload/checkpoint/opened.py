@@ -54,9 +54,9 @@ class OpenedCheckpoint:
     def close(self) -> None:
         """Idempotent."""
         self._close_file()
-        if self._fileno >= 0:
-            os.close(self._fileno)
-            self._fileno = -1
+        fileno, self._fileno = self._fileno, -1  # first: an interrupt may come as it is closed
+        if fileno >= 0:
+            os.close(fileno)
 
     # ---- checking ------------------------------------------------------------------------------------------------
 
@@ -162,9 +162,9 @@ class OpenedCheckpoint:
         return fileno
 
     def _close_file(self) -> None:
-        if self._open_file is not None:
-            os.close(self._open_file[1])
-            self._open_file = None
+        opened, self._open_file = self._open_file, None
+        if opened is not None:
+            os.close(opened[1])
 
     def _read_manifest(self) -> bytes:
         with self._file(MANIFEST_NAME) as fileno:

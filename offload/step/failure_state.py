@@ -12,6 +12,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from offload.errors import EngineFailedError, NonFiniteGradientError, ParameterAccessError, UsageError, words_of
 from offload.ranks.group import Meeting
+from offload.step import held_interrupt
 from offload.step.held_interrupt import HeldInterrupt
 from offload.step.hooks import Listener
 from offload.step.turn import Turn
@@ -33,7 +34,7 @@ def outside_transforms() -> Iterator[None]:
 class _OwnWork:
     """Around the engine's own work. No generator: there an interrupt could come between its `yield` and the work."""
 
-    __slots__ = ("_held", "_outside", "_turn", "_usable")
+    __slots__ = ("__weakref__", "_began", "_held", "_outside", "_turn", "_usable")
 
     def __init__(self, usable: FailureState, held: HeldInterrupt | None, turn: Turn | None) -> None:
         self._usable, self._held, self._turn = usable, held, turn
@@ -41,16 +42,12 @@ class _OwnWork:
 
     def __enter__(self) -> None:
         self._usable.check_process()
-        if self._held is not None:
-            self._held.begin()
+        self._began = held_interrupt.now()
         try:
             if self._turn is not None:
-                self._turn.acquire()
-        except BaseException:
-            self._turn = None  # not had
-            self._end()
-            raise
-        try:
+                self._turn.acquire(self)
+            if self._held is not None:
+                self._held.begin()
             self._usable.check()
             if torch._C._functorch.peek_interpreter_stack() is not None:
                 self._outside = outside_transforms()
@@ -60,15 +57,18 @@ class _OwnWork:
             raise
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is not None and not isinstance(error, _ANSWERS) and not getattr(error, "changed_nothing", False):
-            self._usable.fail(error)
+        if error is not None:
+            if not isinstance(error, _ANSWERS) and not getattr(error, "changed_nothing", False):
+                self._usable.fail(error)
+            if self._held is None:
+                held_interrupt.end_since(self._began)
         self._end()
 
     def _end(self) -> None:
         if self._outside is not None:
             self._outside.__exit__(None, None, None)
         if self._turn is not None:
-            self._turn.release()
+            self._turn.release(self)
         if self._held is not None:
             self._held.end()
 
@@ -102,6 +102,7 @@ class FailureState(Listener):
     def fail(self, error: BaseException) -> None:
         """The engine's state is undefined from now on, because of `error`."""
         self.failure = error
+        self.turn.begin_anew()
         self._meeting.abandon(f"{type(error).__name__}: {error}")
 
     @property

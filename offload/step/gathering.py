@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from offload.device.segment import MASTER
-from offload.errors import RankError, UsageError
 from offload.model.chunk import Chunk
 from offload.model.flat import Flat, ParameterInfo
 from offload.model.unit import Unit
 from offload.model.weight_names import persistent_buffers
 from offload.ranks.agreement import MeetingPoint
-from offload.ranks.consensus import checksum
 from offload.step.components import Components
 from offload.step.homes import Homes
+from offload.step.lending import Lender, Lending
 from offload.step.training import Training
 
 
@@ -28,82 +26,11 @@ class Gathering:
 
     def __init__(self, parts: Components, training: Training) -> None:
         self._parts, self._training, self._homes = parts, training, Homes(parts)
+        self._lender = Lender(parts, training, self._homes, self.meet)
 
-    @contextmanager
-    def gathered(self, infos: Sequence[ParameterInfo]) -> Iterator[None]:
-        """Bring the parameters' units in and lend the parameters: inside they are tensors of their own, as a plain model's
-        are. On the way out what was written is carried home."""
-        residency = self._parts.residency
-        units = [self._parts.units[index] for index in sorted({info.unit_index for info in infos})]
-        self.meet(MeetingPoint.GATHERED, argument=_digest(infos))
-        lent = False
-        try:
-            with self._training.failures():
-                residency.finish_updates()
-                for unit in units:
-                    residency.hold(unit)
-                for info in infos:
-                    self._lend(info)
-                lent = True  # in there: an interrupt that was held comes when the block is left
-            yield
-        finally:
-            if lent:
-                with self._training.failures():
-                    refusals = [refusal for info in infos if (refusal := self._refusal(info)) is not None]
-                    if not refusals:
-                        self._require_same_writes(infos)
-                    for info in infos:
-                        self._take_back(info, carries=not refusals)
-                    for unit in units:
-                        residency.release(unit)
-                    if refusals:
-                        raise UsageError(f"{refusals[0]} Nothing that was written inside has an effect.")
-
-    def _lend(self, info: ParameterInfo) -> None:
-        assert info.guard is not None
-        if not info.lent_count:
-            info.guard.open_up()
-            info.parameter.data = self._homes.views[info.index].clone()
-        info.lent_count += 1
-
-    def _refusal(self, info: ParameterInfo) -> str | None:
-        lent, view = info.parameter, self._homes.views[info.index]
-        if (lent.shape, lent.dtype, lent.device) == (view.shape, view.dtype, view.device):
-            return None
-        return (
-            f"parameter {info.fqn!r} was made {tuple(lent.shape)}, {lent.dtype} on {lent.device} inside engine.gathered, where "
-            f"it is {tuple(view.shape)}, {view.dtype} on {view.device}: only values can be written. Change a model before "
-            "offload.initialize; the dtype of its forward is Config(dtype=...)."
-        )
-
-    def _take_back(self, info: ParameterInfo, *, carries: bool) -> None:
-        lent, view = info.parameter.detach(), self._homes.views[info.index]
-        if carries:
-            # Bits, not values: a NaN that was there before is no change.
-            written = _bits(info.in_memory_order(lent)) != _bits(info.in_memory_order(view))
-            if bool(written.any()):
-                view.copy_(lent)
-                self._homes.write(info, written)
-                self._training.values_changed(self._parts.units[info.unit_index])
-        info.lent_count -= 1
-        if not info.lent_count:
-            info.parameter.data = view
-        info.note_version()
-
-    def _require_same_writes(self, infos: Sequence[ParameterInfo]) -> None:
-        """Each rank carries its shard home, so all must have written the same."""
-        ranks = self._parts.ranks
-        if ranks.world_size == 1:
-            return
-        sums = torch.tensor([checksum(info.parameter) for info in infos], dtype=torch.int64)
-        said = self.meet(MeetingPoint.WRITTEN, lambda: ranks.exchange(sums), argument=_digest(infos))
-        for index, other in enumerate(said):
-            for info, here, there in zip(infos, sums.tolist(), other.tolist(), strict=True):
-                if here != there:
-                    raise RankError(
-                        f"parameter {info.fqn!r} holds other values on rank {index} than on rank {ranks.index} at the end of "
-                        "engine.gathered(): write the same on all ranks. The engine's state is undefined now."
-                    )
+    def gathered(self, infos: Sequence[ParameterInfo], *, first: Callable[[], None]) -> Lending:
+        """See `Engine.gathered`. `first` is called when the block begins."""
+        return Lending(self._lender, infos, first)
 
     def meet(self, point: MeetingPoint, action: Callable[[], Any] | None = None, *, argument: int = 0) -> Any:
         """Wait until all ranks are here."""
@@ -195,12 +122,3 @@ class Gathering:
             low, high = piece.start - chunk.start, piece.stop - chunk.start
             part = info.in_memory_order(values[info.index])[piece.start - piece.slot.start : piece.stop - piece.slot.start]
             part.copy_(master[low:high])
-
-
-def _digest(infos: Sequence[ParameterInfo]) -> int:
-    return zlib.crc32(repr([info.index for info in infos]).encode())
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.view(integers[tensor.element_size()])

@@ -131,9 +131,9 @@ class _BackwardUse:
             self.end()
 
 
-def _stack() -> Iterator[FrameType]:
-    """The calling thread's frames, the innermost first."""
-    frame: FrameType | None = sys._getframe()
+def _stack(thread: int) -> Iterator[FrameType]:
+    """The frames of a thread, the innermost first; none of one that ended."""
+    frame = sys._current_frames().get(thread) if thread != threading.get_ident() else sys._getframe()
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -160,13 +160,12 @@ class _Call:
     """That of PyTorch's function which calls the module and its hooks."""
 
     def __post_init__(self) -> None:
-        self.frame = next((frame for frame in _stack() if frame.f_code.co_filename == _CALLING_FILE), None)
+        self.frame = next((frame for frame in _stack(self.thread) if frame.f_code.co_filename == _CALLING_FILE), None)
 
     def is_running(self) -> bool:
         """Whether the call goes on. PyTorch calls no hook after one that an interrupt ended (`KeyboardInterrupt` is no
         `Exception`): it is on the stack no more."""
-        elsewhere = self.frame is None or self.thread != threading.get_ident()
-        return elsewhere or any(frame is self.frame for frame in _stack())
+        return self.frame is None or any(frame is self.frame for frame in _stack(self.thread))
 
 
 class _ModuleHook:
@@ -267,7 +266,7 @@ class Hooks:
             self._calls.append(call)  # first of all: the hook after the forward runs even if this one raises
             if not inside_backward and len(self._calls) == 1:
                 self._reset()
-                self._listener.turn.begin(_FORWARD)
+                self._listener.turn.begin(_FORWARD, call.is_running)
         if not inside_backward and len(self._calls) == 1:
             if torch._C._get_tracing_state() is not None:
                 raise UsageError(
@@ -399,7 +398,7 @@ class Hooks:
                 end = _GraphTaskEnd(self, graph_task)
                 self._graph_tasks[graph_task] = weakref.ref(end)
                 torch.autograd.Variable._execution_engine.queue_callback(end)
-                self._listener.turn.begin(graph_task, as_long_as=end)
+                self._listener.turn.begin(graph_task, weakref.ref(end))
 
     def _forget_cut_short(self) -> None:
         """Nothing of a backward that an exception cut short is going on, where no forward came since either."""

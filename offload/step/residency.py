@@ -63,6 +63,8 @@ class Residency:
         """Told of a unit that is about to be used: its update may have to be undone first."""
         self.drop_abandoned_forwards: Callable[[], None] | None = None
         """Has `leave_forward` called for each that an interrupt ended."""
+        self.end_left_holds: Callable[[], None] | None = None
+        """Has `release` called for each hold that an interrupt kept from it."""
         self._follow(plan(trace, self._nbytes, self.capacity_nbytes, self._prefetch))
 
     # ---- uses ----------------------------------------------------------------------------------------------------
@@ -115,6 +117,8 @@ class Residency:
     @property
     def holds_any(self) -> bool:
         """Whether a `hold` is not yet let go."""
+        if self.end_left_holds is not None:
+            self.end_left_holds()
         return any(unit.residency.held_count for unit in self._units)
 
     def enter_forward(self, unit: Unit) -> None:

@@ -1,7 +1,8 @@
 """One thread at a time goes through the model: an evaluation in a second thread and a training take turns.
 
 A forward, a backward, and each piece of the engine's own work between them are a turn. Whoever comes meanwhile waits, and has
-the next one. A turn lasts until its forward or backward is over, and is not kept by a thread that ended.
+the next one. A turn lasts until its forward or backward is over, and is not kept by a thread that ended, nor by what an
+exception cut short at whatever place: who has a turn or waits for one is known by weak references alone.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import torch
 
@@ -22,49 +23,52 @@ _LOOK_SECONDS = 0.5
 
 
 class Turn:
-    """See the module. A lock that its owner may take again, and that outlasts a call of it by `begin` until `end`."""
+    """See the module. Its owner may take it again, and keeps it by `begin` until `end`."""
 
     def __init__(self, *, backward_elsewhere: bool) -> None:
         """`backward_elsewhere`: autograd runs backward in threads of its own, where nothing says who called it."""
         self._backward_elsewhere = backward_elsewhere
         self._lock = threading.RLock()
-        self._condition = threading.Condition(self._lock)
         self._owner: int | None = None
-        self._count = 0
-        self._lasting: dict[Hashable, weakref.ref[object] | None] = {}
-        """What has begun and not ended; with what must be alive for that."""
-        self._queue: deque[object] = deque()
+        self._holders: dict[int, weakref.ref[object]] = {}
+        """By id, the outermost first."""
+        self._lasting: dict[Hashable, Callable[[], object]] = {}
+        """What has begun and not ended; with what is false, or None, when it is over nevertheless."""
+        self._queue: deque[weakref.ref[threading.Lock]] = deque()
+        """One locked lock for each thread that waits: it is opened when that is to look."""
         self._driver = threading.get_ident()
         """Who ran the last forward that was recorded: backward is its."""
 
-    def acquire(self, blocking: bool = True) -> bool:
-        """Whether it is the calling thread's turn now: after a wait, unless `blocking` is False."""
-        with self._lock:
-            me = self._who()
-            if self._owner != me:
-                if not blocking and (self._queue or not self._is_free()):
-                    return False
-                self._wait()
-                self._owner, self._count = me, 0
-                self._lasting.clear()
-            self._count += 1
+    def acquire(self, holder: object, blocking: bool = True) -> bool:
+        """Whether it is the calling thread's turn now: after a wait, unless `blocking` is False. It is until `release`, or
+        until nobody has `holder`."""
+        if self._take(holder, None):
+            return True
+        if not blocking:
+            return False
+        ticket, began = threading.Lock(), time.monotonic()
+        ticket.acquire()
+        self._queue.append(weakref.ref(ticket))
+        while not self._take(holder, ticket):
+            if time.monotonic() - began > PATIENCE_SECONDS:
+                raise UsageError(
+                    f"another thread has been inside this engine's model for {PATIENCE_SECONDS:g} seconds: threads take "
+                    "turns in it. End what that thread does, or evaluate between the steps of the training loop."
+                )
+            ticket.acquire(timeout=_LOOK_SECONDS)
         return True
 
-    def release(self) -> None:
-        """As often as it was acquired."""
+    def release(self, holder: object) -> None:
+        """The calling thread's turn is over, unless it has others."""
         with self._lock:
-            self._count -= 1
+            while id(holder) in self._holders:
+                self._holders.popitem()  # with what began inside and was cut short
             self._pass_on()
 
-    __enter__ = acquire
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def begin(self, what: Hashable, as_long_as: object | None = None) -> None:
-        """The calling thread, whose turn it is, keeps it until the `end` of `what`, or until nobody has `as_long_as`."""
+    def begin(self, what: Hashable, goes_on: Callable[[], object]) -> None:
+        """The calling thread, whose turn it is, keeps it until the `end` of `what`, or until `goes_on()` is false."""
         with self._lock:
-            self._lasting[what] = weakref.ref(as_long_as) if as_long_as is not None else None
+            self._lasting[what] = goes_on
             if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
                 self._driver = threading.get_ident()
 
@@ -82,28 +86,38 @@ class Turn:
                 del self._lasting[what]
                 self._pass_on()
 
+    def _take(self, holder: object, ticket: threading.Lock | None) -> bool:
+        with self._lock:
+            me = self._who()
+            if self._owner != me:
+                is_free = self._is_free() or (ticket is not None and self._owner_ended())
+                if not is_free or self._first() is not ticket:
+                    return False
+                self._holders.clear()
+                self._lasting.clear()
+                self._owner = me
+            self._holders.pop(id(holder), None)  # of one that is gone
+            self._holders[id(holder)] = weakref.ref(holder)
+        return True
+
     def _who(self) -> int:
         in_backward = torch._C._current_graph_task_id() != -1
         return self._driver if in_backward and self._backward_elsewhere else threading.get_ident()
 
-    def _wait(self) -> None:
-        ticket, began = object(), time.monotonic()
-        self._queue.append(ticket)
-        try:
-            while self._queue[0] is not ticket or not (self._is_free() or self._owner_ended()):
-                if time.monotonic() - began > PATIENCE_SECONDS:
-                    raise UsageError(
-                        f"another thread has been inside this engine's model for {PATIENCE_SECONDS:g} seconds: threads take "
-                        "turns in it. End what that thread does, or evaluate between the steps of the training loop."
-                    )
-                self._condition.wait(_LOOK_SECONDS)
-        finally:
-            self._queue.remove(ticket)
-            self._condition.notify_all()
+    def _first(self) -> threading.Lock | None:
+        """The ticket of who has waited longest."""
+        while self._queue:
+            ticket = self._queue[0]()
+            if ticket is not None:
+                return ticket
+            self._queue.popleft()  # its wait is over
+        return None
 
     def _is_free(self) -> bool:
-        lasting = any(alive is None or alive() is not None for alive in self._lasting.values())
-        return self._owner is None or not (self._count or lasting)
+        if self._owner is None:
+            return True
+        held = any(holder() is not None for holder in self._holders.values())
+        return not held and not any(goes_on() for goes_on in self._lasting.values())
 
     def _owner_ended(self) -> bool:
         return all(thread.ident != self._owner for thread in threading.enumerate())
@@ -111,5 +125,6 @@ class Turn:
     def _pass_on(self) -> None:
         if self._is_free():
             self._owner = None
-            if self._queue:
-                self._condition.notify_all()
+            first = self._first() if self._queue else None
+            if first is not None and first.locked():
+                first.release()

@@ -103,9 +103,11 @@ class ExtentGuard:
         return operation
 
     def abandon(self, operation: Operation) -> None:
-        """The operation was never submitted."""
+        """Forget the operation, unless it was submitted before what failed."""
         with self._lock:
-            self._states[operation.extent].active.remove(operation)
+            active = self._states[operation.extent].active
+            if operation in active and not operation.submitted:
+                active.remove(operation)
 
     def ended(self, operation: Operation, error: StorageError | None, *, seen: bool) -> None:
         """Take in how an operation ended. Called at every wait, so it may be told the same again."""

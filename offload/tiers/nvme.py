@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -72,29 +71,41 @@ class NvmeStore:
         """Those that room is held for: they share blocks, or did, and were not written since."""
 
     def read(self, extent: Extent, into: Tensor, *, priority: Priority = Priority.PARAMETER) -> Pending:
-        with self._begun(self._guard, extent, into, is_write=False) as operation:
+        operation = self._guard.begin(extent, into, is_write=False)
+        try:
             expected = self._checksums.get(extent) if self._checksums is not None else None
             self._submit(operation, into, priority, self._asides.files(extent), expected)
-            return operation
+        except BaseException:
+            self._guard.abandon(operation)
+            raise
+        return operation
 
     def write(self, extent: Extent, source: Tensor, *, priority: Priority = Priority.STATE) -> Pending:
-        with self._begun(self._guard, extent, source, is_write=True) as operation:
+        operation = self._guard.begin(extent, source, is_write=True)
+        try:
             if extent in self._shared:
                 self._give_room_back(extent)
             if self._checksums is not None:
                 self._checksums[extent] = [checksum(_part(source, piece)) for piece in self._pieces(extent)]
             self._submit(operation, source, priority, self._asides.about_to_write(extent), None)
-            return operation
+        except BaseException:
+            self._guard.abandon(operation)
+            raise
+        return operation
 
     def snapshot(self, extent: Extent) -> bool:
         self._guard.check_readable(extent, "keeping")
         return self._asides.snapshot(extent, self._checksums.get(extent) if self._checksums is not None else None)
 
     def read_snapshot(self, extent: Extent, into: Tensor, *, priority: Priority = Priority.BACKGROUND) -> Pending:
-        with self._begun(self._kept_guard, extent, into, is_write=False) as operation:
+        operation = self._kept_guard.begin(extent, into, is_write=False)
+        try:
             files, expected = self._asides.snapshot_of(extent)
             self._submit(operation, into, priority, files, expected)
-            return operation
+        except BaseException:
+            self._kept_guard.abandon(operation)
+            raise
+        return operation
 
     def drop_snapshot(self, extent: Extent) -> None:
         self._asides.drop_snapshot(extent)
@@ -131,15 +142,6 @@ class NvmeStore:
                 file.close()
             self._asides.close()
             self._room.close()
-
-    @contextmanager
-    def _begun(self, guard: ExtentGuard, extent: Extent, tensor: Tensor, *, is_write: bool) -> Iterator[Operation]:
-        operation = guard.begin(extent, tensor, is_write=is_write)
-        try:
-            yield operation
-        except BaseException:
-            guard.abandon(operation)
-            raise
 
     def _submit(
         self, operation: Operation, tensor: Tensor, priority: Priority, files: Files, expected: list[int] | None

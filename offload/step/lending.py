@@ -1,0 +1,174 @@
+"""Parameters that are lent to the user as ordinary tensors: `engine.gathered`.
+
+A block ends by `Lending.__exit__`, or without it: where an interrupt comes just as that begins, Python runs none of it. So the
+units that are held are known by a weak reference to the block's object; what it cannot end any more is ended by who comes next.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from offload.errors import RankError, UsageError
+from offload.model.flat import ParameterInfo
+from offload.model.unit import Unit
+from offload.ranks.agreement import MeetingPoint
+from offload.ranks.consensus import checksum
+from offload.step.components import Components
+from offload.step.homes import Homes
+from offload.step.training import Training
+
+
+class Lender:
+    """See the module. Owned by the thread that drives the model."""
+
+    def __init__(self, parts: Components, training: Training, homes: Homes, meet: Callable[..., Any]) -> None:
+        """`meet`: `Gathering.meet`."""
+        self._parts, self._training, self._homes, self._meet = parts, training, homes, meet
+        self._lent: list[tuple[weakref.ref[Lending], Sequence[ParameterInfo]]] = []
+        parts.residency.end_left_holds = self.end_left
+
+    def lend(self, lending: Lending, infos: Sequence[ParameterInfo]) -> None:
+        """Bring the parameters' units in and lend the parameters: inside they are tensors of their own, as a plain model's
+        are."""
+        residency = self._parts.residency
+        self._meet(MeetingPoint.GATHERED, argument=_digest(infos))
+        with self._training.failures():
+            residency.finish_updates()
+            for unit in self._units(infos):
+                residency.hold(unit)
+            for info in infos:
+                self._lend(info)
+            self._lent.append((weakref.ref(lending), infos))  # in there: an interrupt that was held comes after it
+
+    def take_back(self, lending: Lending) -> None:
+        """Carry home what was written, on the way out; nothing if it was not lent, or was taken back."""
+        for entry in [entry for entry in self._lent if entry[0]() is lending]:
+            self._take_all_back(entry)
+
+    def give_up(self, lending: Lending) -> None:
+        """Its block does not begin."""
+        if not self._training.has_failed:
+            self.take_back(lending)
+
+    def end_left(self) -> None:
+        """Take back what an interrupt kept from being taken back."""
+        for entry in list(self._lent):
+            lending = entry[0]()
+            if lending is None or _was_cut_short(lending):
+                self._take_all_back(entry)
+
+    def _take_all_back(self, entry: tuple[weakref.ref[Lending], Sequence[ParameterInfo]]) -> None:
+        infos = entry[1]
+        with self._training.failures():
+            refusals = [refusal for info in infos if (refusal := self._refusal(info)) is not None]
+            if not refusals:
+                self._require_same_writes(infos)
+            for info in infos:
+                self._take_back(info, carries=not refusals)
+            for unit in self._units(infos):
+                self._parts.residency.release(unit)
+            self._lent.remove(entry)
+            if refusals:
+                raise UsageError(f"{refusals[0]} Nothing that was written inside has an effect.")
+
+    def _units(self, infos: Sequence[ParameterInfo]) -> Iterator[Unit]:
+        return (self._parts.units[index] for index in sorted({info.unit_index for info in infos}))
+
+    def _lend(self, info: ParameterInfo) -> None:
+        assert info.guard is not None
+        if not info.lent_count:
+            info.guard.open_up()
+            info.parameter.data = self._homes.views[info.index].clone()
+        info.lent_count += 1
+
+    def _refusal(self, info: ParameterInfo) -> str | None:
+        lent, view = info.parameter, self._homes.views[info.index]
+        if (lent.shape, lent.dtype, lent.device) == (view.shape, view.dtype, view.device):
+            return None
+        return (
+            f"parameter {info.fqn!r} was made {tuple(lent.shape)}, {lent.dtype} on {lent.device} inside engine.gathered, where "
+            f"it is {tuple(view.shape)}, {view.dtype} on {view.device}: only values can be written. Change a model before "
+            "offload.initialize; the dtype of its forward is Config(dtype=...)."
+        )
+
+    def _take_back(self, info: ParameterInfo, *, carries: bool) -> None:
+        lent, view = info.parameter.detach(), self._homes.views[info.index]
+        if carries:
+            # Bits, not values: a NaN that was there before is no change.
+            written = _bits(info.in_memory_order(lent)) != _bits(info.in_memory_order(view))
+            if bool(written.any()):
+                view.copy_(lent)
+                self._homes.write(info, written)
+                self._training.values_changed(self._parts.units[info.unit_index])
+        info.lent_count -= 1
+        if not info.lent_count:
+            info.parameter.data = view
+        info.note_version()
+
+    def _require_same_writes(self, infos: Sequence[ParameterInfo]) -> None:
+        """Each rank carries its shard home, so all must have written the same."""
+        ranks = self._parts.ranks
+        if ranks.world_size == 1:
+            return
+        sums = torch.tensor([checksum(info.parameter) for info in infos], dtype=torch.int64)
+        said = self._meet(MeetingPoint.WRITTEN, lambda: ranks.exchange(sums), argument=_digest(infos))
+        for index, other in enumerate(said):
+            for info, here, there in zip(infos, sums.tolist(), other.tolist(), strict=True):
+                if here != there:
+                    raise RankError(
+                        f"parameter {info.fqn!r} holds other values on rank {index} than on rank {ranks.index} at the end of "
+                        "engine.gathered(): write the same on all ranks. The engine's state is undefined now."
+                    )
+
+
+class Lending:
+    """One `with engine.gathered(...)`."""
+
+    def __init__(self, lender: Lender, infos: Sequence[ParameterInfo], first: Callable[[], None]) -> None:
+        """`first` is called when the block begins."""
+        self._lender, self._infos, self._first = lender, infos, first
+
+    def __enter__(self) -> None:
+        self._first()
+        try:
+            self._lender.lend(self, self._infos)
+        except BaseException:
+            self._lender.give_up(self)
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._lender.take_back(self)
+
+
+def _was_cut_short(lending: Lending) -> bool:
+    """Whether an exception that is handled now came out of the end of the block, and so keeps its object alive."""
+    errors, error = dict[int, BaseException](), sys.exc_info()[1] or getattr(sys, "last_value", None)
+    while error is not None and id(error) not in errors:
+        errors[id(error)] = error
+        error = error.__context__
+    return any(_leaves(error.__traceback__, lending) for error in errors.values())
+
+
+def _leaves(trace: TracebackType | None, lending: Lending) -> bool:
+    while trace is not None:
+        frame = trace.tb_frame
+        if frame.f_code is Lending.__exit__.__code__ and frame.f_locals.get("self") is lending:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _digest(infos: Sequence[ParameterInfo]) -> int:
+    return zlib.crc32(repr([info.index for info in infos]).encode())
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(integers[tensor.element_size()])
