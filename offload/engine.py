@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from offload.build.assembly import DTYPES, Assembly, rebuild
-from offload.build.ownership import Taking, check_free, disown
-from offload.build.refitting import NewlyTrained, passing_checkpoint, refitted
+from offload.build.ownership import check_free
+from offload.build.refitting import passing_checkpoint, refitted
 from offload.checkpoint.checkpoint import Checkpointing
 from offload.checkpoint.matching import StatesMissing
 from offload.checkpoint.numbering import checked_folder
@@ -26,20 +26,16 @@ from offload.checkpoint.saving import Save
 from offload.config import Config, parse_nbytes
 from offload.deepspeed_config import read_settings
 from offload.deferred_init.deferred_init import end_recording
+from offload.engagement import Engagement
 from offload.errors import EngineFailedError, ParameterAccessError, UsageError, words_of
-from offload.model.fingerprint import ModelFingerprint
 from offload.model.flat import ParameterInfo
 from offload.model.optimizer import OffloadOptimizer
 from offload.model.weights import open_weights
-from offload.ranks.agreement import MeetingPoint
 from offload.ranks.consensus import together
 from offload.ranks.transport import join_ranks
+from offload.statistics import statistics
 from offload.step.components import Components, give_back
-from offload.step.gathering import Gathering
-from offload.step.held_interrupt import HeldInterrupt
 from offload.step.hooks import Hooks
-from offload.step.loss_scale import LossScale
-from offload.step.timeline import LinkMeter
 from offload.step.training import Training
 from offload.step.value_loading import ValueLoading
 
@@ -128,33 +124,27 @@ class Engine:
 
     def _engage(self, parts: Components, buffers: Mapping[int, torch.Tensor]) -> None:
         """Take the model and the optimizer into the hands of these parts: last of all, and wholly or not at all."""
-        model, config = self.module, self.config
-        self._parts = parts
-        self._links = LinkMeter(parts.timeline, parts.backend)
-        self._training = Training(parts, LossScale.of(config.loss_scale, config.dtype), norm_counts=config.needs_norm_first)
-        self._training.max_grad_norm = config.max_grad_norm
-        self._training.backward_updates = config.update == "backward" and parts.ranks.world_size == 1
-        self._training.input_dtype = DTYPES[config.dtype] if config.dtype is not None else None
-        if self._optimizer is not None:
-            optimizer = self._optimizer
-            optimizer.stepper = self._training
-            self._training.hyper_of = optimizer.hyper_of
-            self._training.check_unchanged = ModelFingerprint(model, parts.parameters, lambda: optimizer.param_groups).check
-        self._gathering = Gathering(parts, self._training)
-        self._checkpointing = Checkpointing(parts, self._training, self._gathering, model, self._optimizer)
-        self._training.before_step = self._checkpointing.saver.raise_unseen
-        self._hooks = Hooks(parts.units, parts.residency, self._training)
-        if self._optimizer is not None:
-            self._newly_trained = NewlyTrained(parts.parameters, lambda: optimizer.param_groups)
-            reference = weakref.ref(self)
+        reference = weakref.ref(self)
 
-            def refit() -> Hooks | None:
-                engine = reference()
-                return engine._fit_newly_trained() if engine is not None else None
+        def successor() -> Hooks | None:
+            engine = reference()
+            return engine._fit_newly_trained() if engine is not None else None
 
-            self._training.refit = refit
-        parts.accelerator.wait_for_all()  # the loop may run on another stream than this call
-        Taking(model, parts, buffers).take(self._training, self._hooks)
+        self._engagement = Engagement(self.module, self._optimizer, self.config, parts, buffers, successor)
+        if self._optimizer is not None:
+            self._optimizer.stepper = self._engagement
+
+    @property
+    def _parts(self) -> Components:
+        return self._engagement.parts
+
+    @property
+    def _training(self) -> Training:
+        return self._engagement.training
+
+    @property
+    def _checkpointing(self) -> Checkpointing:
+        return self._engagement.checkpointing
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
@@ -203,7 +193,7 @@ class Engine:
         Raises `BudgetError` where there is no room for the fp32 sums of several micro-batches, before anything is done.
         """
         self._require_open()
-        self._training.micro_batches.take_room()
+        self._training.gradients.micro_batches.take_room()
         before, self._training.synchronizing = self._training.synchronizing, False
         try:
             yield
@@ -251,7 +241,7 @@ class Engine:
                 raise ParameterAccessError(f"parameter {position} given to gathered is not a parameter of this engine's model.")
             infos.append(by_id[id(parameter)])
         settle = self._checkpointing.saver.settle  # what is written inside goes around the updates
-        return self._gathering.gathered(infos, first=settle)
+        return self._engagement.gathering.gathered(infos, first=settle)
 
     def state_dict(self, *, full: bool = True, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         """Every parameter (fp32 master precision where it is trained) and persistent buffer on the CPU, by fqn.
@@ -266,8 +256,10 @@ class Engine:
         self._require_open()
         ranks = self._parts.ranks
         if rank0_only:
-            return self._gathering.state_dict(self.module, lambda _: ranks.index == 0)
-        return self._gathering.state_dict(self.module, lambda position: full or position % ranks.world_size == ranks.index)
+            return self._engagement.gathering.state_dict(self.module, lambda _: ranks.index == 0)
+        return self._engagement.gathering.state_dict(
+            self.module, lambda position: full or position % ranks.world_size == ranks.index
+        )
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Set parameters and persistent buffers, by fqn, as `state_dict` returns them; optimizer moments stay as they are.
@@ -291,39 +283,7 @@ class Engine:
         self._training.check_process()
         if self.closed:
             self._require_open()
-        parts, training = self._parts, self._training
-        reading = self._links.take()
-        return {
-            "steps": training.step_count,
-            "skipped_steps": training.loss_scale.skipped_step_count,
-            "speculated_steps": training.speculation.speculated_step_count,
-            "undone_steps": training.speculation.undone_step_count,
-            "placement": {
-                "parameters": parts.placement.parameters,
-                "optimizer_states": parts.placement.optimizer_states,
-                "gradients": parts.placement.gradients,
-            },
-            "planned": [
-                {"tier": line.tier, "purpose": line.purpose, "nbytes": line.nbytes} for line in parts.placement.plan.lines
-            ],
-            "host_nbytes": parts.ledger.by_purpose,
-            "host_peak_nbytes": parts.ledger.peak_nbytes,
-            "resident_peak_nbytes": parts.residency.peak_resident_nbytes,
-            "device_peak_nbytes": parts.accelerator.peak_nbytes(),
-            "io": reading.io,
-            "io_backend": parts.backend.name if parts.backend is not None else None,
-            "seconds": reading.seconds,
-            "links": {
-                name: {
-                    "busy_seconds": link.busy_seconds,
-                    "exposed_seconds": link.exposed_seconds,
-                    "hidden": link.hidden,
-                    "nbytes": link.nbytes,
-                }
-                for name, link in reading.links.items()
-            },
-            "ranks": parts.ranks.statistics(),
-        }
+        return statistics(self._engagement)
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -445,43 +405,9 @@ class Engine:
         if self._preemption is not None:
             self._preemption.close()
         self.closed = True
-        self._training.closed = True
-        disown(self._parts)
         if self._optimizer is not None:
             self._optimizer.disown()
-        self._disengage()
-
-    def _disengage(self) -> None:
-        """Give back everything that `_engage` took; the first failure of it is raised after all of it."""
-        self._hooks.remove()
-        self._parts.residency.abandon_uses()
-        held = HeldInterrupt()
-        try:
-            self._checkpointing.saver.close()
-        finally:
-            if not self._parts.meeting.waits_for_others:
-                held.begin()
-            try:
-                self._give_back()
-            finally:
-                held.end()
-
-    def _give_back(self) -> None:
-        try:
-            if self._training.failure is None:
-                self._parts.residency.finish_updates()
-                self._parts.meeting.meet(MeetingPoint.CLOSING)
-                for places in (self._parts.parameter_store, self._parts.records):
-                    if places is not None:
-                        places.settle_writes()
-        finally:
-            stays = self._parts.parameter_store is None
-            for unit in self._parts.units:
-                for info in unit.parameters:
-                    info.parameter.grad = None
-                if stays:
-                    unit.open_up()
-            self._parts.close()
+        self._engagement.close()
 
     def __reduce__(self) -> Any:
         raise UsageError(
@@ -509,7 +435,7 @@ class Engine:
 
     def _fit_newly_trained(self) -> Hooks | None:
         """At the begin of a forward: give states to what was unfrozen or added to the optimizer since the last one."""
-        found = self._newly_trained.find()
+        found = self._engagement.newly_trained()
         if not found:
             return None
         names = f"parameter {found[0].fqn!r} was unfrozen or added to the optimizer"
@@ -521,7 +447,7 @@ class Engine:
                 "next forward."
             )
         self._refit({info.index for info in found})
-        return self._hooks
+        return self._engagement.hooks
 
     def _with_states(self, load: Callable[[], T]) -> T:
         """`load`, once there are states for what it brings states of."""
@@ -539,7 +465,7 @@ class Engine:
             self._checkpointing.save(path, None, None)
             parts, training, optimizer = self._parts, self._training, self.optimizer
             own = {info.index: info.parameter.grad for info in parts.parameters if not info.trainable}
-            self._disengage()
+            self._engagement.end()
             failure: Exception | None = None
             try:
                 made = refitted(parts, self.config, optimizer.moments, optimizer.param_groups, trained)
@@ -569,7 +495,7 @@ class Engine:
             return
         try:
             try:
-                self._disengage()
+                self._engagement.end()
             except Exception as error:  # of the state that is let go; what failed first is known
                 warnings.warn(f"while what the failed engine held was given back: {error}", RuntimeWarning, stacklevel=4)
             moments = self._optimizer.moments if self._optimizer is not None else ()

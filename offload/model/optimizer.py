@@ -22,7 +22,8 @@ MARKER = "offload"
 class Stepper(Protocol):
     """What the facade needs of the engine."""
 
-    step_count: int
+    @property
+    def step_count(self) -> int: ...
 
     def step(self) -> None: ...
 
@@ -51,7 +52,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
 
     stepper: Stepper
-    """The engine's; set before the optimizer is used."""
+    """What steps it now: another where the engine's parts were made anew. Set by the engine, before it is used."""
 
     def __init__(self, source: torch.optim.Optimizer) -> None:
         super().__init__([torch.nn.Parameter(torch.empty(0))], dict(source.defaults))

@@ -14,7 +14,6 @@ from offload.errors import EngineFailedError, NonFiniteGradientError, ParameterA
 from offload.ranks.group import Meeting
 from offload.step import held_interrupt
 from offload.step.held_interrupt import HeldInterrupt
-from offload.step.hooks import Listener
 from offload.step.turn import Turn
 
 _ANSWERS = (ParameterAccessError, UsageError, EngineFailedError, NonFiniteGradientError)
@@ -73,8 +72,8 @@ class _OwnWork:
             self._held.end()
 
 
-class FailureState(Listener):
-    """See the module. The part of the hooks' listener that takes failures in."""
+class FailureState:
+    """See the module. The part of `Training` that takes failures in."""
 
     def __init__(self, meeting: Meeting, *, backward_elsewhere: bool) -> None:
         """`meeting`: with the other ranks, which are told of a failure. `backward_elsewhere`: as of `Turn`."""

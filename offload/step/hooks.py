@@ -23,7 +23,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -36,35 +36,12 @@ from offload.model.flat import ParameterInfo
 from offload.model.guard import refuse_loading
 from offload.model.partition import is_lookup, renormalizing
 from offload.model.unit import Unit
+from offload.step.inputs import tensors_in
+from offload.step.model_events import ModelEvents
 from offload.step.residency import Residency
 from offload.step.second_order import SecondOrder, levels_of
 from offload.step.shared_gradients import SharedGradients, is_accumulated
-from offload.step.turn import Turn
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested tuples, lists, mappings and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
-
-
-def cast_floating(args: Any, kwargs: Mapping[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:
-    """The arguments, with every floating-point tensor in them in `dtype`."""
-
-    def cast(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-    cast_args, cast_kwargs = torch.utils._pytree.tree_map(cast, (args, dict(kwargs)))
-    return cast_args, cast_kwargs
+from offload.step.training import Training
 
 
 def in_backward() -> bool:
@@ -195,7 +172,7 @@ class _GraphTaskEnd:
     interrupt that came in a `__del__` would be lost."""
 
     def __init__(self, hooks: Hooks, graph_task: int) -> None:
-        self._hooks, self._graph_task, self._turn = hooks, graph_task, hooks._listener.turn
+        self._hooks, self._graph_task, self._turn = hooks, graph_task, hooks._training.turn
 
     def __call__(self) -> None:
         try:
@@ -205,15 +182,24 @@ class _GraphTaskEnd:
 
 
 class Hooks:
-    """Installs the hooks, and takes them out again. `listener` hears what they report.
+    """Installs the hooks, and takes them out again.
 
     Everything runs in the thread that runs the model's forward or autograd's backward.
     """
 
-    def __init__(self, units: Iterable[Unit], residency: Residency, listener: Listener) -> None:
+    def __init__(
+        self,
+        units: Iterable[Unit],
+        residency: Residency,
+        training: Training,
+        events: ModelEvents,
+        successor: Callable[[], Hooks | None],
+    ) -> None:
+        """`events` hears what the hooks report. `successor`, asked when an outermost forward begins that is recorded: the hooks
+        that have taken the place of these, if the engine's parts were made anew for it."""
         self._units = list(units)
         self._residency = residency
-        self._listener = listener
+        self._training, self._events, self._successor = training, events, successor
         self._removers: list[Callable[[], None]] = []
         self._calls: list[_Call] = []
         self.clock = itertools.count(1)
@@ -228,7 +214,7 @@ class Hooks:
         self._root = self._units[0].modules[0]
         self._renormalized = {id(module.weight) for module in renormalizing(self._root).values()}
         self._parts = SharedGradients(self._units)
-        self.second_order = SecondOrder(self._units, residency, self._second_order_reaches, listener.failures)
+        self.second_order = SecondOrder(self._units, residency, self._second_order_reaches, training.failures)
         residency.drop_abandoned_forwards = self.drop_abandoned
 
     def install(self) -> None:
@@ -259,14 +245,14 @@ class Hooks:
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
         inside_backward = in_backward()
-        with self._listener.failures():
+        with self._training.failures():
             if self._calls:
                 self.drop_abandoned()
             call = _Call(module)
             self._calls.append(call)  # first of all: the hook after the forward runs even if this one raises
             if not inside_backward and len(self._calls) == 1:
                 self._reset()
-                self._listener.turn.begin(_FORWARD, call.is_running)
+                self._training.turn.begin(_FORWARD, call.is_running)
         if not inside_backward and len(self._calls) == 1:
             if torch._C._get_tracing_state() is not None:
                 raise UsageError(
@@ -274,7 +260,8 @@ class Hooks:
                     "lie now, which is not where they will be. Trace a copy: copy.deepcopy(model) inside "
                     "`with engine.gathered(model.parameters()):`."
                 )
-            successor = self._listener.forward_begins()
+            self._training.check()
+            successor = self._successor() if torch.is_grad_enabled() else None
             if successor is not None:
                 self._calls.pop()
                 return successor._before_forward(successor._units[unit.index], module, args, kwargs)
@@ -286,15 +273,15 @@ class Hooks:
         call.unit, call.recorded = unit, in_step
         changed = None
         if module is self._root:
-            args, kwargs = changed = self._listener.cast_inputs(args, kwargs)
-        with self._listener.failures():
+            args, kwargs = changed = self._events.cast_inputs(args, kwargs)
+        with self._training.failures():
             self._residency.start_use(unit, recorded=call.recorded)
         self._residency.enter_forward(unit)
         call.started = True
         if torch.is_grad_enabled():
             self._passed[unit.index] -= inside_backward and self._passed[unit.index] > 0
             reads_values = module not in unit.modules or not is_lookup(module)
-            call.use = _BackwardUse(self, unit, self._listener.version_of(unit), reads_values=reads_values)
+            call.use = _BackwardUse(self, unit, unit.version, reads_values=reads_values)
             # Before the forward: an in-place operation in it would move the hook to a place inside the unit.
             call.inputs = inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
             call.use.inputs_need_gradients = bool(inputs)
@@ -311,7 +298,7 @@ class Hooks:
             self._after_forward(module, output)
         finally:
             if not self._calls:
-                self._listener.turn.end(_FORWARD)
+                self._training.turn.end(_FORWARD)
 
     def _after_forward(self, module: nn.Module, output: Any) -> None:
         own = threading.get_ident()
@@ -323,7 +310,7 @@ class Hooks:
         call = self._calls[position]
         self._forget_calls(position + 1)
         self._calls.pop()
-        if call.unit is None or not call.started or self._listener.has_failed:
+        if call.unit is None or not call.started or self._training.has_failed:
             return
         if call.use is not None:
             outputs = [level for tensor in tensors_in(output) for level in levels_of(tensor) if level.requires_grad]
@@ -338,14 +325,14 @@ class Hooks:
                 enclosing = next((other.unit for other in reversed(self._calls) if other.unit is not None), None)
                 if enclosing is not None:
                     self._residency.accompany(enclosing, call.unit)
-        with self._listener.failures():
+        with self._training.failures():
             try:
                 self._report_writes(call.unit)
             finally:
                 self._residency.leave_forward(call.unit)
                 self._residency.end_use(call.unit, recorded=call.recorded)
                 if not self._calls and not in_backward():
-                    self._listener.forward_ended()
+                    self._events.forward_ended()
 
     def _report_writes(self, unit: Unit) -> None:
         """What this forward wrote in place to parameters that it had."""
@@ -353,7 +340,7 @@ class Hooks:
         for info in [info for one in (unit, *unit.residency.companions) for info in one.parameters]:
             if (info.was_written or id(info.parameter) in uncounted) and not info.lent_count:
                 info.note_version()
-                self._listener.forward_wrote(info)
+                self._events.forward_wrote(info)
 
     def drop_abandoned(self) -> None:
         """Forget the calls that an interrupt ended."""
@@ -372,7 +359,7 @@ class Hooks:
 
     def _reset(self) -> None:
         """A new outermost forward: nothing of an earlier forward or backward that was cut short is still going on."""
-        self._listener.turn.begin_anew()
+        self._training.turn.begin_anew()
         self.open_uses.clear()
         self._graph_tasks.clear()
         self._left_early.clear()
@@ -389,16 +376,16 @@ class Hooks:
         """The backward that runs reached the model."""
         graph_task = torch._C._current_graph_task_id()
         if graph_task not in self._graph_tasks:
-            with self._listener.failures():
+            with self._training.failures():
                 self._forget_cut_short()
                 if not self._graph_tasks:
                     self._accumulates = False
-                    self._listener.backward_begins()
+                    self._events.backward_begins()
                 # Runs when this graph task is done; a reentrant checkpoint's backward is a graph task inside another.
                 end = _GraphTaskEnd(self, graph_task)
                 self._graph_tasks[graph_task] = weakref.ref(end)
                 torch.autograd.Variable._execution_engine.queue_callback(end)
-                self._listener.turn.begin(graph_task, weakref.ref(end))
+                self._training.turn.begin(graph_task, weakref.ref(end))
 
     def _forget_cut_short(self) -> None:
         """Nothing of a backward that an exception cut short is going on, where no forward came since either."""
@@ -423,31 +410,31 @@ class Hooks:
         for use in [use for use in self.open_uses if is_whole or use.graph_task == graph_task]:
             use.end()
         if is_whole:
-            with self._listener.failures():
+            with self._training.failures():
                 self.second_order.end()
             self._backward_ended = True
-            with self._listener.failures():
+            with self._training.failures():
                 while self._left_early:
-                    self._listener.backward_leaves(self._left_early.popitem()[1])
+                    self._events.backward_leaves(self._left_early.popitem()[1])
                 if self._accumulates:  # else it is `torch.autograd.grad`'s or a transform's, no part of the step
-                    self._listener.backward_ended()
+                    self._events.backward_ended()
 
     def _second_order_reaches(self, unit_index: int, version: int | None) -> None:
         self.enter_backward()
-        self._listener.backward_reaches(self._units[unit_index], version)
+        self._events.backward_reaches(self._units[unit_index], version)
 
     def backward_use_started(self, use: _BackwardUse) -> None:
         for other in [other for other in self.open_uses if other.is_behind(use)]:
             other.end()
-        with self._listener.failures():
-            self._listener.backward_reaches(use.unit, use.version)
+        with self._training.failures():
+            self._events.backward_reaches(use.unit, use.version)
             if use.reads_values:
                 self._residency.start_use(use.unit, recorded=True)
             self.open_uses[use] = None
 
     def backward_use_ended(self, use: _BackwardUse) -> None:
         del self.open_uses[use]
-        with self._listener.failures():
+        with self._training.failures():
             if use.reads_values:
                 self._residency.end_use(use.unit, recorded=True, then=lambda: self._left(use.unit))
             else:
@@ -460,7 +447,7 @@ class Hooks:
             self._left_early[unit.index] = unit  # each such checkpoint accumulates on its own: more may come
         else:
             self._left_early.pop(unit.index, None)
-            self._listener.backward_leaves(unit)
+            self._events.backward_leaves(unit)
 
     def _hook_parameter(self, info: ParameterInfo, unit_position: int, parameter_position: int) -> None:
         # The hooks of a parameter lie where Python's collector does not look: what they hold strongly, and lead back to the
@@ -491,77 +478,18 @@ class Hooks:
         self.enter_backward()
         if info.trainable and is_accumulated(torch._C._current_autograd_node()):
             self._accumulates = True
-            with self._listener.failures():
-                self._listener.gradient_coming(unit, info)
+            with self._training.failures():
+                self._events.gradient_coming(unit, info)
 
     def _after_accumulation(self, unit_position: int, parameter_position: int) -> None:
         unit = self._units[unit_position]
         info = unit.parameters[parameter_position]
         if info.trainable:
-            with self._listener.failures():
+            with self._training.failures():
                 self._parts.deliver(info)
-                self._listener.gradient_arrived(unit, info)
+                self._events.gradient_arrived(unit, info)
         for use in [use for use in self.open_uses if use.unit is unit]:
             use.gradient_arrived(info)
-
-
-class Listener:
-    """What the hooks report. Implemented by the engine's training loop (`offload.step.training`)."""
-
-    turn: Turn
-
-    def failures(self) -> Any:
-        """A context manager around the engine's own work inside hooks: a failure in it fails the engine."""
-        raise NotImplementedError
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether a failure has been reported already, so that nothing more need be said."""
-        raise NotImplementedError
-
-    def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The root's inputs, as the root is to see them."""
-        raise NotImplementedError
-
-    def forward_begins(self) -> Hooks | None:
-        """An outermost forward starts. Returns the hooks that have taken the place of these, if any have."""
-        raise NotImplementedError
-
-    def forward_ended(self) -> None:
-        """An outermost forward is over (or was cut short by an exception)."""
-        raise NotImplementedError
-
-    def forward_wrote(self, info: ParameterInfo) -> None:
-        """A forward that is about to end wrote to the parameter in place."""
-        raise NotImplementedError
-
-    def backward_begins(self) -> None:
-        """An outermost backward reached the model."""
-        raise NotImplementedError
-
-    def version_of(self, unit: Unit) -> int:
-        """How often the unit's values have changed."""
-        raise NotImplementedError
-
-    def backward_reaches(self, unit: Unit, version: int | None) -> None:
-        """A backward is about to use the unit; `version`: of the values that it must find, None where it reads none."""
-        raise NotImplementedError
-
-    def gradient_coming(self, unit: Unit, info: ParameterInfo) -> None:
-        """PyTorch is about to accumulate into the parameter's `grad`."""
-        raise NotImplementedError
-
-    def gradient_arrived(self, unit: Unit, info: ParameterInfo) -> None:
-        """PyTorch accumulated into the parameter's `grad`."""
-        raise NotImplementedError
-
-    def backward_leaves(self, unit: Unit) -> None:
-        """No use of the unit is open in this backward any more."""
-        raise NotImplementedError
-
-    def backward_ended(self) -> None:
-        """An outermost backward is over."""
-        raise NotImplementedError
 
 
 def _use_modules(unit: Unit, is_root: bool) -> list[nn.Module]:

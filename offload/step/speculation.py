@@ -20,61 +20,79 @@ Only units are updated so whose parameters and records lie on NVMe altogether: w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-
 from offload.device.rules import Hyper
-from offload.model.flat import ParameterInfo
 from offload.model.taken_gradient import TakenGradient
-from offload.model.unit import Unit
-from offload.model.update import ChunkUpdate, EarlyUpdate
+from offload.model.unit import ShardState, Unit
+from offload.model.update import EarlyUpdate
 from offload.step.clip_history import ClipHistory
 from offload.step.components import Components
+from offload.step.update_making import UpdateMaker
 
 
 class Speculation:
-    """See the module. Owned by the thread that drives the model (and backward's, never both at once)."""
+    """See the module. Owned by the thread that drives the model (and backward's, never both at once).
 
-    def __init__(self, parts: Components, *, norm_counts: bool) -> None:
-        """`norm_counts`: whether the norm may change what a step does."""
+    It hears of each unit that backward left, of each that is about to be used, and of the step and what that does.
+    """
+
+    def __init__(self, parts: Components, maker: UpdateMaker | None, *, begins_early: bool, norm_counts: bool) -> None:
+        """`maker`: None where nothing is trained. `norm_counts`: whether the norm may change what a step does."""
         self._places, self._records = parts.parameter_store, parts.records
         self._gradients, self._updates, self._residency = parts.gradients, parts.updates, parts.residency
-        self._begun: list[Unit] = []
-        """The units that have an `early` update, in the order in which those began."""
-        self._hypers: set[tuple[int, Hyper]] = set()
-        self._gave_up = False
+        self._accelerator, self._maker, self._late = parts.accelerator, maker, parts.expected.late_units
+        self._begins_early = begins_early and maker is not None
         self._norm_counts = norm_counts
-        self.strikes = ClipHistory.before_the_first(norm_counts)
+        self._history = ClipHistory.before_the_first(norm_counts)
+        self.begun_units: list[Unit] = []
+        """Those that have an `early` update, in the order in which these began."""
+        self._hypers: set[tuple[int, Hyper]] = set()
+        """What they go by: (group, numbers)."""
+        self._gave_up = False
+        """Until the end of the step: something was undone."""
         self.speculated_step_count = 0
         """Steps that began updates before the norm was known."""
         self.undone_step_count = 0
         """Those that had to undo them."""
 
-    @property
-    def units(self) -> Sequence[Unit]:
-        """Whose update has begun."""
-        return self._begun
+    # ---- before the step -----------------------------------------------------------------------------------------
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether updates of a step that is not over have begun."""
-        return bool(self._begun)
-
-    def may_begin(self, unit: Unit) -> bool:
-        """Whether the unit's update may begin now, if all its gradients are there."""
-        return unit.route.undoable and self.strikes.expects_none and not self._gave_up
-
-    def begin(self, unit: Unit, updated: list[ParameterInfo], updates: list[ChunkUpdate], hypers: Mapping[int, Hyper]) -> None:
-        """These updates are about to be enqueued. `hypers`: by group, what they go by."""
-        assert self._gradients is not None
-        if not self._begun:
+    def backward_left(self, unit: Unit, factor: float) -> None:
+        """Begin the unit's update if that can be undone and will probably not have to be. `factor` multiplies gradients."""
+        # Late units wait for the end of backward: what modules share gets more after one of them is done, and in the root a
+        # reentrant checkpoint's backward inside this one may accumulate a second time.
+        if not self._begins_early or unit.index in self._late or not self._may_begin(unit):
+            return
+        assert self._gradients is not None and self._updates is not None and self._maker is not None
+        if not all(self._gradients.is_complete(chunk) for chunk in unit.trained_chunks) or self._residency.holds_any:
+            return  # `holds_any`: where values are lent
+        live = [info for info in unit.parameters if info.trainable and self._gradients.is_live(info)]
+        if live and not self.begun_units:
             self.speculated_step_count += 1
-        self._begun.append(unit)
-        unit.early = EarlyUpdate(updated, updates)
-        self._hypers.update(hypers.items())
-        self._gradients.hold(unit.early.chunks)
+        for _, updates in self._maker.make(live, factor):
+            self.begun_units.append(unit)
+            unit.early = EarlyUpdate(live, updates)
+            self._hypers.update((one.info.group_index or 0, one.hyper) for update in updates for one in update.pieces)
+            self._gradients.hold(unit.early.chunks)
+            self._updates.enqueue(unit, updates)
+        self._accelerator.copy_in_after_compute()
+        self._residency.launch_resident()
 
-    def holds(self, hyper_of: Callable[[int], Hyper]) -> bool:
-        """Whether what was begun is what `step` would do now, the norm aside: same gradients, same numbers of groups."""
+    def _may_begin(self, unit: Unit) -> bool:
+        return unit.route.undoable and self._history.expects_none and not self._gave_up
+
+    def before_use(self, unit: Unit) -> None:
+        """The unit is about to be used: by anything but the next step, if its update may still be undone."""
+        if unit.early is not None:
+            self.undo()
+
+    # ---- at the step ---------------------------------------------------------------------------------------------
+
+    def undo_if_changed(self) -> None:
+        """Undo it if the step is to do something else now, the norm aside: other gradients, other numbers of groups."""
+        if self.begun_units and not self._is_as_begun():
+            self.undo()
+
+    def _is_as_begun(self) -> bool:
         for unit, early in self._early_updates():
             updated = {info.index for info in early.updated}
             for info in unit.parameters:
@@ -83,13 +101,19 @@ class Speculation:
                     not isinstance(gradient, TakenGradient) if info.index in updated else gradient is not None
                 ):
                     return False
-        return all(hyper_of(index) == hyper for index, hyper in self._hypers)
+        return self._maker is not None and all(self._maker.hyper_of(index) == hyper for index, hyper in self._hypers)
+
+    def norm_is_known(self, *, changes: bool) -> None:
+        """`changes`: the step clips, or is left out."""
+        self._history.record(changes)
+        if changes:
+            self.undo()
 
     def confirm(self) -> set[int]:
         """The step goes on from what was begun. Returns the indices of the parameters whose gradients that took."""
-        assert self._gradients is not None
         updated: set[int] = set()
         for _, early in self._early_updates():
+            assert self._gradients is not None
             for info in early.updated:
                 self._gradients.consume(info)
                 updated.add(info.index)
@@ -97,16 +121,22 @@ class Speculation:
         self.end_step()
         return updated
 
-    def undo(self) -> list[Unit]:
-        """Everything is as before the first update of the step, and none begins before its end. Returns the units."""
-        if not self._begun:
-            return []
-        assert self._gradients is not None and self._updates is not None
-        assert self._places is not None and self._records is not None
+    def end_step(self) -> None:
+        """The next step may begin updates again."""
+        self._forget()
+        self._gave_up = False
+
+    # ---- undoing -------------------------------------------------------------------------------------------------
+
+    def undo(self) -> None:
+        """Everything is as before the first update of the step, and none begins before its end."""
+        if not self.begun_units:
+            return
+        assert self._updates is not None
         undone = self._early_updates()
         self._forget()
         self._gave_up = True
-        self.strikes.record(True)  # whatever the reason: in this loop the next step may have it too
+        self._history.record(True)  # whatever the reason: in this loop the next step may have it too
         self.undone_step_count += 1
         for _, early in undone:
             for update in early.updates:
@@ -115,29 +145,29 @@ class Speculation:
             self._updates.cancel(unit)
         for unit, early in undone:
             self._residency.forget(unit)  # before the writes are undone: it may be reading what they wrote
-            for update in early.updates:
-                if update.applied:
-                    self._places.undo_write(update.chunk)
-                    self._records.undo_write(update.chunk)
-            self._gradients.take_back(early.chunks)
-            for info in early.updated:
-                info.step -= 1
-        return [unit for unit, _ in undone]
+            self._take_back(unit, early)
 
-    def _early_updates(self) -> list[tuple[Unit, EarlyUpdate]]:
-        return [(unit, unit.early) for unit in self._begun if unit.early is not None]
-
-    def _forget(self) -> None:
-        for unit in self._begun:
-            unit.early = None
-        self._begun = []
-        self._hypers.clear()
+    def _take_back(self, unit: Unit, early: EarlyUpdate) -> None:
+        assert self._gradients is not None and self._places is not None and self._records is not None
+        for update in early.updates:
+            if update.applied:
+                self._places.undo_write(update.chunk)
+                self._records.undo_write(update.chunk)
+        self._gradients.take_back(early.chunks)
+        for info in early.updated:
+            info.step -= 1
+        unit.version -= 1
+        unit.shard.become(ShardState.REDUCING)
 
     def restart(self) -> None:
         """Nothing is known of the coming steps."""
-        self.strikes = ClipHistory.before_the_first(self._norm_counts)
+        self._history = ClipHistory.before_the_first(self._norm_counts)
 
-    def end_step(self) -> None:
-        """The next step may begin updates again."""
-        self._forget()
-        self._gave_up = False
+    def _early_updates(self) -> list[tuple[Unit, EarlyUpdate]]:
+        return [(unit, unit.early) for unit in self.begun_units if unit.early is not None]
+
+    def _forget(self) -> None:
+        for unit in self.begun_units:
+            unit.early = None
+        self.begun_units = []
+        self._hypers.clear()

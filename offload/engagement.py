@@ -1,0 +1,123 @@
+"""A model and its optimizer in the hands of one set of parts: from the moment when they are taken until they are given back.
+
+An engine has one at a time. It gets another where its parts are made anew: for what is newly trained, or after a failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+
+from offload.build.assembly import DTYPES
+from offload.build.ownership import Taking, disown
+from offload.build.refitting import NewlyTrained
+from offload.checkpoint.checkpoint import Checkpointing
+from offload.config import Config
+from offload.model.fingerprint import ModelFingerprint
+from offload.model.flat import ParameterInfo
+from offload.model.optimizer import OffloadOptimizer
+from offload.ranks.agreement import MeetingPoint
+from offload.step.components import Components
+from offload.step.gathering import Gathering
+from offload.step.held_interrupt import HeldInterrupt
+from offload.step.hooks import Hooks
+from offload.step.model_events import ModelEvents
+from offload.step.timeline import LinkMeter
+from offload.step.training import Training
+
+
+class Engagement:
+    """See the module. Owned by the thread that drives the model. It is what steps the optimizer."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: OffloadOptimizer | None,
+        config: Config,
+        parts: Components,
+        buffers: Mapping[int, torch.Tensor],
+        successor: Callable[[], Hooks | None],
+    ) -> None:
+        """Takes the model last of all, and wholly or not at all. `buffers`: what is to take the place of tensors that it holds,
+        by their ids. `successor`: as of `Hooks`."""
+        self.parts, self.links = parts, LinkMeter(parts.timeline, parts.backend)
+        self.training = Training(parts, config, optimizer.hyper_of if optimizer is not None else None)
+        self.gathering = Gathering(parts, self.training)
+        self.checkpointing = Checkpointing(parts, self.training, self.gathering, model, optimizer)
+        self._newly_trained: NewlyTrained | None = None
+        self._fingerprint: ModelFingerprint | None = None
+        if optimizer is not None:
+            self._newly_trained = NewlyTrained(parts.parameters, lambda: optimizer.param_groups)
+            self._fingerprint = ModelFingerprint(model, parts.parameters, lambda: optimizer.param_groups)
+        input_dtype = DTYPES[config.dtype] if config.dtype is not None else None
+        events = ModelEvents(parts, self.training, input_dtype=input_dtype)
+        self.hooks = Hooks(parts.units, parts.residency, self.training, events, successor)
+        parts.accelerator.wait_for_all()  # the loop may run on another stream than this call
+        Taking(model, parts, buffers).take(self.training, self.hooks)
+
+    # ---- what steps the optimizer --------------------------------------------------------------------------------
+
+    @property
+    def step_count(self) -> int:
+        """Steps done."""
+        return self.training.step_count
+
+    def step(self) -> None:
+        """See `Training.step`. Raises first what is to be known before anything is done."""
+        self.training.check()
+        self.checkpointing.saver.raise_unseen()
+        if self._fingerprint is not None:
+            self._fingerprint.check()
+        self.training.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See `Training.zero_grad`."""
+        self.training.zero_grad(set_to_none)
+
+    # ---- the end -------------------------------------------------------------------------------------------------
+
+    def newly_trained(self) -> list[ParameterInfo]:
+        """What was unfrozen or added to the optimizer, and has no states."""
+        return self._newly_trained.find() if self._newly_trained is not None else []
+
+    def close(self) -> None:
+        """`end`; the model is no engine's then."""
+        self.training.closed = True
+        disown(self.parts)
+        self.end()
+
+    def end(self) -> None:
+        """Give back everything that was taken; the first failure of it is raised after all of it."""
+        parts = self.parts
+        self.hooks.remove()
+        parts.residency.abandon_uses()
+        held = HeldInterrupt()
+        try:
+            self.checkpointing.saver.close()
+        finally:
+            if not parts.meeting.waits_for_others:
+                held.begin()
+            try:
+                self._give_back()
+            finally:
+                held.end()
+
+    def _give_back(self) -> None:
+        parts = self.parts
+        try:
+            if self.training.failure is None:
+                parts.residency.finish_updates()
+                parts.meeting.meet(MeetingPoint.CLOSING)
+                for places in (parts.parameter_store, parts.records):
+                    if places is not None:
+                        places.settle_writes()
+        finally:
+            stays = parts.parameter_store is None
+            for unit in parts.units:
+                for info in unit.parameters:
+                    info.parameter.grad = None
+                if stays:
+                    unit.open_up()
+            parts.close()

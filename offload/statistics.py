@@ -1,0 +1,42 @@
+"""What `Engine.stats` tells: counts, bytes planned and measured, seconds by phase, and what each link did."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from offload.engagement import Engagement
+
+
+def statistics(engagement: Engagement) -> dict[str, Any]:
+    """See `Engine.stats`; the seconds and links since the last call."""
+    parts, training = engagement.parts, engagement.training
+    reading = engagement.links.take()
+    return {
+        "steps": training.step_count,
+        "skipped_steps": training.loss_scale.skipped_step_count,
+        "speculated_steps": training.speculation.speculated_step_count,
+        "undone_steps": training.speculation.undone_step_count,
+        "placement": {
+            "parameters": parts.placement.parameters,
+            "optimizer_states": parts.placement.optimizer_states,
+            "gradients": parts.placement.gradients,
+        },
+        "planned": [{"tier": line.tier, "purpose": line.purpose, "nbytes": line.nbytes} for line in parts.placement.plan.lines],
+        "host_nbytes": parts.ledger.by_purpose,
+        "host_peak_nbytes": parts.ledger.peak_nbytes,
+        "resident_peak_nbytes": parts.residency.peak_resident_nbytes,
+        "device_peak_nbytes": parts.accelerator.peak_nbytes(),
+        "io": reading.io,
+        "io_backend": parts.backend.name if parts.backend is not None else None,
+        "seconds": reading.seconds,
+        "links": {
+            name: {
+                "busy_seconds": link.busy_seconds,
+                "exposed_seconds": link.exposed_seconds,
+                "hidden": link.hidden,
+                "nbytes": link.nbytes,
+            }
+            for name, link in reading.links.items()
+        },
+        "ranks": parts.ranks.statistics(),
+    }

@@ -1,0 +1,109 @@
+"""What the hooks report of forwards and backwards through the model, and what that leads to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from offload.errors import UsageError
+from offload.model.flat import ParameterInfo
+from offload.model.unit import Unit
+from offload.step.components import Components
+from offload.step.homes import Homes
+from offload.step.inputs import cast_floating
+from offload.step.training import Training
+
+
+class ModelEvents:
+    """Owned by the thread that runs the model's forward, or autograd's backward, never both at once. `Hooks` calls each method
+    inside `Training.failures`."""
+
+    def __init__(self, parts: Components, training: Training, *, input_dtype: torch.dtype | None) -> None:
+        """`input_dtype`: what the root's floating-point inputs are cast to."""
+        self._training, self._gradients, self._speculation = training, training.gradients, training.speculation
+        self._residency, self._intake, self._updates = parts.residency, parts.intake, parts.updates
+        self._accelerator, self._timeline = parts.accelerator, parts.timeline
+        self._memory_is_short = parts.parameter_store is not None or parts.placement.uses_nvme
+        self._is_alone, self._trains = parts.ranks.world_size == 1, parts.gradients is not None
+        self._homes, self._input_dtype = Homes(parts), input_dtype
+
+    # ---- forward -------------------------------------------------------------------------------------------------
+
+    def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The root's inputs, as the root is to see them."""
+        return (args, kwargs) if self._input_dtype is None else cast_floating(args, kwargs, self._input_dtype)
+
+    def forward_ended(self) -> None:
+        """An outermost forward is over (or was cut short by an exception)."""
+        # What this forward did not use (an expert, a head) is not updated under it: do it now.
+        self._training.finish_updates()
+
+    def forward_wrote(self, info: ParameterInfo) -> None:
+        """A forward that is about to end wrote to the parameter in place.
+
+        All its values are carried home: of fp32 parameters, and of what is not trained, that is exactly what was written.
+        """
+        wrote = f"a forward wrote to parameter {info.fqn!r} in place"
+        instead = "Write to it between steps, inside `with engine.gathered([parameter]):`."
+        if not self._is_alone:
+            raise UsageError(f"{wrote}: each rank's would write something else to what all share. {instead}")
+        if info.trainable and info.dtype != torch.float32:
+            raise UsageError(f"{wrote}, which its fp32 master does not see: its next update would undo it. {instead}")
+        if self._updates is not None and self._updates.watcher is not None:
+            raise UsageError(f"{wrote} while a save with wait=False copies it: wait for the save first. {instead}")
+        self._homes.write(info, torch.ones(info.numel, dtype=torch.bool))
+
+    # ---- backward ------------------------------------------------------------------------------------------------
+
+    def backward_begins(self) -> None:
+        """An outermost backward reached the model."""
+        self._training.check()
+        self._gradients.micro_batches.backward_begins()
+
+    def backward_reaches(self, unit: Unit, version: int | None) -> None:
+        """A backward is about to use the unit; `version`: of the values that it must find, None where it reads none."""
+        self._speculation.before_use(unit)
+        if version is not None and version != unit.version:
+            raise UsageError(
+                f"backward reached unit {unit.name} through a forward that ran before optimizer.step() (a load, a write): its "
+                "parameters have changed since. Run the forward again after the step."
+            )
+        if self._memory_is_short:
+            self._accelerator.about_to_allocate(unit.largest_gradient_nbytes)
+
+    def gradient_coming(self, unit: Unit, info: ParameterInfo) -> None:
+        """PyTorch is about to accumulate into the parameter's `grad`."""
+        if not self._trains:
+            raise UsageError("backward was called, but offload.initialize was given no optimizer: pass one to train.")
+        self._training.require_scaled_loss()
+        self._speculation.before_use(unit)
+        if unit.update is not None:
+            raise UsageError(
+                f"a gradient of {info.fqn!r} came from a forward that ran before optimizer.step(), whose update of it has not "
+                "ended yet. Run the forward again after the step."
+            )
+        self._gradients.coming(info)
+
+    def gradient_arrived(self, unit: Unit, info: ParameterInfo) -> None:
+        """PyTorch accumulated into the parameter's `grad`."""
+        with self._timeline.working("gradients"):
+            gradient = self._gradients.arrived(unit, info)
+        if gradient is None:
+            return
+        self._residency.go_on()
+        if self._memory_is_short and gradient.layout is torch.strided:
+            self._accelerator.about_to_free(gradient.nbytes)
+
+    def backward_leaves(self, unit: Unit) -> None:
+        """No use of the unit is open in this backward any more."""
+        if self._training.synchronizing:
+            self._intake.leave(unit)
+            self._speculation.backward_left(unit, 1.0 / self._training.loss_scale.value)
+
+    def backward_ended(self) -> None:
+        """An outermost backward is over."""
+        self._training.loss_is_scaled = False
+        if self._training.synchronizing:
+            self._intake.end()
+            self._gradients.adopt()

@@ -1,0 +1,149 @@
+"""What `p.grad` holds: a token in place of each gradient that the engine took over (`offload.model.taken_gradient`).
+
+coming   PyTorch is about to accumulate into it: an earlier gradient's token is taken out
+arrived  PyTorch accumulated: the gradient is taken over, and a token put in its place
+adopt    a gradient that another rank computed counts here too
+take_assigned  one that the user put there counts like one that backward computed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from offload.errors import UsageError
+from offload.model.flat import ParameterInfo, some_of
+from offload.model.taken_gradient import TakenGradient
+from offload.model.unit import ShardState, Unit
+from offload.step.components import Components
+from offload.step.micro_batches import MicroBatches
+from offload.step.token_clipping import TokenClipping
+
+_NAMED = 5
+"""How many names an error message lists."""
+
+
+class ParameterGradients:
+    """See the module. Owned by the thread that drives the model, and backward's, never both at once."""
+
+    def __init__(self, parts: Components, measure: Callable[[], float]) -> None:
+        """`measure`: gives the norm of the gradients as they stand."""
+        self._units, self._parameters = parts.units, parts.parameters
+        self._gradients, self._intake = parts.gradients, parts.intake
+        self.micro_batches = MicroBatches(parts)
+        self.clipping = TokenClipping(parts.parameters, self.live, measure)
+        self.step_index = 0
+        """Of the step that the gradients are for: that many were done."""
+        self._consumed: dict[int, TakenGradient] = {}
+        """While PyTorch accumulates into a gradient that the last step consumed: its token. PyTorch would add to it, so what
+        comes is dropped, and whatever would use the sum raises (`require_new`)."""
+        self._flat_of = {info.index: flat for unit in parts.units for flat in unit.flats for info in flat.parameters}
+
+    # ---- backward ------------------------------------------------------------------------------------------------
+
+    def coming(self, info: ParameterInfo) -> None:
+        """PyTorch is about to accumulate into the parameter's `grad`."""
+        assert self._gradients is not None
+        live, gradient = self._gradients.is_live(info), info.parameter.grad
+        self._consumed.pop(info.index, None)
+        if isinstance(gradient, TakenGradient) and not live:
+            self._consumed[info.index], info.parameter.grad = gradient, None
+            return
+        self.micro_batches.gradient_coming(info, is_second=live)
+        if isinstance(gradient, TakenGradient):
+            if gradient.factor != 1.0:
+                raise UsageError(
+                    f"backward reached {info.fqn!r} after its gradient was clipped. PyTorch would add to that; here the "
+                    "step clips. Clip after the last backward of the step."
+                )
+            info.parameter.grad = None
+
+    def arrived(self, unit: Unit, info: ParameterInfo) -> torch.Tensor | None:
+        """PyTorch accumulated. Returns what it brought; None: a function of the user's has no gradient to give."""
+        gradient, consumed = info.parameter.grad, self._consumed.pop(info.index, None)
+        if consumed is not None:
+            info.parameter.grad = consumed
+        elif gradient is not None:
+            self._take_over(unit, info, gradient, owned=True)
+        return gradient
+
+    def _take_over(self, unit: Unit, info: ParameterInfo, gradient: torch.Tensor, *, owned: bool) -> None:
+        unit.shard.become(ShardState.REDUCING)
+        is_part = self.micro_batches.began_now(info)
+        self._intake.arrive(info, self._flat_of[info.index], gradient, owned=owned, is_part=is_part)
+        info.parameter.grad = self.clipping.token(info, self.step_index)
+
+    def adopt(self) -> None:
+        """Gradients that other ranks computed count here too."""
+        for index in self._intake.newly_present():
+            info = self._parameters[index]
+            if info.parameter.grad is None and self._gradients is not None:
+                self._gradients.expect(info)
+                self._units[info.unit_index].shard.become(ShardState.REDUCING)
+                info.parameter.grad = self.clipping.token(info, self.step_index)
+
+    # ---- between backward and step -------------------------------------------------------------------------------
+
+    def live(self) -> list[ParameterInfo]:
+        """The parameters whose gradients count for the coming step, in model order."""
+        return self._gradients.live_parameters() if self._gradients is not None else []
+
+    @property
+    def any_given(self) -> bool:
+        """Whether there is a gradient that a step would use."""
+        return any(info.trainable and _is_assigned(info) for info in self._parameters) or bool(self.live())
+
+    def take_assigned(self) -> None:
+        """A gradient that the user assigned to `p.grad` counts like one that backward computed."""
+        for info in self._parameters:
+            gradient = info.parameter.grad
+            if info.trainable and gradient is not None and _is_assigned(info):
+                assert self._gradients is not None
+                self._gradients.is_live(info)
+                self._take_over(self._units[info.unit_index], info, gradient, owned=False)
+
+    def require_new(self, what: str) -> None:
+        """PyTorch would use the last step's gradients again; here that step has consumed them."""
+        old = [
+            info.fqn
+            for info in self._parameters
+            if isinstance(info.parameter.grad, TakenGradient) and info.parameter.grad.step_index != self.step_index
+        ]
+        if old:
+            raise UsageError(
+                f"{what} was called while the gradients of {some_of(old, _NAMED)} were those of the last step. "
+                "PyTorch would use them again, with what backward added since; here the step consumed them. Call "
+                "optimizer.zero_grad() after each step; to apply a gradient twice, run forward and backward again."
+            )
+
+    def squares(self) -> list[torch.Tensor]:
+        """Sums of squares, block by block, of what this rank keeps of the gradients."""
+        assert self._gradients is not None
+        self.adopt()
+        self._gradients.settle()
+        self._gradients.live_parameters()  # forgets those that the user took out of p.grad
+        return self._gradients.squares()
+
+    def drop(self, set_to_none: bool) -> None:
+        """Drop every gradient that no update has taken yet; without `set_to_none` put zeros where there was one."""
+        for unit in self._units:
+            for info in unit.parameters:
+                self._drop(unit, info, set_to_none)
+            if set_to_none and unit.shard.state is ShardState.REDUCING:
+                unit.shard.become(ShardState.CLEAN)
+
+    def _drop(self, unit: Unit, info: ParameterInfo, set_to_none: bool) -> None:
+        had_gradient = info.parameter.grad is not None
+        self._intake.drop(info)
+        info.parameter.grad = None
+        if had_gradient and not set_to_none:
+            zeros = torch.empty_strided(info.shape, info.stride, dtype=info.dtype, device=info.parameter.device).zero_()
+            if info.trainable:
+                self._take_over(unit, info, zeros, owned=True)
+            else:
+                info.parameter.grad = zeros
+
+
+def _is_assigned(info: ParameterInfo) -> bool:
+    return info.parameter.grad is not None and not isinstance(info.parameter.grad, TakenGradient)
