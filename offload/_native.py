@@ -19,6 +19,8 @@ import warnings
 from collections.abc import Sequence
 from ctypes import byref, c_int32, c_int64, c_uint64, c_void_p
 
+import numpy as np
+
 from offload._native_library import (
     IoResult as IoResult,
     IoResultStructure,
@@ -199,6 +201,15 @@ def update(segments: Sequence[UpdateArguments], threads: Threads | None = None) 
     library, pool = _loaded(), threads or default_threads()
     array = (UpdateSegmentStructure * len(segments))(*segments)  # type: ignore[misc]  # a tuple fills a structure
     _check(library.offload_update(pool._pointer, array, len(segments)), f"update of {len(segments)} segments")
+
+
+UPDATE_ROW = np.dtype(UpdateSegmentStructure)
+"""An `offload_update_segment` in an array."""
+
+
+def update_rows(address: int, count: int) -> None:
+    """The same on a table of `UPDATE_ROW` in memory."""
+    _check(_loaded().offload_update(default_threads()._pointer, address, count), f"update of {count} segments")
 
 
 def gradient_ingest(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from offload.device.pending import Pending
+from offload.device.step_table import StepTable
 from offload.layout import ChunkLayout, Extent, Piece
 from offload.planning.route import Route
 from offload.tiers.staging import Lease
@@ -97,6 +98,7 @@ class Chunk:
 
     gradient       None where the chunk is not trained
     overwritten_by the number of the last update that has begun to overwrite the chunk's states. Written by `Updates`
+    step_table     what the native step of the chunk is told, made at its first. Written by `Updates` on its lane
     """
 
     flat: Flat
@@ -106,6 +108,7 @@ class Chunk:
     record: Place = field(default_factory=Place)
     gradient: ChunkGradient | None = None
     overwritten_by: int = -1
+    step_table: StepTable | None = None
 
     @property
     def route(self) -> Route:

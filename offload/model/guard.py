@@ -252,6 +252,10 @@ def _guard_class(original: type) -> type:
     return _guard_classes[original]
 
 
+unguarded = torch._C.DisableTorchFunctionSubclass
+"""A context manager: what the engine asks of its own parameters inside passes no guard. That takes longer than most answers."""
+
+
 class ParameterGuard:
     """Switches one parameter between guarded and plain. Not thread-safe: the thread that drives the model owns it."""
 

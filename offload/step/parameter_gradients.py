@@ -14,6 +14,7 @@ import torch
 
 from offload.errors import UsageError
 from offload.model.flat import ParameterInfo, some_of
+from offload.model.guard import unguarded
 from offload.model.taken_gradient import TakenGradient
 from offload.model.unit import ShardState, Unit
 from offload.step.components import Components
@@ -87,29 +88,30 @@ class ParameterGradients:
 
     def live(self) -> list[ParameterInfo]:
         """The parameters whose gradients count for the coming step, in model order."""
-        return self._gradients.live_parameters() if self._gradients is not None else []
+        with unguarded():
+            return self._gradients.live_parameters() if self._gradients is not None else []
 
     @property
     def any_given(self) -> bool:
         """Whether there is a gradient that a step would use."""
-        return any(info.trainable and _is_assigned(info) for info in self._parameters) or bool(self.live())
+        with unguarded():
+            return any(info.trainable and _is_assigned(info) for info in self._parameters) or bool(self.live())
 
     def take_assigned(self) -> None:
         """A gradient that the user assigned to `p.grad` counts like one that backward computed."""
-        for info in self._parameters:
-            gradient = info.parameter.grad
-            if info.trainable and gradient is not None and _is_assigned(info):
-                assert self._gradients is not None
+        with unguarded():
+            assigned = [info for info in self._parameters if info.trainable and _is_assigned(info)]
+            for info in assigned:
+                gradient = info.parameter.grad
+                assert self._gradients is not None and gradient is not None
                 self._gradients.is_live(info)
                 self._take_over(self._units[info.unit_index], info, gradient, owned=False)
 
     def require_new(self, what: str) -> None:
         """PyTorch would use the last step's gradients again; here that step has consumed them."""
-        old = [
-            info.fqn
-            for info in self._parameters
-            if isinstance(info.parameter.grad, TakenGradient) and info.parameter.grad.step_index != self.step_index
-        ]
+        with unguarded():
+            tokens = [(info, info.parameter.grad) for info in self._parameters]
+        old = [info.fqn for info, one in tokens if isinstance(one, TakenGradient) and one.step_index != self.step_index]
         if old:
             raise UsageError(
                 f"{what} was called while the gradients of {some_of(old, _NAMED)} were those of the last step. "
@@ -122,14 +124,20 @@ class ParameterGradients:
         assert self._gradients is not None
         self.adopt()
         self._gradients.settle()
-        self._gradients.live_parameters()  # forgets those that the user took out of p.grad
+        self.live()  # forgets those that the user took out of p.grad
         return self._gradients.squares()
+
+    def end_step(self) -> None:
+        """The gradients belong to updates: those that come are for the next step."""
+        self.step_index += 1
+        self.clipping.end_step()
 
     def drop(self, set_to_none: bool) -> None:
         """Drop every gradient that no update has taken yet; without `set_to_none` put zeros where there was one."""
         for unit in self._units:
-            for info in unit.parameters:
-                self._drop(unit, info, set_to_none)
+            with unguarded():
+                for info in unit.parameters:
+                    self._drop(unit, info, set_to_none)
             if set_to_none and unit.shard.state is ShardState.REDUCING:
                 unit.shard.become(ShardState.CLEAN)
 
@@ -146,4 +154,5 @@ class ParameterGradients:
 
 
 def _is_assigned(info: ParameterInfo) -> bool:
-    return info.parameter.grad is not None and not isinstance(info.parameter.grad, TakenGradient)
+    gradient = info.parameter.grad
+    return gradient is not None and not isinstance(gradient, TakenGradient)

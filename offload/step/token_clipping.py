@@ -30,6 +30,8 @@ class TokenClipping:
         """`live_parameters`: whose gradients count for the coming step; `measure`: their norm."""
         self._parameters, self._live_parameters, self._measure = parameters, live_parameters, measure
         self._norm = math.nan
+        self._any_scaled = False
+        """Whether a token was multiplied since the last step."""
 
     def token(self, info: ParameterInfo, step_index: int) -> TakenGradient:
         """For `p.grad`, which keeps no engine alive."""
@@ -63,11 +65,14 @@ class TokenClipping:
                 f"the gradient of {tokens[0].fqn!r} was multiplied by {factor:g}: of gradients that the engine took over all "
                 "can be clipped together. Scale the loss instead, or clip by engine.clip_grad_norm_(max_norm)."
             )
+        self._any_scaled = True
         for token in tokens:
             token.factor *= factor
 
     def factor(self) -> float:
         """What the gradients at hand are multiplied by. Raises `UsageError` where it is not one number for all."""
+        if not self._any_scaled:
+            return 1.0
         factors: dict[float, str] = {}
         for info in self._live_parameters():
             assert isinstance(info.parameter.grad, TakenGradient)
@@ -79,6 +84,10 @@ class TokenClipping:
                 "together alone. Call engine.clip_grad_norm_(max_norm), or optimizer.zero_grad() and backward again."
             )
         return next(iter(factors), 1.0)
+
+    def end_step(self) -> None:
+        """The gradients belong to a step now, or are dropped."""
+        self._any_scaled = False
 
     def max_norm(self, norm: float, max_norm: float | None) -> float | None:
         """What the step is to clip a norm of `norm` to, where it would clip to `max_norm`."""

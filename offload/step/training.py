@@ -207,7 +207,7 @@ class Training(FailureState):
     def _enqueue(self, maker: UpdateMaker, factor: float) -> None:
         assert self._taken is not None and self._updates is not None
         updated = self.speculation.confirm()
-        live = [info for info in self._taken.live_parameters() if info.index not in updated]
+        live = [info for info in self.gradients.live() if info.index not in updated]
         for info in live:
             self._taken.consume(info)
         for unit, updates in maker.make(live, factor):
@@ -215,7 +215,7 @@ class Training(FailureState):
 
     def _finish_step(self) -> None:
         assert self._updates is not None
-        self.gradients.step_index += 1
+        self.gradients.end_step()
         self._residency.abandon_uses()  # of a backward that an exception cut short: what is in use is not fetched anew
         self._intake.end_step()
         self._residency.end_step()

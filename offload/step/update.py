@@ -18,10 +18,12 @@ from torch import Tensor
 
 from offload.device import optimizer_step
 from offload.device.accelerator import Accelerator
+from offload.device.flat import uses_native
 from offload.device.lane import HostLane, InlineLane, ThreadLane
 from offload.device.pending import Pending
 from offload.device.records import Record
 from offload.device.segment import MASTER, Segment
+from offload.device.step_table import Span, StepTable
 from offload.model.chunk import Chunk
 from offload.model.unit import Unit
 from offload.model.update import ChunkUpdate, PieceUpdate, UnitUpdate
@@ -251,8 +253,11 @@ class Updates:
                 watcher.before_update(chunk, values, record)
         chunk.overwritten_by = chunk_update.number  # whoever copies the chunk finds it, watching or not
         with self._timeline.lane_working("adam"):
-            pairs = zip(chunk_update.pieces, gradients, strict=True)
-            optimizer_step.update([_segment(chunk_update, piece, record, gradient, values) for piece, gradient in pairs])
+            if uses_native(values):
+                self._step_by_table(chunk_update, buffer, values, gradients)
+            else:
+                pairs = zip(chunk_update.pieces, gradients, strict=True)
+                optimizer_step.update([_segment(chunk_update, piece, record, gradient, values) for piece, gradient in pairs])
         self._gradients.release(chunk)
         if watcher is not None:
             with self._timeline.lane_waiting("copy for checkpoint"):
@@ -266,6 +271,23 @@ class Updates:
         if watcher is not None:
             watcher.after_update(chunk)
         return published
+
+    def _step_by_table(self, update: ChunkUpdate, record: Tensor, values: Tensor, gradients: list[Tensor]) -> None:
+        chunk, pieces = update.chunk, update.pieces
+        if chunk.step_table is None:
+            chunk.step_table = StepTable(self._records.format(chunk), chunk.numel, values.dtype, _spans(chunk))
+        which = None
+        if not update.updates_every_slot:
+            updated = {one.info.index for one in pieces}
+            which = [position for position, (info, _) in enumerate(chunk.pieces) if info.index in updated]
+        chunk.step_table.update(which, record, values, gradients, [(one.hyper, one.step) for one in pieces], update.factor)
+
+
+def _spans(chunk: Chunk) -> list[Span]:
+    return [
+        Span(piece.start - chunk.start, piece.stop - chunk.start, piece.start - piece.slot.start, info.index)
+        for info, piece in chunk.pieces
+    ]
 
 
 def _segment(update: ChunkUpdate, piece: PieceUpdate, record: Record, gradient: Tensor, values: Tensor) -> Segment:

@@ -1,0 +1,136 @@
+"""One native call for the step of a whole chunk: what it is told of each piece is put together once, in a table.
+
+Where a piece's arrays lie is known but for where the record, the values and the gradients are this time; of the rest only the
+numbers of the optimizer change. The bits are those of `offload.device.optimizer_step` over the same pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offload import _native
+from offload.device.encoding import SCALE_GROUP
+from offload.device.flat import DTYPE_CODES
+from offload.device.records import RecordFormat
+from offload.device.rules import MOMENTS, Hyper
+from offload.device.segment import MASTER, REMAINDER, StateFormat, scale_name
+
+_ROW = _native.UPDATE_ROW
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One piece: elements [low, high) of its chunk, the first of which is number `first_index` of the parameter that
+    `rounding_seed` names."""
+
+    low: int
+    high: int
+    first_index: int
+    rounding_seed: int
+
+
+class StepTable:
+    """Of one chunk, whose record and values the host can address. One thread at a time."""
+
+    def __init__(self, record_format: RecordFormat, numel: int, values_dtype: torch.dtype, spans: Sequence[Span]) -> None:
+        self._numel, self._values_dtype = numel, values_dtype
+        self._record_nbytes = record_format.nbytes(numel)
+        state_format = record_format.state_format
+        if state_format.is_split and values_dtype != torch.bfloat16:
+            raise AssertionError(f"{state_format.value} states need bfloat16 values")
+        if state_format is StateFormat.EIGHT_BIT and any(span.first_index % SCALE_GROUP for span in spans):
+            raise AssertionError(f"first_index must be a multiple of {SCALE_GROUP}")
+        self._moments = frozenset(record_format.moments)
+        self._rows = rows = np.zeros(len(spans), _ROW)
+        low = np.array([span.low for span in spans], np.uint64)
+        rows["numel"] = [span.high - span.low for span in spans]
+        rows["first_index"] = [span.first_index for span in spans]
+        rows["rounding_seed"] = [span.rounding_seed for span in spans]
+        rows["state_format"] = _native.STATE_FORMATS[state_format.value]
+        own_master = state_format.is_split or record_format.own_master
+        rows["values_dtype"] = DTYPE_CODES[values_dtype] if own_master else _native.F32
+        self._value_offsets = low * values_dtype.itemsize
+        self._values_column = "values" if own_master else "master"
+        self._record_offsets = _offsets(record_format, numel, low)
+
+    def update(
+        self,
+        which: Sequence[int] | None,
+        record: Tensor,
+        values: Tensor,
+        gradients: Sequence[Tensor],
+        numbers: Sequence[tuple[Hyper, int]],
+        grad_factor: float,
+    ) -> None:
+        """One step, in place. `which`: the positions of the pieces that it is of, None: of all. `record`: uint8, at least the
+        record; `values`: [numel] in their dtype; by piece its gradient [its numel], and its numbers and step, from 1."""
+        self._check(which, record, values, gradients, numbers)
+        rows = self._rows if which is None else self._rows[which]
+        value_offsets = self._value_offsets if which is None else self._value_offsets[which]
+        address = record.data_ptr()
+        for column, offsets in self._record_offsets:
+            rows[column] = (offsets if which is None else offsets[which]) + address
+        rows[self._values_column] = value_offsets + values.data_ptr()
+        rows["grad"] = [gradient.data_ptr() for gradient in gradients]
+        rows["grad_dtype"] = [DTYPE_CODES[gradient.dtype] for gradient in gradients]
+        rows["step"] = [step for _, step in numbers]
+        first, first_step = numbers[0]
+        if all(one is first and step == first_step for one, step in numbers):
+            self._put_numbers(rows, first, first_step, grad_factor)
+        else:
+            for index, (hyper, step) in enumerate(numbers):
+                self._put_numbers(rows[index : index + 1], hyper, step, grad_factor)
+        _native.update_rows(rows.ctypes.data, len(rows))
+
+    def _put_numbers(self, rows: Any, hyper: Hyper, step: int, grad_factor: float) -> None:
+        if not self._moments.issuperset(hyper.moments):
+            raise AssertionError(f"the record has no {', '.join(hyper.moments)}")
+        rows["lr"], rows["beta1"], rows["beta2"] = hyper.lr_at(step), hyper.beta1, hyper.beta2
+        rows["eps"], rows["weight_decay"] = hyper.eps, hyper.weight_decay
+        rows["grad_factor"] = -grad_factor if hyper.maximize else grad_factor
+        rows["rule"] = _native.RULES[hyper.rule.value]
+        rows["decoupled"], rows["nesterov"] = hyper.decoupled, hyper.nesterov
+
+    # Assertions: these are the contract between our own layers, and native code behind a wrong size would corrupt memory.
+
+    def _check(
+        self,
+        which: Sequence[int] | None,
+        record: Tensor,
+        values: Tensor,
+        gradients: Sequence[Tensor],
+        numbers: Sequence[tuple[Hyper, int]],
+    ) -> None:
+        count = len(self._rows) if which is None else len(which)
+        if len(gradients) != count or len(numbers) != count or not count:
+            raise AssertionError(f"{count} pieces need as many gradients and numbers, not {len(gradients)}, {len(numbers)}")
+        if record.dtype != torch.uint8 or record.numel() < self._record_nbytes or not _is_flat_on_host(record):
+            raise AssertionError(f"a record of {self._record_nbytes} bytes on the host is needed")
+        if values.dtype != self._values_dtype or values.numel() != self._numel or not _is_flat_on_host(values):
+            raise AssertionError(f"values must be [{self._numel}] of {self._values_dtype} on the host")
+        numels = self._rows["numel"].tolist() if which is None else self._rows["numel"][which].tolist()
+        for numel, gradient, (_, step) in zip(numels, gradients, numbers, strict=True):
+            if gradient.numel() != numel or not _is_flat_on_host(gradient) or step < 1:
+                raise AssertionError(f"a gradient must be [{numel}] on the host, and steps count from 1")
+
+
+def _is_flat_on_host(tensor: Tensor) -> bool:
+    return tensor.dim() == 1 and tensor.is_contiguous() and tensor.device.type == "cpu"
+
+
+def _offsets(record_format: RecordFormat, numel: int, low: Any) -> list[tuple[str, Any]]:
+    """By column of the table: where each piece's part of a record's array begins, in bytes of the record."""
+    columns = {MASTER: "master", REMAINDER: "master"}
+    columns |= {name: name for name in MOMENTS} | {scale_name(name): scale_name(name) for name in MOMENTS}
+    found, start = [], 0
+    for name, dtype, count in record_format.arrays(numel):
+        first = low // SCALE_GROUP if name.endswith("_scale") else low
+        found.append((columns[name], start + first * dtype.itemsize))
+        start += count * dtype.itemsize
+    return found
