@@ -28,7 +28,7 @@ from offload.model.chunk import Chunk
 from offload.model.unit import Unit
 from offload.model.update import ChunkUpdate, PieceUpdate, UnitUpdate
 from offload.planning.purposes import RECORDS, RECORDS_ON_DEMAND
-from offload.planning.route import Emission, Memory, Route
+from offload.planning.route import Emission, Memory
 from offload.step.chunk_stores import RecordStore
 from offload.step.gradients import Gradients
 from offload.step.sinks import ParameterSink, ValuesNeeded
@@ -118,7 +118,7 @@ class Updates:
         if update.job is None:
             # On the device the job gives work to compute, and a thread of the fetcher may be the one that runs it.
             lane = self._lanes[unit.route.update_in]
-            update.job = lane.submit(self._accelerator.on_compute(lambda: self._run(unit.route, update)))
+            update.job = lane.submit(self._accelerator.on_compute(lambda: self._run(unit, update)))
         return update.job
 
     def finish(self, unit: Unit) -> None:
@@ -158,7 +158,7 @@ class Updates:
 
     # ---- on the lane ---------------------------------------------------------------------------------------------
 
-    def _run(self, route: Route, update: UnitUpdate) -> None:
+    def _run(self, unit: Unit, update: UnitUpdate) -> None:
         for chunk_update in update.chunks:
             if chunk_update.cancelled:
                 self._give_up(chunk_update)
@@ -167,7 +167,7 @@ class Updates:
                 self._start_reading(chunk_update, self._lease_now(chunk_update.chunk))
             self._read_ahead()
             update.published.append(self._apply(chunk_update))
-        if route.update_in is Memory.DEVICE:
+        if unit.route.update_in is Memory.DEVICE:
             update.published.append(self._accelerator.mark())
 
     def _is_in_place(self, chunk: Chunk) -> bool:

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
 
 import offload
+from offload.model.unit import Unit
 from offload.planning.trace import Edge, Event
 from offload.step.update import Updates
 
@@ -61,12 +62,12 @@ def test_backward_computes_while_the_unit_behind_it_is_updated(tmp_path: Path, m
         in_memory = train(engine, model)
     model, run, waited = blocks(), Updates._run, []
 
-    def run_late(updates: Updates, update: Any) -> None:
-        index = update.unit.index - 1  # units 1 to 5 are the blocks 0 to 4
+    def run_late(updates: Updates, unit: Unit, update: Any) -> None:
+        index = unit.index - 1  # units 1 to 5 are the blocks 0 to 4
         if index:
             step = update.chunks[0].pieces[0].step
             waited.append(model[index - 1][1].reached[step - 1].wait(30))
-        run(updates, update)
+        run(updates, unit, update)
 
     monkeypatch.setattr(Updates, "_run", run_late)
     with opened_with(model, parameters="nvme", optimizer_states="nvme", nvme=tmp_path, update="backward") as engine:
