@@ -277,6 +277,8 @@ class Engine:
         `links`: by name ("nvme read", "nvme write", "adam"), the seconds it was at work, those of them in which the model
         waited for it, the share that was hidden (None if it did nothing) and the bytes it moved (None if not counted). The
         largest `busy_seconds` is what a step takes at least with these links, however well they overlap.
+        `units`: of each the bytes of its parameters, and whether its update may begin in backward. `pending_updates`: chunks
+        whose last update is still to come, at the latest when the next forward reaches them.
 
         An engine that failed says what it had planned and reached until then; a closed one raises `UsageError`.
         """

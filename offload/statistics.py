@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from offload.engagement import Engagement
+from offload.errors import words_of
 
 
 def statistics(engagement: Engagement) -> dict[str, Any]:
@@ -22,8 +23,14 @@ def statistics(engagement: Engagement) -> dict[str, Any]:
             "gradients": parts.placement.gradients,
         },
         "planned": [{"tier": line.tier, "purpose": line.purpose, "nbytes": line.nbytes} for line in parts.placement.plan.lines],
+        "units": [
+            {"name": unit.name, "nbytes": unit.layout.nbytes, "begins_early": unit.route.undoable} for unit in parts.units
+        ],
+        "pending_updates": len(parts.updates.coming()) if parts.updates is not None else 0,
+        "failure": words_of(training.failure) if training.failure is not None else None,
         "host_nbytes": parts.ledger.by_purpose,
         "host_peak_nbytes": parts.ledger.peak_nbytes,
+        "resident_capacity_nbytes": parts.residency.capacity_nbytes,
         "resident_peak_nbytes": parts.residency.peak_resident_nbytes,
         "device_peak_nbytes": parts.accelerator.peak_nbytes(),
         "io": reading.io,

@@ -71,10 +71,12 @@ def test_backward_computes_while_the_unit_behind_it_is_updated(tmp_path: Path, m
 
     monkeypatch.setattr(Updates, "_run", run_late)
     with opened_with(model, parameters="nvme", optimizer_states="nvme", nvme=tmp_path, update="backward") as engine:
-        residency = engine._parts.residency
-        assert residency.capacity_nbytes == 2 * engine._parts.layout.units[1].nbytes
+        stats = engine.stats()
+        two_blocks = 2 * stats["units"][1]["nbytes"]
+        assert stats["resident_capacity_nbytes"] == two_blocks
         assert train(engine, model) == in_memory
-        assert residency.peak_resident_nbytes == residency.capacity_nbytes == 2 * engine._parts.layout.units[1].nbytes
+        stats = engine.stats()
+        assert stats["resident_peak_nbytes"] == stats["resident_capacity_nbytes"] == two_blocks
     assert waited == [True] * 4 * (BLOCKS - 1)
 
 
@@ -121,12 +123,12 @@ def test_a_decoder_goes_as_backward_leaves_its_layers(
         if checkpointing is not None:
             model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
         engine = opened(model, adamw(model), where, max_grad_norm=0.5)
-        planned = engine._parts.residency.capacity_nbytes
+        planned = engine.stats()["resident_capacity_nbytes"]
         runs.append(run_engine(engine, token_loop(steps=4)))
     assert_same_bits(runs[1], runs[0])
-    residency = engine._parts.residency
-    sizes = [unit.nbytes for unit in engine._parts.layout.units]
-    assert residency.peak_resident_nbytes <= residency.capacity_nbytes == planned
+    stats = engine.stats()
+    sizes = [unit["nbytes"] for unit in stats["units"]]
+    assert stats["resident_peak_nbytes"] <= stats["resident_capacity_nbytes"] == planned
     assert planned <= sizes[0] + 2 * max(sizes[1:]) < sum(sizes) / 2
 
 
@@ -151,10 +153,10 @@ def test_branches_end_in_the_order_in_which_forward_began_them(tmp_path: Path) -
             model(torch.ones(2, 16)).sum().backward()
             engine.step()
             engine.zero_grad()
-        residency = engine._parts.residency
-        events = [event for event in residency._schedule.trace if event.unit_index]
+        events = [event for event in engine._parts.residency._schedule.trace if event.unit_index]
         assert [event.unit_index for event in events] == [unit for unit in (*range(1, 9), *range(8, 0, -1)) for _ in range(2)]
-        assert residency.peak_resident_nbytes == 2 * engine._parts.layout.units[1].nbytes
+        stats = engine.stats()
+        assert stats["resident_peak_nbytes"] == 2 * stats["units"][1]["nbytes"]
 
 
 class Slow(nn.Module):

@@ -92,7 +92,7 @@ def test_a_failed_transfer_is_an_error_that_names_it(
                 steps(engine)
                 engine.state_dict()
             finally:
-                if engine._training.failure is not None:
+                if engine.stats()["failure"] is not None:
                     with pytest.raises(offload.EngineFailedError):
                         engine.step()
                 engine.close()

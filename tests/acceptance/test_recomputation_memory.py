@@ -92,7 +92,7 @@ def test_as_much_is_resident_as_planned(
         engine = opened(model, adamw(model), where)
         runs.append(run_engine(engine, loop))
     assert_same_bits(runs[1], runs[0])
-    sizes = [unit.nbytes for unit in engine._parts.layout.units]
+    sizes = [unit["nbytes"] for unit in engine.stats()["units"]]
     assert engine.stats()["resident_peak_nbytes"] == planned_nbytes(engine) < sum(sizes) / 2
 
 

@@ -390,10 +390,10 @@ def test_a_budget_below_embedding_and_blocks_keeps_the_bits(
         engine = opened(model, adamw(model), where, **fields)
         runs.append(run_engine(engine, lambda run: bitwise_loop(run, steps=4)))
     assert_same_bits(runs[1], runs[0])
-    residency = engine._parts.residency
-    root, words, *blocks = (unit.nbytes for unit in engine._parts.layout.units)
-    assert residency.peak_resident_nbytes <= residency.capacity_nbytes
-    assert residency.capacity_nbytes < root + words + (2 + prefetch) * max(blocks)
+    stats = engine.stats()
+    root, words, *blocks = (unit["nbytes"] for unit in stats["units"])
+    assert stats["resident_peak_nbytes"] <= stats["resident_capacity_nbytes"]
+    assert stats["resident_capacity_nbytes"] < root + words + (2 + prefetch) * max(blocks)
 
 
 @pytest.mark.parametrize("setup", [ON_NVME_IN_PLACE, ON_NVME], ids=lambda setup: setup.name)

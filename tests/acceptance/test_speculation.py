@@ -111,7 +111,8 @@ def test_a_part_kept_in_memory(opened: Any, nvme: Path, monkeypatch: pytest.Monk
     model = llama(test_working_set.LAYERS)
     budget = smallest + int(share * (everything - smallest))
     engine = opened(model, two_groups(model), setup, dtype="fp32", max_grad_norm=clip, cpu_memory=budget)
-    assert 0 < len(engine._parts.placement.undoable_units) < len(engine._parts.units) - 1
+    units = engine.stats()["units"]
+    assert 0 < sum(unit["begins_early"] for unit in units) < len(units) - 1
     losses, weights = run_engine(engine, test_working_set.train)
     assert_same_bits([losses, weights], list(test_working_set.reference("fp32")))
     assert min(counts(engine)) > 0
@@ -380,8 +381,12 @@ def test_only_where_it_can_be_undone(opened: Any) -> None:
     ):
         model = stack(64, 4)
         engine = opened(model, adamw(model), setup, **fields)
-        assert not engine._parts.placement.undoable_units
+        assert not any(unit["begins_early"] for unit in engine.stats()["units"])
         assert all("undo" not in line["purpose"] for line in engine.stats()["planned"])
+
+
+def early_units(engine: Any) -> list[int]:
+    return [index for index, unit in enumerate(engine.stats()["units"]) if unit["begins_early"]]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
@@ -403,11 +408,11 @@ def test_a_drive_has_room_for_a_part(
     monkeypatch.setattr(scratch, "free_nbytes", lambda paths: int(free))
     engine, found = run()
     assert_same_bits(found, expected)
-    placement, all_units = engine._parts.placement, sorted(whole._parts.placement.undoable_units)
-    count = len(placement.undoable_units)
-    assert sorted(placement.undoable_units) == all_units[len(all_units) - count :]
+    chosen, all_units = early_units(engine), early_units(whole)
+    count = len(chosen)
+    assert chosen == all_units[len(all_units) - count :]
     assert count == len(all_units) // 2 if share else count == 0
-    assert placement.plan.total_nbytes("nvme") <= free
+    assert sum(line["nbytes"] for line in engine.stats()["planned"] if line["tier"] == "nvme") <= free
 
 
 @both

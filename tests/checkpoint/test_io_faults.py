@@ -74,7 +74,7 @@ class Runs:
                 engine.save_checkpoint(saves / f"step-{n + 1}", client_state={"n": n + 1}, keep_last=2, wait=n % 2 == 0)
             return engine.state_dict()
         finally:
-            failed = engine._training.failure is not None
+            failed = engine.stats()["failure"] is not None
             if failed:
                 with pytest.raises(offload.EngineFailedError):
                     engine.step()

@@ -147,7 +147,7 @@ def test_a_save_begins_before_the_updates_of_the_last_step(opened: Any, tmp_path
         one.train(range(2))
         save = one.engine.save_checkpoint(tmp_path / str(wait), wait=wait)
         if setup == FOLLOWING[0]:
-            assert bool(one.engine._parts.updates.coming()) is not wait
+            assert bool(one.engine.stats()["pending_updates"]) is not wait
         one.train(range(2, 4))
         save.wait()
     assert files_of(tmp_path / "False") == files_of(tmp_path / "True")
@@ -172,7 +172,7 @@ def test_no_further_forward_comes(opened: Any, tmp_path: Path, ended_by: str) ->
     run.save(tmp_path / "earlier")
     run.train(range(1, 2))
     save = run.engine.save_checkpoint(tmp_path / "beside", wait=False)
-    assert run.engine._parts.updates.coming() and not save.done()
+    assert run.engine.stats()["pending_updates"] and not save.done()
     HOW_IT_ENDS[ended_by](run, save, tmp_path)
     save.wait()
     alone = Resumable(opened, ON_CPU)
@@ -237,7 +237,7 @@ def test_an_update_that_fails_fails_the_save(opened: Any, tmp_path: Path, monkey
     run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
     run.train(range(2))
     save = run.engine.save_checkpoint(tmp_path / "beside", wait=False)
-    assert run.engine._parts.updates.coming()
+    assert run.engine.stats()["pending_updates"]
     backend.faults.update({backend.submitted_count + n: Fault("errno", errno.EIO) for n in range(2000)})
     with pytest.raises(offload.OffloadError):
         run.train(range(2, 4))

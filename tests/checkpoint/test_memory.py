@@ -50,9 +50,9 @@ def engine(opened: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixture
 def test_extra_host_memory(engine: Any, tmp_path: Path) -> None:
     ledger = engine._parts.ledger
     counted = ledger.total_nbytes
-    in_place = "nvme" not in (engine._parts.placement.parameters, engine._parts.placement.optimizer_states)
+    in_place = "nvme" not in [engine.stats()["placement"][state] for state in ("parameters", "optimizer_states")]
     buffers = 0 if in_place else RECORD_NBYTES + VALUES_NBYTES
-    assert engine._parts.placement.optimizer_states == "nvme" or in_place
+    assert engine.stats()["placement"]["optimizer_states"] == "nvme" or in_place
     actions = {
         "load": (1, lambda _: engine.load_checkpoint(tmp_path / "saved")),
         "export": (1, lambda attempt: engine.export(tmp_path / f"out-{attempt}", "fp32")),

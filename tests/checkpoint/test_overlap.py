@@ -154,7 +154,7 @@ def test_what_an_update_writes_is_not_read_again(opened: Any, backend: Watched, 
     for unit in run.engine._parts.units:
         if unit.update is not None and unit.update.job is not None:  # of a unit that was in memory
             unit.update.job.wait()
-    assert run.engine._parts.updates.coming()
+    assert run.engine.stats()["pending_updates"]
     backend.log.clear()
     run.save(tmp_path / "saved")
     reads = [(offset, nbytes) for _, kind, offset, nbytes in backend.log if kind == "read"]

@@ -25,7 +25,7 @@ def test_simulated_peak_is_the_measured_peak(
     config = {"parameters": "nvme", "optimizer_states": "cpu", "nvme": tmp_path, "prefetch": prefetch}
     with offload.initialize(model, optimizer, config) as engine:
         residency = engine._parts.residency
-        sizes = [unit.nbytes for unit in engine._parts.layout.units]
+        sizes = [unit["nbytes"] for unit in engine.stats()["units"]]
         for step in range(4):
             if step == 2:  # from here on the steps are those of the trace of the steps before
                 residency.peak_resident_nbytes = 0

@@ -281,13 +281,14 @@ def counted(fields: dict[str, Any], steps: int) -> dict[str, Any]:
         before = engine.stats()["ranks"]
         for step in range(2, steps + 2):
             _step(model, [batches[step * world + rank]], engine, syncs=True)
-        engine._parts.residency.finish_updates()
+        with engine.gathered([]):  # the updates are in place
+            pass
         after = engine.stats()["ranks"]
-        flats = [flat for unit in engine._parts.layout.units for flat in unit.flats]
         units, schedule = engine._parts.layout.units, engine._parts.residency._schedule
+        flats = [flat for unit in units for flat in unit.flats]
         return {
             "scheduled_nbytes": sum(units[op.unit_index].nbytes for op in schedule.ops if op.verb is Verb.FETCH),
-            "capacity_nbytes": engine._parts.residency.capacity_nbytes,
+            "capacity_nbytes": engine.stats()["resident_capacity_nbytes"],
             "moved": {
                 verb: [after[verb][key] - before.get(verb, {key: 0})[key] for key in ("count", "nbytes")] for verb in after
             },
@@ -623,6 +624,6 @@ def folded(fields: dict[str, Any], least_numel: int) -> dict[str, Any]:
                 (model(x) - y[:, :1]).square().mean().backward()
                 engine.optimizer.step()
                 engine.optimizer.zero_grad()
-            return {"units": len(engine._parts.units), "reduced": engine.stats()["ranks"]["reduce"]["count"]}
+            return {"units": len(engine.stats()["units"]), "reduced": engine.stats()["ranks"]["reduce"]["count"]}
     finally:
         assembly.LEAST_UNIT_NUMEL = 0
