@@ -1,0 +1,106 @@
+"""Accelerate's own loop on an engine.
+
+    engine = prepare(accelerator, model, optimizer, config)
+    model, optimizer, loader = accelerator.prepare(engine.module, engine.optimizer, loader)
+
+From there on the script is Accelerate's: `backward`, `accumulate`, `clip_grad_norm_`, `save_state`, `load_state`, `save_model`,
+`unwrap_model`. What runs in which dtype is the config's `dtype`: without it the accelerator's `mixed_precision`, with fp32
+masters, instead of autocast.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+import offload
+from offload import Config, Engine
+
+FOLDER = "offload"
+"""What an engine saves, in the folder of what a framework does."""
+
+
+def prepare(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    *,
+    weights: str | os.PathLike[str] | None = None,
+) -> Engine:
+    """`offload.initialize`, and the accelerator told: the model is not wrapped or moved, saves and loads are the engine's."""
+    engine = offload.initialize(model, optimizer, with_precision(config, accelerator.mixed_precision), weights=weights)
+    attach(accelerator, engine)
+    return engine
+
+
+def with_precision(config: Config | Mapping[str, Any] | str | os.PathLike[str] | None, precision: str) -> Any:
+    """The config with the framework's precision, where it says none. One with DeepSpeed's keys has its own."""
+    if isinstance(config, Mapping) and not config.keys() <= {field.name for field in dataclasses.fields(Config)}:
+        return config
+    if isinstance(config, (str, os.PathLike)) or precision not in ("bf16", "fp16"):
+        return config
+    own = Config.of(config)
+    return own if own.dtype is not None else dataclasses.replace(own, dtype=precision)  # type: ignore[arg-type]
+
+
+def attach(accelerator: Accelerator, engine: Engine) -> None:
+    """Have this accelerator use the engine wherever its model is meant. Nothing but the accelerator itself changes."""
+    _Attached(accelerator, engine).take()
+
+
+class _Attached:
+    def __init__(self, accelerator: Accelerator, engine: Engine) -> None:
+        self._accelerator, self._engine = accelerator, engine
+        self._no_sync, self._get_state_dict = accelerator.no_sync, accelerator.get_state_dict
+        self._save_state = accelerator.save_state
+        self._saves_state = False
+
+    def take(self) -> None:
+        accelerator, engine = self._accelerator, self._engine
+        engine.module._is_accelerate_prepared = True  # type: ignore[assignment]  # so it is neither wrapped nor moved
+        accelerator.native_amp, accelerator.scaler = False, None
+        for name in ("backward", "no_sync", "get_state_dict", "save_state"):
+            setattr(accelerator, name, getattr(self, name))
+        accelerator.register_save_state_pre_hook(self._save)
+        accelerator.register_load_state_pre_hook(self._load)
+
+    def backward(self, loss: torch.Tensor, **keywords: Any) -> None:
+        keywords.pop("learning_rate", None)  # meant for optimizers that step in backward
+        self._engine.backward(loss / self._accelerator.gradient_accumulation_steps, **keywords)
+
+    def no_sync(self, model: Any) -> AbstractContextManager[None]:
+        found: AbstractContextManager[None] = self._engine.no_sync() if self._is_ours(model) else self._no_sync(model)
+        return found
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+        if not self._is_ours(model):
+            return self._get_state_dict(model, unwrap=unwrap)
+        return {} if self._saves_state else self._engine.state_dict()
+
+    def save_state(self, *args: Any, **keywords: Any) -> Any:
+        self._saves_state = True  # the weights are in the engine's checkpoint
+        try:
+            return self._save_state(*args, **keywords)
+        finally:
+            self._saves_state = False
+
+    def _is_ours(self, model: Any) -> bool:
+        return self._accelerator.unwrap_model(model) is self._engine.module
+
+    def _save(self, models: list[Any], weights: list[Any], folder: str) -> None:
+        place = next(index for index, model in enumerate(models) if self._is_ours(model))
+        del weights[place]
+        self._engine.save_checkpoint(os.path.join(folder, FOLDER))
+
+    def _load(self, models: list[Any], folder: str) -> None:
+        place = next(index for index, model in enumerate(models) if self._is_ours(model))
+        del models[place]
+        self._engine.load_checkpoint(os.path.join(folder, FOLDER))

@@ -1,0 +1,200 @@
+"""Hugging Face's Trainer, and what is made of it, on an engine.
+
+    from offload.integrations.transformers import OffloadMixin, OffloadTrainer, enable
+
+    trainer = OffloadTrainer(model=model, args=args, train_dataset=data, offload={"parameters": "nvme", ...})
+    class Tuner(OffloadMixin, SFTTrainer): ...       # any other Trainer
+    enable(trainer, {"parameters": "nvme", ...})     # one that exists, before train()
+
+The engine is made when the Trainer makes its optimizer, and is `trainer.engine`. The loop, the scheduler, clipping, logging and
+callbacks are the Trainer's own. A checkpoint holds what Trainer saves, and beside it what the engine does ("offload"): training
+goes on to the bit. `bf16` and `fp16` of the arguments: the model runs in these, with fp32 masters, instead of under autocast.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+import offload
+from offload import Config, Engine, UsageError
+from offload.integrations.accelerate import FOLDER, attach, with_precision
+
+Settings = Config | Mapping[str, Any] | str | os.PathLike[str] | None
+_GIB, _GB = 2**30, 10**9
+
+
+class OffloadMixin:
+    """Put it before a Trainer among a class's bases. `offload`: as the `config` of `offload.initialize`."""
+
+    engine: Engine | None = None
+    """Made by the first `train`, `evaluate` or `predict`."""
+    _offload: Settings = None
+    _save_beside: Any = None
+
+    def __init__(self, *args: Any, offload: Settings = None, **keywords: Any) -> None:
+        self._offload = offload
+        super().__init__(*args, **keywords)
+
+    # ---- the engine ----------------------------------------------------------------------------------------------
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Where parameters lie is the engine's."""
+
+    def create_optimizer(self: Any, *args: Any, **keywords: Any) -> Any:
+        if self.engine is not None and self.engine.module is not self.model:  # of another trial
+            self.engine.close()
+            self.engine = None
+        if self.engine is None:
+            super().create_optimizer(*args, **keywords)  # type: ignore[misc]
+            self._compile_blocks()
+            precision = "bf16" if self.args.bf16 else "fp16" if self.args.fp16 else "no"
+            self.engine = offload.initialize(self.model, self.optimizer, with_precision(self._offload, precision))
+            self.optimizer = self.engine.optimizer
+            attach(self.accelerator, self.engine)
+        return self.optimizer
+
+    def _compile_blocks(self: Any) -> None:
+        """`torch_compile`: block by block, since the whole is never in memory."""
+        if self.args.torch_compile:
+            names = getattr(self.model, "_no_split_modules", None) or ()
+            for module in self.model.modules():
+                if type(module).__name__ in names:
+                    module.compile(backend=self.args.torch_compile_backend, mode=self.args.torch_compile_mode)
+
+    def evaluation_loop(self: Any, *args: Any, **keywords: Any) -> Any:
+        if self.engine is None:
+            self.create_optimizer()
+        return super().evaluation_loop(*args, **keywords)  # type: ignore[misc]
+
+    # ---- saves ---------------------------------------------------------------------------------------------------
+
+    def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As Trainer's, written unit by unit; in a checkpoint of the Trainer, what the engine needs to go on too."""
+        if self.engine is None:
+            return super().save_model(output_dir, _internal_call)  # type: ignore[misc, no-any-return]
+        folder = Path(output_dir if output_dir is not None else self.args.output_dir)
+        self._export(folder)
+        if self.args.should_save:
+            self._save_beside_the_weights(folder)
+        if _internal_call and output_dir is not None and not self.args.save_only_model:
+            last = self.control.should_training_stop
+            self._save_beside = self.engine.save_checkpoint(folder / FOLDER, wait=last)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _export(self: Any, folder: Path) -> None:
+        """Where other files may be already."""
+        folder.mkdir(parents=True, exist_ok=True)
+        exported = folder / f".{FOLDER}-export"
+        if self.args.should_save and exported.exists():  # of a run that was killed
+            shutil.rmtree(exported)
+        self.accelerator.wait_for_everyone()
+        self.engine.export(exported)
+        if self.args.should_save:
+            for path in sorted(exported.rglob("*")):
+                target = folder / path.relative_to(exported)
+                if path.is_dir():
+                    target.mkdir(exist_ok=True)
+                else:
+                    path.replace(target)
+            shutil.rmtree(exported)
+        self.accelerator.wait_for_everyone()
+
+    def _save_beside_the_weights(self: Any, folder: Path) -> None:
+        collator = getattr(self.data_collator, "tokenizer", None)
+        for processor in (self.processing_class or collator, getattr(self.model, "generation_config", None)):
+            if processor is not None:
+                processor.save_pretrained(folder)
+        torch.save(self.args, folder / "training_args.bin")
+
+    # ---- going on ------------------------------------------------------------------------------------------------
+
+    def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **keywords: Any) -> Any:
+        """As Trainer's; `resume_from_checkpoint=True`: the last checkpoint that is whole."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = _last_whole(self.args.output_dir)
+        try:
+            return super().train(resume_from_checkpoint, *args, **keywords)  # type: ignore[misc]
+        finally:
+            self._wait_for_save()
+
+    def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
+        """The weights come with everything else, once there is an engine."""
+        if not os.path.isdir(os.path.join(resume_from_checkpoint, FOLDER)):
+            raise UsageError(
+                f"{resume_from_checkpoint!r} has no folder {FOLDER!r}, from which training goes on: it was saved without an "
+                "engine or with save_only_model=True, or the run was ended while it was written. Name another checkpoint, or "
+                "build the model from this one's weights."
+            )
+
+    def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self.engine.load_checkpoint(os.path.join(checkpoint, FOLDER))
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+
+    def _load_best_model(self: Any) -> None:
+        self._wait_for_save()
+        best = os.path.join(self.state.best_model_checkpoint, FOLDER)
+        if os.path.isdir(best):
+            self.engine.load_checkpoint(best)
+        else:  # save_only_model: as Trainer does it, which takes the memory of the model
+            with self.engine.gathered(self.model.parameters()):
+                super()._load_best_model()  # type: ignore[misc]
+
+    def _wait_for_save(self) -> None:
+        if self._save_beside is not None:
+            save, self._save_beside = self._save_beside, None
+            save.wait()
+
+    # ---- logs ----------------------------------------------------------------------------------------------------
+
+    def log(self: Any, logs: dict[str, float], *args: Any, **keywords: Any) -> None:
+        if self.engine is not None and "loss" in logs:
+            logs.update(_figures(self.engine.stats()))
+        super().log(logs, *args, **keywords)  # type: ignore[misc]
+
+
+class OffloadTrainer(OffloadMixin, Trainer):
+    """Trainer, on an engine."""
+
+
+def enable(trainer: Trainer, offload: Settings = None) -> Trainer:
+    """Have a Trainer that exists, and has not trained, use an engine: its class becomes one with `OffloadMixin` before its
+    own."""
+    kind = type(trainer)
+    if not issubclass(kind, OffloadMixin):
+        trainer.__class__ = type(f"Offload{kind.__name__}", (OffloadMixin, kind), {"__module__": kind.__module__})
+    vars(trainer)["_offload"] = offload
+    return trainer
+
+
+def _last_whole(folder: str | os.PathLike[str]) -> str:
+    found = [path for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.rpartition("-")[2].isdigit()]
+    for path in sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
+        if (path / FOLDER).is_dir():
+            return str(path)
+    raise UsageError(
+        f"{str(folder)!r} has no checkpoint to go on from: expected {PREFIX_CHECKPOINT_DIR}-<step> with {FOLDER!r} in it."
+    )
+
+
+def _figures(stats: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+    """What a log has of the engine: memory in GiB, and of each link the GB moved and the share hidden since the last log."""
+    yield "offload/host_gib", round(sum(stats["host_nbytes"].values()) / _GIB, 3)
+    if stats["device_peak_nbytes"] is not None:
+        yield "offload/device_peak_gib", round(stats["device_peak_nbytes"] / _GIB, 3)
+    for name, link in stats["links"].items():
+        key = f"offload/{name.replace(' ', '_')}"
+        if link["nbytes"]:
+            yield f"{key}_gb", round(link["nbytes"] / _GB, 4)
+        if link["hidden"] is not None:
+            yield f"{key}_hidden", round(link["hidden"], 3)
