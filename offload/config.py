@@ -123,7 +123,7 @@ class Config:
             given: Any = [self.nvme] if single else self.nvme
             if not isinstance(given, Sequence) or not all(map(_is_path, given)):
                 raise ConfigError(f"nvme={self.nvme!r} is not a path: expected a folder, or a list of folders.")
-            folders = [os.path.abspath(os.path.expanduser(path)) for path in given]  # the working directory may change
+            folders = [str(expanded(path)) for path in given]
             object.__setattr__(self, "nvme", folders[0] if single else folders)
         paths = self.nvme_paths
         if "nvme" in (self.parameters, self.optimizer_states) and not paths:
@@ -192,8 +192,14 @@ def _nearest(value: object, allowed: Sequence[Any]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """A path that the user gave, as it is from now on: absolute, as the working directory may change, and "~" the home."""
+    return Path(os.path.abspath(os.path.expanduser(path)))
+
+
 def read_json(path: Path) -> Mapping[str, Any]:
     """The object in a JSON file of settings."""
+    path = expanded(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -17,10 +17,11 @@ from torch import nn
 
 from offload.build.assembly import DTYPES, Assembly, rebuild
 from offload.build.ownership import check_free
-from offload.build.refitting import passing_checkpoint, refitted
+from offload.build.refitting import refitted
 from offload.checkpoint.checkpoint import Checkpointing
 from offload.checkpoint.matching import StatesMissing
 from offload.checkpoint.numbering import checked_folder
+from offload.checkpoint.passing import passing_checkpoint, remove_abandoned
 from offload.checkpoint.preemption import Preemption
 from offload.checkpoint.saving import Save
 from offload.config import Config, parse_nbytes
@@ -86,6 +87,7 @@ def initialize(
         return resolved, chosen, Assembly(model, chosen, resolved, source, ranks)
 
     resolved, chosen, assembly = together(ranks, prepare, lambda _: {})
+    remove_abandoned(resolved)
     parts = assembly.build()
     try:
         return Engine(model, chosen, resolved, parts, assembly.buffers)

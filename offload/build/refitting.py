@@ -6,13 +6,8 @@ engine's parts anew: `Engine` carries everything over through a checkpoint.
 
 from __future__ import annotations
 
-import errno
-import shutil
-import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +22,6 @@ from offload.model.optimizer_kinds import InitialState
 from offload.model.partition import ModuleUnit
 from offload.ranks.group import Alone
 from offload.step.components import Components
-from offload.tiers.io.failure import storage_error
 
 Groups = Callable[[], Sequence[Mapping[str, Any]]]
 
@@ -83,18 +77,3 @@ def refitted(
     except BaseException:
         (building or accelerator).close()
         raise
-
-
-@contextmanager
-def passing_checkpoint(config: Config) -> Iterator[Path]:
-    """Where the state lies while the parts are made anew: in an nvme folder, or where there is none, among temporary files."""
-    parent = (*config.nvme_paths, Path(tempfile.gettempdir()))[0]
-    try:
-        parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # a cleaner of temporary files may have removed it since
-        folder = tempfile.mkdtemp(prefix="offload-refit-", dir=parent)
-    except OSError as error:
-        raise storage_error("cannot create a folder in", parent, error.errno or errno.EIO) from error
-    try:
-        yield Path(folder) / "state"
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

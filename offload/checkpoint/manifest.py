@@ -159,5 +159,9 @@ def encode(manifest: Manifest) -> bytes:
         if version != since:
             del content[key]
     body = b'"manifest":' + json.dumps(content, separators=(",", ":"), allow_nan=False).encode() + b"}\n"
-    head = f'{{"format":"{FORMAT}","version":{version},"crc32":{zlib.crc32(body)},\n'
-    return head.encode() + body
+    return head(version, zlib.crc32(body)) + body
+
+
+def head(version: int, crc32: int) -> bytes:
+    """The file's first line."""
+    return f'{{"format":"{FORMAT}","version":{version},"crc32":{crc32},\n'.encode()

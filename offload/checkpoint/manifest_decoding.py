@@ -24,6 +24,7 @@ from offload.checkpoint.manifest import (
     PieceEntry,
     RandomEntry,
     TensorEntry,
+    head,
 )
 from offload.errors import CheckpointError
 from offload.model.file_dtypes import DTYPES
@@ -127,8 +128,10 @@ def _decode(content: bytes) -> Manifest:
         raise Malformed(f"it is of version {envelope.get('version')!r}, and this release reads {readable}")
     fields = _Fields(envelope, "the manifest's envelope")
     version = (fields.take("format"), fields.take("version"))[1]
-    _, _, body = content.partition(b"\n")
+    line, newline, body = content.partition(b"\n")
     crc32 = fields.crc32("crc32")
+    if line + newline != head(version, crc32):  # no checksum covers it
+        raise Malformed(f"its first line is not {head(version, crc32)!r}: it is damaged")
     if zlib.crc32(body) != crc32:
         raise Malformed(f"its bytes have the checksum {zlib.crc32(body)}, not {crc32}: it is damaged")
     manifest = _manifest(_Fields(fields.take("manifest"), "the manifest"), version)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from offload.checkpoint.soundness import Soundness
 from offload.checkpoint.staged_folder import MANIFEST_NAME, raise_if_short, retire, take_back, write_failure
+from offload.config import expanded
 from offload.errors import StorageError, UsageError
 
 _NUMBERED = re.compile(r"step-([0-9]{1,18})")
@@ -78,21 +79,21 @@ def _set_time(path: Path, time_ns: int) -> None:
 
 
 def checked_folder(given: object, call: str) -> Path:
-    """The path of the folder that `call` was given; absolute, as the working directory may change. Else a `UsageError`."""
+    """The path of the folder that `call` was given; see `expanded`. Else a `UsageError`."""
     name = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
     if not isinstance(name, str) or not name or "\0" in name:
         raise UsageError(f"{call} was given {given!r}: expected the path of a folder, as 'ckpt'.")
-    return Path(os.path.abspath(name))
+    return expanded(name)
 
 
 def checked_target(given: object) -> Path:
-    """The folder that a checkpoint is to be saved as. Raises `UsageError` where that is no name."""
+    """The folder that a checkpoint is to be saved as; see `expanded`. Raises `UsageError` where that is no name."""
     name = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
     if not isinstance(name, str) or not Path(name).name or "\0" in name:
         raise UsageError(
             f"save_checkpoint was given {given!r}: expected the folder that the checkpoint is to be, as 'ckpt/step-100'."
         )
-    return Path(name)
+    return expanded(name)
 
 
 def check_keep_last(path: Path, keep_last: int | None) -> None:

@@ -26,7 +26,7 @@ from enum import Enum
 from pathlib import Path
 
 from offload.errors import CheckpointError, StorageError
-from offload.tiers.io.failure import errno_text, remedy_of, storage_error
+from offload.tiers.io.failure import CHECKPOINT, errno_text, remedy_of, storage_error
 
 PREFIX = ".offload-"
 _TOKEN = r"[0-9a-f]{16}"
@@ -44,16 +44,7 @@ _log = logging.getLogger(__name__)
 def write_failure(operation: str, path: Path, error: OSError) -> StorageError:
     """The user's error for a failed write of a checkpoint or an export."""
     code = error.errno or errno.EIO
-    remedy = {
-        errno.ENOSPC: "free space there, or save to a larger file system",
-        errno.EDQUOT: "raise this user's quota, or save elsewhere",
-        errno.EACCES: "change the permissions, or save elsewhere",
-        errno.EROFS: "the file system is read-only: save elsewhere",
-        errno.EFBIG: "raise the limit of `ulimit -f`, or save elsewhere",
-        errno.EMFILE: remedy_of(errno.EMFILE),
-        errno.ENFILE: remedy_of(errno.ENFILE),
-        errno.ENOMEM: "lower cpu_memory, or close other programs",
-    }.get(code, "look at dmesg for the reason, or save elsewhere")
+    remedy = remedy_of(code, CHECKPOINT)
     return StorageError(
         code, f"{operation} {str(path)!r} failed ({errno_text(code)}): {remedy}. Earlier checkpoints are untouched."
     )
@@ -62,7 +53,7 @@ def write_failure(operation: str, path: Path, error: OSError) -> StorageError:
 def raise_if_short(path: Path, error: OSError) -> None:
     """Of a checkpoint that is read: what this process lacks says nothing of it, so it is not to be passed over."""
     if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
-        raise storage_error("cannot open", path, error.errno) from error
+        raise storage_error("cannot open", path, error.errno, CHECKPOINT) from error
 
 
 def sync_folder(path: Path) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import offload
+from offload.config import expanded
 from offload.deepspeed import comm
 from offload.deepspeed.absent import AskedWrongly
 from offload.deepspeed.folder import agreed_tag, check_whose, read_latest, write_latest
@@ -221,7 +222,7 @@ class DeepSpeedEngine(nn.Module):
             for name, value in values.items():
                 dtype = named[name].dtype if name in named else value.dtype
                 values[name] = cast.setdefault(id(value), value.to(dtype))
-            _write_weights(values, Path(save_dir) / save_filename)
+            _write_weights(values, expanded(save_dir) / save_filename)
         comm.barrier()
         return True
 
@@ -251,9 +252,9 @@ class DeepSpeedEngine(nn.Module):
             "skipped_steps": self.skipped_steps,
             "lr_scheduler": packed(self.lr_scheduler.state_dict()) if self.lr_scheduler is not None else None,
         }
-        self.offload_engine.save_checkpoint(Path(save_dir) / name, client_state=state)
+        self.offload_engine.save_checkpoint(expanded(save_dir) / name, client_state=state)
         if save_latest and self.global_rank == 0:
-            write_latest(Path(save_dir), name)
+            write_latest(expanded(save_dir), name)
         comm.barrier()
         return True
 
@@ -276,11 +277,11 @@ class DeepSpeedEngine(nn.Module):
                 "load_checkpoint restores a run as a whole: for weights alone use engine.load_state_dict, or "
                 "`python -m offload export` and offload.initialize(weights=...)."
             )
-        name = str(tag) if tag is not None else read_latest(Path(load_dir))
+        name = str(tag) if tag is not None else read_latest(expanded(load_dir))
         if name is None:
             logger.warning("there is no file 'latest' in %r: nothing is loaded. Name a tag, or the right folder.", load_dir)
             return None, None
-        path = Path(load_dir) / name
+        path = expanded(load_dir) / name
         check_whose(path)
         state = self.offload_engine.load_checkpoint(path)
         if "global_steps" not in state:  # saved by an offload.Engine's own call

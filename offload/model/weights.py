@@ -24,6 +24,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from offload.config import expanded
 from offload.errors import InitializerError
 from offload.model.file_dtypes import DTYPES
 from offload.model.weight_names import Stored, match_names
@@ -118,7 +119,7 @@ def open_weights(path: str | os.PathLike[str]) -> WeightSource:
 
     Where a directory has both, the single file is taken. Errors: `InitializerError`, naming the file at fault.
     """
-    path = Path(path)
+    path = expanded(path)
     if path.is_dir():
         chosen = next((path / name for name in (SINGLE_FILE, INDEX_FILE) if os.path.lexists(path / name)), None)
         if chosen is None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
+from offload.checkpoint.passing import passing_checkpoint
 
 from .models import (
     ADAM_OPTIONS,
@@ -26,6 +30,7 @@ from .models import (
     vector_batches,
 )
 from .runs import Run, assert_close, assert_same_bits, one_step, refused, run_engine, run_plain, simple_loop
+from .worker import environment
 
 SETUPS = (
     ON_CPU,
@@ -291,3 +296,30 @@ def test_a_frozen_block_whose_gradients_come_and_go_unseen(opened: Any, setup: S
         model = Carried()
         runs.append(run_engine(opened(model, adamw(model), where), simple_loop(4)))
     assert_same_bits(runs[1], runs[0])
+
+
+_KILLED = """
+import os, signal, sys
+import torch, offload, offload.engine
+from torch import nn
+
+model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+model[0].requires_grad_(False)
+engine = offload.initialize(model, torch.optim.AdamW(model.parameters()), offload.Config(nvme=sys.argv[1]))
+offload.engine.refitted = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+model[0].requires_grad_(True)
+model(torch.ones(1, 4))
+"""
+
+
+def test_what_a_kill_leaves_while_parts_are_made_anew_the_next_start_removes(nvme: Path) -> None:
+    killed = subprocess.run([sys.executable, "-c", _KILLED, str(nvme)], env=environment(), timeout=120)
+    assert killed.returncode == -signal.SIGKILL
+    left = list(nvme.iterdir())
+    assert len(left) == 1 and (left[0] / "state" / "MANIFEST.json").is_file()
+    config = offload.Config(nvme=nvme)
+    with passing_checkpoint(config) as living:
+        model = nn.Linear(4, 4)
+        offload.initialize(model, torch.optim.AdamW(model.parameters()), config).close()
+        assert list(nvme.iterdir()) == [living.parent]
+    assert not list(nvme.iterdir())

@@ -189,6 +189,16 @@ def test_ten_thousand_mutations(target: Target, test: Any, drawn: dict[str, Any]
     often(given(**drawn)(lambda **values: test.hypothesis.inner_test(target, **values)))()
 
 
+@pytest.mark.parametrize(
+    "before, after", [(b"{", b"\t{"), (b'":', b'": '), (b"\n", b" \n"), (b"\n", b"\r\n"), (b'"crc32"', b'"crc\\u0033\\u0032"')]
+)
+def test_a_first_line_that_says_the_same_in_other_bytes(target: Target, before: bytes, after: bytes) -> None:
+    path = target.damaged / "MANIFEST.json"
+    path.write_bytes(path.read_bytes().replace(before, after, 1))
+    assert "first line" in (target.load() or "")
+    target.restore("MANIFEST.json")
+
+
 @pytest.mark.parametrize("version", [0, 4, "1", None, True, 1.5, [1]])
 def test_other_versions(target: Target, version: Any) -> None:
     (target.damaged / "MANIFEST.json").write_bytes(signed(target.content, version))

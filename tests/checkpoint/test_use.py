@@ -319,6 +319,30 @@ def test_a_relative_path_and_the_working_folder(opened: Any, tmp_path: Path, mon
     assert engine.resume_or_start(".") == {}
 
 
+def test_the_home_folder(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    engine = make(opened)
+    engine.save_checkpoint("~/runs/step-1", keep_last=1)
+    engine.load_checkpoint("~/runs/step-1")
+    assert engine.resume_or_start("~/runs") == {}
+    engine.export("~/weights")
+    assert sorted(os.listdir(tmp_path)) == ["nvme", "runs", "weights"]
+    torch.manual_seed(2)
+    model = stack(blocks=1)
+    with offload.initialize(model, config=offload.Config(), weights="~/weights") as other:
+        assert_same_bits(other.state_dict(), engine.state_dict())
+
+
+def test_a_path_that_cannot_be(opened: Any, tmp_path: Path) -> None:
+    """In words that are right for it, and for a save."""
+    engine = make(opened)
+    (tmp_path / "file").write_text("")
+    for name, words in (("file/step-1", "not a folder: correct the path"), ("n" * 300 + "/step-1", "longer than")):
+        with refused(offload.StorageError, words) as caught:
+            engine.save_checkpoint(tmp_path / name)
+        assert "dmesg" not in str(caught.value) and "nvme=" not in str(caught.value)
+
+
 # ---- numbered folders ------------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from offload.layout import Extent
 from offload.tiers import NvmeStore, ScratchFolder
 from offload.tiers.io import aio
 from offload.tiers.io.backend import IoMeter, Transfer
-from offload.tiers.io.failure import remedy_of
+from offload.tiers.io.failure import CHECKPOINT, SCRATCH, Place, remedy_of
 from tests.tiers.faulty_io import Fault, FaultyBackend, seeded_faults
 
 KIB = 1024
@@ -47,6 +47,15 @@ def read_back(store: NvmeStore, extent: Extent, aligned: Aligned) -> Tensor:
     into = aligned(extent.nbytes)
     store.read(extent, into).wait()
     return into
+
+
+@pytest.mark.parametrize("place", [SCRATCH, CHECKPOINT])
+def test_every_errno_has_words_of_its_place(place: Place) -> None:
+    for code in errno.errorcode:
+        words = remedy_of(code, place)
+        assert words and "{" not in words
+        assert place is SCRATCH or "nvme=" not in words
+    assert "dmesg" not in remedy_of(errno.ENOENT, place) + remedy_of(errno.ENOTDIR, place) + remedy_of(errno.EMFILE, place)
 
 
 @pytest.mark.parametrize("index", range(PIECE_COUNT))
