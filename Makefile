@@ -23,13 +23,14 @@ BUILD_INPUTS := pyproject.toml $(wildcard offload/__init__.py) native/CMakeLists
 CXX_SOURCES  := $(wildcard native/fuzz/*.cpp) $(wildcard native/src/*.cpp) $(wildcard native/src/*.h) $(wildcard native/src/*.inc) $(wildcard native/include/*.h) \
   $(wildcard offload/device/cuda_kernels/*.cu) $(wildcard tests/device/*.cpp)
 
-.PHONY: help install demo test in-place test-gpu check sanitize fuzz soak bench gpu-report clean
+.PHONY: help install demo test in-place test-gpu test-deepspeed check sanitize fuzz soak bench gpu-report clean
 
 help:
 	@echo "make install   environment in $(VENV), torch, this package with its native core"
 	@echo "make demo      train a model larger than its memory budget, parameters and optimizer states on disk"
 	@echo "make test      quick tests"
 	@echo "make test-gpu  tests that need a CUDA device; skipped without one. With PYTHON=, or no environment here: in a Python that has torch"
+	@echo "make test-deepspeed  DeepSpeed's own tests, from DEEPSPEED_TESTS=/path/to/its/tests, on offload.deepspeed"
 	@echo "make check     ruff, mypy, import-linter, clang-format"
 	@echo "make sanitize  the native tests under ASan, UBSan and TSan"
 	@echo "make fuzz      coverage-guided fuzzing of the native library (needs clang); FUZZ_SECONDS=60"
@@ -72,6 +73,12 @@ in-place:
 # No plugin of somebody else's pytest takes part. 5: no test was collected.
 test-gpu: in-place
 	@$(WITH_GPU); PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $$py -m pytest -q -rs -m gpu tests/gpu || [ $$? -eq 5 ]
+
+# Runs on a checkout of DeepSpeed's tests that the user names; fetches nothing. Writes the table beside the suite.
+DEEPSPEED_SUITE := tests/integrations/deepspeed_suite
+test-deepspeed: install
+	$(PIP) install --quiet hjson
+	$(PY) -m $(subst /,.,$(DEEPSPEED_SUITE)).run --table $(DEEPSPEED_SUITE)/outcomes.md
 
 sanitize: install
 	native/sanitize.sh $(PY)

@@ -17,6 +17,7 @@ from offload.errors import (
     StorageError,
     UsageError,
 )
+from offload.importing.values import read_values
 from offload.model.lion import Lion
 
 __version__ = "0.1.0"
@@ -39,4 +40,5 @@ __all__ = [
     "UsageError",
     "deferred_init",
     "initialize",
+    "read_values",
 ]

@@ -24,6 +24,7 @@ from offload.step.gathering import Gathering
 from offload.step.held_interrupt import HeldInterrupt
 from offload.step.hooks import Hooks
 from offload.step.model_events import ModelEvents
+from offload.step.named_states import NamedStates
 from offload.step.timeline import LinkMeter
 from offload.step.training import Training
 
@@ -45,6 +46,7 @@ class Engagement:
         self.parts, self.links = parts, LinkMeter(parts.timeline, parts.backend)
         self.training = Training(parts, config, optimizer.hyper_of if optimizer is not None else None)
         self.gathering = Gathering(parts, self.training)
+        self.named = NamedStates(parts, self.training, self.gathering)
         self.checkpointing = Checkpointing(parts, self.training, self.gathering, model, optimizer)
         self._newly_trained: NewlyTrained | None = None
         self._fingerprint: ModelFingerprint | None = None

@@ -24,6 +24,7 @@ from offload.checkpoint.numbering import checked_folder
 from offload.checkpoint.passing import passing_checkpoint, remove_abandoned
 from offload.checkpoint.preemption import Preemption
 from offload.checkpoint.saving import Save
+from offload.checkpoint.values import read_values
 from offload.config import Config, parse_nbytes
 from offload.deepspeed_config import read_settings
 from offload.deferred_init.deferred_init import end_recording
@@ -273,6 +274,31 @@ class Engine:
         self._checkpointing.saver.settle()  # what is set goes around the updates
         ValueLoading(self._parts, self._training, self.module, state).run()
 
+    def read(self, parameter: nn.Parameter, what: str = "value") -> torch.Tensor | None:
+        """A whole tensor of one parameter, in its shape, fp32, on the CPU: a copy. Collective. Between a backward and the step,
+        or between steps, wherever it lies.
+
+        what  "value": the master's; "gradient": averaged over the ranks and un-scaled, before clipping, None where there is
+              none; "exp_avg", "exp_avg_sq": a moment, as the optimizer has it
+
+        Raises `UsageError` for what the parameter does not have.
+        """
+        self._require_open()
+        return self._engagement.named.read(self._info_of(parameter), what)
+
+    def write(self, parameter: nn.Parameter, what: str, value: torch.Tensor) -> None:
+        """Set what `read` reads; on several ranks with the same value on all of them. A gradient is rounded to the parameter's
+        dtype, and counts for the coming step."""
+        self._require_open()
+        self._checkpointing.saver.settle()  # what is set goes around the updates
+        self._engagement.named.write(self._info_of(parameter), what, value)
+
+    def _info_of(self, parameter: nn.Parameter) -> ParameterInfo:
+        for info in self._parts.parameters:
+            if info.parameter is parameter:
+                return info
+        raise ParameterAccessError("the parameter given is not one of this engine's model.")
+
     def stats(self) -> dict[str, Any]:
         """Counts, bytes planned and measured; and since the last call seconds by phase, and what each link did.
 
@@ -298,6 +324,7 @@ class Engine:
         client_state: Mapping[str, Any] | None = None,
         keep_last: int | None = None,
         wait: bool = True,
+        leave_gradients: bool = False,
     ) -> Save:
         """Write everything that a resume needs into the folder `dir`: when this returns it is there, whole and durable.
 
@@ -313,10 +340,13 @@ class Engine:
                       `gathered`, `close()` and the end of the interpreter wait for it. A failure is raised once: by
                       `wait()`, else by one of these or the next step; at last a `RuntimeWarning` says it.
 
-        Raises `UsageError` while gradients wait for a step, `StorageError` where writing fails (training may go on),
+        leave_gradients  True: also between the micro-batches of a step: saved is what the last step left, and the gradients
+                         go on waiting. False: a `UsageError` then, as a resume would begin that step anew
+
+        Raises `StorageError` where writing fails (training may go on),
         `CheckpointError` where something that is no checkpoint is in the way.
         """
-        return self._checkpointing.save(dir, client_state, keep_last, wait=wait)
+        return self._checkpointing.save(dir, client_state, keep_last, wait=wait, leave_gradients=leave_gradients)
 
     def load_checkpoint(self, dir: str | os.PathLike[str]) -> dict[str, Any]:
         """Go on from a checkpoint, bit for bit; returns its client_state. Gradients at hand are dropped.
@@ -330,6 +360,23 @@ class Engine:
         path = checked_folder(dir, "load_checkpoint")
         with self._revived():
             return self._with_states(lambda: self._checkpointing.load(path))
+
+    def load_values(self, dir: str | os.PathLike[str], *, strict: bool = True) -> dict[str, Any]:
+        """Set parameters and buffers from a checkpoint, as `load_state_dict` would; returns its client_state. Moments, step
+        counts and all else stay as they are.
+
+        strict  False: what the model lacks is passed over, and what the checkpoint lacks stays
+        """
+        self._require_open()
+        index, count = self._parts.ranks.index, self._parts.ranks.world_size
+        state, client_state = read_values(
+            checked_folder(dir, "load_values"), lambda position: not strict or position % count == index
+        )
+        if not strict:
+            own = self.state_dict()
+            state = own | {name: value for name, value in state.items() if name in own and own[name].shape == value.shape}
+        self.load_state_dict(state)
+        return client_state
 
     def resume_or_start(self, dir: str | os.PathLike[str], *, catch_sigterm: bool = False) -> dict[str, Any] | None:
         """Load the sound checkpoint "step-<n>" in `dir` that was written last; return its client_state, None if there is none.

@@ -62,24 +62,38 @@ class Checkpointing:
     # ---- save ----------------------------------------------------------------------------------------------------
 
     def save(
-        self, dir: str | os.PathLike[str], client_state: Mapping[str, Any] | None, keep_last: int | None, *, wait: bool = True
+        self,
+        dir: str | os.PathLike[str],
+        client_state: Mapping[str, Any] | None,
+        keep_last: int | None,
+        *,
+        wait: bool = True,
+        leave_gradients: bool = False,
     ) -> Save:
         """See `Engine.save_checkpoint`."""
         self._training.check()
-        path, client = self._agreed(lambda: self._checked(dir, client_state, keep_last))
-        if not self.saver.follows_updates:
+        path, client = self._agreed(lambda: self._checked(dir, client_state, keep_last, leave_gradients))
+        if leave_gradients or not self.saver.follows_updates:
             with self._training.failures():
                 self._training.settle()
         return self.saver.save(path, self._manifest(client), keep_last, wait=wait)
 
     def _checked(
-        self, dir: str | os.PathLike[str], client_state: Mapping[str, Any] | None, keep_last: int | None
+        self,
+        dir: str | os.PathLike[str],
+        client_state: Mapping[str, Any] | None,
+        keep_last: int | None,
+        leave_gradients: bool,
     ) -> tuple[Path, dict[str, Any]]:
         path = checked_target(dir)
         check_keep_last(path, keep_last)
         client = checked_client_state(client_state)
         self.saver.finish()
-        self._require_between_steps("save_checkpoint")
+        if leave_gradients:
+            self._training.check()
+            self._require_outside("save_checkpoint")
+        else:
+            self._require_between_steps("save_checkpoint")
         return path, client
 
     def _agreed(self, check: Callable[[], tuple[Path, dict[str, Any]]]) -> tuple[Path, dict[str, Any]]:

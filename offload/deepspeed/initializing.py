@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import atexit
-import os
+import dataclasses
 import sys
 import weakref
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,13 +14,13 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import offload
-from offload.config import read_json
-from offload.deepspeed import comm
-from offload.deepspeed.absent import check_keywords
+from offload.deepspeed import checkpointing, comm, lr_schedules
+from offload.deepspeed.absent import AskedWrongly, check_keywords
 from offload.deepspeed.engine import DeepSpeedEngine
-from offload.deepspeed.owners import own
-from offload.deepspeed.runtime import lr_schedules
+from offload.deepspeed.owners import answer, own
+from offload.deepspeed.settings import read_config
 from offload.deepspeed_config import Maker, Translation, make_optimizer, translate
+from offload.deferred_init.deferred_init import end_recording
 from offload.errors import ConfigError
 
 _TUNING = ("distributed_port", "dist_init_required", "collate_fn", "config", "config_params")
@@ -52,7 +51,9 @@ def initialize(
     """
     check_keywords("deepspeed.initialize", others, _TUNING, _REFUSED)
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"model is of type {type(model).__name__}: expected a torch.nn.Module.")
+        raise AskedWrongly(
+            f"deepspeed.initialize requires a model; it is of type {type(model).__name__}: pass a torch.nn.Module."
+        )
     comm.init_distributed()
     said = _settings(args, others)
     given = optimizer is not None
@@ -63,34 +64,52 @@ def initialize(
     superseded = [key for key in ("optimizer", "scheduler") if getattr(said, key) is not None]
     superseded = [key for key in superseded if (given if key == "optimizer" else lr_scheduler is not None)]
     said.warn(2, tuple(superseded))
-    engine = offload.initialize(model, optimizer, said.config)
-    if said.batch.accumulation > 1:
-        try:
+    end_recording()
+    _share_values(model)
+    engine = offload.initialize(model, optimizer, _config_of(said))
+    try:
+        if said.batch.accumulation > 1:
             with engine.no_sync():
                 pass  # says that there will be several micro-batches: their sums get their room now
-        except BaseException:
-            engine.close()
-            raise
-    own(engine)
-    scheduler = _scheduler(lr_scheduler, said.scheduler, engine.optimizer if engine.trains else None)
-    loader = _loader(training_data, said, others.get("collate_fn")) if training_data is not None else None
+        own(engine)
+        scheduler = _scheduler(lr_scheduler, said.scheduler, engine.optimizer if engine.trains else None)
+        loader = _loader(training_data, said, others.get("collate_fn")) if training_data is not None else None
+        made = DeepSpeedEngine(engine, said, scheduler, loader)
+    except BaseException:
+        engine.close()
+        raise
+    if said.config.stage == 3:
+        answer(model.parameters(), comm.get_world_size())
+    if said.activation_checkpointing:
+        checkpointing.configure(None, **said.activation_checkpointing)
     atexit.register(_close_at_exit, weakref.ref(engine))
-    made = DeepSpeedEngine(engine, said, scheduler, loader)
     return made, made.optimizer, loader, scheduler
 
 
+def _config_of(said: Translation) -> offload.Config:
+    """fp16's scale is set by the drop-in's own rule; a step that overflows is left out in any case."""
+    return said.config if said.half is None else dataclasses.replace(said.config, loss_scale="skip")
+
+
+def _share_values(model: nn.Module) -> None:
+    """Rank 0's values are everybody's, as in DeepSpeed: ranks need not be seeded alike. Of a deferred model see `zero.Init`."""
+    if comm.get_world_size() == 1:
+        return
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not tensor.is_meta:
+                comm.broadcast_values(tensor)
+
+
 def _settings(args: Any, others: Mapping[str, Any]) -> Translation:
-    of_arguments = getattr(args, "deepspeed_config", None)
+    of_arguments = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     given = [one for one in (others.get("config"), others.get("config_params"), of_arguments) if one is not None]
     if len(given) != 1:
-        raise ConfigError(
-            f"{len(given)} configs were given: pass exactly one, as initialize(config=...) or as --deepspeed_config."
+        raise AskedWrongly(
+            f"{len(given)} configs were given (DeepSpeed requires --deepspeed_config to specify configuration file): "
+            "pass exactly one, as initialize(config=...) or as --deepspeed_config."
         )
-    mapping = given[0]
-    if isinstance(mapping, (str, os.PathLike)):
-        mapping = read_json(Path(mapping))
-    if not isinstance(mapping, Mapping):
-        raise ConfigError(f"config {mapping!r} is neither a mapping nor the path of a JSON file.")
+    mapping = read_config(given[0])
     said = translate(mapping, comm.get_world_size())
     if said.batch.train is None:
         auto = " (Hugging Face's Trainer or Accelerate fill 'auto' in; here nobody does)" if "auto" in mapping.values() else ""
@@ -104,7 +123,7 @@ def _scheduler(given: Any, maker: Maker | None, optimizer: Any) -> Any:
         return given if is_scheduler else given(optimizer)
     if maker is None or optimizer is None:
         return None
-    ours = [name for name in vars(lr_schedules) if name.startswith("Warmup")]
+    ours = lr_schedules.VALID_LR_SCHEDULES
     kind = getattr(lr_schedules if maker.type in ours else torch.optim.lr_scheduler, maker.type, None)
     if not isinstance(kind, type):
         raise ConfigError(

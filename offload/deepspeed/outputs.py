@@ -43,3 +43,14 @@ def divided(outputs: Any, divisor: Callable[[], float]) -> Any:
             result[name] = one
         return result
     return outputs
+
+
+def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+    """Tensors in tuples, lists and mappings moved to the device, where `criterion_func` says so."""
+    if isinstance(item, torch.Tensor) and (criterion_func is None or criterion_func(item)):
+        return item.to(device)
+    if isinstance(item, (list, tuple)):
+        return type(item)(move_to_device(one, device, criterion_func) for one in item)
+    if isinstance(item, dict):
+        return {name: move_to_device(one, device, criterion_func) for name, one in item.items()}
+    return item

@@ -1,14 +1,20 @@
-"""`deepspeed.utils`: the logger."""
+"""`deepspeed.utils`: the logger, what memory is in use, loaders that begin again, and leaf modules."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from torch import cuda, nn, profiler  # the name torch is a module's of DeepSpeed's utils
 
 from offload.deepspeed import comm
-from offload.deepspeed.absent import absent
+from offload.deepspeed.absent import WrongValue
+
+F = TypeVar("F", bound=Callable[..., Any])
+LOG_LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")}
 
 
 def _make_logger() -> logging.Logger:
@@ -31,10 +37,130 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
         logger.log(level, "[rank %d] %s", comm.get_rank(), message)
 
 
-def __getattr__(name: str) -> Any:
-    instead = {
-        "safe_get_full_fp32_param": "engine.offload_engine.state_dict() holds the fp32 values",
-        "safe_get_full_grad": "engine.get_global_grad_norm() is what there is of gradients after the backward",
-        "safe_set_full_fp32_param": "write inside deepspeed.zero.GatheredParameters",
-    }
-    raise absent("deepspeed.utils", name, ("log_dist", "logger"), instead)
+def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+    if log_level_str.lower() not in LOG_LEVELS:
+        raise WrongValue(f"log level {log_level_str!r} is unknown: expected one of {', '.join(LOG_LEVELS)}.")
+    (custom_logger or logger).setLevel(LOG_LEVELS[log_level_str.lower()])
+
+
+def instrument_w_nvtx(func: F) -> F:
+    """A named range around each call, where there is a profiler for it."""
+
+    @functools.wraps(func)
+    def wrapped(*args: Any, **keywords: Any) -> Any:
+        with profiler.record_function(func.__qualname__):
+            return func(*args, **keywords)
+
+    return wrapped  # type: ignore[return-value]
+
+
+def see_memory_usage(message: str, force: bool = False, ranks: Sequence[int] = (0,)) -> None:
+    """Log memory of the device and the host; only with `force`, as there."""
+    if not force or comm.get_rank() not in ranks:
+        return
+    import psutil
+
+    host = psutil.virtual_memory()
+    said = f"{message} | host: {host.used / 2**30:.2f} GiB used ({host.percent:.0f} %)"
+    if cuda.is_available():
+        now, peak = cuda.memory_allocated() / 2**30, cuda.max_memory_allocated() / 2**30
+        said += f" | device: {now:.2f} GiB, at most {peak:.2f}"
+    logger.info(said)
+
+
+class RepeatingLoader:
+    """A loader that begins again at its end; its sampler goes on to the next epoch."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader, self.epoch = loader, 0
+        self.data_iter = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __next__(self) -> Any:
+        try:
+            return next(self.data_iter)
+        except StopIteration:
+            self.epoch += 1
+            sampler: Any = getattr(self.loader, "sampler", None)
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(self.epoch)
+            self.data_iter = iter(self.loader)
+            return next(self.data_iter)
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    """Whether `set_z3_leaf_modules` named the module."""
+    return bool(vars(model).get("_z3_leaf", False))
+
+
+def z3_leaf_parameter(parameter: nn.Parameter) -> bool:
+    del parameter
+    return False
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Remember the modules of these classes, by class or by name. Nothing else: units are fetched whole, and ranks may take
+    different ways through a mixture of experts."""
+    return _mark(model, list(leaf_module_classes), True, raise_if_not_found)
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    return _mark(model, list(leaf_module_classes), False, raise_if_not_found)
+
+
+def _mark(model: nn.Module, classes: list[type | str], flag: bool, raises: bool) -> list[nn.Module]:
+    if not classes:
+        raise WrongValue("leaf_module_classes is empty: name classes of modules, or their names.")
+    return _marked(model, lambda _, module: any(_is_of(module, one) for one in classes), flag, raises, classes)
+
+
+def _is_of(module: nn.Module, wanted: type | str) -> bool:
+    kind = type(module)
+    if isinstance(wanted, str):
+        return wanted in (kind.__name__, kind.__qualname__, f"{kind.__module__}.{kind.__qualname__}")
+    return isinstance(module, wanted)
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Sequence[str], raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """By fully qualified name; those that are missing come second."""
+    names = [name for name, _ in model.named_modules()]
+    missing = [name for name in module_names if name not in names]
+    found = _marked(model, lambda name, _: name in module_names, True, raise_if_not_found and bool(missing), missing)
+    return found, missing
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Sequence[str], raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    names = [name for name, _ in model.named_modules()]
+    missing = [suffix for suffix in module_name_suffixes if not any(name.endswith(suffix) for name in names)]
+    found = _marked(
+        model, lambda name, _: name.endswith(tuple(module_name_suffixes)), True, raise_if_not_found and bool(missing), missing
+    )
+    return found, missing
+
+
+def _marked(
+    model: nn.Module, wanted: Callable[[str, nn.Module], bool], flag: bool, raises: bool, said: Sequence[Any]
+) -> list[nn.Module]:
+    found = [module for name, module in model.named_modules() if wanted(name, module)]
+    if raises and not found:
+        raise WrongValue(f"no module of the model is among {list(said)!r}.")
+    for module in found:
+        vars(module)["_z3_leaf"] = flag
+    return found

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 import offload
-from offload.deepspeed.absent import absent, check_keywords
-from offload.deepspeed.owners import owner_of
+from offload.deepspeed import comm
+from offload.deepspeed.absent import check_keywords
+from offload.deepspeed.owners import ZeroParamStatus, note_status, owner_of
 
 _INIT_TUNING = (
     *("data_parallel_group", "mem_efficient_linear", "remote_device", "pin_memory", "config_dict_or_path", "config"),
@@ -32,7 +33,19 @@ def Init(module: nn.Module | None = None, *, enabled: bool = True, **tuning: Any
     rounds them to 16 bits first. A `module` that is built already stays as it is.
     """
     check_keywords("deepspeed.zero.Init", tuning, _INIT_TUNING, _INIT_REFUSED)
-    return offload.deferred_init() if enabled and module is None else nullcontext()
+    return _building() if enabled and module is None else nullcontext()
+
+
+@contextmanager
+def _building() -> Iterator[None]:
+    """Every rank draws what rank 0 draws, and goes on with its own random numbers after it."""
+    own = torch.get_rng_state() if comm.get_rank() else None
+    if comm.get_world_size() > 1:
+        torch.set_rng_state(comm.gathered_objects(torch.get_rng_state())[0])
+    with offload.deferred_init():
+        yield
+    if own is not None:
+        torch.set_rng_state(own)
 
 
 @contextmanager
@@ -57,7 +70,11 @@ def GatheredParameters(
             yield
         return
     with engine.gathered(given):
-        yield
+        note_status(given, ZeroParamStatus.AVAILABLE)
+        try:
+            yield
+        finally:
+            note_status(given, ZeroParamStatus.NOT_AVAILABLE)
         if modifier_rank is not None and dist.is_initialized() and dist.get_world_size() > 1:
             with torch.no_grad():
                 for parameter in given:
@@ -70,11 +87,19 @@ def _listed(params: Iterable[nn.Parameter] | nn.Parameter | nn.Module) -> list[n
     return [params] if isinstance(params, nn.Parameter) else list(params)
 
 
-def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Nothing to do: a unit is fetched whole, whoever reads its parameters."""
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
+    """The model itself, all of it gathered once for many tokens."""
+    module: Any = model.module if hasattr(model, "offload_engine") else model
+    with GatheredParameters(list(module.parameters())):
+        yield module
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Nothing to do either."""
     del module, parameter
 
 
-def __getattr__(name: str) -> Any:
-    instead = {"TiledLinear": "a chunk may split a parameter, so that no buffer is sized by the largest: use nn.Linear"}
-    raise absent("deepspeed.zero", name, ("Init", "GatheredParameters", "register_external_parameter"), instead)
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Nothing to do: a unit is fetched whole, whoever reads its parameters."""
+    del module, parameter

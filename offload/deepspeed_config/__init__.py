@@ -2,6 +2,6 @@
 
 from offload.deepspeed_config.optimizers import Maker, make_optimizer
 from offload.deepspeed_config.settings import read_settings, speaks_deepspeed
-from offload.deepspeed_config.translation import Batch, Translation, translate
+from offload.deepspeed_config.translation import Batch, Half, Translation, translate
 
-__all__ = ["Batch", "Maker", "Translation", "make_optimizer", "read_settings", "speaks_deepspeed", "translate"]
+__all__ = ["Batch", "Half", "Maker", "Translation", "make_optimizer", "read_settings", "speaks_deepspeed", "translate"]

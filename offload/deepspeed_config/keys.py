@@ -52,7 +52,6 @@ _OWN_LOOP = "it belongs to the data or the loop: do it there, and leave it out"
 _FP32_AVERAGE = (
     "gradients are averaged in fp32: leave it out (OFFLOAD_AVERAGE=compute rounds the averages to the compute dtype)"
 )
-_PLAIN_MEAN = "gradients are averaged over the ranks in fp32, where nothing overflows: leave it out"
 
 SECTIONS: Mapping[str, Section] = {
     TOP: Section(
@@ -60,13 +59,15 @@ SECTIONS: Mapping[str, Section] = {
             *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
             *("optimizer", "scheduler", "fp16", "bf16", "bfloat16", "gradient_clipping", "zero_optimization"),
             *("steps_per_print", "dataloader_drop_last", "data_types", "checkpoint", "tensor_parallel", "compile"),
+            *("activation_checkpointing", "managed_gradient_accumulation"),
         ),
         without_effect=(
-            *("activation_checkpointing", "aio", "comet", "comms_logger", "csv_monitor", "datastates", "disable_allgather"),
+            *("aio", "comet", "comms_logger", "csv_monitor", "datastates", "disable_allgather"),
             *("disable_python_gc", "dump_state", "flops_profiler", "graph_harvesting", "log_level", "memory_breakdown"),
             *("seq_parallel_communication_data_type", "sparse_gradients", "tensorboard", "timers"),
             *("use_data_before_expert_parallelism", "vocabulary_size", "wall_clock_breakdown", "wandb"),
             *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "data_parallel_size"),
+            *("prescale_gradients", "gradient_predivide_factor"),
         ),
         refused={
             "amp": Refusal('use "bf16" or "fp16"'),
@@ -81,14 +82,9 @@ SECTIONS: Mapping[str, Section] = {
             "gradient_allreduce_op": Refusal(
                 "gradients are averaged: multiply the loss by the number of ranks", (None, "mean")
             ),
-            "gradient_predivide_factor": Refusal(_PLAIN_MEAN, (None, 1)),
             "hybrid_engine": Refusal("model.generate() works between steps: leave it out"),
-            "managed_gradient_accumulation": Refusal(
-                "offload.initialize leaves accumulation to the loop: use it", (None, True)
-            ),
             "nebula": Refusal("engine.save_checkpoint(wait=False) saves beside training: leave it out"),
             "pipeline": Refusal(_WHOLE_LAYERS),
-            "prescale_gradients": Refusal(_PLAIN_MEAN),
             "progressive_layer_drop": Refusal(_OWN_LOOP),
             "quantize_training": Refusal(_LEAVE_OUT),
             "sequence_parallel_size": Refusal(_WHOLE_LAYERS, (None, 1)),
@@ -139,16 +135,12 @@ SECTIONS: Mapping[str, Section] = {
         without_effect=("buffer_count", "buffer_size", "max_in_cpu", "pin_memory"),
     ),
     "fp16": Section(
-        translated=("enabled", "loss_scale"),
+        translated=(
+            *("enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis"),
+            "min_loss_scale",
+        ),
         without_effect=("auto_cast",),
-        refused={
-            "consecutive_hysteresis": Refusal("the dynamic scale halves at every overflow: leave it out"),
-            "fp16_master_weights_and_grads": Refusal("masters are fp32: leave it out"),
-            "hysteresis": Refusal("the dynamic scale halves at every overflow: leave it out", (None, 2)),
-            "initial_scale_power": Refusal("the dynamic scale starts at 2**16: leave it out, or set loss_scale", (None, 16)),
-            "loss_scale_window": Refusal("the dynamic scale doubles after 2000 good steps: leave it out", (None, 1000)),
-            "min_loss_scale": Refusal("the dynamic scale has no floor to run into: leave it out", (None, 1)),
-        },
+        refused={"fp16_master_weights_and_grads": Refusal("masters are fp32: leave it out")},
     ),
     "bf16": Section(
         translated=("enabled", "check_grad_overflow"),
@@ -160,20 +152,23 @@ SECTIONS: Mapping[str, Section] = {
             "bf16_optimizer_states": Refusal("leave it out; state_format='bf16' stores moments in bf16"),
         },
     ),
+    "activation_checkpointing": Section(
+        translated=("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization", "number_checkpoints"),
+        without_effect=("synchronize_checkpoint_boundary", "profile", "profile_activation_memory", "granularity"),
+        is_open=True,
+    ),
     "optimizer": Section(translated=("type", "params"), without_effect=("legacy_fusion",)),
     "scheduler": Section(translated=("type", "params")),
     "data_types": Section(
-        without_effect=("keep_in_fp32_modules",),
+        without_effect=("keep_in_fp32_modules", "grad_accum_dtype"),
         refused={
             "buffer_dtype": Refusal("buffers keep their dtype: convert them in the model, and leave it out", (None,)),
-            "grad_accum_dtype": Refusal("gradients accumulate in fp32: leave it out", (None, "fp32")),
             "param_dtype": Refusal('use "bf16" or "fp16"', (None,)),
         },
     ),
     "checkpoint": Section(
-        translated=("tag_validation",),
+        translated=("tag_validation", "load_universal"),
         without_effect=("parallel_write", "use_node_local_storage", "checkpoint_serialization", "writer"),
-        refused={"load_universal": Refusal("convert it first: `python -m offload import`")},
     ),
     "tensor_parallel": Section(
         refused={"autotp_size": Refusal(_WHOLE_LAYERS, (None, 0, 1))},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from offload.config import Config, read_json
 from offload.deepspeed_config.keys import SECTIONS, TOP
 from offload.deepspeed_config.optimizers import make_optimizer
-from offload.deepspeed_config.translation import OWN_KEYS, translate
+from offload.deepspeed_config.translation import OWN_KEYS, Half, translate
 from offload.errors import ConfigError
 
 _NEAR = 0.8
@@ -53,6 +54,20 @@ def read_settings(
         raise ConfigError(
             f"gradient_accumulation_steps={said.batch.accumulation} of DeepSpeed's config is done by its engine: use "
             "offload.deepspeed.initialize, or divide the loss and step every so many backwards in your loop, and leave it out."
+        )
+    scaling = (
+        []
+        if said.half is None
+        else [
+            f"fp16.{name}={value!r}"
+            for name, value in asdict(said.half).items()
+            if name != "loss_scale" and value != getattr(Half(), name)
+        ]
+    )
+    if scaling:
+        raise ConfigError(
+            f"{', '.join(scaling)} of the config: offload.deepspeed.initialize follows its rule for the loss scale; here "
+            "the dynamic one is Config's own, loss_scale='dynamic'. Leave it out, or set fp16.loss_scale."
         )
     loops_own = tuple(key for key in ("steps_per_print", "dataloader_drop_last") if config.get(key) is not None)
     superseded = ("optimizer",) if optimizer is not None and said.optimizer is not None else ()

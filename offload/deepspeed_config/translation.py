@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import math
+import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from enum import Enum
 from typing import Any
 
 from offload.config import Config
@@ -14,11 +17,22 @@ from offload.deepspeed_config.optimizers import Maker
 from offload.errors import ConfigError
 
 OWN_KEYS = tuple(field.name for field in fields(Config))
-_SUBSECTIONS = ("data_types", "checkpoint", "tensor_parallel", "compile")
+_SUBSECTIONS = ("data_types", "checkpoint", "tensor_parallel", "compile", "activation_checkpointing")
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _CLIPPING = 1.0
 """Where a config says nothing, since DeepSpeed 0.19.8."""
 _TAG_VALIDATIONS = ("ignore", "warn", "fail")
+_AUTO: Mapping[str, Any] = {
+    "gradient_clipping": 1.0,
+    "gradient_accumulation_steps": 1,
+    "lr": 1e-3,
+    "weight_decay": 0.0,
+    "warmup_min_lr": 0.0,
+    "warmup_num_steps": 1,
+}
+"""What Accelerate puts in the place of "auto" where its caller says nothing of it."""
+_LEFT_OUT = ("betas", "eps", "torch_adam", "adam_w_mode", "momentum", "warmup_max_lr", "warmup_type")
+"""Params that have a default, or follow from the optimizer's."""
 _FILLED_IN = "Hugging Face's Trainer or Accelerate fill it in from their arguments; here nobody does: write the value"
 
 
@@ -32,18 +46,36 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
+class Half:
+    """The section "fp16" where it is on; `loss_scale` 0 is the dynamic one. DeepSpeed's defaults."""
+
+    loss_scale: float = 0.0
+    initial_scale_power: int = 16
+    loss_scale_window: int = 1000
+    hysteresis: int = 2
+    consecutive_hysteresis: bool = False
+    min_loss_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Translation:
     """`without_effect`: keys that were given and make no difference here, as dotted paths."""
 
+    given: Mapping[str, Any]
+    """What was translated."""
     config: Config
+    half: Half | None
     optimizer: Maker | None
     scheduler: Maker | None
     batch: Batch
+    manages_accumulation: bool
     steps_per_print: int | None
     drop_last: bool
     ignores_unused: bool
     tag_validation: str
     """"fail", "warn" or "ignore"."""
+    loads_universal: bool
+    activation_checkpointing: Mapping[str, Any]
     without_effect: tuple[str, ...]
 
     def warn(self, stacklevel: int, besides: tuple[str, ...] = ()) -> None:
@@ -52,11 +84,6 @@ class Translation:
         if self.without_effect or besides:
             keys = ", ".join((*self.without_effect, *besides))
             said.append(f"{keys}: without effect here, no result depends on them and nothing of it needs tuning.")
-        if self.config.dtype == "fp16" and self.config.loss_scale is None:
-            said.append(
-                "fp16's dynamic loss scale starts at 2**16, halves at every overflow and doubles after 2000 steps without one; "
-                "DeepSpeed's has other rules for which steps are left out."
-            )
         if said:
             warnings.warn(f"DeepSpeed's config: {' '.join(said)}", UserWarning, stacklevel=stacklevel + 1)
 
@@ -70,10 +97,12 @@ def translate(mapping: Mapping[str, Any], world_size: int) -> Translation:
 
 class _Translator:
     def __init__(self, mapping: Mapping[str, Any]) -> None:
+        self._given = mapping
         self._without_effect: list[str] = []
         self._ignores_unused = True
+        self._half: Half | None = None
         self._own = {key: value for key, value in mapping.items() if key in OWN_KEYS}
-        foreign = {key: value for key, value in mapping.items() if key not in OWN_KEYS and value is not None}
+        foreign = {key: _plain(value) for key, value in mapping.items() if key not in OWN_KEYS and value is not None}
         if "bfloat16" in foreign:
             foreign.setdefault("bf16", foreign["bfloat16"])
         self._top = self._sorted(TOP, foreign)
@@ -91,14 +120,21 @@ class _Translator:
             if key in self._own:
                 raise ConfigError(f"{key} is set twice: by {key}={self._own[key]!r} and by DeepSpeed's keys. Leave one out.")
         return Translation(
+            given=self._given,
             config=Config(**(defaults | self._own | fields_)),
+            half=self._half,
             optimizer=self._maker("optimizer"),
             scheduler=self._maker("scheduler"),
             batch=self._batch(world_size),
-            steps_per_print=self._count("steps_per_print"),
+            manages_accumulation=self._flag(
+                "managed_gradient_accumulation", self._top.get("managed_gradient_accumulation", True)
+            ),
+            steps_per_print=self._printing(),
             drop_last=self._flag("dataloader_drop_last", self._top.get("dataloader_drop_last", False)),
             ignores_unused=self._ignores_unused,
             tag_validation=self._tag_validation(sections["checkpoint"]),
+            loads_universal=self._flag("checkpoint.load_universal", sections["checkpoint"].get("load_universal", False)),
+            activation_checkpointing=sections["activation_checkpointing"],
             without_effect=tuple(self._without_effect),
         )
 
@@ -181,20 +217,42 @@ class _Translator:
         return "device" if device == "none" else str(device)
 
     def _precision(self) -> dict[str, Any]:
-        half, brain = (self._section(name, self._top.get(name)) for name in ("fp16", "bf16"))
-        on = {
-            name: self._flag(f"{name}.enabled", section.get("enabled", False))
-            for name, section in (("fp16", half), ("bf16", brain))
-        }
-        if on["fp16"] and on["bf16"]:
+        given = {name: self._enabled(name) for name in ("fp16", "bf16")}
+        half, brain = given["fp16"], given["bf16"]
+        if half is not None and brain is not None:
             raise ConfigError("fp16.enabled and bf16.enabled contradict each other: choose one.")
-        if on["bf16"]:
+        if brain is not None:
             skips = self._flag("bf16.check_grad_overflow", brain.get("check_grad_overflow", True))
             return {"dtype": "bf16"} | ({"loss_scale": "skip"} if skips else {})
-        if not on["fp16"]:
+        if half is None:
             return {}
-        scale = self._number("fp16.loss_scale", half.get("loss_scale", 0))
-        return {"dtype": "fp16"} | ({"loss_scale": scale} if scale else {})
+        self._half = self._scaling(half)
+        return {"dtype": "fp16"} | ({"loss_scale": self._half.loss_scale} if self._half.loss_scale else {})
+
+    def _enabled(self, name: str) -> dict[str, Any] | None:
+        """The section, where it is on; of one that is off no key counts."""
+        value = self._top.get(name)
+        if isinstance(value, Mapping):
+            on = value.get("enabled", False)
+            if on == "auto":
+                on = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == name
+            if not self._flag(f"{name}.enabled", False if on is None else on):
+                return None
+        return self._section(name, value) if value is not None else None
+
+    def _scaling(self, given: Mapping[str, Any]) -> Half:
+        said: dict[str, Any] = {}
+        for field in fields(Half):
+            path, value = f"fp16.{field.name}", given.get(field.name, "auto")
+            if value == "auto":
+                continue
+            if isinstance(field.default, bool):
+                said[field.name] = self._flag(path, value)
+            elif isinstance(field.default, int):
+                said[field.name] = self._whole(path, value, least=0 if field.name == "initial_scale_power" else 1)
+            else:
+                said[field.name] = self._number(path, value)
+        return Half(**said)
 
     def _tag_validation(self, checkpoint: Mapping[str, Any]) -> str:
         mode = checkpoint.get("tag_validation", "warn")
@@ -209,16 +267,15 @@ class _Translator:
             return None
         if not isinstance(kind, str) or not isinstance(params, Mapping):
             raise ConfigError(f"{name} needs a type, which is text, and params, an object: {kind!r} and {params!r} are not.")
-        for key, value in params.items():
-            if value == "auto":
+        said = {key: _AUTO.get(key, value) if value == "auto" else value for key, value in params.items()}
+        for key, value in said.items():
+            if value == "auto" and key not in _LEFT_OUT:
                 raise ConfigError(f"{name}.params.{key}='auto': {_FILLED_IN}.")
-        return Maker(kind, {key: value for key, value in params.items() if value is not None})
+        return Maker(kind, {key: value for key, value in said.items() if value is not None and value != "auto"})
 
     def _batch(self, world_size: int) -> Batch:
         said = {key: self._count(key) for key in _BATCH_KEYS}
         train, micro, accumulation = (said[key] for key in _BATCH_KEYS)
-        if accumulation is None and (train is None or micro is None) and self._top.get(_BATCH_KEYS[2]) == "auto":
-            raise ConfigError(f"{_BATCH_KEYS[2]}='auto': {_FILLED_IN}.")
         if accumulation is None:
             accumulation = train // (micro * world_size) if train is not None and micro is not None else 1
         if micro is None and train is not None:
@@ -243,7 +300,19 @@ class _Translator:
             raise ConfigError(f"{key}={value!r} is not a count: expected 1, 2, ...")
         return int(value)
 
+    def _printing(self) -> int | None:
+        """None: never."""
+        value = self._top.get("steps_per_print")
+        return None if isinstance(value, float) and math.isinf(value) else self._count("steps_per_print")
+
+    def _whole(self, path: str, value: Any, least: int) -> int:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value) or value < least:
+            raise ConfigError(f"{path}={value!r} is not a whole number of at least {least}.")
+        return int(value)
+
     def _number(self, path: str, value: Any) -> float:
+        if value == "auto" and path in _AUTO:
+            return float(_AUTO[path])
         if value == "auto":
             raise ConfigError(f"{path}='auto': {_FILLED_IN}.")
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
@@ -256,3 +325,10 @@ class _Translator:
         if not isinstance(value, bool):
             raise ConfigError(f"{path}={value!r} is neither true nor false.")
         return value
+
+
+def _plain(value: Any) -> Any:
+    """Enumerations of text as their text, in sections too."""
+    if isinstance(value, Enum):
+        return value.value
+    return {key: _plain(one) for key, one in value.items()} if isinstance(value, Mapping) else value

@@ -56,6 +56,15 @@ class Gathering:
                 named[fqn] = buffer.detach().to("cpu", copy=True)
         return named
 
+    def value_of(self, info: ParameterInfo) -> torch.Tensor:
+        """One parameter's value as `state_dict` has it, fp32; collective."""
+        self.meet(MeetingPoint.STATE_DICT, argument=info.index)
+        values: dict[int, torch.Tensor] = {}
+        with self._training.failures():
+            self._parts.residency.finish_updates()
+            self._unit_values(self._parts.units[info.unit_index], values)
+        return values[info.index].float()
+
     def values_by_unit(self, point: MeetingPoint) -> Iterator[tuple[ParameterInfo, torch.Tensor]]:
         """Every parameter's value as `state_dict` has it, [numel] in slot order; collective, one unit after the other."""
         self.meet(point)

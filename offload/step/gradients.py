@@ -333,6 +333,18 @@ class Gradients:
             transfer.wait()
         return [self._piece(state, piece) for piece in pieces]
 
+    def read(self, chunk: Chunk, parameter_index: int, piece: Piece) -> torch.Tensor | None:
+        """One piece as it lies in its buffer, which may be read back for it; None where there is none. After `settle`."""
+        state = _gradient_of(chunk)
+        if parameter_index not in state.live:
+            return None
+        (found,) = self.open(chunk, [piece])
+        found = found.clone()
+        with self._lock:
+            state.opened = False
+            self._buffers.put_back(state)
+        return found
+
     def _piece(self, state: ChunkGradient, piece: Piece) -> torch.Tensor:
         adopted = state.adopted.get(piece.slot.parameter_index)
         if adopted is not None:

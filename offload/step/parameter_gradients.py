@@ -13,6 +13,8 @@ from collections.abc import Callable
 import torch
 
 from offload.errors import UsageError
+from offload.layout import Piece
+from offload.model.chunk import Chunk
 from offload.model.flat import ParameterInfo, some_of
 from offload.model.guard import unguarded
 from offload.model.taken_gradient import TakenGradient
@@ -106,6 +108,39 @@ class ParameterGradients:
                 assert self._gradients is not None and gradient is not None
                 self._gradients.is_live(info)
                 self._take_over(self._units[info.unit_index], info, gradient, owned=False)
+
+    # ---- a single one ----------------------------------------------------------------------------------------------
+
+    def gather_in(self) -> None:
+        """On several ranks have what has arrived averaged, also where backwards only accumulate. Collective."""
+        self.take_assigned()
+        self._intake.end()
+        self.adopt()
+
+    def is_live(self, info: ParameterInfo) -> bool:
+        """Whether a gradient counts for the coming step."""
+        with unguarded():
+            return self._gradients is not None and self._gradients.is_live(info)
+
+    def own(self, info: ParameterInfo, pieces: list[tuple[Chunk, Piece]]) -> torch.Tensor:
+        """This rank's pieces of a gradient as it lies in its buffers, scaled; fp32 [numel], zeros elsewhere."""
+        values = torch.zeros(info.numel)
+        assert self._gradients is not None
+        self._gradients.settle()
+        for chunk, piece in pieces:
+            found = self._gradients.read(chunk, info.index, piece)
+            if found is not None:
+                values[piece.start - piece.slot.start : piece.stop - piece.slot.start].copy_(found)
+        return values
+
+    def replace(self, info: ParameterInfo, value: torch.Tensor) -> None:
+        """What backward brought is forgotten; `value`, scaled, in the parameter's dtype and the same on all ranks, counts."""
+        unit = self._units[info.unit_index]
+        self._intake.settle()
+        self.adopt()
+        with unguarded():
+            self._drop(unit, info, set_to_none=True)
+            self._take_over(unit, info, value, owned=False)
 
     def require_new(self, what: str) -> None:
         """PyTorch would use the last step's gradients again; here that step has consumed them."""

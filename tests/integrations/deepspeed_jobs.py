@@ -44,3 +44,33 @@ def init_block() -> list[float]:
             losses.append(loss.item())
     engine.destroy()
     return losses
+
+
+def values(stage: int) -> list[Any]:
+    """From weights drawn differently: what is read and set is the same on both."""
+    torch.manual_seed(dist.get_rank())
+    model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+    engine = deepspeed.initialize(model=model, config=_config(zero_optimization={"stage": stage}))[0]
+    weight, shown = model[0].weight, []
+    for step in range(2):
+        loss = engine(torch.full((1, 4), 1.0 + step + dist.get_rank())).square().mean()
+        engine.backward(loss)
+        gradient = deepspeed.utils.safe_get_full_grad(weight)
+        assert gradient is not None
+        shown.append(gradient.tolist())
+        deepspeed.utils.safe_set_full_grad(weight, gradient * 0.5)
+        again = deepspeed.utils.safe_get_full_grad(weight)
+        assert again is not None and torch.equal(again, gradient * 0.5)
+        engine.step()
+    value, moment = torch.arange(20.0).reshape(5, 4), deepspeed.utils.safe_get_full_optimizer_state(weight, "exp_avg")
+    assert moment is not None and moment.any()
+    share = deepspeed.utils.safe_get_local_fp32_param(weight)
+    assert share is not None and share.numel() == 10
+    deepspeed.utils.safe_set_local_fp32_param(weight, torch.full((10,), float(dist.get_rank())))
+    assert deepspeed.utils.safe_get_full_fp32_param(weight).flatten().tolist() == [0.0] * 10 + [1.0] * 10
+    deepspeed.utils.safe_set_full_fp32_param(weight, value)
+    deepspeed.utils.safe_set_full_optimizer_state(weight, value, "exp_avg_sq")
+    assert torch.equal(deepspeed.utils.safe_get_full_optimizer_state(weight, "exp_avg_sq"), value)
+    shown += [moment.tolist(), engine.module_state_dict()["0.weight"].tolist(), engine(torch.ones(1, 4)).tolist()]
+    engine.destroy()
+    return shown

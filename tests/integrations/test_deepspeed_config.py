@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +107,48 @@ def test_batch_sizes(given: tuple[Any, ...], ranks: int, expected: Batch) -> Non
     assert translate(dict(zip(keys, given, strict=True)), ranks).batch == expected
 
 
+def test_auto_is_what_accelerate_makes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = dict.fromkeys(("gradient_clipping", "gradient_accumulation_steps", "steps_per_print"), "auto")
+    given |= {"fp16": {"enabled": "auto", "loss_scale": "auto"}, "bf16": {"enabled": "auto"}, "train_batch_size": 4}
+    given["optimizer"] = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto"}}
+    given["scheduler"] = {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+    }
+    said = translate(given, 1)
+    assert (said.config.max_grad_norm, said.config.dtype, said.batch.accumulation) == (1.0, None, 1)
+    assert said.optimizer == Maker("AdamW", {"lr": 1e-3, "weight_decay": 0.0})
+    assert said.scheduler == Maker("WarmupLR", {"warmup_min_lr": 0.0, "warmup_num_steps": 1})
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert translate(given, 1).config.dtype == "bf16"
+
+
+def test_fp16s_scale_by_initialize_itself() -> None:
+    model = stack()
+    with offload.initialize(model, torch.optim.SGD(model.parameters()), {"fp16": {"enabled": True, "hysteresis": 2}}) as engine:
+        assert engine.loss_scale == 2**16
+
+
+def test_no_key_of_a_section_that_is_off_counts() -> None:
+    off = {"enabled": False, "loss_scale": "what", "hysteresis": 9, "fp16_master_weights_and_grads": True}
+    assert translate({"fp16": off, "bf16": {"enabled": False, "bf16_optimizer_states": True}}, 1).config.dtype is None
+
+
+def test_values_that_are_enumerations_or_infinite() -> None:
+    class Device(str, Enum):
+        cpu = "cpu"
+
+    said = translate(zero(2, offload_optimizer={"device": Device.cpu}) | {"steps_per_print": float("inf")}, 1)
+    assert (said.config.optimizer_states, said.steps_per_print) == ("cpu", None)
+
+
 @pytest.mark.parametrize("name", SECTIONS)
 def test_every_key_that_tunes_is_named_in_one_warning(name: str) -> None:
     section = SECTIONS[name]
     paths = [f"{name}.{key}" if name else key for key in section.without_effect]
     values: dict[str, Any] = dict.fromkeys(section.without_effect, "auto")
+    if name in ("fp16", "bf16"):
+        values["enabled"] = True  # no key of a section that is off counts
     whole = at(name, values) if name else values
     if name.startswith("zero_optimization."):
         whole["zero_optimization"]["stage"] = 3
@@ -126,11 +164,12 @@ def test_every_key_that_tunes_is_named_in_one_warning(name: str) -> None:
 @pytest.mark.parametrize(("name", "key"), [(name, key) for name, section in SECTIONS.items() for key in section.refused])
 def test_every_refused_key_says_what_to_do(name: str, key: str) -> None:
     refusal, path = SECTIONS[name].refused[key], f"{name}.{key}" if name else key
+    on = {name: {"enabled": True}} if name in ("fp16", "bf16") else {}
     for harmless in (*refusal.harmless, "auto", {"enabled": False}):
         translate(at(path, harmless), 1)
     for asking in ({"enabled": True}, 77):
         with refused(offload.ConfigError, path, refusal.instead):
-            translate(at(path, asking), 1)
+            translate({name: on[name] | {key: asking}} if on else at(path, asking), 1)
 
 
 @pytest.mark.parametrize(
@@ -147,14 +186,14 @@ def test_every_refused_key_says_what_to_do(name: str, key: str) -> None:
         (zero(2) | {"stage": 3}, ["stage is set twice"]),
         ({"bf16": {"enabled": True}, "dtype": "bf16"}, ["dtype is set twice"]),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, ["contradict"]),
-        ({"bf16": {"enabled": "auto"}}, ["bf16.enabled='auto'", "Accelerate"]),
         ({"bf16": {"enabled": 1}}, ["bf16.enabled=1", "true nor false"]),
-        ({"gradient_clipping": "auto"}, ["gradient_clipping='auto'", "write the value"]),
-        ({"gradient_accumulation_steps": "auto"}, ["gradient_accumulation_steps='auto'"]),
         ({"gradient_clipping": -1}, ["gradient_clipping=-1"]),
         ({"train_batch_size": 0}, ["train_batch_size=0", "1, 2"]),
         ({"train_batch_size": 9, "train_micro_batch_size_per_gpu": 4}, ["train_batch_size=9", "gradient_accumulation_steps=2"]),
-        ({"optimizer": {"type": "Adam", "params": {"lr": "auto"}}}, ["optimizer.params.lr='auto'"]),
+        (
+            {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}},
+            ["total_num_steps='auto'", "Accelerate"],
+        ),
         ({"optimizer": {"type": "AdamW", "prams": {}}}, ["optimizer.prams", "'params'"]),
         ({"fp16": {"enabled": True, "initial_scale_power": 12}}, ["fp16.initial_scale_power=12", "loss_scale"]),
     ],

@@ -1,0 +1,50 @@
+"""The weights and buffers of a checkpoint's folder as tensors, without the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.checkpoint.manifest import TensorEntry
+from offload.checkpoint.opened import OpenedCheckpoint
+from offload.checkpoint.staged_folder import MANIFEST_NAME
+from offload.errors import CheckpointError
+from offload.model.file_dtypes import DTYPES
+
+
+def read_values(
+    path: Path, keeps: Callable[[int], bool] = lambda _: True, *, trained_only: bool = False
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """By fqn, tied parameters under each of their names, fp32 where they were trained; and the client_state.
+
+    `keeps(position)`: whether the parameter, or buffer, of that number is wanted. Checksums are compared. Raises
+    `CheckpointError`, `StorageError`. Host memory: what is returned.
+    """
+    found: dict[str, torch.Tensor] = {}
+    with OpenedCheckpoint(path) as opened:
+        try:
+            opened.check_files()
+            opened.check_headers()
+            for position, parameter in enumerate(opened.manifest.parameters):
+                if keeps(position) and (parameter.group is not None or not trained_only):
+                    pieces = sorted(parameter.pieces, key=lambda piece: piece.start)
+                    parts = [_part(opened, parameter.fqns[0], piece.value) for piece in pieces]
+                    whole = torch.cat(parts) if parts else torch.empty(0, dtype=DTYPES[parameter.dtype])
+                    value = whole.as_strided(parameter.shape, parameter.stride)
+                    found.update(dict.fromkeys(parameter.fqns, value))
+            for position, buffer in enumerate(opened.manifest.buffers):
+                if keeps(position) and not trained_only:
+                    found[buffer.fqn] = _part(opened, buffer.fqn, buffer.data).reshape(buffer.shape)
+        except (KeyError, ValueError, RuntimeError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise opened.damaged(MANIFEST_NAME, f"its parameters cannot be put together ({error})") from error
+        return found, opened.manifest.client_state
+
+
+def _part(opened: OpenedCheckpoint, name: str, tensor: TensorEntry) -> torch.Tensor:
+    slabs = [slab.clone().view(DTYPES[tensor.dtype]) for slab in opened.checked_slabs(f"value of {name!r}", tensor)]
+    return torch.cat(slabs) if slabs else torch.empty(0, dtype=DTYPES[tensor.dtype])

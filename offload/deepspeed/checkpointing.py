@@ -1,0 +1,170 @@
+"""`deepspeed.checkpointing`: activation checkpointing by torch's, with inputs in CPU memory where that is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint as checkpointed
+
+from offload.deepspeed.absent import AskedWrongly
+
+_MODEL_PARALLEL_SEED = "model-parallel-rng"
+_SEED_OFFSET = 2718
+
+
+class _Settings:
+    configured = False
+    in_cpu = False
+
+
+_settings = _Settings()
+
+
+def configure(
+    mpu_: Any,
+    deepspeed_config: Any = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+    **section: Any,
+) -> None:
+    """`checkpoint_in_cpu` (`cpu_checkpointing`): what a checkpoint keeps lies in CPU memory until its backward.
+
+    Partitioning over model-parallel ranks has nothing to do here, where every rank computes whole layers, and contiguous
+    buffers are torch's matter.
+    """
+    from offload.deepspeed.settings import read_config
+
+    del partition_activations, synchronize, profile
+    if mpu_ is not None and _model_parallel_ranks(mpu_) > 1:
+        raise AskedWrongly(
+            "checkpointing.configure(mpu_) is given several model-parallel ranks: every rank computes whole layers."
+        )
+    if deepspeed_config is not None:
+        section = dict(read_config(deepspeed_config).get("activation_checkpointing") or {}) | section
+    contiguous = contiguous_checkpointing or section.get("contiguous_memory_optimization")
+    if contiguous and num_checkpoints is None and section.get("number_checkpoints") is None:
+        raise AskedWrongly("contiguous_memory_optimization needs number_checkpoints (num_checkpoints).")
+    asked = checkpoint_in_cpu if checkpoint_in_cpu is not None else section.get("cpu_checkpointing")
+    _settings.configured, _settings.in_cpu = True, bool(asked)
+
+
+def _model_parallel_ranks(mpu: Any) -> int:
+    for name in ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size"):
+        if hasattr(mpu, name):
+            return int(getattr(mpu, name)())
+    return 1
+
+
+def is_configured() -> bool:
+    return _settings.configured
+
+
+def reset() -> None:
+    """Nothing is left over between iterations."""
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **keywords: Any) -> Any:
+    """function(*args), whose backward computes it once more instead of keeping what is between."""
+    del use_reentrant
+    if not _settings.in_cpu:
+        return checkpointed(function, *args, use_reentrant=False, **keywords)
+    devices = [one.device if isinstance(one, torch.Tensor) else None for one in args]
+    held = [one.to("cpu") if isinstance(one, torch.Tensor) else one for one in args]
+
+    def again(*inputs: Any) -> Any:
+        return function(*(one if device is None else one.to(device) for one, device in zip(inputs, devices, strict=True)))
+
+    return checkpointed(again, *held, use_reentrant=False, **keywords)
+
+
+def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    return checkpoint(function, *args)
+
+
+def set_num_layers(nlayers: int) -> None:
+    """Nothing to size by it."""
+    del nlayers
+
+
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """Nothing to partition over: see `configure`."""
+    del partition_activation
+
+
+class RandomStates:
+    """Random states by name, of the device's generator, or the CPU's where there is none."""
+
+    def __init__(self) -> None:
+        self.states_: dict[str, torch.Tensor] = {}
+        self.seeds_: set[int] = set()
+
+    def reset(self) -> None:
+        self.states_.clear()
+        self.seeds_.clear()
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        return dict(self.states_)
+
+    def set_states(self, states: dict[str, torch.Tensor]) -> None:
+        self.states_ = dict(states)
+
+    def add(self, name: str, seed: int) -> None:
+        if seed in self.seeds_ or name in self.states_:
+            raise AskedWrongly(f"the random state {name!r}, or the seed {seed}, exists already.")
+        before = _state()
+        _seed(seed)
+        self.seeds_.add(seed)
+        self.states_[name] = _state()
+        _set_state(before)
+
+    @contextmanager
+    def fork(self, name: str = _MODEL_PARALLEL_SEED) -> Iterator[None]:
+        """Draw from that state inside; it goes on from there the next time."""
+        if name not in self.states_:
+            raise AskedWrongly(f"there is no random state {name!r}: add it first.")
+        before = _state()
+        _set_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = _state()
+            _set_state(before)
+
+
+def _state() -> torch.Tensor:
+    return torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
+
+
+def _set_state(state: torch.Tensor) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(state)
+    else:
+        torch.set_rng_state(state)
+
+
+def _seed(seed: int) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
+
+
+_tracker = RandomStates()
+
+
+def get_cuda_rng_tracker() -> RandomStates:
+    return _tracker
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seed the device, and the state that model-parallel layers draw from."""
+    _tracker.reset()
+    _seed(seed)
+    _tracker.add(_MODEL_PARALLEL_SEED, seed + _SEED_OFFSET)

@@ -1,0 +1,106 @@
+"""Starting scripts: in this process (`python -m offload.deepspeed`), or one for each device (the command `deepspeed`)."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from offload.errors import UsageError
+
+_WITHOUT_EFFECT = (
+    "--bind_cores_to_rank",
+    "--no_local_rank",
+    "--enable_each_rank_log",
+    "--force_multi",
+    "--no_ssh",
+    "--no_ssh_check",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """See `python -m offload.deepspeed --help`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m offload.deepspeed",
+        description="Run a script written for DeepSpeed; its `import deepspeed` is offload's.",
+    )
+    _add_script(parser)
+    given = parser.parse_args(arguments)
+    run(given.script, given.arguments, as_module=given.module)
+
+
+def launch(arguments: Sequence[str] | None = None) -> None:
+    """The command `deepspeed`: the script on every device of this machine, through torchrun."""
+    parser = argparse.ArgumentParser(prog="deepspeed", description="Run a script written for DeepSpeed on each device.")
+    parser.add_argument("--num_gpus", "--num_accelerators", type=int, default=-1, help="processes; all devices if left out")
+    parser.add_argument("--num_nodes", type=int, default=1, help="machines")
+    parser.add_argument("--node_rank", type=int, default=0)
+    parser.add_argument("--master_addr", default="127.0.0.1")
+    parser.add_argument("--master_port", type=int, default=29500)
+    parser.add_argument("-i", "--include", default="", help="devices of this machine: localhost:0,2")
+    parser.add_argument("-e", "--exclude", default="", help="devices of this machine to leave out: localhost:1")
+    parser.add_argument("-H", "--hostfile", default=None, help="not read: start the command on every machine with --node_rank")
+    for flag in _WITHOUT_EFFECT:
+        parser.add_argument(flag, action="store_true", help="without effect")
+    _add_script(parser)
+    given = parser.parse_args(arguments)
+    environment = dict(os.environ)
+    count = given.num_gpus
+    chosen = _devices(given.include, given.exclude)
+    if chosen is not None:
+        environment["CUDA_VISIBLE_DEVICES"], count = ",".join(map(str, chosen)), len(chosen)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        str(given.num_nodes),
+        "--node-rank",
+        str(given.node_rank),
+    ]
+    command += ["--nproc-per-node", str(count if count > 0 else _device_count()), "--master-addr", given.master_addr]
+    command += ["--master-port", str(given.master_port), "-m", "offload.deepspeed"]
+    command += ["--module"] * given.module + [given.script, *given.arguments]
+    raise SystemExit(subprocess.run(command, env=environment, check=False).returncode)
+
+
+def _add_script(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--module", action="store_true", help="the script is the name of a module")
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+
+
+def _device_count() -> int:
+    import torch
+
+    return max(1, torch.cuda.device_count())
+
+
+def _devices(include: str, exclude: str) -> list[int] | None:
+    if include and exclude:
+        raise UsageError("--include and --exclude were both given: leave one out.")
+    if not include and not exclude:
+        return None
+    host, _, numbers = (include or exclude).partition(":")
+    if "@" in host or host not in ("localhost", os.uname().nodename):
+        raise UsageError(f"{include or exclude!r} names another machine: start the command there, with --node_rank.")
+    named = [int(one) for one in numbers.split(",") if one]
+    return named if include else [one for one in range(_device_count()) if one not in named]
+
+
+def run(script: str, arguments: Sequence[str], *, as_module: bool = False) -> None:
+    """As `python script arguments`, in this process."""
+    from offload.deepspeed import install
+
+    install()
+    sys.argv = [script, *arguments]
+    if as_module:
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(script).resolve().parent))
+        runpy.run_path(script, run_name="__main__")

@@ -1,0 +1,130 @@
+"""DeepSpeed's modules and what of them is here: `deepspeed.ops.adam.FusedAdam` and the like, as modules made from one table."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from offload.deepspeed import checkpointing, fragments, lr_schedules, ops, outputs, recovery, settings, utils, zero
+from offload.deepspeed.absent import absent
+from offload.deepspeed.accelerator import Accelerator, get_accelerator, is_current_accelerator_supported
+from offload.deepspeed.engine import DeepSpeedEngine
+from offload.deepspeed.loss_scaler import LossScaler
+from offload.deepspeed.owners import ZeroParamStatus
+from offload.deepspeed.refused import LayerSpec, MoE, PipelineModule, TiedLayerSpec, split_params_for_experts
+
+ROOT = "offload.deepspeed"
+ALIAS = "deepspeed"
+_WHOLE_LAYERS = "every rank computes whole layers; what does not fit goes to cpu or nvme"
+
+
+def _public(module: ModuleType) -> dict[str, Any]:
+    own = module.__name__
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_") and (getattr(value, "__module__", own) == own or isinstance(value, (str, list, float)))
+    }
+
+
+def _torch_version(min_version: Any = None, max_version: Any = None) -> bool:
+    """Whether torch's version lies between the two, both included."""
+    found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    low, high = (
+        None if one is None else tuple(int(part) for part in str(one).split(".")[:2]) for one in (min_version, max_version)
+    )
+    return (low is None or found >= low) and (high is None or found <= high)
+
+
+_STATES = {name: value for name, value in _public(fragments).items() if name.startswith("safe_")}
+_ENUMS = {name: getattr(fragments, name) for name in ("OffloadDeviceEnum", "OffloadStateTypeEnum")}
+_ZERO = _public(zero) | {"ZeroParamStatus": ZeroParamStatus}
+_RECOVERY = _public(recovery)
+_SCHEDULES = _public(lr_schedules) | {name.upper(): name for name in lr_schedules.PARAMS}
+_LEAVES = {name: value for name, value in _public(utils).items() if "z3_leaf" in name}
+_OPTIMIZERS = ("Adam", "AdamW", "Lamb", "Lion", "Muon", "Adagrad", "OneBitAdam")
+_CONFIG = _public(settings) | {f"{name.upper()}_OPTIMIZER": name.lower() for name in _OPTIMIZERS[:4]}
+_OP_MODULE = {"__compatible_ops__": ops.COMPATIBLE, "__installed_ops__": ops.COMPATIBLE}
+
+MODULES: Mapping[str, Mapping[str, Any]] = {
+    "accelerator": {
+        "get_accelerator": get_accelerator,
+        "is_current_accelerator_supported": is_current_accelerator_supported,
+        "DeepSpeedAccelerator": Accelerator,
+    },
+    "checkpoint": {},
+    "checkpoint.utils": {"clone_tensors_for_torch_save": recovery.clone_tensors_for_torch_save},
+    "git_version_info": {"torch_info": {"version": "0.0", "cuda_version": "0.0", "nccl_version": "0.0"}},
+    "moe": {},
+    "moe.layer": {"MoE": MoE},
+    "moe.utils": {"split_params_into_different_moe_groups_for_optimizer": split_params_for_experts},
+    "ops": _OP_MODULE,
+    "ops.adagrad": {"DeepSpeedCPUAdagrad": ops.DeepSpeedCPUAdagrad},
+    "ops.adam": {"DeepSpeedCPUAdam": ops.DeepSpeedCPUAdam, "FusedAdam": ops.FusedAdam},
+    "ops.aio": {"AsyncIOBuilder": ops.BUILDERS["AsyncIOBuilder"]},
+    "ops.lion": {"DeepSpeedCPULion": ops.DeepSpeedCPULion, "FusedLion": ops.FusedLion},
+    "ops.op_builder": ops.BUILDERS,
+    "pipe": {"PipelineModule": PipelineModule, "LayerSpec": LayerSpec, "TiedLayerSpec": TiedLayerSpec},
+    "runtime": {},
+    "runtime.activation_checkpointing": {},
+    "runtime.activation_checkpointing.checkpointing": _public(checkpointing),
+    "runtime.config": _CONFIG,
+    "runtime.constants": {"GRADIENT_CLIPPING_DEFAULT": settings.GRADIENT_CLIPPING_DEFAULT},
+    "runtime.dataloader": {"RepeatingLoader": utils.RepeatingLoader},
+    "runtime.engine": {"DeepSpeedEngine": DeepSpeedEngine},
+    "runtime.fp16": {},
+    "runtime.fp16.loss_scaler": {"DynamicLossScaler": LossScaler, "LossScaler": LossScaler},
+    "runtime.lr_schedules": _SCHEDULES,
+    "runtime.pipe": {},
+    "runtime.pipe.module": {"PipelineModule": PipelineModule, "LayerSpec": LayerSpec},
+    "runtime.utils": {"see_memory_usage": utils.see_memory_usage, "move_to_device": outputs.move_to_device},
+    "runtime.zero": _ZERO,
+    "runtime.zero.offload_config": _ENUMS,
+    "runtime.zero.partition_parameters": _ZERO,
+    "utils": _public(utils) | _STATES | {"logger": utils.logger},
+    "utils.logging": {name: getattr(utils, name) for name in ("logger", "log_dist", "set_log_level_from_string")},
+    "utils.nvtx": {"instrument_w_nvtx": utils.instrument_w_nvtx},
+    "utils.tensor_fragment": _STATES,
+    "utils.torch": {"required_torch_version": _torch_version},
+    "utils.z3_leaf_module": _LEAVES,
+    "utils.zero_to_fp32": _RECOVERY,
+}
+"""By dotted path below `deepspeed`. `zero`, `comm`, `checkpointing` are modules of their own."""
+
+INSTEAD: Mapping[str, Mapping[str, str]] = {
+    "pipe": {"*": _WHOLE_LAYERS},
+    "zero": {"TiledLinear": "a chunk may split a parameter, so that no buffer is sized by the largest: use nn.Linear"},
+    "ops.adam": {"OnebitAdam": "gradients are averaged whole: take FusedAdam"},
+}
+
+
+def make_modules() -> None:
+    """Have every module of the table, below `offload.deepspeed`, so that it is found by import and by attribute."""
+    for path, content in MODULES.items():
+        name = f"{ROOT}.{path}"
+        module = sys.modules.get(name)
+        if module is None:
+            module = sys.modules[name] = ModuleType(name)
+            vars(module)["__path__"] = []
+        if vars(module) is not content:
+            vars(module).update({key: value for key, value in content.items() if key not in vars(module)})
+        _add_absence(module, path)
+    for path in ("zero", "comm", "checkpointing"):
+        _add_absence(sys.modules[f"{ROOT}.{path}"], path)
+    for path in MODULES:
+        parent, _, last = f"{ROOT}.{path}".rpartition(".")
+        setattr(sys.modules[parent], last, sys.modules[f"{ROOT}.{path}"])
+
+
+def _add_absence(module: ModuleType, path: str) -> None:
+    if "__getattr__" in vars(module):
+        return
+
+    def lacking(name: str) -> Any:
+        raise absent(f"{ALIAS}.{path}", name, vars(module), INSTEAD.get(path))
+
+    vars(module)["__getattr__"] = lacking

@@ -1,0 +1,99 @@
+"""What `DeepSpeedEngine` says about itself: settings and counts, by DeepSpeed's names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import offload
+from offload.deepspeed.loss_scaler import LossScaler
+from offload.deepspeed.settings import DeepSpeedConfig
+from offload.deepspeed_config import Translation
+
+
+class Numbers:
+    """A part of `DeepSpeedEngine`."""
+
+    offload_engine: offload.Engine
+    _said: Translation
+    optimizer: Any
+    loss_scaler: LossScaler
+
+    @property
+    def _config(self) -> DeepSpeedConfig:
+        return DeepSpeedConfig.of(self._said)
+
+    @property
+    def config(self) -> Any:
+        """The model's, where it has one; else the mapping that was given."""
+        model: Any = self.offload_engine.module
+        return getattr(model, "config", self._said.given)
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._said.batch.accumulation
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        assert self._said.batch.micro is not None
+        return self._said.batch.micro
+
+    def train_batch_size(self) -> int:
+        assert self._said.batch.train is not None
+        return self._said.batch.train
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    def gradient_clipping(self) -> float:
+        return self._config.gradient_clipping
+
+    def steps_per_print(self) -> int | None:
+        return self._said.steps_per_print
+
+    def zero_optimization(self) -> bool:
+        return self._said.config.stage > 0
+
+    def zero_optimization_stage(self) -> int:
+        return self._said.config.stage
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        return self._said.config.stage >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return self._said.config.stage == 3
+
+    def zero_cpu_offload(self) -> bool:
+        return self._said.config.optimizer_states == "cpu"
+
+    zero_offload_optimizer = property(lambda self: lambda: self._said.config.optimizer_states != "device")
+    zero_offload_param = property(lambda self: lambda: self._said.config.parameters != "device")
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        return True
+
+    def fp16_enabled(self) -> bool:
+        return self._said.config.dtype == "fp16"
+
+    def bfloat16_enabled(self) -> bool:
+        return self._said.config.dtype == "bf16"
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of the last update's gradients before clipping; None before the first."""
+        return self.offload_engine.grad_norm
+
+    def get_lr(self) -> list[float]:
+        return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer is not None else []
+
+    def get_mom(self) -> list[Any]:
+        """Of each group its momentum, or its betas."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        return [group["momentum"] if "momentum" in group else group.get("betas") for group in groups]
+
+    def loss_scale(self) -> float:
+        """What the config says: 0 is the dynamic one. `cur_scale` is what the loss is multiplied by now."""
+        return self._said.half.loss_scale if self._said.half is not None else 0.0
+
+    def dynamic_loss_scale(self) -> bool:
+        return self.loss_scaler.dynamic
+
+    @property
+    def cur_scale(self) -> float:
+        return self.loss_scaler.cur_scale

@@ -1,0 +1,89 @@
+"""DeepSpeed's optimizers: torch's, or `offload.Lion`, with DeepSpeed's default numbers. The engine brings the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from offload import Lion
+from offload.deepspeed.absent import check_keywords
+from offload.deepspeed_config import Maker, make_optimizer
+
+_ADAM = (
+    *("bias_correction", "betas", "eps", "weight_decay", "amsgrad", "set_grad_none", "fp32_optimizer_states"),
+    *("adamw_mode", "adam_w_mode"),
+)
+_ADAGRAD = ("eps", "weight_decay", "amsgrad", "fp32_optimizer_states")
+_LION = ("betas", "weight_decay", "set_grad_none", "fp32_optimizer_states")
+
+
+class _Maker(type):
+    """Classes whose calls make an optimizer of another class, of which every instance passes for theirs."""
+
+    kind: str
+    keywords: tuple[str, ...]
+    lr: float
+    classes: tuple[type, ...]
+
+    def __call__(cls, model_params: Iterable[Any], lr: float | None = None, **keywords: Any) -> torch.optim.Optimizer:
+        check_keywords(cls.__name__, keywords, cls.keywords, {})
+        if "adamw_mode" in keywords:
+            keywords["adam_w_mode"] = keywords.pop("adamw_mode")
+        return make_optimizer(Maker(cls.kind, {"lr": cls.lr if lr is None else lr} | keywords), model_params)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        made = getattr(instance, "source_class", type(instance))
+        return isinstance(made, type) and issubclass(made, cls.classes)
+
+
+class DeepSpeedCPUAdam(metaclass=_Maker):
+    """AdamW without weight decay unless `weight_decay` or `adamw_mode=False` (`adam_w_mode`) say otherwise."""
+
+    kind, keywords, lr, classes = "Adam", _ADAM, 1e-3, (torch.optim.AdamW, torch.optim.Adam)
+
+
+class FusedAdam(DeepSpeedCPUAdam):
+    """The same."""
+
+
+class DeepSpeedCPUAdagrad(metaclass=_Maker):
+    kind, keywords, lr, classes = "Adagrad", _ADAGRAD, 1e-2, (torch.optim.Adagrad,)
+
+
+class DeepSpeedCPULion(metaclass=_Maker):
+    kind, keywords, lr, classes = "Lion", _LION, 1e-3, (Lion,)
+
+
+class FusedLion(DeepSpeedCPULion):
+    """The same."""
+
+
+class OpBuilder:
+    """Asked by name whether an operator can be had. Nothing is compiled at run time: what there is comes with the package."""
+
+    NAME = ""
+    is_there = False
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        del verbose
+        return self.is_there
+
+
+def _builders() -> dict[str, type[OpBuilder]]:
+    there = {"AsyncIO": "async_io", "CPUAdagrad": "cpu_adagrad", "CPUAdam": "cpu_adam", "CPULion": "cpu_lion"}
+    there |= {"FusedAdam": "fused_adam", "FusedLion": "fused_lion"}
+    absent = {"FusedLamb": "fused_lamb", "Transformer": "transformer", "Utils": "utils", "Quantizer": "quantizer"}
+    absent |= {"SparseAttn": "sparse_attn", "Inference": "transformer_inference", "FPQuantizer": "fp_quantizer"}
+    both = [(there, True), (absent, False)]
+    return {
+        f"{name}Builder": type(f"{name}Builder", (OpBuilder,), {"NAME": key, "is_there": has})
+        for names, has in both
+        for name, key in names.items()
+    }
+
+
+BUILDERS = _builders()
+COMPATIBLE = {one.NAME: one.is_there for one in BUILDERS.values()}
+"""By DeepSpeed's name of the operator."""

@@ -1,0 +1,82 @@
+"""`zero_to_fp32`: whole fp32 weights from a folder of checkpoints, without the model; this package's and DeepSpeed's own."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import offload
+from offload.deepspeed.absent import WrongValue
+from offload.deepspeed.folder import read_latest
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
+) -> dict[str, torch.Tensor]:
+    """By name, on the CPU. `tag=None`: the one that `checkpoint_dir`/latest names."""
+    del lazy_mode
+    name = tag if tag is not None else read_latest(Path(checkpoint_dir))
+    if name is None:
+        raise WrongValue(f"Unable to find 'latest' file in {checkpoint_dir!r}: name a tag.")
+    return offload.read_values(Path(checkpoint_dir) / name, trained_only=exclude_frozen_parameters)
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str,
+    output_dir: str,
+    max_shard_size: str | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write them into `output_dir`: pytorch_model.bin, or safetensors with an index where there are several."""
+    from huggingface_hub import save_torch_state_dict
+
+    values = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
+    Path(output_dir).mkdir(parents=True, exist_ok=True)
+    if max_shard_size is None and not safe_serialization:
+        torch.save(values, Path(output_dir) / "pytorch_model.bin")
+        return
+    save_torch_state_dict(values, output_dir, max_shard_size=max_shard_size or "1000GB", safe_serialization=safe_serialization)
+
+
+def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, tag: str | None = None) -> nn.Module:
+    """Load them into a model, on the CPU."""
+    model = model.cpu()
+    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    return model
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+    """Each tensor alone in its memory, so that saving it writes no more than it has."""
+    if isinstance(item, torch.Tensor):
+        return item.detach().clone().to(device)
+    if isinstance(item, Mapping):
+        return type(item)((name, clone_tensors_for_torch_save(one, device)) for name, one in item.items())  # type: ignore[call-arg]
+    if isinstance(item, (list, tuple)):
+        return type(item)(clone_tensors_for_torch_save(one, device) for one in item)
+    return item
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """python -m offload.deepspeed.recovery CHECKPOINT_DIR OUTPUT_DIR"""
+    parser = argparse.ArgumentParser(prog="zero_to_fp32", description="Write whole fp32 weights of a folder of checkpoints.")
+    parser.add_argument("checkpoint_dir", help="the folder that holds the file 'latest'")
+    parser.add_argument("output_dir", help="where the weights are written")
+    parser.add_argument("--max_shard_size", default="5GB")
+    parser.add_argument("--safe_serialization", action="store_true")
+    parser.add_argument("-t", "--tag", default=None)
+    parser.add_argument("--exclude_frozen_parameters", action="store_true")
+    parser.add_argument("-d", "--debug", action="store_true", help="without effect")
+    given = vars(parser.parse_args(arguments))
+    given.pop("debug")
+    convert_zero_checkpoint_to_fp32_state_dict(**given)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""What scripts import, and cannot have: names whose use says why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from offload.errors import UsageError
+
+_WHOLE_LAYERS = "every rank computes whole layers here; what does not fit in its memory goes to cpu or nvme"
+
+
+class PipelineModule(nn.Module):
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        raise UsageError(f"PipelineModule is not in offload: {_WHOLE_LAYERS}. Make an ordinary module of the layers.")
+
+
+class LayerSpec:
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        raise UsageError(f"LayerSpec is not in offload: {_WHOLE_LAYERS}. Make an ordinary module of the layers.")
+
+
+class TiedLayerSpec(LayerSpec):
+    pass
+
+
+class MoE(nn.Module):
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        raise UsageError(
+            "MoE is not in offload: a mixture of experts is trained as any module, whole on every rank. Use its layers."
+        )
+
+
+def split_params_for_experts(param_groups: Any, max_group_size: Any = None) -> list[Any]:
+    """The groups as they are: experts are sharded as everything else."""
+    del max_group_size
+    return list(param_groups) if isinstance(param_groups, (list, tuple)) else [param_groups]

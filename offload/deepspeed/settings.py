@@ -1,0 +1,98 @@
+"""`DeepSpeedConfig`: a config in DeepSpeed's keys, read and checked, with what scripts ask of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from offload.config import read_json
+from offload.deepspeed import comm
+from offload.deepspeed.absent import AskedWrongly
+from offload.deepspeed_config import Batch, Translation, translate
+from offload.errors import ConfigError
+
+
+def read_config(given: Any) -> Mapping[str, Any]:
+    """A mapping, or the path of a file in JSON or, where hjson is installed, in Hjson."""
+    if isinstance(given, Mapping):
+        return given
+    if not isinstance(given, (str, os.PathLike)):
+        raise ConfigError(f"config {given!r} is neither a mapping nor the path of a JSON file.")
+    try:
+        return read_json(Path(given))
+    except ConfigError as error:
+        try:
+            import hjson
+        except ImportError:
+            raise error from None
+        if not Path(given).is_file():
+            raise
+        try:
+            read = hjson.loads(Path(given).read_text(encoding="utf-8"))
+        except ValueError:
+            raise error from None
+        if not isinstance(read, Mapping):
+            raise
+        return read
+
+
+class DeepSpeedConfig:
+    """`config` is a mapping or a path. Batch sizes follow from each other and the number of ranks."""
+
+    def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
+        if mpu is not None or mesh_device is not None:
+            raise AskedWrongly("DeepSpeedConfig(mpu=...) is not done here: every rank computes whole layers.")
+        given = read_config(config)
+        self._take(translate(given, comm.get_world_size()))
+
+    @staticmethod
+    def of(said: Translation) -> DeepSpeedConfig:
+        made = DeepSpeedConfig.__new__(DeepSpeedConfig)
+        made._take(said)
+        return made
+
+    def _take(self, said: Translation) -> None:
+        config, self._param_dict = said.config, dict(said.given)
+        self.world_size = comm.get_world_size()
+        self._set_batch(said.batch)
+        self.gradient_clipping = config.max_grad_norm or 0.0
+        self.steps_per_print = said.steps_per_print
+        self.zero_enabled, self.zero_optimization_stage = config.stage > 0, config.stage
+        self.fp16_enabled, self.bfloat16_enabled = config.dtype == "fp16", config.dtype == "bf16"
+        self.loss_scale = said.half.loss_scale if said.half is not None else 0.0
+        self.optimizer_name = said.optimizer.type.lower() if said.optimizer is not None else None
+        self.optimizer_params = dict(said.optimizer.params) if said.optimizer is not None else None
+        self.scheduler_name = said.scheduler.type if said.scheduler is not None else None
+        self.scheduler_params = dict(said.scheduler.params) if said.scheduler is not None else None
+        self.dataloader_drop_last, self.load_universal_checkpoint = said.drop_last, said.loads_universal
+        self.checkpoint_tag_validation_enabled = said.tag_validation != "ignore"
+        self.checkpoint_tag_validation_fail = said.tag_validation == "fail"
+        self.gradient_allreduce_op = "mean"
+
+    def _set_batch(self, batch: Batch) -> None:
+        self.train_batch_size, self.gradient_accumulation_steps = batch.train, batch.accumulation
+        self.train_micro_batch_size_per_gpu = batch.micro
+
+    def _configure_train_batch_size(self) -> None:
+        """After the three sizes were set anew, or to None."""
+        names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        keys = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        try:
+            batch = translate(keys, self.world_size).batch
+        except ConfigError as error:
+            raise AskedWrongly(str(error)) from error
+        if batch.train is None:
+            raise AskedWrongly("train_batch_size or train_micro_batch_size_per_gpu needs to be provided.")
+        self._set_batch(batch)
+        if not all((batch.train, batch.micro)):
+            raise AskedWrongly(f"the batch sizes {keys} leave nothing for {self.world_size} ranks.")
+
+
+def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
+    """What a config's clipping is, 1.0 if it says nothing."""
+    return float(param_dict.get("gradient_clipping", GRADIENT_CLIPPING_DEFAULT))
+
+
+GRADIENT_CLIPPING_DEFAULT = 1.0

@@ -1,0 +1,38 @@
+"""The weights in a folder as tensors: of a checkpoint of ours, or of another project's."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from offload.checkpoint import values as own
+from offload.checkpoint.numbering import checked_folder
+from offload.checkpoint.staged_folder import MANIFEST_NAME
+from offload.importing.converting import open_source
+from offload.importing.source import SourceTensor
+
+
+def read_values(dir: str | os.PathLike[str], *, trained_only: bool = False) -> dict[str, torch.Tensor]:
+    """Parameters (fp32 where they were trained) and buffers of a checkpoint by name, on the CPU, without the model: one that
+    `Engine.save_checkpoint` wrote, or one that `python -m offload import` reads.
+
+    trained_only  leave out what was not trained
+
+    Raises `CheckpointError`, `StorageError`. Host memory: what is returned.
+    """
+    path = checked_folder(dir, "read_values")
+    if (path / MANIFEST_NAME).is_file():
+        return own.read_values(path, trained_only=trained_only)[0]
+    source = open_source(path, None)
+    found: dict[str, torch.Tensor] = {}
+    for parameter in source.parameters:
+        if parameter.trained or not trained_only:
+            found.update(dict.fromkeys(parameter.fqns, _whole(parameter.value)))
+    found.update({name: _whole(tensor) for name, tensor in source.buffers if not trained_only})
+    return found
+
+
+def _whole(tensor: SourceTensor) -> torch.Tensor:
+    parts = [part.clone() for part in tensor.parts()]
+    return torch.cat(parts).reshape(tensor.shape) if parts else torch.empty(tensor.shape, dtype=tensor.dtype)

@@ -1,0 +1,153 @@
+"""One parameter's fp32 value, gradient or moment, read and set also before a step: `engine.read`, `engine.write`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.errors import UsageError
+from offload.layout import Piece
+from offload.model.chunk import Chunk
+from offload.model.flat import ParameterInfo
+from offload.ranks.agreement import MeetingPoint
+from offload.step.components import Components
+from offload.step.gathering import Gathering
+from offload.step.homes import Homes
+from offload.step.training import Training
+
+VALUE, GRADIENT = "value", "gradient"
+
+
+class NamedStates:
+    """Owned by the thread that drives the model. Collective: on several ranks all name the same parameter and kind."""
+
+    def __init__(self, parts: Components, training: Training, gathering: Gathering) -> None:
+        self._parts, self._training, self._gathering, self._homes = parts, training, gathering, Homes(parts)
+
+    def kinds(self, info: ParameterInfo) -> tuple[str, ...]:
+        """What there is to read of it."""
+        if not info.trainable or self._parts.records is None:
+            return (VALUE,)
+        return (VALUE, GRADIENT, *self._parts.records.flat_format(self._flat(info)).moments)
+
+    def read(self, info: ParameterInfo, kind: str) -> Tensor | None:
+        """See `Engine.read`."""
+        self._require(info, kind)
+        if kind == VALUE:
+            return self._gathering.value_of(info)
+        with self._training.failures():
+            self._training.settle()
+            return self._gradient(info) if kind == GRADIENT else self._whole(info, lambda: self._moment(info, kind))
+
+    def write(self, info: ParameterInfo, kind: str, value: Tensor) -> None:
+        """See `Engine.write`."""
+        self._require(info, kind)
+        if value.shape != info.shape or not value.is_floating_point():
+            raise UsageError(
+                f"{kind} of {info.fqn!r} was given as {value.dtype} {list(value.shape)}: expected floating-point numbers of "
+                f"shape {list(info.shape)}."
+            )
+        self._gathering.meet(MeetingPoint.WRITTEN)
+        with self._training.failures():
+            self._training.settle()
+            if kind == GRADIENT:
+                scaled = value.detach().to(info.parameter.device, torch.float32) * self._training.loss_scale.value
+                self._training.gradients.replace(info, scaled.to(info.dtype))
+            elif kind == VALUE:
+                self._write_value(info, value)
+            else:
+                self._write_moment(info, kind, value)
+
+    def _require(self, info: ParameterInfo, kind: str) -> None:
+        kinds = self.kinds(info)
+        if kind not in kinds:
+            raise UsageError(f"parameter {info.fqn!r} has no {kind!r}: it has {', '.join(kinds)}.")
+        if self._parts.residency.holds_any:
+            raise UsageError(
+                "engine.read or write was called inside `with engine.gathered(...)`: call it outside of the block."
+            )
+
+    def _flat(self, info: ParameterInfo) -> Any:
+        flats = self._parts.units[info.unit_index].flats
+        return next(flat for flat in flats if info in flat.parameters)
+
+    def _own_pieces(self, info: ParameterInfo) -> Iterator[tuple[Chunk, Piece]]:
+        for chunk in self._flat(info).chunks_of(info):
+            for other, piece in chunk.pieces:
+                if other is info and piece.numel:
+                    yield chunk, piece
+
+    # ---- reading -------------------------------------------------------------------------------------------------
+
+    def _whole(self, info: ParameterInfo, own: Callable[[], Tensor]) -> Tensor:
+        """From this rank's part (zeros elsewhere) to all of it, in the parameter's shape."""
+        ranks = self._parts.ranks
+
+        def joined() -> Tensor:
+            bits = own().view(torch.int32)
+            if ranks.world_size > 1 and self._parts.layout.stage > 0:
+                total = torch.zeros_like(bits)
+                for part in ranks.exchange(bits):
+                    total |= part  # each element lies on one rank, or the same on several
+                bits = total
+            return bits.view(torch.float32)
+
+        return info.shaped(self._gathering.meet(MeetingPoint.STATE_DICT, joined, argument=info.index))
+
+    def _moment(self, info: ParameterInfo, kind: str) -> Tensor:
+        values, records = torch.zeros(info.numel), self._parts.records
+        assert records is not None
+        for chunk, piece in self._own_pieces(info):
+            record = records.over(chunk, self._homes.read_record(chunk))
+            part = record.moment(kind, piece.start - chunk.start, piece.stop - chunk.start)
+            values[piece.start - piece.slot.start : piece.stop - piece.slot.start].copy_(part)
+        return values
+
+    def _gradient(self, info: ParameterInfo) -> Tensor | None:
+        gradients = self._training.gradients
+        gradients.gather_in()
+        found = self._whole(info, lambda: gradients.own(info, list(self._own_pieces(info))))
+        return found / self._training.loss_scale.value if gradients.is_live(info) else None
+
+    # ---- writing -------------------------------------------------------------------------------------------------
+
+    def _write_value(self, info: ParameterInfo, value: Tensor) -> None:
+        unit, residency, records = self._parts.units[info.unit_index], self._parts.residency, self._parts.records
+        exact = info.in_memory_order(value.detach().to("cpu", torch.float32)).contiguous()
+        own_master = records is not None and info.trainable and records.flat_format(self._flat(info)).own_master
+        rounded = exact.to(info.dtype)
+        if own_master and records is not None:
+            rounded = torch.empty(info.numel, dtype=info.dtype)
+            records.flat_format(self._flat(info)).round_values(rounded, exact)
+        residency.hold(unit)
+        self._homes.views[info.index].copy_(info.shaped(rounded))
+        self._homes.write(info, torch.ones(info.numel, dtype=torch.bool))
+        if own_master and records is not None:
+            for chunk, piece in self._own_pieces(info):
+                buffer = self._homes.read_record(chunk)
+                part = exact[piece.start - piece.slot.start : piece.stop - piece.slot.start]
+                low, high = piece.start - chunk.start, piece.stop - chunk.start
+                records.over(chunk, buffer).put_master(low, high, part.to(buffer.device))
+                self._put_back(chunk, buffer)
+        self._training.values_changed(unit)
+        residency.release(unit)
+
+    def _write_moment(self, info: ParameterInfo, kind: str, value: Tensor) -> None:
+        records = self._parts.records
+        assert records is not None
+        exact = info.in_memory_order(value.detach().to("cpu", torch.float32))
+        for chunk, piece in self._own_pieces(info):
+            buffer = self._homes.read_record(chunk)
+            part = exact[piece.start - piece.slot.start : piece.stop - piece.slot.start]
+            low, high = piece.start - chunk.start, piece.stop - chunk.start
+            records.over(chunk, buffer).put_moment(kind, low, high, part.to(buffer.device))
+            self._put_back(chunk, buffer)
+
+    def _put_back(self, chunk: Chunk, buffer: Tensor) -> None:
+        records = self._parts.records
+        assert records is not None
+        if records.view(chunk) is None:
+            records.write(chunk, buffer).wait()

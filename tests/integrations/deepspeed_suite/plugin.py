@@ -1,0 +1,201 @@
+"""A pytest plugin under which DeepSpeed's own tests run on `offload.deepspeed`, each item within a time.
+
+Their ranks are forked here, killed when one of them fails or the time is up, and the first failure is the item's. A name of
+DeepSpeed's that the drop-in lacks can be imported, and raises `Lacking` when it is used, so that one such name does not hide
+the rest of a file. Every item's outcome becomes a line of JSON in the file that SUITE_OUTCOMES names.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import json
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import offload.deepspeed
+
+ITEM_SECONDS = float(os.environ.get("SUITE_ITEM_SECONDS", "60"))
+_GRACE_SECONDS = 2
+_outcomes = Path(os.environ["SUITE_OUTCOMES"])
+_known: dict[str, str] = {}
+
+
+class Lacking(NameError):
+    """A name of DeepSpeed's that the drop-in does not have."""
+
+
+class _Placeholder(type):
+    def __call__(cls, *args: Any, **keywords: Any) -> Any:
+        raise Lacking(f"lacks {cls.__qualname__}")
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise Lacking(f"lacks {cls.__qualname__}.{name}")
+
+
+def _placeholder(name: str) -> Any:
+    return _Placeholder(name, (), {"__qualname__": name})
+
+
+def _lenient(module: ModuleType) -> None:
+    name, own = module.__name__, vars(module).get("__getattr__")
+
+    def lacking(attribute: str) -> Any:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        try:
+            if own is not None:
+                return own(attribute)
+        except AttributeError:
+            pass
+        made = _placeholder(f"{name}.{attribute}".replace("offload.deepspeed", "deepspeed"))
+        setattr(module, attribute, made)
+        return made
+
+    vars(module)["__getattr__"] = lacking
+
+
+class _LackingModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if not name.startswith("deepspeed."):
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: Any) -> ModuleType:
+        return ModuleType(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        _lenient(module)
+
+
+def _answer_as_deepspeed() -> None:
+    offload.deepspeed.install(shadow=True)
+    for name, module in list(sys.modules.items()):
+        if name == "deepspeed" or name.startswith("deepspeed."):
+            _lenient(module)
+    sys.meta_path.insert(0, _LackingModules())
+
+
+_answer_as_deepspeed()
+torch.set_num_threads(1)
+
+
+def _rank(test: Any, rank: int, world_size: int, port: str, init_method: str, answers: Any) -> None:
+    import deepspeed
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": str(rank), "RANK": str(rank)}
+    os.environ |= {"LOCAL_SIZE": str(world_size), "WORLD_SIZE": str(world_size)}
+    try:
+        if test.init_distributed:
+            deepspeed.init_distributed(dist_backend="gloo", init_method=init_method, rank=rank, world_size=world_size)
+        test.run(**test._fixture_kwargs)
+    except pytest.skip.Exception as skipped:
+        answers.put((rank, "skipped", str(skipped.msg)))
+    except BaseException as error:
+        answers.put((rank, "failed", f"{''.join(traceback.format_exception(error))[-6000:]}\n{type(error).__name__}: {error}"))
+    else:
+        answers.put((rank, "passed", ""))
+    answers.close()
+    answers.join_thread()
+    os._exit(0)
+
+
+def _launch(test: Any, world_size: int, init_method: str) -> None:
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    port = str(20000 + os.getpid() % 20000)
+    processes = [
+        context.Process(target=_rank, args=(test, rank, world_size, port, init_method, answers)) for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        said = _wait(processes, answers)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    failed = next((text for _, word, text in said if word == "failed"), None)
+    if failed is not None:
+        pytest.fail(failed, pytrace=False)
+    if len(said) < world_size:
+        missing = "HUNG" if any(process.exitcode == -9 for process in processes) else "ENDED"
+        pytest.fail(f"{missing}: {len(said)} of {world_size} ranks answered within {ITEM_SECONDS:g} s", pytrace=False)
+    skipped = next((text for _, word, text in said if word == "skipped"), None)
+    if skipped is not None:
+        pytest.skip(skipped)
+
+
+def _wait(processes: Any, answers: Any) -> list[tuple[int, str, str]]:
+    said: list[tuple[int, str, str]] = []
+    limit = time.monotonic() + ITEM_SECONDS
+    while len(said) < len(processes) and time.monotonic() < limit:
+        if not answers.empty():
+            said.append(answers.get())
+            if said[-1][1] == "failed":
+                limit = min(limit, time.monotonic() + _GRACE_SECONDS)
+        elif not any(process.is_alive() for process in processes):
+            time.sleep(0.2)
+            while not answers.empty():
+                said.append(answers.get())
+            break
+        else:
+            time.sleep(0.01)
+    return said
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    from unit import common  # of DeepSpeed's tests
+
+    common.DistributedExec._launch_procs = lambda test, count, init_method: _launch(test, count, init_method)
+    common.DistributedExec._close_pool = lambda *_, **__: None
+    common.time.sleep = lambda seconds: None if seconds == 0.5 else time_sleep(seconds)
+
+
+time_sleep = time.sleep
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if _outcomes.exists():
+        for line in _outcomes.read_text().splitlines():
+            one = json.loads(line)
+            _known[one["item"]] = one["outcome"]
+    items[:] = [item for item in items if item.nodeid not in _known]
+
+
+def _record(item: str, outcome: str, why: str) -> None:
+    with _outcomes.open("a") as file:
+        file.write(json.dumps({"item": item, "outcome": outcome, "why": why}) + "\n")
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.failed:
+        _record(report.nodeid, "not collected", str(report.longrepr)[-3000:])
+    elif report.skipped:
+        _record(report.nodeid, "skipped", str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_logstart(nodeid: str, location: Any) -> None:
+    (_outcomes.parent / "current").write_text(nodeid)
+
+
+_failed_setup: set[str] = set()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call" or (report.when == "setup" and report.outcome != "passed"):
+        why = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr or "")
+        outcome = "xfailed" if hasattr(report, "wasxfail") else report.outcome
+        _record(report.nodeid, outcome, str(why)[-4000:])
