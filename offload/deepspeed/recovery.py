@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import offload
+from offload.config import expanded
 from offload.deepspeed.absent import WrongValue
 from offload.deepspeed.folder import read_latest
 
@@ -20,10 +20,10 @@ def get_fp32_state_dict_from_zero_checkpoint(
 ) -> dict[str, torch.Tensor]:
     """By name, on the CPU. `tag=None`: the one that `checkpoint_dir`/latest names."""
     del lazy_mode
-    name = tag if tag is not None else read_latest(Path(checkpoint_dir))
+    name = tag if tag is not None else read_latest(expanded(checkpoint_dir))
     if name is None:
         raise WrongValue(f"Unable to find 'latest' file in {checkpoint_dir!r}: name a tag.")
-    return offload.read_values(Path(checkpoint_dir) / name, trained_only=exclude_frozen_parameters)
+    return offload.read_values(expanded(checkpoint_dir) / name, trained_only=exclude_frozen_parameters)
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
@@ -38,9 +38,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     from huggingface_hub import save_torch_state_dict
 
     values = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
-    Path(output_dir).mkdir(parents=True, exist_ok=True)
+    expanded(output_dir).mkdir(parents=True, exist_ok=True)
     if max_shard_size is None and not safe_serialization:
-        torch.save(values, Path(output_dir) / "pytorch_model.bin")
+        torch.save(values, expanded(output_dir) / "pytorch_model.bin")
         return
     save_torch_state_dict(values, output_dir, max_shard_size=max_shard_size or "1000GB", safe_serialization=safe_serialization)
 
