@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import nn
@@ -21,7 +20,6 @@ from offload.device.cpu import CpuAccelerator
 from offload.device.cuda import CudaAccelerator
 from offload.device.deferred import DeferredAccelerator
 from offload.device.host_room import host_room
-from offload.device.records import RecordFormat
 from offload.errors import BudgetError, ConfigError
 from offload.layout import CHUNK_NUMELS, Layout, ParameterSpec, build_layout
 from offload.model.description import (
@@ -36,9 +34,8 @@ from offload.model.flat import ParameterInfo
 from offload.model.optimizer_kinds import InitialState, check_optimizer, initial_state, moments_of
 from offload.model.partition import ModuleUnit, fold_for_ranks, partition, uses_of
 from offload.model.weights import WeightSource
-from offload.planning.budget import Footprint, Tier
-from offload.planning.placement import ALONE, Placement, RankGroup, decide, record_format
-from offload.planning.plan import expected_nbytes, worthwhile_nbytes
+from offload.planning.deciding import Decision
+from offload.planning.placement import ALONE, Placement, RankGroup
 from offload.planning.trace import Expected
 from offload.ranks.consensus import Facts, together
 from offload.ranks.group import Alone, Group
@@ -228,8 +225,8 @@ def lay_out(
         for chunk_numel in chunk_numels or CHUNK_NUMELS:
             layout = build_layout(specs, chunk_numel=chunk_numel, world_size=sharing.world_size, rank=rank, stage=sharing.stage)
             try:
-                decide_now = _decision(config, accelerator, layout, expected, moments, sharing)
-                return layout, decide_now(within_room=within_room, accumulates=accumulates)
+                decision = Decision(config, accelerator, layout, expected, moments, sharing, accumulates=accumulates)
+                return layout, decision.decide(within_room=within_room)
             except BudgetError as error:
                 failure = error
     assert failure is not None
@@ -237,29 +234,3 @@ def lay_out(
     refusal = BudgetError(f"{failure} The largest unit is {largest.name or '(root)'} with {largest.nbytes} bytes.")
     refusal.smallest_nbytes = failure.smallest_nbytes
     raise refusal from failure
-
-
-def _decision(
-    config: Config,
-    accelerator: Accelerator,
-    layout: Layout,
-    expected: Expected,
-    moments: tuple[str, ...],
-    sharing: RankGroup,
-) -> Callable[..., Placement]:
-    """`decide` for this layout; it takes what its keywords are."""
-    known: dict[tuple[RecordFormat, ...], Footprint] = {}
-
-    def footprint_of(parameters: Tier, states: Tier) -> Footprint:
-        formats = tuple(record_format(accelerator, config, moments, parameters, states, flat.dtype) for flat in layout.flats)
-        if formats not in known:  # a large model has many chunks, and most placements have their records in common
-            known[formats] = Footprint.of(layout, formats)
-        return known[formats]
-
-    def capacity_of(prefetch: int, kept_unit_count: int, budget: int | None) -> int:
-        fetched = [0 if unit.index < kept_unit_count else unit.nbytes for unit in layout.units]
-        needed_nbytes = worthwhile_nbytes if budget is None else expected_nbytes
-        return needed_nbytes(expected, fetched, prefetch)
-
-    late_units = expected.late_units
-    return partial(decide, config, accelerator, footprint_of, capacity_of, sharing, late_units)

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from offload.build.allocation import Allocation
 from offload.build.company import Making, company_of
 from offload.build.materialize import InitialValues, Materializer
 from offload.config import Config
-from offload.device.accelerator import Accelerator, HomeMemory, UnitMemory
+from offload.device.accelerator import Accelerator, UnitMemory
 from offload.device.records import RecordFormat
-from offload.layout import FlatLayout, Layout, UnitLayout
+from offload.layout import Layout, UnitLayout
 from offload.model.chunk import Chunk
 from offload.model.flat import Flat, ParameterInfo
 from offload.model.optimizer_kinds import InitialState
 from offload.model.partition import ModuleUnit
 from offload.model.unit import Unit
-from offload.planning.placement import KEPT_PARAMETERS, KEPT_RECORDS, Placement, record_format
-from offload.planning.route import Arrival, Memory, routes_of
+from offload.planning.placement import Placement, format_of
+from offload.planning.route import Arrival, Route
 from offload.planning.trace import Expected
 from offload.ranks.group import Group
 from offload.step.chunk_stores import ParameterStore, RecordStore
@@ -49,7 +47,7 @@ class Building:
         """`moments`: what the optimizer keeps (`offload.device.rules.MOMENTS`)."""
         self._accelerator, self._layout, self._placement, self._config = accelerator, layout, placement, config
         self._ranks, self._moments = ranks, moments
-        self._routes = routes_of(layout, placement, unified=accelerator.unified)
+        self._routes = placement.routes
         self.value_facts: dict[str, int] = {}
         self._ledger = MemoryLedger()
         self._made: list[Closable] = [accelerator]
@@ -67,20 +65,18 @@ class Building:
         state_of: Callable[[ParameterInfo], InitialState],
     ) -> Components:
         accelerator, placement = self._accelerator, self._placement
-        self._storage = storage = Allocation(self._config, accelerator, placement, self._ledger, self._made)
+        self._storage = storage = Allocation(self._config, accelerator, self._layout, placement, self._ledger, self._made)
         units = [
             self._unit(unit, layout, infos)
             for unit, layout, infos in zip(module_units, self._layout.units, by_unit, strict=True)
         ]
-        chunks = [chunk for unit in units for chunk in unit.chunks]
-        trainable = [chunk for chunk in chunks if chunk.flat.layout.trainable]
-        kept = placement.kept
-        make_places = storage.stores(placement.parameters, kept.parameter_count, KEPT_PARAMETERS)
-        places = ParameterStore(chunks, make_places, self._is_undoable) if self._fetches_or_stores else None
-        make_records = storage.stores(placement.optimizer_states, kept.record_count, KEPT_RECORDS)
-        records = None
-        if trainable:
-            records = RecordStore(trainable, make_records, self._format_of, self._states_device, self._is_undoable)
+        places = ParameterStore(
+            (pair for unit in units for pair in zip(unit.chunks, unit.route.parameter_tiers(), strict=False)),
+            storage.parameters,
+            self._is_undoable,
+        )
+        trained = [pair for unit in units for pair in zip(unit.trained_chunks, unit.route.record_tiers(), strict=False)]
+        records = RecordStore(trained, storage.records, self._format_of, self._is_undoable) if trained else None
         pool = storage.staging_pool()
         timeline = Timeline()
         Materializer(accelerator, places, records, values, state_of, self._ledger).run(units)
@@ -88,8 +84,11 @@ class Building:
         company = company_of(self._ranks, Making(accelerator, self._layout, units, self._ledger, timeline))
         gradients = updates = None
         if records is not None:
-            gradients = self._gradients(trainable, pool, averaged=company.averages_gradients)
-            sinks = {one: sink_for(one, accelerator, pool, places) for one in {route.emission for route in self._routes}}
+            gradients = self._gradients([chunk for chunk, _ in trained], pool, averaged=company.averages_gradients)
+            sinks = {
+                (emission, memory): sink_for(emission, accelerator, pool, places)
+                for emission, memory in {(route.emission, route.update_in) for route in self._routes}
+            }
             updates = company.updates(records, gradients, sinks, pool, accelerator, timeline)
             self._made.extend((gradients, updates))
         own_fetcher = self._fetcher(places, pool, updates)
@@ -112,46 +111,36 @@ class Building:
     # ---- units ---------------------------------------------------------------------------------------------------
 
     @property
-    def _fetches_or_stores(self) -> bool:
-        """Whether parameters of any unit have a home in a store."""
-        return any(route.has_store for route in self._routes)
-
-    @property
     def _has_unit_budget(self) -> bool:
         limits = [self._config.device_memory, self._config.cpu_memory if self._accelerator.unified else None]
         return any(limit is not None for limit in limits)
 
     def _unit(self, module_unit: ModuleUnit, layout: UnitLayout, infos: list[ParameterInfo]) -> Unit:
-        by_index = {info.index: info for info in infos}
+        by_index, route = {info.index: info for info in infos}, self._routes[layout.index]
         flats = []
         for flat_layout in layout.flats:
             members = [by_index[slot.parameter_index] for slot in flat_layout.slots]
-            memory = self._memory(flat_layout)
-            flats.append(Flat(flat_layout, memory, members[0].dtype, members, self._routes[layout.index]))
-            if self._fetches_or_stores and memory.filled and not memory.stays:
+            memory = self._memory(route, flat_layout.nbytes)
+            flats.append(Flat(flat_layout, memory, members[0].dtype, members, route))
+            if memory.filled and not memory.stays:
                 memory.empty()
-        return Unit(layout, module_unit.modules, flats, infos, self._routes[layout.index])
+        return Unit(layout, module_unit.modules, flats, infos, route)
 
-    def _memory(self, flat: FlatLayout) -> UnitMemory:
-        units, kept_count = self._layout.units, self._placement.kept.unit_count
-        if self._accelerator.unified and not self._fetches_or_stores:
-            return self._storage.home(units, flat.nbytes)
-        if flat.unit_index < kept_count:
-            return self._storage.kept_home(units[:kept_count], flat.nbytes)
-        memory = self._accelerator.unit_memory(flat.nbytes)
-        return memory if self._fetches_or_stores else HomeMemory(memory.flat)
+    def _memory(self, route: Route, nbytes: int) -> UnitMemory:
+        return self._accelerator.unit_memory(nbytes) if route.has_store else self._storage.home(nbytes)
 
     def _gradients(self, chunks: list[Chunk], pool: StagingPool, *, averaged: bool) -> Gradients:
         placement = self._placement
         made = Gradients(
             chunks,
-            self._storage.stores(placement.gradients),
+            self._storage.gradients,
+            self._storage.sums,
             pool,
             self._accelerator,
             reduced=averaged,
             transit_buffer_count=placement.transit_buffer_count,
         )
-        if not placement.sums_nbytes:
+        if not placement.sums:
             made.take_room_for_sums()  # they are in the plan
         return made
 
@@ -160,19 +149,12 @@ class Building:
     def _is_undoable(self, chunk: Chunk) -> bool:
         return chunk.flat.layout.trainable and chunk.route.undoable
 
-    @property
-    def _states_device(self) -> torch.device | None:
-        """Where records lie, if that is memory out of the host's reach."""
-        return self._accelerator.device if any(route.update_in is Memory.DEVICE for route in self._routes) else None
+    def _format_of(self, flat: Flat) -> RecordFormat:
+        return format_of(self._config, self._moments, flat.layout.dtype, flat.route.crosses)
 
-    def _format_of(self, flat: FlatLayout) -> RecordFormat:
-        tiers = self._placement
-        return record_format(
-            self._accelerator, self._config, self._moments, tiers.parameters, tiers.optimizer_states, flat.dtype
-        )
-
-    def _fetcher(self, places: ParameterStore | None, pool: StagingPool, updates: Updates | None) -> Fetcher:
+    def _fetcher(self, places: ParameterStore, pool: StagingPool, updates: Updates | None) -> Fetcher:
         arrivals = {route.arrival for route in self._routes}
-        if places is None or arrivals <= {Arrival.STAYS}:
-            return HomeFetcher()
-        return StagedFetcher(self._accelerator, places, pool, updates) if Arrival.COPIED in arrivals else DirectFetcher(places)
+        if Arrival.COPIED in arrivals:
+            reads_directly = self._accelerator.unified
+            return StagedFetcher(self._accelerator, places, None if reads_directly else pool, updates)
+        return DirectFetcher(places) if Arrival.READ in arrivals else HomeFetcher()

@@ -28,6 +28,7 @@ from offload.model.optimizer_kinds import InitialState
 from offload.model.unit import Unit
 from offload.model.weight_names import persistent_buffers
 from offload.model.weights import WeightSource
+from offload.planning.route import Memory
 from offload.ranks.consensus import checksum
 from offload.step.chunk_stores import ParameterStore, RecordStore
 from offload.tiers.memory import MemoryLedger
@@ -128,7 +129,7 @@ class Materializer:
     def __init__(
         self,
         accelerator: Accelerator,
-        places: ParameterStore | None,
+        places: ParameterStore,
         records: RecordStore | None,
         values: InitialValues,
         state_of: Callable[[ParameterInfo], InitialState],
@@ -152,9 +153,9 @@ class Materializer:
             progress = _Progress(units)
             for unit in units:
                 self._unit(unit)
-                for store in (self._places, self._records):
-                    if store is not None:
-                        store.settle_writes()
+                self._places.settle_writes()
+                if self._records is not None:
+                    self._records.settle_writes()
                 progress.add(unit)
             for purpose in self._in_use:
                 for _ in range(_COUNTS[purpose]):
@@ -165,17 +166,14 @@ class Materializer:
     def _unit(self, unit: Unit) -> None:
         values = self._values.of(unit.parameters)
         states = {info.index: self._initial_moments(info) for info in unit.parameters if info.trainable}
-        for chunk in self._parameter_chunks(unit):
+        for chunk in unit.homes:
             self._chunk_parameters(chunk, values)
         for records, chunk in self._record_chunks(unit):
             self._chunk_record(records, chunk, values, states)
 
-    def _parameter_chunks(self, unit: Unit) -> list[Chunk]:
-        return unit.homes if self._places is None else unit.chunks
-
     def _record_chunks(self, unit: Unit) -> list[tuple[RecordStore, Chunk]]:
         records = self._records
-        return [(records, one) for one in unit.chunks if one.flat.layout.trainable] if records is not None else []
+        return [(records, one) for one in unit.trained_chunks] if records is not None else []
 
     def _initial_moments(self, info: ParameterInfo) -> dict[str, torch.Tensor]:
         """What the user's optimizer holds for this parameter already, in slot order; takes over its step count."""
@@ -187,29 +185,22 @@ class Materializer:
 
     def _home(self, chunk: Chunk) -> torch.Tensor | None:
         """The memory in which its parameters lie for good, uint8; None: a file."""
-        if self._places is None:
-            return chunk.bytes
         stored = self._places.view(chunk)
         return stored[: chunk.nbytes] if stored is not None else None
 
-    def _in_reach(self, chunk: Chunk) -> bool:
-        """Whether the host can write to the memory of `_home`."""
-        return self._accelerator.unified or (self._places is not None and chunk.route.parameters != "device")
-
     def _staged_nbytes(self, unit: Unit, purpose: str) -> Iterator[int]:
         """The sizes of what of the unit is made in a buffer for `purpose`."""
-        for chunk in self._parameter_chunks(unit):
+        for chunk in unit.homes:
             home = self._home(chunk)
             if home is None and purpose == _TO_FILE:
-                assert self._places is not None
                 yield self._places.nbytes(chunk)
-            elif home is not None and purpose == _TO_DEVICE and not self._in_reach(chunk):
+            elif home is not None and purpose == _TO_DEVICE and chunk.route.home_in is Memory.DEVICE:
                 yield chunk.nbytes
         for records, chunk in self._record_chunks(unit):
             home = records.view(chunk)
             if home is None and purpose == _TO_FILE:
                 yield records.nbytes(chunk)
-            elif home is not None and purpose == _TO_DEVICE and records.on_device:
+            elif home is not None and purpose == _TO_DEVICE and chunk.route.update_in is Memory.DEVICE:
                 given = {name for info, _ in chunk.pieces for name in self._state_of(info).moments}
                 yield sum(count * dtype.itemsize for _, dtype, count in _written(records, chunk, given))
 
@@ -218,12 +209,11 @@ class Materializer:
     def _chunk_parameters(self, chunk: Chunk, values: Mapping[int, torch.Tensor]) -> None:
         home = self._home(chunk)
         if home is None:
-            assert self._places is not None
             lease = self._pool.lease(_TO_FILE)
             content = lease.tensor[: self._places.nbytes(chunk)].zero_()
             self._put_values(chunk, content[: chunk.nbytes], values)
             lease.release(after=self._places.write(chunk, content))
-        elif self._in_reach(chunk):
+        elif chunk.route.home_in is Memory.HOST:
             self._put_values(chunk, home, values)
         else:
             lease = self._pool.lease(_TO_DEVICE)
@@ -259,7 +249,7 @@ class Materializer:
             content = lease.tensor[: records.nbytes(chunk)].zero_()
             self._put_record(chunk, records.over(chunk, content), values, states)
             lease.release(after=records.write(chunk, content))
-        elif not records.on_device:
+        elif chunk.route.update_in is Memory.HOST:
             self._put_record(chunk, records.over(chunk, home), values, states)
         else:
             self._copy_record(chunk, records, home, given, values, states)

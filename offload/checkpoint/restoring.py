@@ -79,9 +79,9 @@ class StateWriter:
         """Overwrite the unit's parameters and records."""
         for chunk in unit.chunks:
             masters = self._fill_record(chunk)
-            if self._parts.parameter_store is not None:
+            if unit.route.has_store:
                 self._fill_values(chunk, masters)
-        if self._parts.parameter_store is None:
+        if not unit.route.has_store:
             # They stay on the device, whole on every rank, whatever part of them this one updates.
             for chunk in unit.homes:
                 self._fill_values(chunk, None)
@@ -123,16 +123,11 @@ class StateWriter:
 
     def _fill_values(self, chunk: Chunk, masters: torch.Tensor | None) -> None:
         nbytes, places = parameter_nbytes(chunk), self._parts.parameter_store
-        home: torch.Tensor | None
-        if places is not None:
-            places.settle_write(chunk)
-            places.settle_copies(chunk)
-            home = places.view(chunk)
-        else:
-            home = chunk.bytes if self._parts.accelerator.unified else None
-        content = home
-        if content is None:
-            content = self._buffers.values.take(places.nbytes(chunk) if places is not None else nbytes).zero_()
+        places.settle_write(chunk)
+        places.settle_copies(chunk)
+        home = places.view(chunk)
+        in_place = home is not None and home.device.type == "cpu"
+        content = home if home is not None and in_place else self._buffers.values.take(places.nbytes(chunk)).zero_()
         values = content[:nbytes].view(chunk.flat.dtype)
         for info, piece in chunk.pieces:
             low, high = piece.start - chunk.start, piece.stop - chunk.start
@@ -140,10 +135,8 @@ class StateWriter:
                 self._round(chunk, values[low:high], masters[low:high])
             else:
                 self._read_values(chunk, info, piece, values[low:high])
-        if home is None and places is not None:
+        if not in_place:
             places.write(chunk, content).wait()
-        elif home is None:
-            chunk.bytes.copy_(content)  # on the stream of compute, after what it does now
 
     def _read_values(self, chunk: Chunk, info: ParameterInfo, piece: Piece, into: torch.Tensor) -> None:
         stored, start = self._stored[info.index], piece.start - piece.slot.start

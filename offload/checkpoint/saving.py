@@ -43,6 +43,7 @@ from offload.checkpoint.writing import Small, Snapshot
 from offload.device.lane import HostLane, start_thread
 from offload.device.pending import Pending
 from offload.errors import CheckpointError, EngineFailedError, UsageError, words_of
+from offload.planning.route import Memory
 from offload.step.components import Components
 from offload.step.training import Training
 
@@ -209,11 +210,12 @@ class Saver:
     def follows_updates(self) -> bool:
         """Whether a save can begin while updates of the last step are still to come.
 
-        That takes state that all lies in stores, a thread that updates it, and no other rank that waits for this one."""
+        That takes parameters that all lie within the host's reach, a thread that updates them, and no other rank that waits
+        for this one."""
         parts = self._parts
         return (
             not parts.meeting.waits_for_others
-            and parts.parameter_store is not None
+            and all(unit.route.home_in is Memory.HOST for unit in parts.units)
             and parts.updates is not None
             and parts.updates.runs_beside
         )
@@ -316,9 +318,7 @@ class Saver:
 
     def _reach_device(self) -> None:
         """What was given to compute so far is done before another thread reads device memory."""
-        accelerator = self._parts.accelerator
-        if not accelerator.unified:
-            accelerator.mark().wait()
+        self._parts.accelerator.mark().wait()
 
 
 def _is_ending() -> bool:

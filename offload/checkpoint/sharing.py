@@ -106,5 +106,4 @@ def arrays_in_stores(parts: Components, chunk: Chunk) -> Iterator[tuple[ChunkSto
         yield records, found
         if VALUE in found:
             return
-    if places is not None:
-        yield places, {VALUE: range(parameter_nbytes(chunk))}
+    yield places, {VALUE: range(parameter_nbytes(chunk))}

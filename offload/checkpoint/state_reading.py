@@ -111,9 +111,7 @@ class ChunkBuffers:
         records, places = parts.records, parts.parameter_store
         trained = [chunk for chunk in chunks if chunk.flat.layout.trainable] if records is not None else []
         self.record = ChunkBuffer(parts, (records.nbytes(one) for one in trained) if records is not None else ())
-        self.values = ChunkBuffer(
-            parts, (places.nbytes(one) if places is not None else parameter_nbytes(one) for one in chunks)
-        )
+        self.values = ChunkBuffer(parts, (places.nbytes(one) for one in chunks))
 
     def close(self) -> None:
         self.record.close()
@@ -184,15 +182,8 @@ class StateReader:
 
     def _values(self, chunk: Chunk, kept: bool, buffer: ChunkBuffer, transfers: list[Pending]) -> torch.Tensor:
         """The chunk's parameters [chunk.numel] in their own dtype, in host memory."""
-        nbytes, places = parameter_nbytes(chunk), self._parts.parameter_store
-        if places is not None:
-            content = _read(places, chunk, buffer, kept, transfers)
-        elif self._parts.accelerator.unified:
-            content = chunk.bytes
-        else:
-            content = buffer.take(nbytes)
-            transfers.append(self._parts.accelerator.copy_out(content, chunk.bytes))
-        return content[:nbytes].view(chunk.flat.dtype)
+        content = _read(self._parts.parameter_store, chunk, buffer, kept, transfers)
+        return content[: parameter_nbytes(chunk)].view(chunk.flat.dtype)
 
 
 def settle(transfers: Pending) -> None:
@@ -204,13 +195,11 @@ def settle(transfers: Pending) -> None:
 
 
 def stores_of(parts: Components, chunk: Chunk) -> tuple[ChunkStore, ...]:
-    """Those that hold the chunk's state among them; none where a part of it is not in a store."""
+    """Those that hold the chunk's state among them."""
     records = parts.records if chunk.flat.layout.trainable else None
     needs_values = records is None or records.format(chunk).needs_values
-    if not needs_values:
-        return (records,) if records is not None else ()
-    if parts.parameter_store is None:
-        return ()
+    if records is not None and not needs_values:
+        return (records,)
     return (records, parts.parameter_store) if records is not None else (parts.parameter_store,)
 
 

@@ -19,11 +19,13 @@ from offload.cli.arguments import (
 )
 from offload.cli.corpus import BYTE_VOCABULARY_SIZE
 from offload.cli.models import build_outline, choose_model, make_optimizer
-from offload.cli.outline import Outline, Traffic
+from offload.cli.outline import Outline
 from offload.cli.text import format_count, format_nbytes, table
 from offload.errors import BudgetError, ConfigError
 from offload.planning.budget import Tier
-from offload.planning.placement import AUTO_ORDER, Placement
+from offload.planning.deciding import PAIRINGS
+from offload.planning.placement import Placement
+from offload.planning.traffic import Traffic
 
 _TIERS: tuple[Tier, ...] = ("device", "cpu", "nvme")
 
@@ -117,7 +119,7 @@ def _traffic_table(outline: Outline, placement: Placement, micro_batches: int) -
 
 def _alternatives_table(outline: Outline, chosen: Placement | None) -> str:
     rows = []
-    for parameters, states in AUTO_ORDER:
+    for parameters, states in PAIRINGS:
         try:
             other = outline.placement(parameters, states)
         except ConfigError:

@@ -112,6 +112,10 @@ class Accelerator(ABC):
     def unit_memory(self, nbytes: int) -> UnitMemory:
         """Device memory for one flat, filled."""
 
+    def memory(self, nbytes: int) -> torch.Tensor:
+        """Device memory that is there until its last tensor is gone: zeros, uint8 [nbytes]."""
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+
     @abstractmethod
     def copy_in(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
         """H2D on the fetch stream. Same dtype and numel; `source` is host memory, pinned where that exists."""

@@ -9,6 +9,8 @@ written, holds NaN (all bits set). So work that forgot to wait computes with NaN
 from __future__ import annotations
 
 import random
+import weakref
+from dataclasses import dataclass
 
 import torch
 
@@ -19,19 +21,35 @@ from offload.device.pending import Pending
 _POISON = 0xFF
 
 
+@dataclass(slots=True)
+class _InUse:
+    """What a device's allocator would count."""
+
+    nbytes: int = 0
+    peak_nbytes: int = 0
+
+    def add(self, nbytes: int) -> None:
+        self.nbytes += nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+
+
 class _PoisonedMemory(UnitMemory):
     """Emptied memory is kept, and poisoned: reading it gives NaN in a loss instead of a crash without a word."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, in_use: _InUse) -> None:
         self.flat = torch.full((nbytes,), _POISON, dtype=torch.uint8)
         self.nbytes = nbytes
         self.filled = True
+        self._in_use = in_use
+        in_use.nbytes += nbytes  # for a moment: what is not in use is emptied at once
 
     def _gain(self) -> None:
         """It is there, and poisoned since it was made or emptied."""
+        self._in_use.add(self.nbytes)
 
     def _lose(self) -> None:
         self.flat.fill_(_POISON)
+        self._in_use.add(-self.nbytes)
 
 
 class _Deferred(Pending):
@@ -66,6 +84,8 @@ class DeferredAccelerator(Accelerator):
         self._fetch = _Stream()
         self._drain = _Stream()
         self._streams = [self._fetch, self._drain]
+        self._in_use = _InUse()
+        self.copied_in_nbytes = self.copied_out_nbytes = 0
 
     def _run_something(self) -> None:
         # Only the device's own streams run ahead: a host lane's job may wait for a stream, never the reverse.
@@ -73,14 +93,25 @@ class DeferredAccelerator(Accelerator):
             self._random.choice(self._streams).run_one()
 
     def unit_memory(self, nbytes: int) -> UnitMemory:
-        return _PoisonedMemory(nbytes)
+        return _PoisonedMemory(nbytes, self._in_use)
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        self._in_use.add(nbytes)
+        made = super().memory(nbytes)
+        weakref.finalize(made, self._in_use.add, -nbytes)
+        return made
+
+    def peak_nbytes(self) -> int:
+        return self._in_use.peak_nbytes
 
     def copy_in(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
         self._run_something()
+        self.copied_in_nbytes += source.nbytes
         return self._fetch.submit(lambda: _copy(destination, source))
 
     def copy_out(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
         self._run_something()
+        self.copied_out_nbytes += source.nbytes
         return self._drain.submit(lambda: _copy(destination, source))
 
     def join(self, pending: Pending) -> None:

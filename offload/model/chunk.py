@@ -20,6 +20,7 @@ from offload.device.step_table import StepTable
 from offload.layout import ChunkLayout, Extent, Piece
 from offload.planning.route import Route
 from offload.tiers.staging import Lease
+from offload.tiers.store import Store
 
 if TYPE_CHECKING:
     from offload.model.flat import Flat, ParameterInfo
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 class Place:
     """Where one state of a chunk lies in its store. Written by the `ChunkStore` of that state, transfers under its lock.
 
-    extent   where it is read and written; None: the state has no bytes, or no store
+    store    that of its tier, and
+    extent   where it is read and written there; None: the state has no bytes, or no store
     other    the extent that is written next, where the last write must be undoable: the two take turns
     snapshot  what a save is still to copy of it, whatever is written meanwhile
     write    its last write, until somebody saw it end. Every read and every further write comes after it
@@ -37,6 +39,7 @@ class Place:
     copy     an H2D copy from where it lies in the store: who writes there in place waits for it
     """
 
+    store: Store | None = None
     extent: Extent | None = None
     other: Extent | None = None
     snapshot: Extent | None = None
@@ -49,7 +52,8 @@ class Place:
 class ChunkGradient:
     """Owned by `Gradients`, under its lock.
 
-    narrow, wide   its places in the stores, in compute precision and in fp32 (None: that is the same)
+    narrow         its extent in `store`, as one backward leaves it; `narrower`: than fp32, in which sums are kept
+    wide           its extent in `wide_store`, where they are, from the first second micro-batch on
     buffer         [chunk.numel] where it lies now; `lease` if that is a staging buffer
     spilled        the dtype in which it lies in the store alone
     live           indices of the parameters whose gradient is there, or coming
@@ -62,7 +66,10 @@ class ChunkGradient:
 
     chunk: Chunk
     narrow: Extent
-    wide: Extent | None
+    narrower: bool
+    wide: Extent | None = None
+    store: Store | None = None
+    wide_store: Store | None = None
     buffer: torch.Tensor | None = None
     lease: Lease | None = None
     spilled: torch.dtype | None = None

@@ -242,8 +242,8 @@ class Unit:
 
     @property
     def homes(self) -> list[Chunk]:
-        """See `Flat.homes`."""
-        return [chunk for flat in self.flats for chunk in flat.homes()]
+        """What this rank keeps of its parameters: where they stay on the device that is all of them, on every rank."""
+        return self.chunks if self.route.has_store else [chunk for flat in self.flats for chunk in flat.homes()]
 
     def open_up(self) -> None:
         for info in self.parameters:

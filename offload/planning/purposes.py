@@ -1,6 +1,8 @@
-"""What staging buffers are lent for. The plan counts them by these names, and whoever leases one gives its name."""
+"""What memory is for. The plan counts it by these names, and so does whoever allocates or leases it."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 FETCHED = "fetched parameters"
 """A shard or a chunk of parameters on its way to the device."""
@@ -20,3 +22,18 @@ ACCUMULATED = "accumulated gradients"
 """The fp32 sums of several micro-batches. Only the host touches them: they take memory when they are first used."""
 SUMS = "gradient sums"
 """Sums of squares on their way from the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateNames:
+    """What a state is called in the plan where it lies in its furthest tier, where it is kept in host memory all the same, and
+    where it lies on the device all the same."""
+
+    furthest: str
+    kept: str
+    near: str
+
+
+PARAMETERS = StateNames("parameters", "parameters kept in memory", "parameters kept on the device")
+OPTIMIZER_STATES = StateNames("optimizer states", "optimizer states kept in memory", "optimizer states kept on the device")
+GRADIENTS = StateNames("gradients", "gradients kept in memory", "gradients kept on the device")

@@ -1,21 +1,24 @@
 """Where each unit's states live between uses, how its parameters come to where the model computes, and where its update runs.
 
-A route is data. The planner makes one for each unit, and everything else follows it: who fetches the unit, which memory its
-update's kernel addresses, where that finds the values and where it leaves the new ones. Placements are the cases in which all
-routes are equal.
+A route is data. The planner makes one for each unit, and everything else follows it: which stores hold the unit's states, who
+fetches it, where its gradients are summed, which memory its update's kernel addresses, where that finds the values and where it
+leaves the new ones. Where a budget holds a part of the states, routes differ between units.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import chain, repeat
 
-from offload.layout import Layout
-from offload.planning.budget import Placement, Tier
+from offload.planning.budget import Tier
+from offload.planning.choice import Choice
+from offload.planning.sizes import UnitSizes
 
 
 class Memory(Enum):
-    """Which memory an update computes in, and so which processor computes it."""
+    """Which memory something is computed in, and so which processor computes it."""
 
     HOST = "host"
     DEVICE = "device"
@@ -56,6 +59,8 @@ class Route:
     """One unit's.
 
     parameters  the tier of their home, as `gradients` and `records`: the furthest that any of the unit's chunks lies
+    kept_parameters, kept_records  how many of its first chunks lie in host memory all the same
+    model_in    the memory in which the model computes with the parameters
     update_in   the memory in which the unit's update computes
     undoable    whether the update may begin before `step()`: there is a second place for all that it writes
     """
@@ -63,9 +68,12 @@ class Route:
     parameters: Tier
     gradients: Tier
     records: Tier
+    model_in: Memory
     update_in: Memory
     arrival: Arrival
     emission: Emission
+    kept_parameters: int = 0
+    kept_records: int = 0
     undoable: bool = False
 
     @property
@@ -73,26 +81,82 @@ class Route:
         """Whether the parameters have a home in a store, rather than in the very memory that the model computes on."""
         return self.arrival is not Arrival.STAYS
 
+    @property
+    def home_in(self) -> Memory:
+        """The memory in which the home of its parameters lies, or through which they come from there."""
+        return self.model_in if self.parameters == "device" else Memory.HOST
 
-def routes_of(layout: Layout, placement: Placement, *, unified: bool) -> tuple[Route, ...]:
-    """The route of each of the layout's units. `unified`: the model computes where host memory lies."""
-    stays = placement.unit_capacity_nbytes is None
-    sharded = layout.shards_parameters
+    @property
+    def crosses(self) -> bool:
+        """Whether the update's kernel computes in another memory than the parameters' home."""
+        return self.emission in (Emission.COPY_IN, Emission.COPY_OUT)
+
+    @property
+    def gradients_in(self) -> Memory | None:
+        """The memory in which gradients are summed; None: in host memory too, but they may spill from there."""
+        if self.gradients == "nvme":
+            return None
+        on_device = self.gradients == "device" and self.model_in is Memory.DEVICE
+        return Memory.DEVICE if on_device else Memory.HOST
+
+    @property
+    def brings_gradients(self) -> bool:
+        """Whether the update finds its gradients in another memory than its own, and brings them over itself."""
+        return self.gradients_in is Memory.DEVICE and self.update_in is Memory.HOST
+
+    def parameter_tiers(self) -> Iterator[Tier]:
+        """Of the unit's chunks, one after the other, without end."""
+        return chain(repeat("cpu", self.kept_parameters), repeat(self.parameters))
+
+    def record_tiers(self) -> Iterator[Tier]:
+        """Of its trained chunks, one after the other, without end."""
+        return chain(repeat("cpu", self.kept_records), repeat(self.records))
+
+
+def routes_of(units: Sequence[UnitSizes], choice: Choice, *, unified: bool, sharded: bool) -> tuple[Route, ...]:
+    """The route of each unit, but for what is `undoable`. `unified`: the model computes where host memory lies. `sharded`: a
+    unit's chunks are one rank's part of it."""
+    made: dict[Route, Route] = {}
+    routes = []
+    kept, near = choice.kept, choice.near
+    parameters_left, records_left = kept.parameter_count, kept.record_count
+    for unit in units:
+        parameters: Tier = "device" if unit.index in near.parameters else choice.parameters
+        records: Tier = "device" if unit.index in near.records else choice.states
+        gradients: Tier = "device" if unit.index in near.gradients else choice.gradients
+        kept_parameters = kept_records = 0
+        if parameters == "nvme":
+            kept_parameters = min(parameters_left, len(unit.chunks))
+            parameters_left -= kept_parameters
+            if unit.index < kept.unit_count:
+                parameters, kept_parameters = "cpu", 0
+        if records == "nvme":
+            kept_records = min(records_left, len(unit.trained))
+            records_left -= kept_records
+        route = _route(parameters, gradients, records, unified=unified, sharded=sharded)
+        if kept_parameters or kept_records:
+            route = replace(route, kept_parameters=kept_parameters, kept_records=kept_records)
+        routes.append(made.setdefault(route, route))
+    return tuple(routes)
+
+
+def with_undo(routes: Sequence[Route], unit_indices: Collection[int]) -> tuple[Route, ...]:
+    """The same, those of these units undoable."""
+    return tuple(replace(one, undoable=True) if index in unit_indices else one for index, one in enumerate(routes))
+
+
+def _route(parameters: Tier, gradients: Tier, records: Tier, *, unified: bool, sharded: bool) -> Route:
+    stays = not sharded and (parameters == "device" or (parameters == "cpu" and unified))
     arrival = Arrival.STAYS if stays else Arrival.READ if unified and not sharded else Arrival.COPIED
-    on_device = placement.optimizer_states == "device"
-    update_in = Memory.DEVICE if on_device and not unified else Memory.HOST
-    emission = _shard_emission(placement, unified) if sharded else _emission(stays, on_device, unified)
-    return tuple(
-        Route(
-            parameters="cpu" if unit.index < placement.kept.unit_count else placement.parameters,
-            gradients=placement.gradients,
-            records=placement.optimizer_states,
-            update_in=update_in,
-            arrival=arrival,
-            emission=emission,
-            undoable=unit.index in placement.undoable_units,
-        )
-        for unit in layout.units
+    on_device = records == "device"
+    return Route(
+        parameters=parameters,
+        gradients=gradients,
+        records=records,
+        model_in=Memory.HOST if unified else Memory.DEVICE,
+        update_in=Memory.DEVICE if on_device and not unified else Memory.HOST,
+        arrival=arrival,
+        emission=_shard_emission(parameters, records, unified) if sharded else _emission(stays, on_device, unified),
     )
 
 
@@ -104,8 +168,8 @@ def _emission(stays: bool, on_device: bool, unified: bool) -> Emission:
     return Emission.COPY_OUT if on_device else Emission.STORE
 
 
-def _shard_emission(placement: Placement, unified: bool) -> Emission:
+def _shard_emission(parameters: Tier, records: Tier, unified: bool) -> Emission:
     """Shards are updated at home: what is resident holds the other ranks' too, and is gathered anew."""
-    if unified or (placement.parameters == "device") == (placement.optimizer_states == "device"):
+    if unified or (parameters == "device") == (records == "device"):
         return Emission.STORE
-    return Emission.COPY_IN if placement.parameters == "device" else Emission.COPY_OUT
+    return Emission.COPY_IN if parameters == "device" else Emission.COPY_OUT

@@ -11,20 +11,20 @@ import torch
 from offload.device.pending import AllOf, Pending, Settled
 from offload.device.records import Record, RecordFormat
 from offload.errors import StorageError
-from offload.layout import Extent, ExtentAllocator, FlatLayout
+from offload.layout import Extent, ExtentAllocator
 from offload.model.chunk import Chunk, Place
 from offload.model.flat import Flat, some_of
+from offload.planning.budget import Tier
+from offload.planning.purposes import OPTIMIZER_STATES
 from offload.tiers.io import OpenFile, Priority
 from offload.tiers.store import ShareBlocks, Store
 
 _NAMED = 3
 """How many parameters an error lists."""
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
-OPTIMIZER_STATES = "optimizer states"
-"""The name of their store."""
-
-StoreFactory = Callable[[str, Iterable[Extent]], Store]
-"""Makes the store of one kind of state in the tier chosen for it: (purpose, extents) -> store."""
+StoreFactory = Callable[[Tier, Iterable[Extent]], Store]
+"""Makes one state's store in a tier."""
 
 Undoable = Callable[[Chunk], bool]
 """Whether the last write of a chunk must be undoable."""
@@ -59,9 +59,10 @@ def _named(error: StorageError, purpose: str, chunk: Chunk) -> StorageError:
 
 
 class ChunkStore(ABC):
-    """Chunks' extents in one store. A read or write of a chunk is ordered after its last write, on any thread.
+    """One state of all chunks, each in the store of its tier. A read or write of a chunk is ordered after its last write, on
+    any thread.
 
-    What has no bytes has no extent, and is there in place: [0] on the device `empty_on`.
+    What has no bytes has no extent, and is there in place: [0].
     A chunk in `undoable` has two extents and is written to them in turn, so that its last write can be undone: that costs room
     and no transfer.
     """
@@ -70,22 +71,21 @@ class ChunkStore(ABC):
 
     def __init__(
         self,
-        sizes_nbytes: Iterable[tuple[Chunk, int]],
+        sizes_nbytes: Iterable[tuple[Chunk, Tier, int]],
         purpose: str,
         make_store: StoreFactory,
-        empty_on: torch.device | None = None,
         undoable: Undoable = _never,
     ) -> None:
-        allocator = ExtentAllocator()
-        sized = [(chunk, nbytes) for chunk, nbytes in sizes_nbytes if nbytes]
-        for chunk, nbytes in sized:
-            self._place(chunk).extent = allocator.take(nbytes)
-        # After all others: of a store in two tiers the first extents are those in memory.
-        for chunk, nbytes in sized:
+        allocators: dict[Tier, ExtentAllocator] = {}
+        sized = [(chunk, tier, nbytes) for chunk, tier, nbytes in sizes_nbytes if nbytes]
+        for chunk, tier, nbytes in sized:
+            self._place(chunk).extent = allocators.setdefault(tier, ExtentAllocator()).take(nbytes)
+        for chunk, tier, nbytes in sized:  # after all others: what is read one after the other lies so
             if undoable(chunk):
-                self._place(chunk).other = allocator.take(nbytes)
-        self._store = make_store(purpose, allocator.extents) if allocator.extents else None
-        self._nothing = torch.empty(0, dtype=torch.uint8, device=empty_on)
+                self._place(chunk).other = allocators[tier].take(nbytes)
+        self._stores = {tier: make_store(tier, allocator.extents) for tier, allocator in allocators.items()}
+        for chunk, tier, _ in sized:
+            self._place(chunk).store = self._stores[tier]
         self._purpose = purpose
         self._lock = threading.Lock()
         self._writing: dict[Chunk, Pending] = {}
@@ -102,26 +102,26 @@ class ChunkStore(ABC):
 
     def view(self, chunk: Chunk) -> torch.Tensor | None:
         """The chunk's bytes where they lie, if they can be used in place."""
-        extent = self._place(chunk).extent
-        return self._nothing if extent is None or self._store is None else self._store.view(extent)
+        place = self._place(chunk)
+        return _NOTHING if place.extent is None or place.store is None else place.store.view(place.extent)
 
     def read(self, chunk: Chunk, into: torch.Tensor) -> Pending:
         self.settle_write(chunk)
-        extent = self._place(chunk).extent
-        assert self._store is not None and extent is not None, "what has no bytes is there in place"
+        place = self._place(chunk)
+        assert place.store is not None and place.extent is not None, "what has no bytes is there in place"
         try:
-            transfer = self._store.read(extent, into, priority=self.read_priority)
+            transfer = place.store.read(place.extent, into, priority=self.read_priority)
         except StorageError as error:  # what the chunk's last write left behind cannot be read
             raise _named(error, self._purpose, chunk) from error
         return _OfChunk(transfer, self._purpose, chunk)
 
     def share(self, chunk: Chunk, share: ShareBlocks) -> None:
         """See `Store.share`. The chunk's last write must be over."""
-        extent = self._place(chunk).extent
-        if extent is None or self._store is None:
+        place = self._place(chunk)
+        if place.extent is None or place.store is None:
             return
         try:
-            self._store.share(extent, share)
+            place.store.share(place.extent, share)
         except StorageError as error:
             raise _named(error, self._purpose, chunk) from error
 
@@ -130,36 +130,36 @@ class ChunkStore(ABC):
         its last write. False where the store cannot (`Store.snapshot`)."""
         self.settle_write(chunk)
         place = self._place(chunk)
-        if place.extent is None or self._store is None or not self._store.snapshot(place.extent):
+        if place.extent is None or place.store is None or not place.store.snapshot(place.extent):
             return False
         place.snapshot = place.extent
         return True
 
     def read_snapshot(self, chunk: Chunk, into: torch.Tensor) -> Pending:
-        snapshot = self._place(chunk).snapshot
-        assert self._store is not None and snapshot is not None, "what has no bytes is not snapshot"
-        return _OfChunk(self._store.read_snapshot(snapshot, into), self._purpose, chunk)
+        place = self._place(chunk)
+        assert place.store is not None and place.snapshot is not None, "what has no bytes is not snapshot"
+        return _OfChunk(place.store.read_snapshot(place.snapshot, into), self._purpose, chunk)
 
     def drop_snapshot(self, chunk: Chunk) -> None:
         """What was snapshot, if anything was, is not needed any more."""
         place = self._place(chunk)
         snapshot, place.snapshot = place.snapshot, None
         if snapshot is not None:
-            assert self._store is not None
-            self._store.drop_snapshot(snapshot)
+            assert place.store is not None
+            place.store.drop_snapshot(snapshot)
 
     def room_for_snapshots(self) -> list[tuple[OpenFile, int]]:
         """See `Store.room_for_snapshots`."""
-        return self._store.room_for_snapshots() if self._store is not None else []
+        return [room for store in self._stores.values() for room in store.room_for_snapshots()]
 
     def write(self, chunk: Chunk, source: torch.Tensor) -> Pending:
         self.settle_write(chunk)
-        if self._store is None:
-            return Settled()
         place = self._place(chunk)
+        if place.store is None:
+            return Settled()
         _turn(place)
         assert place.extent is not None
-        pending = _OfChunk(self._store.write(place.extent, source), self._purpose, chunk)
+        pending = _OfChunk(place.store.write(place.extent, source), self._purpose, chunk)
         with self._lock:
             place.write = self._writing[chunk] = pending
         return pending
@@ -214,18 +214,31 @@ def _turn(place: Place) -> None:
 
 
 class ParameterStore(ChunkStore):
-    """The parameters' home in a store. Absent where parameters live in memory that the device computes on."""
+    """The parameters' homes: a store, or where they stay the very memory that the model computes on, which is their view."""
 
     read_priority = Priority.PARAMETER
 
-    def __init__(self, chunks: Iterable[Chunk], make_store: StoreFactory, undoable: Undoable = _never) -> None:
-        super().__init__(((chunk, chunk.nbytes) for chunk in chunks), "parameters", make_store, undoable=undoable)
+    def __init__(self, chunks: Iterable[tuple[Chunk, Tier]], make_store: StoreFactory, undoable: Undoable = _never) -> None:
+        stored = ((chunk, tier, chunk.nbytes) for chunk, tier in chunks if chunk.route.has_store)
+        super().__init__(stored, "parameters", make_store, undoable)
         self._copying: dict[Chunk, None] = {}
         """Chunks with a copy whose end nobody has seen yet."""
 
     @staticmethod
     def _place(chunk: Chunk) -> Place:
         return chunk.parameters
+
+    def nbytes(self, chunk: Chunk) -> int:
+        return super().nbytes(chunk) if chunk.route.has_store else chunk.nbytes
+
+    def view(self, chunk: Chunk) -> torch.Tensor | None:
+        return super().view(chunk) if chunk.route.has_store else chunk.bytes
+
+    def write(self, chunk: Chunk, source: torch.Tensor) -> Pending:
+        if chunk.route.has_store:
+            return super().write(chunk, source)
+        chunk.bytes.copy_(source[: chunk.nbytes])  # on the stream of compute, after what it does now
+        return Settled()
 
     def copying(self, chunk: Chunk, copy: Pending) -> None:
         """`copy` reads the chunk where it lies in the store: who writes there calls `settle_copies` first."""
@@ -265,21 +278,17 @@ class RecordStore(ChunkStore):
 
     def __init__(
         self,
-        chunks: Iterable[Chunk],
+        chunks: Iterable[tuple[Chunk, Tier]],
         make_store: StoreFactory,
-        format_of: Callable[[FlatLayout], RecordFormat],
-        device: torch.device | None = None,
+        format_of: Callable[[Flat], RecordFormat],
         undoable: Undoable = _never,
     ) -> None:
-        """`device`: that of the store, if it is memory out of the host's reach."""
         known = list(chunks)
-        self._formats = {id(chunk.flat): format_of(chunk.flat.layout) for chunk in known}
-        sizes = [(chunk, self.format(chunk).nbytes(chunk.numel)) for chunk in known]
-        super().__init__(sizes, OPTIMIZER_STATES, make_store, device, undoable)
-        self.in_memory = all(self.view(chunk) is not None for chunk in known)
+        self._formats = {id(chunk.flat): format_of(chunk.flat) for chunk, _ in known}
+        sizes = [(chunk, tier, self.format(chunk).nbytes(chunk.numel)) for chunk, tier in known]
+        super().__init__(sizes, OPTIMIZER_STATES.furthest, make_store, undoable)
+        self.in_memory = all(self.view(chunk) is not None for chunk, _ in known)
         """Whether every record is updated where it lies, with no transfer."""
-        self.on_device = device is not None
-        """Whether that is device memory out of the host's reach."""
 
     @staticmethod
     def _place(chunk: Chunk) -> Place:

@@ -77,7 +77,7 @@ class Components:
     ranks: Group
     meeting: Meeting
     intake: Intake
-    parameter_store: ParameterStore | None = None
+    parameter_store: ParameterStore
     records: RecordStore | None = None
     gradients: Gradients | None = None
     updates: Updates | None = None

@@ -92,12 +92,15 @@ class DirectFetcher(Fetcher):
 class StagedFetcher(Fetcher):
     """Device memory of its own, reached by H2D copies (or, where it is host memory, by reads straight into it)."""
 
-    def __init__(self, accelerator: Accelerator, places: ParameterStore, pool: StagingPool, updates: Updates | None) -> None:
+    def __init__(
+        self, accelerator: Accelerator, places: ParameterStore, pool: StagingPool | None, updates: Updates | None
+    ) -> None:
+        """`pool`: of staging buffers; None where reads go straight into the unit's memory."""
         self._accelerator, self._places, self._pool, self._updates = accelerator, places, pool, updates
         self._lane = accelerator.host_lane("fetch", waits_for_io=True)
 
     def fetched_nbytes(self, unit: Unit) -> int:
-        return sum(flat.memory.nbytes for flat in unit.flats)
+        return sum(flat.memory.nbytes for flat in unit.flats if not flat.memory.stays)
 
     def start(self, unit: Unit) -> None:
         for flat in unit.flats:
@@ -143,7 +146,7 @@ class StagedFetcher(Fetcher):
             if stored is not None:
                 side_by_side.append((chunk, stored[: chunk.nbytes]))
                 continue
-            if self._accelerator.unified:
+            if self._pool is None:
                 copies.append(self._places.read(chunk, chunk.bytes))
                 continue
             lease = self._pool.try_lease(FETCHED)

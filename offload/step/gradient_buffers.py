@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import torch
 
+from offload.device.accelerator import Accelerator
 from offload.layout import Extent
 from offload.model.chunk import Chunk, ChunkGradient
 from offload.planning.budget import spare_count
@@ -27,14 +28,13 @@ from offload.tiers.store import Store
 class GradientBuffers:
     """See the module. Everything runs under the lock of `Gradients`."""
 
-    def __init__(self, chunk_count: int, pool: StagingPool, store: Store) -> None:
-        self._pool, self._store = pool, store
-        self.wide_store: Store | None = None
-        """Of the fp32 sums, at `ChunkGradient.wide`; there from the first second micro-batch on."""
+    def __init__(self, spilling_count: int, pool: StagingPool, accelerator: Accelerator) -> None:
+        """`spilling_count`: chunks whose buffers may run out."""
+        self._pool, self._accelerator = pool, accelerator
         self._occupied: dict[ChunkGradient, None] = {}
         """Chunks with a buffer of their own, the one added to longest ago first."""
         buffers = pool.stats.consumers.get(RETAINED)
-        self._spare_count = 0 if buffers is None else spare_count(buffers.count, chunk_count)
+        self._spare_count = 0 if buffers is None else spare_count(buffers.count, spilling_count)
         self.before_spill: Callable[[Chunk], None] | None = None
         """Sends what of the chunk is still packed on the device."""
 
@@ -55,7 +55,7 @@ class GradientBuffers:
 
     def take(self, state: ChunkGradient, dtype: torch.dtype) -> torch.Tensor:
         """A new buffer for the chunk; the lease of an earlier one is the caller's to release."""
-        store, extent = self._place(state, dtype)
+        store, extent = _place(state, dtype)
         view, state.lease = store.view(extent), None
         if view is None:
             state.lease = self._retaining_lease(state)
@@ -68,18 +68,37 @@ class GradientBuffers:
 
     def prefetch(self, state: ChunkGradient) -> bool:
         """See `Gradients.prefetch`."""
-        if state.spilled is None or state.buffer is not None:
+        if not self._is_elsewhere(state):
             return True
         lease = self._pool.try_lease(RELOADED) if self._pool.free_count(RELOADED) > 1 else None
         if lease is None:
             return False
-        self._read_back(state, lease)
+        self._bring(state, lease)
         return True
 
     def bring(self, state: ChunkGradient) -> None:
-        """Begin to read the chunk back, if it is not there."""
-        if state.buffer is None and not state.adopted:
-            self._read_back(state, self._pool.lease(RELOADED))
+        """Begin to bring the chunk to where its update finds it, if it is not there."""
+        if self._is_elsewhere(state):
+            self._bring(state, self._pool.lease(RELOADED))
+
+    def _is_elsewhere(self, state: ChunkGradient) -> bool:
+        if state.chunk.route.brings_gradients:
+            return state.lease is None
+        return state.buffer is None and not state.adopted and state.spilled is not None
+
+    def _bring(self, state: ChunkGradient, lease: Lease) -> None:
+        if state.chunk.route.brings_gradients:
+            self._copy_over(state, lease)
+        else:
+            self._read_back(state, lease)
+
+    def _copy_over(self, state: ChunkGradient, lease: Lease) -> None:
+        """From the device, where its buffer stays what it is for what comes next."""
+        assert state.buffer is not None, "a chunk without gradient was asked for"
+        there = state.buffer
+        self._occupied.pop(state, None)  # nothing to be spilled
+        state.buffer = lease.tensor[: there.nbytes].view(there.dtype)
+        state.transfer, state.lease = self._accelerator.copy_out(state.buffer, there), lease
 
     def put_back(self, state: ChunkGradient) -> None:
         """What was read back for an update stays a gradient: what lies in the store is still it."""
@@ -149,7 +168,7 @@ class GradientBuffers:
         assert state.buffer is not None and state.lease is not None
         if state.transfer is not None:
             state.transfer.wait()
-        store, extent = self._place(state, state.buffer.dtype)
+        store, extent = _place(state, state.buffer.dtype)
         state.transfer = store.write(extent, state.lease.tensor[: extent.nbytes])
         state.lease.release(after=state.transfer)
         state.spilled, state.buffer, state.lease = state.buffer.dtype, None, None
@@ -159,14 +178,16 @@ class GradientBuffers:
         assert state.spilled is not None, "a chunk without gradient was asked for"
         if state.transfer is not None:
             state.transfer.wait()
-        store, extent = self._place(state, state.spilled)
+        store, extent = _place(state, state.spilled)
         state.transfer = store.read(extent, lease.tensor[: extent.nbytes], priority=Priority.STATE)
         state.lease = lease
         state.buffer = lease.tensor[: state.chunk.numel * state.spilled.itemsize].view(state.spilled)
         state.spilled = None
 
-    def _place(self, state: ChunkGradient, dtype: torch.dtype) -> tuple[Store, Extent]:
-        if state.wide is None or dtype != torch.float32:
-            return self._store, state.narrow
-        assert self.wide_store is not None, "sums of micro-batches came before their room"
-        return self.wide_store, state.wide
+
+def _place(state: ChunkGradient, dtype: torch.dtype) -> tuple[Store, Extent]:
+    if not state.narrower or dtype != torch.float32:
+        assert state.store is not None
+        return state.store, state.narrow
+    assert state.wide_store is not None and state.wide is not None, "sums of micro-batches came before their room"
+    return state.wide_store, state.wide

@@ -93,10 +93,11 @@ class GradientTransit:
     ) -> None:
         """`shared_nbytes`: (count, bytes) of the buffers for single chunks; `whole_nbytes`: for chunks that leave together."""
         self._accelerator, self._receiver, self._sums = accelerator, receiver, sums
-        memory = torch.empty(shared_nbytes, dtype=torch.uint8, device=accelerator.device)
-        self._free: deque[tuple[torch.Tensor, Pending | None]] = deque((buffer, None) for buffer in memory)
+        count, nbytes = shared_nbytes
+        self._memory = accelerator.memory(count * nbytes)
+        self._free: deque[tuple[torch.Tensor, Pending | None]] = deque((one, None) for one in self._memory.view(count, nbytes))
         self._open: dict[Chunk, _Packing] = {}
-        self._ring = torch.empty(whole_nbytes, dtype=torch.uint8, device=accelerator.device)
+        self._ring = accelerator.memory(whole_nbytes)
         self._cursor_nbytes = 0
         self._leaving: deque[tuple[int, int, Pending]] = deque()
 
@@ -215,7 +216,8 @@ class DeviceSums:
                 blocks = kernels.touched_block_count(piece.start, piece.numel)
                 self._ranges[info.index, chunk.index] = slice(count, count + blocks)
                 count += blocks
-        self._device = torch.zeros(count, dtype=torch.float64, device=accelerator.device)
+        self._memory = accelerator.memory(8 * count)
+        self._device = self._memory.view(torch.float64)
         self._lease = pool.lease(SUMS)
         self._host = self._lease.tensor[: count * 8].view(torch.float64)
         self._unread: slice | None = None

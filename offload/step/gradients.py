@@ -31,11 +31,14 @@ from offload.layout import ExtentAllocator, Piece, Slot
 from offload.model.chunk import Chunk, ChunkGradient
 from offload.model.flat import Flat, ParameterInfo
 from offload.model.taken_gradient import TakenGradient
-from offload.planning.purposes import ACCUMULATED, SUMS
+from offload.planning.budget import Tier
+from offload.planning.purposes import SUMS
+from offload.planning.route import Memory
 from offload.step.chunk_stores import StoreFactory
 from offload.step.gradient_buffers import GradientBuffers
 from offload.step.gradient_transit import Addition, DeviceSums, GradientTransit, Landing, PackedPiece, joined, runs
 from offload.tiers.staging import StagingPool
+from offload.tiers.store import Store
 
 
 def _gradient_of(chunk: Chunk) -> ChunkGradient:
@@ -68,34 +71,31 @@ class Gradients:
         self,
         chunks: Iterable[Chunk],
         make_store: StoreFactory,
+        make_sums: StoreFactory,
         pool: StagingPool,
         accelerator: Accelerator,
         *,
         reduced: bool = False,
         transit_buffer_count: int = 0,
     ) -> None:
-        """`reduced`: what arrives are averages over ranks, fp32, through `add_reduced` alone.
+        """`make_store`, `make_sums`: of the gradients of one backward, and of the fp32 sums of several.
+
+        `reduced`: what arrives are averages over ranks, fp32, through `add_reduced` alone.
 
         `transit_buffer_count`: chunks that may lie on the device on their way to the host; 0: nothing goes that way.
         """
         self._accelerator = accelerator
         self._lane: HostLane = accelerator.host_lane("gradients", waits_for_io=False)
         self._lock = threading.RLock()
-        narrow, wide = ExtentAllocator(), ExtentAllocator()
-        self._chunks = tuple(chunks)
-        for chunk in self._chunks:
-            numel, itemsize = chunk.numel, 4 if reduced else chunk.flat.layout.itemsize
-            widened = wide.take(numel * 4) if itemsize != 4 else None
-            chunk.gradient = ChunkGradient(chunk, narrow.take(numel * itemsize), widened)
-        store = make_store("gradients", narrow.extents)
-        self._make_sums = (lambda: make_store(ACCUMULATED, wide.extents)) if wide.extents else None
-        self._buffers = GradientBuffers(len(self._chunks), pool, store)
-        views = [store.view(extent) for extent in narrow.extents[:1]]
-        self.spills = any(view is None for view in views)
-        """Whether gradients may leave for the store when buffers run out."""
-        self._adopts_tensors = not reduced and accelerator.unified and not self.spills
-        self.on_device = any(view is not None and view.device.type != "cpu" for view in views)
-        """Whether they stay in the memory of a GPU."""
+        self._chunks, self._reduced = tuple(chunks), reduced
+        self._made_states(make_store)
+        self._make_sums: StoreFactory | None = make_sums
+        spilling_count = sum(chunk.route.gradients_in is None for chunk in self._chunks)
+        self.spills = spilling_count > 0
+        """Whether gradients may leave for a store when buffers run out."""
+        self.brings = any(chunk.route.brings_gradients for chunk in self._chunks)
+        """Whether updates copy gradients over from the device."""
+        self._buffers = GradientBuffers(spilling_count, pool, accelerator)
         self._sums: dict[int, dict[int, torch.Tensor | None]] = {}
         """By parameter and chunk index; None: on the device."""
         self._live: dict[int, ParameterInfo] = {}
@@ -107,10 +107,21 @@ class Gradients:
         if self._transit is not None:
             self._buffers.before_spill = self._transit.leave
 
+    def _made_states(self, make_store: StoreFactory) -> None:
+        narrow: dict[Tier, ExtentAllocator] = {}
+        for chunk in self._chunks:
+            numel, itemsize = chunk.numel, 4 if self._reduced else chunk.flat.layout.itemsize
+            extent = narrow.setdefault(chunk.route.gradients, ExtentAllocator()).take(numel * itemsize)
+            chunk.gradient = ChunkGradient(chunk, extent, narrower=itemsize != 4)
+        stores = {tier: make_store(tier, allocator.extents) for tier, allocator in narrow.items()}
+        for chunk in self._chunks:
+            _gradient_of(chunk).store = stores[chunk.route.gradients]
+
     def _made_transit(self, buffer_count: int) -> GradientTransit:
         assert self._device_sums is not None
-        nbytes = max(chunk.nbytes for chunk in self._chunks)
-        shared = Counter(one.flat.layout.unit_index for one in self._chunks if len(one.pieces) > 1)
+        leaving = [chunk for chunk in self._chunks if chunk.route.gradients_in is not Memory.DEVICE]
+        nbytes = max(chunk.nbytes for chunk in leaving)
+        shared = Counter(one.flat.layout.unit_index for one in leaving if len(one.pieces) > 1)
         # Chunks that leave together are received together, which buffers that may have to be spilled in between cannot do.
         single_count = buffer_count if self.spills else min(buffer_count, 2 * max(shared.values(), default=0) + 2)
         return GradientTransit(
@@ -135,7 +146,7 @@ class Gradients:
         slot = flat.slot_of(info)
         self._live[info.index] = info
         sums = self._sums.setdefault(info.index, {})
-        if self._transit is not None:
+        if self._transit is not None and flat.route.gradients_in is not Memory.DEVICE:
             chunks = flat.chunks_of(info)
             with self._lock:
                 for chunk in chunks:
@@ -152,7 +163,7 @@ class Gradients:
                 state.live.add(info.index)
                 if piece.numel == 0:
                     continue
-                if owned and self._adopts_tensors and addition is Addition.FIRST:
+                if owned and addition is Addition.FIRST and self._adopts(chunk):
                     state.adopted[info.index] = source
                     sums[chunk.index] = kernels.ingest_async(None, source, piece.start, False)
                     continue
@@ -163,6 +174,10 @@ class Gradients:
                 on_device = self._device_sums.part(info.index, chunk.index) if self._device_sums is not None else None
                 summed = _take_in(target, source, piece.start, addition, flat.dtype, on_device)
                 sums[chunk.index] = summed if on_device is None else None
+
+    def _adopts(self, chunk: Chunk) -> bool:
+        """Whether autograd's own tensors are kept: they lie where gradients do."""
+        return not self._reduced and chunk.route.model_in is Memory.HOST and chunk.route.gradients_in is Memory.HOST
 
     def receive_pieces(self, chunk: Chunk, pieces: list[PackedPiece], values: torch.Tensor) -> Pending:
         """See `Receiver`."""
@@ -234,8 +249,24 @@ class Gradients:
 
     def take_room_for_sums(self) -> None:
         """Before the first sum of several micro-batches: make the store that fp32 sums lie in. Idempotent."""
-        if self._make_sums is not None:
-            self._buffers.wide_store, self._make_sums = self._make_sums(), None
+        make_sums, self._make_sums = self._make_sums, None
+        if make_sums is None:
+            return
+        wide: dict[Tier, ExtentAllocator] = {}
+        states = [_gradient_of(chunk) for chunk in self._chunks if _gradient_of(chunk).narrower]
+        for state in states:
+            state.wide = wide.setdefault(state.chunk.route.gradients, ExtentAllocator()).take(state.chunk.numel * 4)
+        stores: dict[Tier, Store] = {}
+        try:
+            for tier, allocator in wide.items():
+                stores[tier] = make_sums(tier, allocator.extents)
+        except BaseException:
+            self._make_sums = make_sums
+            for store in stores.values():
+                store.close()
+            raise
+        for state in states:
+            state.wide_store = stores[state.chunk.route.gradients]
 
     def expect(self, info: ParameterInfo) -> None:
         """A gradient of `info` counts for the coming step, wherever it was computed and whether this rank's shard has any."""
@@ -422,7 +453,7 @@ class Gradients:
                 job.wait()
             kernels.convert(wide, narrow)
 
-        if self._transit is None:
+        if self._transit is None or state.chunk.route.gradients_in is Memory.DEVICE:
             widen()
             state.jobs = []
         else:

@@ -6,6 +6,7 @@ import torch
 
 from offload.model.chunk import Chunk
 from offload.model.flat import ParameterInfo
+from offload.planning.route import Memory
 from offload.step.components import Components
 from offload.tiers.memory import HostMemory
 
@@ -32,8 +33,7 @@ class Homes:
 
     def write(self, info: ParameterInfo, written: torch.Tensor) -> None:
         """Carry the written elements (`written`: bool [numel] in slot order) to the parameter's home and its master."""
-        unit = self._parts.units[info.unit_index]
-        places, records = self._parts.parameter_store, self._parts.records
+        unit, records = self._parts.units[info.unit_index], self._parts.records
         ordered = info.in_memory_order(self.views[info.index])
         for chunk in unit.chunks:
             for other, piece in chunk.pieces:
@@ -47,17 +47,16 @@ class Homes:
                     record.replace_master(low, high, written[part].to(buffer.device), ordered[part].to(buffer.device))
                     if records.view(chunk) is None:
                         records.write(chunk, buffer).wait()
-                if places is not None:
+                if chunk.route.has_store:
                     self._write_chunk(chunk)
 
     def _write_chunk(self, chunk: Chunk) -> None:
         places = self._parts.parameter_store
-        assert places is not None
         values = chunk.bytes
         stored = places.view(chunk)
         if stored is not None:
             self._parts.accelerator.copy_out(stored[: values.numel()], values).wait()
-        elif self._parts.accelerator.unified:
+        elif chunk.route.model_in is Memory.HOST:
             places.write(chunk, values).wait()
         else:
             buffer = HostMemory(values.numel(), "gathered parameters", ledger=self._parts.ledger).tensor

@@ -7,9 +7,9 @@ there is room, any other when the second one's first gradient comes; that one is
 
 from __future__ import annotations
 
-from offload.device.host_room import host_room
 from offload.errors import BudgetError, StorageError
 from offload.model.flat import ParameterInfo
+from offload.planning.room import missing_nbytes, remedy
 from offload.step.components import Components
 
 
@@ -47,26 +47,24 @@ class MicroBatches:
         """Have the room. Raises `BudgetError` where there is none: nothing has changed then."""
         parts = self._parts
         placement, gradients = parts.placement, parts.gradients
-        if gradients is None or not placement.sums_nbytes:
+        if gradients is None or not placement.sums:
             return
-        tier, nbytes, missing = placement.gradients, placement.sums_nbytes, placement.sums_missing_nbytes
-        free = host_room().free_nbytes if tier == "cpu" else parts.accelerator.free_nbytes() if tier == "device" else None
-        cause = None
-        if not missing and free is not None and free < nbytes:
-            missing = nbytes - free
+        missing, cause = placement.sums_missing_nbytes, None
+        if not missing:
+            missing = sum(missing_nbytes(line, parts.accelerator) for line in placement.sums)
         if not missing:
             try:
                 gradients.take_room_for_sums()
             except (BudgetError, StorageError) as error:
-                cause, missing = error, nbytes
+                cause, missing = error, placement.sums_nbytes
             else:
                 parts.placement = placement.with_sums()
                 return
-        budget = "device_memory" if tier == "device" else "cpu_memory"
-        remedy = "make room in the nvme folder" if tier == "nvme" else f"raise {budget}, where it is set, by {missing} bytes"
+        needed = " and ".join(f"{line.nbytes} bytes in {line.tier} memory" for line in placement.sums)
+        remedies = " and ".join(dict.fromkeys(remedy(line.tier, missing) for line in placement.sums))
         refusal = BudgetError(
-            f"a second micro-batch needs {nbytes} bytes in {tier} memory for the fp32 sums of gradients, and {missing} of them "
-            f"are not there. The gradients of the first are: step with them and go on with one micro-batch a step, or {remedy}."
+            f"a second micro-batch needs {needed} for the fp32 sums of gradients, and {missing} of them are not there. The "
+            f"gradients of the first are: step with them and go on with one micro-batch a step, or {remedies}."
         )
         refusal.changed_nothing = True
         raise refusal from cause

@@ -24,7 +24,7 @@ class ModelEvents:
         self._training, self._gradients, self._speculation = training, training.gradients, training.speculation
         self._residency, self._intake, self._updates = parts.residency, parts.intake, parts.updates
         self._accelerator, self._timeline = parts.accelerator, parts.timeline
-        self._memory_is_short = parts.parameter_store is not None or parts.placement.uses_nvme
+        self._memory_is_short = any(unit.route.has_store for unit in parts.units) or parts.placement.uses_nvme
         self._is_alone, self._trains = parts.ranks.world_size == 1, parts.gradients is not None
         self._homes, self._input_dtype = Homes(parts), input_dtype
 

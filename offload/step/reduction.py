@@ -25,6 +25,7 @@ from offload.errors import ConfigError
 from offload.model.flat import Flat, ParameterInfo
 from offload.model.unit import Unit
 from offload.planning.budget import UNREDUCED_UNITS
+from offload.planning.route import Memory
 from offload.ranks.agreement import MeetingPoint
 from offload.ranks.averaging import HostReduction, averages_on_device
 from offload.ranks.rendezvous import Rendezvous
@@ -244,11 +245,12 @@ class Reduction(Intake):
             averages = HostReduction(self._ranks, flat.layout, dtypes).averages(own, self._stage)
         for chunk, values in averages:
             average = values.to(flat.dtype).float() if self._rounds else values
-            self._gradients.add_reduced(flat.chunks[chunk.index], self._within_reach(average), present)
+            on_device = flat.route.gradients_in is Memory.DEVICE
+            self._gradients.add_reduced(flat.chunks[chunk.index], average if on_device else self._on_host(average), present)
 
-    def _within_reach(self, values: Tensor) -> Tensor:
-        """`values` where the gradients' buffers lie: on the device, or in host memory (pinned, one chunk)."""
-        if values.device.type == "cpu" or self._gradients.on_device:
+    def _on_host(self, values: Tensor) -> Tensor:
+        """`values` in host memory (pinned, one chunk)."""
+        if values.device.type == "cpu":
             return values
         if self._landing is None or self._landing.nbytes < values.nbytes:
             self._landing = HostMemory(values.nbytes, "reduced gradients", ledger=self._ledger, register=self._accelerator.pin)

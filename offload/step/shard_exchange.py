@@ -27,13 +27,12 @@ class ShardExchange:
         units: list[Unit],
         ledger: MemoryLedger,
         *,
-        places: ParameterStore | None,
+        places: ParameterStore,
         fetcher: StagedFetcher | None,
         updates: Updates | None,
         reduction: Reduction | None,
     ) -> None:
-        """`places` and `fetcher` where parameters are partitioned; else the flats hold them for good. `updates` and `reduction`
-        where something is trained."""
+        """`fetcher` where parameters are partitioned, `updates` and `reduction` where something is trained."""
         self._ranks, self._accelerator, self._units, self._ledger = ranks, accelerator, units, ledger
         self._places, self._fetcher, self._updates, self._reduction = places, fetcher, updates, reduction
 
@@ -63,7 +62,7 @@ class ShardExchange:
 
     def _own_shards(self, unit: Unit, wanted_here: bool, *, on_host: bool) -> list[tuple[Flat, Tensor]]:
         """Of each flat that is gathered, this rank's shard in its current version, uint8; where it lies, or on the host."""
-        if self._places is None:
+        if not unit.route.has_store:
             if self._updates is not None:
                 self._updates.apply(unit)
             return [(flat, self._in_memory(flat, on_host)) for flat in unit.flats if flat.layout.trainable]

@@ -132,12 +132,9 @@ class StoreSink(ParameterSink):
 
 
 class CopyInSink(ParameterSink):
-    """The home is device memory and the kernel runs on the host: new values go over by H2D, slot by slot.
+    """The home is device memory and the kernel runs on the host: new values go over by H2D, slot by slot."""
 
-    `places`: a store of shards there; without it the flats themselves.
-    """
-
-    def __init__(self, accelerator: Accelerator, pool: StagingPool, places: ParameterStore | None = None) -> None:
+    def __init__(self, accelerator: Accelerator, pool: StagingPool, places: ParameterStore) -> None:
         self._accelerator = accelerator
         self._pool = pool
         self._places = places
@@ -163,8 +160,6 @@ class CopyInSink(ParameterSink):
         return last
 
     def _home(self, chunk: Chunk) -> torch.Tensor:
-        if self._places is None:
-            return chunk.values
         stored = self._places.view(chunk)
         assert stored is not None
         return stored[: chunk.nbytes].view(chunk.flat.dtype)
@@ -219,13 +214,11 @@ class CopyOutSink(ParameterSink):
         return Settled()
 
 
-def sink_for(emission: Emission, accelerator: Accelerator, pool: StagingPool, places: ParameterStore | None) -> ParameterSink:
-    """`places`: absent where no unit's parameters have a store."""
+def sink_for(emission: Emission, accelerator: Accelerator, pool: StagingPool, places: ParameterStore) -> ParameterSink:
     if emission is Emission.IN_PLACE:
         return InPlaceSink()
     if emission is Emission.COPY_IN:
         return CopyInSink(accelerator, pool, places)
-    assert places is not None
     if emission is Emission.RESIDENT:
         return ResidentSink(places)
     return StoreSink(places, pool) if emission is Emission.STORE else CopyOutSink(accelerator, places, pool)

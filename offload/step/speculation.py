@@ -148,7 +148,7 @@ class Speculation:
             self._take_back(unit, early)
 
     def _take_back(self, unit: Unit, early: EarlyUpdate) -> None:
-        assert self._gradients is not None and self._places is not None and self._records is not None
+        assert self._gradients is not None and self._records is not None
         for update in early.updates:
             if update.applied:
                 self._places.undo_write(update.chunk)

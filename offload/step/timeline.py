@@ -71,9 +71,9 @@ class Timeline:
             try:
                 yield
             finally:
-                self._change(leaves=True)
+                self._change(leaves=what)
 
-    def _change(self, waits: int = 0, enters: str | None = None, leaves: bool = False) -> None:
+    def _change(self, waits: int = 0, enters: str | None = None, leaves: str | None = None) -> None:
         """Account for the time since the last change, then change who waits or what the lane is at."""
         with self._lock:
             now_ns = self._clock_ns()
@@ -81,8 +81,8 @@ class Timeline:
             self._update_waits += waits
             if enters is not None:
                 self._lane_phases.append(enters)
-            elif leaves:
-                self._lane_phases.pop()
+            elif leaves is not None:
+                self._lane_phases.remove(leaves)
 
     def _account(self, now_ns: int) -> None:
         if self._update_waits and self._lane_phases:

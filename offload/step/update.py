@@ -56,14 +56,14 @@ class Updates:
         self,
         records: RecordStore,
         gradients: Gradients,
-        sinks: Mapping[Emission, ParameterSink],
+        sinks: Mapping[tuple[Emission, Memory], ParameterSink],
         pool: StagingPool,
         accelerator: Accelerator,
         timeline: Timeline,
     ) -> None:
         self._records, self._gradients, self._sinks, self._pool = records, gradients, sinks, pool
         self._accelerator, self._timeline = accelerator, timeline
-        self._reads = not records.in_memory or gradients.spills
+        self._reads = not records.in_memory or gradients.spills or gradients.brings
         # On the device an update is a launch in the order of compute, not work for a thread of the host.
         self._lanes: dict[Memory, HostLane] = {
             Memory.DEVICE: InlineLane(),
@@ -103,13 +103,13 @@ class Updates:
             chunk_update.number = self.enqueued_count
         self.enqueued_count += 1
         unit.update = self._queue[unit] = UnitUpdate(chunks)
-        if self._reads:
+        if self._reads and unit.route.update_in is Memory.HOST:
             self._ahead.extend(chunks)
 
     def read_ahead(self) -> None:
         """Start reading the first records before any unit is launched."""
         if self._ahead:
-            self._lanes[self._ahead[0].chunk.route.update_in].submit(self._read_ahead)
+            self._lanes[Memory.HOST].submit(self._accelerator.on_compute(self._read_ahead))
 
     def launch(self, unit: Unit) -> Pending:
         """Hand the unit's update to the lane, once; settles when its new parameters are in place."""
@@ -165,10 +165,15 @@ class Updates:
                 continue
             if not chunk_update.started:
                 self._start_reading(chunk_update, self._lease_now(chunk_update.chunk))
-            self._read_ahead()
+            if unit.route.update_in is Memory.HOST:
+                self._read_ahead()
             update.published.append(self._apply(chunk_update))
         if unit.route.update_in is Memory.DEVICE:
             update.published.append(self._accelerator.mark())
+
+    def _sink(self, chunk: Chunk) -> ParameterSink:
+        """Each lane has its own: one chunk is in a sink's hands at a time."""
+        return self._sinks[chunk.route.emission, chunk.route.update_in]
 
     def _is_in_place(self, chunk: Chunk) -> bool:
         """Whether the chunk's record is updated where it lies."""
@@ -206,7 +211,7 @@ class Updates:
             if chunk_update.reading is not None:
                 chunk_update.reading.wait()
             lease.release()
-        self._sinks[chunk_update.chunk.route.emission].forget(chunk_update.chunk)
+        self._sink(chunk_update.chunk).forget(chunk_update.chunk)
 
     def _prefetch_gradient(self, chunk_update: ChunkUpdate) -> bool:
         try:
@@ -223,7 +228,7 @@ class Updates:
             if lease is not None:
                 chunk_update.reading = self._records.read(chunk, lease.tensor[: self._records.nbytes(chunk)])
             if self._old(chunk_update) is ValuesNeeded.ALL:
-                self._sinks[chunk.route.emission].read_ahead(chunk)
+                self._sink(chunk).read_ahead(chunk)
             self._gradients.prefetch(chunk)  # False: the update in hand reads it
         except Exception as error:
             # Reading ahead is nobody's errand: the failure waits for the update that needs what was not read.
@@ -243,7 +248,7 @@ class Updates:
                 chunk_update.reading.wait()
             gradients = self._gradients.open(chunk, [piece.piece for piece in chunk_update.pieces])
         with self._timeline.lane_waiting("read parameters"):
-            values = self._sinks[chunk.route.emission].begin(chunk, self._old(chunk_update))
+            values = self._sink(chunk).begin(chunk, self._old(chunk_update))
         buffer = lease.tensor if lease is not None else self._records.view(chunk)
         assert buffer is not None
         record = self._records.over(chunk, buffer)
@@ -262,7 +267,7 @@ class Updates:
         if watcher is not None:
             with self._timeline.lane_waiting("copy for checkpoint"):
                 watcher.updated(chunk, values, record)
-        published = self._sinks[chunk.route.emission].commit(chunk, values, [piece.piece for piece in chunk_update.pieces])
+        published = self._sink(chunk).commit(chunk, values, [piece.piece for piece in chunk_update.pieces])
         if lease is not None:
             chunk_update.lease = None
             lease.release(after=self._records.write(chunk, buffer[: self._records.nbytes(chunk)]))

@@ -104,12 +104,8 @@ class ValueLoading:
         ordered = {info.index: info.in_memory_order(values[info.index]) for info in unit.parameters}
         for chunk in unit.chunks:
             self._set_master(chunk, ordered)
-            if self._parts.parameter_store is not None:
-                self._set_home(chunk, ordered)
-        if self._parts.parameter_store is None:
-            for flat in unit.flats:
-                for info, slot in zip(flat.parameters, flat.layout.slots, strict=True):
-                    flat.slice(slot.start, slot.stop).copy_(self._rounded(flat, ordered[info.index]))
+        for chunk in unit.homes:
+            self._set_home(chunk, ordered)
 
     def _rounded(self, flat: Flat, value: Tensor) -> Tensor:
         """`value` in the flat's dtype, rounded as an update would leave it."""
@@ -141,7 +137,6 @@ class ValueLoading:
 
     def _set_home(self, chunk: Chunk, ordered: Mapping[int, Tensor]) -> None:
         places = self._parts.parameter_store
-        assert places is not None
         places.settle_write(chunk)
         stored = places.view(chunk)
         content = stored

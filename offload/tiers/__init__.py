@@ -4,7 +4,6 @@ from offload.tiers.io import IoBackend, IoStats, Priority, open_backend
 from offload.tiers.memory import HostMemory, MemoryLedger
 from offload.tiers.nvme import NvmeStore, striped_nbytes
 from offload.tiers.scratch import ScratchFolder
-from offload.tiers.split import SplitStore
 from offload.tiers.staging import Lease, StagingPool
 from offload.tiers.store import CpuStore, Store
 
@@ -18,7 +17,6 @@ __all__ = [
     "NvmeStore",
     "Priority",
     "ScratchFolder",
-    "SplitStore",
     "StagingPool",
     "Store",
     "open_backend",

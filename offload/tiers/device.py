@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from offload.device.accelerator import Accelerator
 from offload.device.pending import Pending, Settled
 from offload.layout import Extent
 from offload.tiers.extent_guard import ExtentGuard
@@ -17,11 +18,11 @@ from offload.tiers.store import KeepsNothing, ShareBlocks
 class DeviceStore(KeepsNothing):
     """One device tensor, zeroed, cut into extents. Everything is in the order of the compute stream."""
 
-    def __init__(self, name: str, extents: Iterable[Extent], device: torch.device) -> None:
+    def __init__(self, name: str, extents: Iterable[Extent], accelerator: Accelerator) -> None:
         self.name = name
         self._guard = ExtentGuard(name, extents)
         self.nbytes = self._guard.nbytes
-        self._memory = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
+        self._memory = accelerator.memory(self.nbytes)
 
     def view(self, extent: Extent) -> Tensor:
         """The extent's own memory, uint8 [extent.nbytes], on the device."""

@@ -17,7 +17,7 @@ import torch
 
 from offload.errors import StorageError
 from offload.layout import Extent
-from offload.tiers import CpuStore, NvmeStore, ScratchFolder, SplitStore, Store, held_room, open_backend
+from offload.tiers import CpuStore, NvmeStore, ScratchFolder, Store, held_room, open_backend
 from offload.tiers.io import reflink
 
 from ..scratch_files import scratch_files
@@ -103,8 +103,7 @@ def make(tmp_path: Path) -> Iterator[Callable[[str], Store]]:
             else:
                 scratch = ScratchFolder([tmp_path / "a", tmp_path / "b"])
                 backend = stack.enter_context(closing(open_backend("threads")))
-                nvme = lambda extents: NvmeStore("s", extents, scratch, backend, stripe_nbytes=8 * KIB)  # noqa: E731
-                store = nvme(EXTENTS) if kind == "nvme" else SplitStore("s", EXTENTS, 1, lambda e: CpuStore("k", e), nvme)
+                store = NvmeStore("s", EXTENTS, scratch, backend, stripe_nbytes=8 * KIB)
             return stack.enter_context(closing(store))
 
         yield made
@@ -114,10 +113,10 @@ def held_nbytes(root: Path) -> int:
     return sum(path.stat().st_blocks * 512 for path in scratch_files(root, "*-room"))
 
 
-@pytest.mark.parametrize("kind", ["cpu", "nvme", "split"])
+@pytest.mark.parametrize("kind", ["cpu", "nvme"])
 def test_every_byte_that_lies_in_a_file(make: Callable[[str], Store], aligned: Aligned, kind: str) -> None:
     store = make(kind)
-    for index, extent in enumerate(EXTENTS):
+    for extent in EXTENTS:
         content = torch.randint(0, 256, (extent.nbytes,), dtype=torch.uint8)
         buffer = aligned(extent.nbytes)
         buffer.copy_(content)
@@ -131,7 +130,7 @@ def test_every_byte_that_lies_in_a_file(make: Callable[[str], Store], aligned: A
             return False
 
         store.share(extent, share)
-        in_memory = kind == "cpu" or (kind == "split" and index == 0)
+        in_memory = kind == "cpu"
         assert seen == (0 if in_memory else extent.nbytes)
         assert in_memory or bytes(found) == bytes(content.numpy())
 

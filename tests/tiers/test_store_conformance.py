@@ -6,7 +6,7 @@ import contextlib
 import errno
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,6 @@ from offload.tiers import (
     NvmeStore,
     Priority,
     ScratchFolder,
-    SplitStore,
     Store,
     open_backend,
 )
@@ -35,11 +34,9 @@ KIB = 1024
 SIZES = (4 * KIB, 64 * KIB, 1024 * KIB + 4 * KIB, 12 * KIB, 256 * KIB, 4 * KIB)
 STRIPE_NBYTES = 16 * KIB
 BACKENDS = ("io_uring", "threads", "aiofiles", "faulty")
-KEPT_COUNT = 3
 KINDS = [
     "cpu",
     *(f"nvme-{backend}-{count}" for backend in BACKENDS for count in (1, 3)),
-    *(f"split-{backend}-1" for backend in BACKENDS),
 ]
 
 Aligned = Callable[..., Tensor]
@@ -88,19 +85,12 @@ def subject_of(kind: str, tmp_path: Path) -> Iterator[Subject]:
         yield Subject(store, extents, None, ledger, kept_count=len(extents))
         store.close()
         return
-    kind, backend_name, path_count = kind.split("-")
+    _, backend_name, path_count = kind.split("-")
     backend = make_backend(backend_name)
     scratch = ScratchFolder([tmp_path / f"drive{index}" for index in range(int(path_count))])
 
-    def on_nvme(extents: Iterable[Extent]) -> Store:
-        return NvmeStore("states", extents, scratch, backend, stripe_nbytes=STRIPE_NBYTES)
-
-    if kind == "split":
-        store = SplitStore("states", extents, KEPT_COUNT, lambda part: CpuStore("states kept", part, ledger=ledger), on_nvme)
-        yield Subject(store, extents, backend, ledger, KEPT_COUNT)
-    else:
-        store = on_nvme(extents)
-        yield Subject(store, extents, backend, ledger)
+    store = NvmeStore("states", extents, scratch, backend, stripe_nbytes=STRIPE_NBYTES)
+    yield Subject(store, extents, backend, ledger)
     store.close()
     backend.close()
 

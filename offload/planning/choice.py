@@ -1,0 +1,69 @@
+"""What the planner chooses for one engine, in few numbers: `offload.planning.route` makes a route for each unit of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offload.planning.budget import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What lies in host memory of states whose tier is NVMe: the first chunks in the order of the units.
+
+    Bytes that one byte of memory saves in a step of n micro-batches, and of those while a forward and the updates run:
+
+        parameters  2n + 1  n + 1   read for forward and backward, written once; whole units where the CPU computes
+        records     2       2       read and written once
+        gradients   2n      n       written under backward and read back; half as much where gradients are 16-bit, since
+                                    a buffer has room for their sum in fp32
+
+    Updates run under the forward, which is when the drive has most to do, so that column decides, and then the first:
+    parameters before records before gradients.
+
+    Why a fixed set, and why no order of use is reversed: an optimizer step uses every record once, in the same order each
+    time. Of memory for a fraction f of the bytes, a fixed set saves exactly f of the transfers in both directions. What evicts
+    the least recently used saves nothing on such a cycle. Passing over the records in alternating direction with a set that
+    changes saves the same f (what one pass ends with, the next begins with) and no more, since no policy can hold more than f
+    from one pass to the next; it would take the order away from the next forward, which wants the first units first, and would
+    move what a fixed set updates where it lies. The first ones are kept: the forward waits for them first, and the drive has
+    all the time of their updates to bring the others.
+    """
+
+    unit_count: int = 0
+    """Units that need no fetch, since the device computes where their parameters lie."""
+    parameter_count: int = 0
+    parameter_nbytes: int = 0
+    record_count: int = 0
+    record_nbytes: int = 0
+
+
+NOTHING_KEPT = Kept()
+
+
+@dataclass(frozen=True, slots=True)
+class Near:
+    """The units of which a state lies in device memory that would be further away. Those of `records` are updated there, and
+    are among those of `gradients`."""
+
+    parameters: frozenset[int] = frozenset()
+    gradients: frozenset[int] = frozenset()
+    records: frozenset[int] = frozenset()
+
+
+NOTHING_NEAR = Near()
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """`parameters`, `states`, `gradients`: the furthest tier of each. `retained`: buffers for gradients on their way to
+    NVMe. `spare_nbytes`: of device memory beyond what is needed for units in use, so that some stay between their uses."""
+
+    parameters: Tier
+    states: Tier
+    gradients: Tier
+    prefetch: int = 0
+    retained: int = 0
+    kept: Kept = NOTHING_KEPT
+    near: Near = NOTHING_NEAR
+    spare_nbytes: int = 0

@@ -1,0 +1,193 @@
+"""From a configuration and budgets to a placement.
+
+What the configuration names is the furthest tier that a state may lie in; what budgets leave beyond the least is spent on
+bringing states nearer: to the device (`offload.planning.device_share`), then from NVMe to host memory
+(`offload.planning.working_set`). "auto" weighs every pairing of tiers that the budgets allow, and takes the one whose step
+moves the fewest bytes over the slowest link; of equals the nearest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from offload.config import Config
+from offload.device.accelerator import Accelerator
+from offload.device.host_room import host_room
+from offload.errors import BudgetError, ConfigError
+from offload.layout import Layout
+from offload.planning.budget import Tier
+from offload.planning.choice import Choice
+from offload.planning.device_share import DeviceShare
+from offload.planning.placement import ALONE, Placement, Problem, RankGroup, format_of, place
+from offload.planning.sizes import Footprint, least_gradient_buffers
+from offload.planning.trace import Expected
+from offload.planning.traffic import Traffic
+from offload.planning.working_set import WorkingSet
+from offload.tiers import scratch
+
+PAIRINGS: tuple[tuple[Tier, Tier], ...] = (
+    ("device", "device"),
+    ("device", "cpu"),
+    ("cpu", "device"),
+    ("cpu", "cpu"),
+    ("device", "nvme"),
+    ("nvme", "device"),
+    ("cpu", "nvme"),
+    ("nvme", "cpu"),
+    ("nvme", "nvme"),
+)
+"""Tiers of parameters and optimizer states, the nearest first."""
+_FREE_SHARE = 0.8
+"""Of the free memory, where "auto" has no budget to go by: the rest is for activations and everybody else."""
+
+
+class Decision:
+    """For one layout; the same sizes serve every call of `decide`."""
+
+    def __init__(
+        self,
+        config: Config,
+        accelerator: Accelerator,
+        layout: Layout,
+        expected: Expected,
+        moments: tuple[str, ...],
+        sharing: RankGroup = ALONE,
+        *,
+        accumulates: bool = False,
+    ) -> None:
+        """`moments`: what the optimizer keeps. `accumulates`: there will be several micro-batches in a step, whose sums must
+        find room."""
+        footprint = Footprint.of(layout, lambda dtype, crosses: format_of(config, moments, dtype, crosses))
+        drive_nbytes = scratch.free_nbytes(config.nvme_paths)
+        self.problem = Problem(config, accelerator, sharing, footprint, expected, drive_nbytes, accumulates)
+
+    def decide(self, *, within_room: bool = False) -> Placement:
+        """The placement for this model, these budgets, this device. Raises `BudgetError` with the smallest that would do.
+
+        `within_room`: also where "auto" finds none that fits into the memory that is free now."""
+        problem, config = self.problem, self.problem.config
+        if config.parameters != "auto" and not problem.can_hold(config.parameters):
+            raise ConfigError(
+                f"parameters={config.parameters!r} contradicts stage={config.stage} on {problem.sharing.world_size} ranks: "
+                "below stage 3 every rank keeps the whole parameters on its device. Choose stage=3, or parameters='device'."
+            )
+        if config.parameters != "auto" and config.optimizer_states != "auto":
+            smallest = _smallest(problem, config.parameters, config.optimizer_states)
+            _require_fit(problem, smallest)
+            placement = _grown(problem, smallest, problem)
+        else:
+            guessed = _with_guessed_budgets(problem)
+            smallest, placement = _auto(problem, guessed)
+            if within_room:
+                _require_fit(guessed, smallest)
+            _require_fit(problem, smallest)
+        excess = problem.excess(placement, with_sums=True)
+        missing = excess[1] - (problem.budget(excess[0]) or 0) if excess is not None else 0
+        return replace(placement, sums_missing_nbytes=missing)
+
+
+def _smallest(problem: Problem, parameters: Tier, states: Tier) -> Placement:
+    """The placement without prefetch; gradients on nvme where they must be, or where that helps host memory."""
+    spilling = Choice(parameters, states, "nvme", retained=least_gradient_buffers(problem.footprint.units))
+    if states == "device" and not problem.accelerator.unified:
+        return place(problem, Choice(parameters, states, "device"))
+    if states == "nvme":
+        return place(problem, spilling)
+    kept = place(problem, Choice(parameters, states, "cpu"))
+    if not problem.config.nvme_paths or problem.excess(kept) is None:
+        return kept
+    return min(kept, place(problem, spilling), key=lambda placement: placement.plan.total_nbytes("cpu"))
+
+
+def _grown(problem: Problem, smallest: Placement, guessed: Problem) -> Placement:
+    """Spend what the budgets leave: on prefetch, then on what may stay on the device, then on what need not go to NVMe.
+
+    `guessed`: budgets of which prefetch takes no more than is there either."""
+    # What several micro-batches will want is left to them, where it is there at all.
+    leaves_sums = problem.excess(smallest, with_sums=True) is None
+
+    def fits(placement: Placement) -> bool:
+        return problem.excess(placement, with_sums=leaves_sums) is None
+
+    tried = (place(problem, replace(smallest.choice, prefetch=count)) for count in range(problem.config.prefetch, 0, -1))
+    best = next((one for one in tried if fits(one) and guessed.excess(one) is None), smallest)
+    if problem.budget("device") is not None and not problem.accelerator.unified:
+        best = DeviceShare(problem, fits).best(best)
+    return WorkingSet(problem, fits).best(best) if problem.budget("cpu") is not None else best
+
+
+def _auto(problem: Problem, guessed: Problem) -> tuple[Placement, Placement]:
+    """The least that the chosen tiers take, and what the budgets make of it. The tiers take what there is for all else: where
+    no budget is given, what is free now, and so `guessed` decides whether they are possible. Where none is, the last."""
+    micro_batches = 2 if problem.accumulates else 1
+
+    def moved(pair: tuple[Placement, Placement]) -> tuple[int, ...]:
+        return Traffic.scheduled(problem, pair[1], micro_batches).slowest_first
+
+    weighed: list[tuple[Placement, Placement]] = []
+    smallest = None
+    for parameters, states in _pairings(problem):
+        smallest = _smallest(guessed, parameters, states)
+        if guessed.excess(smallest) is None:
+            weighed.append((smallest, _grown(problem, smallest, guessed)))
+            if not any(moved(weighed[-1])):
+                return weighed[-1]
+    assert smallest is not None
+    return min(weighed, key=moved) if weighed else (smallest, smallest)
+
+
+def _pairings(problem: Problem) -> Sequence[tuple[Tier, Tier]]:
+    """Those that the configuration and the stage leave open."""
+    config = problem.config
+    found = [
+        (parameters, states)
+        for parameters, states in PAIRINGS
+        if config.parameters in ("auto", parameters)
+        and config.optimizer_states in ("auto", states)
+        and problem.can_hold(parameters)
+    ]
+    if problem.accelerator.unified:  # host memory by two names: one is enough
+        found = [pair for pair in found if pair == PAIRINGS[0] or _on_host(pair) == pair or _on_host(pair) not in found]
+    usable = [pair for pair in found if "nvme" not in pair or config.nvme_paths]
+    if not usable:
+        raise ConfigError("optimizer_states or parameters on nvme need a folder: set nvme='/path/on/the/drive'.")
+    return usable
+
+
+def _on_host(pair: tuple[Tier, Tier]) -> tuple[Tier, Tier]:
+    parameters, states = ("cpu" if tier == "device" else tier for tier in pair)
+    return parameters, states
+
+
+def _with_guessed_budgets(problem: Problem) -> Problem:
+    """For choosing only: where no budget is given, a share of the memory that is free now."""
+    config = problem.config
+    cpu_memory = config.cpu_memory if config.cpu_memory is not None else int(host_room().free_nbytes * _FREE_SHARE)
+    free = problem.accelerator.free_nbytes()
+    device_memory = config.device_memory
+    if device_memory is None and free is not None:
+        device_memory = int(free * _FREE_SHARE / 2)  # activations need room beside the states
+    return replace(problem, config=replace(config, cpu_memory=cpu_memory, device_memory=device_memory))
+
+
+def _require_fit(problem: Problem, placement: Placement) -> None:
+    excess = problem.excess(placement)
+    if excess is None:
+        return
+    tier, needed = excess
+    field = "device_memory" if tier == "device" else "cpu_memory"
+    if problem.accelerator.unified and problem.config.cpu_memory is None:
+        field = "device_memory"
+    lines = "; ".join(f"{line.purpose} {line.nbytes}" for line in placement.plan.lines if line.tier == tier)
+    rank_count = problem.sharing.local_world_size if field == "cpu_memory" else 1
+    per_rank = f" for each of the node's {rank_count} ranks" if rank_count > 1 else ""
+    smallest = needed * rank_count
+    error = BudgetError(
+        f"{field}={(problem.budget(tier) or 0) * rank_count} cannot hold what parameters={placement.parameters!r} and "
+        f"optimizer_states={placement.optimizer_states!r} need at least: {needed} bytes{per_rank} ({lines}). The smallest "
+        f"{field} that can is "
+        f"{smallest}. Raise it to that, or move more to nvme."
+    )
+    error.smallest_nbytes = smallest
+    raise error

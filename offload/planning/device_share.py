@@ -1,0 +1,121 @@
+"""What the device memory beyond the minimum is spent on: units that stay there instead of being moved.
+
+What a unit's state saves in each step for the bytes that it takes, with n micro-batches, 16-bit parameters, fp32 states:
+
+    parameters  2n fetches become one: the values that the host's update leaves                   (2n - 1) x 2 of 2 bytes
+    gradients   n transfers become one                                                            (n - 1) x 2 of 2 to 6
+    records     the last transfer of the gradients and that of the values too: nothing moves      4 of 12
+
+So parameters come first, then gradients where there are several micro-batches, then records (with their gradients), until the
+budget is full. Of the units those that the schedule fetches most come first, and whatever still fits is taken.
+
+Where an update reads the old values, parameters that stay would come back for it: what is fetched for each step and then kept
+until its update moves less (`_resident`). Which of the two it is, the bytes over the slowest link decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+
+from offload.planning.choice import Choice, Near
+from offload.planning.placement import Placement, Problem, place
+from offload.planning.route import Memory
+from offload.planning.traffic import Traffic, fetch_counts
+from offload.planning.working_set import largest
+
+WithUnits = Callable[[Choice, frozenset[int]], Choice]
+"""The choice with a state of these units on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceShare:
+    """See the module."""
+
+    problem: Problem
+    fits: Callable[[Placement], bool]
+
+    def best(self, smallest: Placement) -> Placement:
+        """Of the placements that fit, from the one given up, the one whose step moves least over the slowest link."""
+        micro_batches = 2 if self.problem.accumulates else 1
+        order = self._order(smallest, micro_batches)
+        found = [smallest]
+        for grow in (self._staying, self._resident):
+            found.append(self._with_spare(grow(smallest, order)))
+        return min(found, key=lambda placement: Traffic.scheduled(self.problem, placement, micro_batches).slowest_first)
+
+    def _order(self, smallest: Placement, micro_batches: int) -> list[int]:
+        counts = fetch_counts(self.problem, smallest, micro_batches)
+        return sorted(range(len(counts)), key=lambda index: -counts[index])
+
+    # ---- two ways --------------------------------------------------------------------------------------------------
+
+    def _staying(self, smallest: Placement, order: Sequence[int]) -> Placement:
+        """Parameters of units stay for good."""
+        placement = self._taken(smallest, self._movable(smallest, order), _with_parameters)
+        return self._with_states(placement, order)
+
+    def _resident(self, smallest: Placement, order: Sequence[int]) -> Placement:
+        """Parameters are fetched once for each step; only what is updated on the device stays for good."""
+        if not any(self.problem.fetched(smallest.routes)):
+            return smallest
+        total = sum(self.problem.fetched(smallest.routes))
+        placement = place(self.problem, replace(smallest.choice, spare_nbytes=total))
+        return self._with_states(placement, order) if self.fits(placement) else smallest
+
+    def _with_states(self, placement: Placement, order: Sequence[int]) -> Placement:
+        if self.problem.accumulates:
+            placement = self._taken(placement, self._trained(placement, order), _with_gradients)
+        return self._taken(placement, self._trained(placement, order), _with_records)
+
+    def _with_spare(self, placement: Placement) -> Placement:
+        """What is left keeps units between their uses."""
+        budget, fetched = self.problem.budget("device"), sum(self.problem.fetched(placement.routes))
+        if budget is None or placement.unit_capacity_nbytes is None:
+            return placement
+        leaves_sums = self.problem.excess(placement, with_sums=True) is None
+        taken = (placement.with_sums() if leaves_sums else placement).plan.total_nbytes("device")
+        spare = min(budget - taken, fetched - placement.unit_capacity_nbytes)
+        if spare <= 0:
+            return placement
+        roomier = place(self.problem, replace(placement.choice, spare_nbytes=placement.choice.spare_nbytes + spare))
+        return roomier if self.fits(roomier) else placement
+
+    # ---- units -----------------------------------------------------------------------------------------------------
+
+    def _movable(self, placement: Placement, order: Sequence[int]) -> list[int]:
+        """Units whose parameters lie further away than the device."""
+        units = self.problem.footprint.units
+        return [index for index in order if units[index].home and placement.routes[index].parameters != "device"]
+
+    def _trained(self, placement: Placement, order: Sequence[int]) -> list[int]:
+        """Units whose updates compute on the host."""
+        units, routes = self.problem.footprint.units, placement.routes
+        return [index for index in order if units[index].trained and routes[index].update_in is Memory.HOST]
+
+    def _taken(self, placement: Placement, units: Sequence[int], with_units: WithUnits) -> Placement:
+        """As many of the units as fit: the first of them, and of the others each that still does."""
+
+        def placed(indices: Collection[int]) -> Placement:
+            return place(self.problem, with_units(placement.choice, frozenset(indices)))
+
+        count = largest(len(units), lambda count: self.fits(placed(units[:count])))
+        taken = list(units[:count])
+        for index in units[count + 1 :]:
+            if self.fits(placed([*taken, index])):
+                taken.append(index)
+        return placed(taken) if taken else placement
+
+
+def _with_parameters(choice: Choice, units: frozenset[int]) -> Choice:
+    return replace(choice, near=replace(choice.near, parameters=choice.near.parameters | units))
+
+
+def _with_gradients(choice: Choice, units: frozenset[int]) -> Choice:
+    return replace(choice, near=replace(choice.near, gradients=choice.near.gradients | units))
+
+
+def _with_records(choice: Choice, units: frozenset[int]) -> Choice:
+    """All of the unit stays: what is updated on the device has its gradients and its parameters there."""
+    near = choice.near
+    return replace(choice, near=Near(near.parameters | units, near.gradients | units, near.records | units))

@@ -1,0 +1,119 @@
+"""Routes that differ between the units of one engine: never another bit, whatever lies where, and saves go from any to any."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+from offload.planning.choice import Kept
+from offload.planning.route import Memory
+
+from .chosen import choosing
+from .models import IN_MEMORY, Setup, llama, two_groups
+from .runs import CLIP, assert_same_bits, bitwise_loop, run_engine
+
+STEPS = 4
+LAYERS = 4
+FORMATS = [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "split"), ("bf16", "8bit")]
+ON_CPU, RECORDS_ON_NVME, ON_NVME = (Setup(*pair, "deferred") for pair in (("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme")))
+SOME = {1, 3, 5}
+KEPT = Kept(parameter_count=2, record_count=3)
+CASES: dict[str, tuple[Setup, dict[str, Any]]] = {
+    "parameters stay": (ON_CPU, {"parameters": SOME}),
+    "gradients stay": (ON_CPU, {"gradients": SOME}),
+    "updated there": (ON_CPU, {"parameters": SOME, "gradients": SOME, "records": SOME}),
+    "records from nvme": (RECORDS_ON_NVME, {"parameters": {2}, "gradients": {2, 4}, "records": {2}, "kept": KEPT}),
+    "everywhere": (ON_NVME, {"parameters": {1, 2, 5}, "gradients": {1, 2, 3}, "records": {1}, "kept": KEPT, "prefetch": 1}),
+    "records alone": (ON_NVME, {"gradients": SOME, "records": SOME, "spare_nbytes": 1 << 20}),
+}
+cases = pytest.mark.parametrize("case", CASES)
+
+
+@lru_cache
+def reference(dtype: str, state_format: str) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OFFLOAD_ACCELERATOR", "cpu")
+        model = llama(LAYERS)
+        fields = IN_MEMORY.fields(Path("."), dtype=dtype, state_format=state_format, max_grad_norm=CLIP)
+        with offload.initialize(model, two_groups(model), offload.Config(**fields)) as engine:
+            return list(run_engine(engine, lambda run: bitwise_loop(run, STEPS)))
+
+
+def started(opened: Any, case: str, dtype: str = "bf16", state_format: str = "fp32", **fields: Any) -> Any:
+    setup, choice = CASES[case]
+    model = llama(LAYERS)
+    with choosing(**choice):
+        return opened(model, two_groups(model), setup, dtype=dtype, state_format=state_format, max_grad_norm=CLIP, **fields)
+
+
+@pytest.mark.parametrize(("dtype", "state_format"), FORMATS)
+@cases
+def test_no_route_changes_a_bit(opened: Any, case: str, dtype: str, state_format: str) -> None:
+    engine = started(opened, case, dtype, state_format)
+    assert len(set(engine._parts.placement.routes)) > 1
+    assert_same_bits(list(run_engine(engine, lambda run: bitwise_loop(run, STEPS))), reference(dtype, state_format))
+    planned = sum(line["nbytes"] for line in engine.stats()["planned"] if line["tier"] == "device")
+    assert engine.stats()["device_peak_nbytes"] <= planned
+
+
+@cases
+def test_update_in_backward(opened: Any, case: str) -> None:
+    engine = started(opened, case, update="backward")
+    assert_same_bits(list(run_engine(engine, lambda run: bitwise_loop(run, STEPS))), reference("bf16", "fp32"))
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@cases
+def test_a_save_goes_from_any_to_any(opened: Any, case: str, wait: bool, tmp_path: Path) -> None:
+    """Half of the run, a save, the other half in an engine with other routes: as if it had been one."""
+    order = list(CASES)
+    first = started(opened, case)
+    halves = [run_engine(first, lambda run: bitwise_loop(run, STEPS))]
+    save = first.save_checkpoint(tmp_path / "saved", wait=wait)
+    halves.append(run_engine(first, lambda run: bitwise_loop(run, STEPS)))
+    save.wait()
+    second = started(opened, order[(order.index(case) + 1) % len(order)])
+    second.load_checkpoint(tmp_path / "saved")
+    assert_same_bits(second.state_dict(), halves[0][1])
+    assert_same_bits(list(run_engine(second, lambda run: bitwise_loop(run, STEPS))), list(halves[1]))
+
+
+@cases
+def test_values_are_read_and_written_wherever_they_lie(opened: Any, case: str) -> None:
+    weights = []
+    for made in (lambda: started(opened, case), lambda: started(opened, "gradients stay")):
+        engine = made()
+        run_engine(engine, lambda run: bitwise_loop(run, 1))
+        parameters = list(engine.module.parameters())
+        with engine.gathered(parameters), torch.no_grad():
+            for parameter in parameters:
+                parameter.mul_(0.5)
+        run_engine(engine, lambda run: bitwise_loop(run, 1))
+        state = {name: value * 2 for name, value in engine.state_dict().items()}
+        engine.load_state_dict(state)
+        assert_same_bits(engine.state_dict(), state)
+        run_engine(engine, lambda run: bitwise_loop(run, 1))
+        weights.append(engine.state_dict())
+        engine.close()
+    assert_same_bits(weights[0], weights[1])
+
+
+def test_a_newly_trained_parameter_finds_its_place(opened: Any) -> None:
+    """The parts are made anew, with routes that fit them."""
+    results = []
+    for memory in (None, "64MiB"):
+        model = llama(LAYERS)
+        frozen = model.model.layers[1].requires_grad_(False)
+        engine = opened(model, two_groups(model), ON_NVME, dtype="bf16", device_memory=memory)
+        run_engine(engine, lambda run: bitwise_loop(run, 1))
+        frozen.requires_grad_(True)
+        results.append(list(run_engine(engine, lambda run: bitwise_loop(run, 2))))
+        near = {unit.route.update_in for unit in engine._parts.units if unit.trained_chunks}
+        assert near == ({Memory.DEVICE} if memory else {Memory.HOST})
+        engine.close()
+    assert_same_bits(results[0], results[1])
