@@ -87,6 +87,30 @@ def memory_sweep(report: dict[str, Any]) -> str:
     return introduction + "\n\n" + table(columns, rows)
 
 
+def device_memory(report: dict[str, Any]) -> str:
+    """The table of benchmarks/device_memory.py."""
+    introduction = (
+        f"{report['blocks']} blocks of two linear layers of width {report['width']}, bf16 with fp32 states, the deferred "
+        "accelerator; bytes of a step in MiB as counted, which are those planned (and 8 bytes for each 4096 gradients); losses "
+        "and weights bitwise the same in every row."
+    )
+    columns = "| asked for | device_memory | kept there: parameters, states | to it | from it | NVMe | in use, planned |"
+    rows = []
+    for result in report["results"]:
+        places = f"{result['parameters']}, {result['optimizer_states']}"
+        to_device, from_device, read, written = result["moved_nbytes"]
+        rows.append(
+            f"| {places} | {mib(result['device_memory'])} | {mib(result['parameters_kept_nbytes'])}, "
+            f"{mib(result['states_kept_nbytes'])} | {mib(to_device)} | {mib(from_device)} | {mib(read + written)} | "
+            f"{mib(result['device_peak_nbytes'])}, {mib(result['device_planned_nbytes'])} |"
+        )
+    return introduction + "\n\n" + table(columns, rows)
+
+
+def mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.2f}"
+
+
 def checkpoint(report: dict[str, Any]) -> str:
     """The table of benchmarks/checkpoint.py."""
     introduction = "A save beside training, against a step of the same run; fp32, batch 1 x 128, no GPU. "
@@ -230,6 +254,7 @@ TABLES = {
     "loss_curves": loss_curves,
     "train_step": train_step,
     "memory_sweep": memory_sweep,
+    "device_memory": device_memory,
     "io": io,
     "checkpoint": checkpoint,
     "gpu": gpu,

@@ -47,12 +47,14 @@ class Config:
     """All settings. Every field has a default that suits most; an unknown key or a contradiction is a `ConfigError`.
 
     stage             ZeRO stage 0 to 3: what is partitioned across ranks. On one rank all are the same.
-    parameters        where parameters live between uses: "auto", "device", "cpu" or "nvme"
+    parameters        the furthest place where parameters live between uses: "auto", "device", "cpu" or "nvme"
     optimizer_states  where master weights and moments live: likewise
     nvme              a folder, or several on different drives (then striped); needed for "nvme"
     device_memory     most bytes that the engine may hold on the device (parameters, gradients, states; activations are the
-                      model's own); None: what one unit in use and `prefetch` more take
-    cpu_memory        most bytes of host memory that the engine may hold; None: what the placements need at least
+                      model's own), and used: what is asked to lie further away stays there as far as they reach. None: what
+                      one unit in use and `prefetch` more take
+    cpu_memory        most bytes of host memory that the engine may hold, likewise used before NVMe; None: what the placements
+                      need at least
     dtype             what forward and backward run in: "bf16", "fp16", "fp32"; None: the parameters' own dtypes, as
                       normalisations with running statistics (BatchNorm) keep in any case
     state_format      "fp32": fp32 master weights and moments; "split": the same numbers in less memory (the bf16 parameter and

@@ -89,14 +89,17 @@ class Outline:
             return error.smallest_nbytes
         return None
 
-    def traffic(self, placement: Placement, micro_batches: int) -> Traffic:
+    def traffic(self, placement: Placement, micro_batches: int, *, scheduled: bool = False) -> Traffic:
         """Bytes of a step with `micro_batches`, at most: every unit that does not stay is fetched twice for each of them, for
-        forward and for backward."""
-        layout, _ = self._lay_out(self._config)
-        decision = Decision(
-            self._config, self._accelerator, layout, self._expected, self._moments, self._sharing, accumulates=self._accumulates
-        )
-        return Traffic.of(decision.problem, placement, [2 * micro_batches] * len(layout.units), micro_batches)
+        forward and for backward. `scheduled`: as often as the schedule has it of a step that goes as expected."""
+        problem = self._decision(self._lay_out(self._config)[0]).problem
+        if scheduled:
+            return Traffic.scheduled(problem, placement, micro_batches)
+        return Traffic.of(problem, placement, [2 * micro_batches] * len(problem.footprint.units), micro_batches)
+
+    def _decision(self, layout: Layout) -> Decision:
+        known = (self._expected, self._moments, self._sharing)
+        return Decision(self._config, self._accelerator, layout, *known, accumulates=self._accumulates)
 
     def _fixed(self, parameters: Tier, optimizer_states: Tier) -> offload.Config:
         free = replace(self._config, cpu_memory=None, device_memory=None)

@@ -73,7 +73,7 @@ class Decision:
                 "below stage 3 every rank keeps the whole parameters on its device. Choose stage=3, or parameters='device'."
             )
         if config.parameters != "auto" and config.optimizer_states != "auto":
-            smallest = _smallest(problem, config.parameters, config.optimizer_states)
+            smallest = _least(problem, problem, config.parameters, config.optimizer_states)
             _require_fit(problem, smallest)
             placement = _grown(problem, smallest, problem)
         else:
@@ -85,6 +85,16 @@ class Decision:
         excess = problem.excess(placement, with_sums=True)
         missing = excess[1] - (problem.budget(excess[0]) or 0) if excess is not None else 0
         return replace(placement, sums_missing_nbytes=missing)
+
+
+def _least(problem: Problem, guessed: Problem, parameters: Tier, states: Tier) -> Placement:
+    """The least that these tiers take; where host memory cannot hold that and what is granted of the device's can, with as few
+    units there as make it fit."""
+    smallest = _smallest(guessed, parameters, states)
+    excess = guessed.excess(smallest)
+    if excess is None or excess[0] == "device" or problem.accelerator.unified or problem.budget("device") is None:
+        return smallest
+    return DeviceShare(guessed, lambda placement: guessed.excess(placement) is None).relieved(smallest)
 
 
 def _smallest(problem: Problem, parameters: Tier, states: Tier) -> Placement:
@@ -128,7 +138,7 @@ def _auto(problem: Problem, guessed: Problem) -> tuple[Placement, Placement]:
     weighed: list[tuple[Placement, Placement]] = []
     smallest = None
     for parameters, states in _pairings(problem):
-        smallest = _smallest(guessed, parameters, states)
+        smallest = _least(problem, guessed, parameters, states)
         if guessed.excess(smallest) is None:
             weighed.append((smallest, _grown(problem, smallest, guessed)))
             if not any(moved(weighed[-1])):

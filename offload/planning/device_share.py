@@ -44,6 +44,16 @@ class DeviceShare:
             found.append(self._with_spare(grow(smallest, order)))
         return min(found, key=lambda placement: Traffic.scheduled(self.problem, placement, micro_batches).slowest_first)
 
+    def relieved(self, smallest: Placement) -> Placement:
+        """With the fewest units on the device, all that they have, with which it fits; itself where none do."""
+        units, budget = self._trained(smallest, self._order(smallest, 1)), self.problem.budget("cpu") or 0
+
+        def without(count: int) -> Placement:
+            return place(self.problem, _with_records(smallest.choice, frozenset(units[: len(units) - count])))
+
+        count = largest(len(units), lambda count: without(count).plan.total_nbytes("cpu") <= budget)
+        return without(count) if self.fits(without(count)) else smallest
+
     def _order(self, smallest: Placement, micro_batches: int) -> list[int]:
         counts = fetch_counts(self.problem, smallest, micro_batches)
         return sorted(range(len(counts)), key=lambda index: -counts[index])

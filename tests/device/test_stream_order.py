@@ -216,9 +216,9 @@ def test_chunks_that_leave_together(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     received: list[int] = []
     receive = Gradients.receive_chunks
 
-    def counted(self: Gradients, chunks: list[Any], slot: Any, values: torch.Tensor, *, accumulate: bool) -> Any:
+    def counted(self: Gradients, chunks: list[Any], *given: Any) -> Any:
         received.append(len(chunks))
-        return receive(self, chunks, slot, values, accumulate=accumulate)
+        return receive(self, chunks, *given)
 
     monkeypatch.setattr(Gradients, "receive_chunks", counted)
     losses, weights = train(tmp_path, "cpu", "cpu", width=96)

@@ -1,0 +1,143 @@
+"""What the planner makes of budgets, on small layouts: within them, no fixed placement moves less; with more, no more moves."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+import offload
+from offload.device.accelerator import Accelerator
+from offload.device.cpu import CpuAccelerator
+from offload.device.deferred import DeferredAccelerator
+from offload.errors import BudgetError
+from offload.layout import ParameterSpec, build_layout
+from offload.planning.budget import Tier
+from offload.planning.deciding import PAIRINGS, Decision
+from offload.planning.placement import Placement
+from offload.planning.plan import plan, simulate
+from offload.planning.route import Memory
+from offload.planning.trace import Expected, Use
+from offload.planning.traffic import Traffic
+
+NVME = str(Path(__file__).parent)
+"""Nothing is made there: what is asked is how much is free."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+DTYPES = {"float32": 4, "bfloat16": 2}
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[Any, Expected]:
+    """Units of one to three parameters, some of them frozen, used one after the other."""
+    dtype, units, index = draw(st.sampled_from(sorted(DTYPES))), [], 0
+    for number in range(draw(st.integers(2, 6))):
+        specs = []
+        for _ in range(draw(st.integers(0 if number == 0 else 1, 3))):
+            numel, trained = draw(st.integers(1, 6)) * 4096, draw(st.integers(0, 4)) > 0
+            specs.append(ParameterSpec(index, numel, dtype, DTYPES[dtype], trained, 0))
+            index += 1
+        units.append((f"unit {number}", specs))
+    layout = build_layout(units, chunk_numel=4096)
+    return layout, Expected.of(0, [Use(number) for number in range(1, len(units))])
+
+
+def decision(
+    model: Any, accelerator: Accelerator, pair: tuple[str, str] = ("auto", "auto"), accumulates: bool = False, **fields: Any
+) -> Decision:
+    config = offload.Config(parameters=pair[0], optimizer_states=pair[1], nvme=NVME, **fields)
+    return Decision(config, accelerator, *model, MOMENTS, accumulates=accumulates)
+
+
+def least(model: Any, accelerator: Accelerator, pair: tuple[Tier, Tier], field: str, **fields: Any) -> int:
+    with pytest.raises(BudgetError) as refusal:
+        decision(model, accelerator, pair, **fields, **{field: 1}).decide()
+    assert refusal.value.smallest_nbytes is not None
+    return refusal.value.smallest_nbytes
+
+
+def require_within(decided: Decision, placement: Placement) -> None:
+    problem = decided.problem
+    assert problem.excess(placement) is None
+    sizes = problem.fetched(placement.routes)
+    schedule = plan(problem.expected.trace, sizes, placement.unit_capacity_nbytes or 0, placement.prefetch)
+    assert simulate(schedule, sizes) <= (placement.unit_capacity_nbytes or 0)
+
+
+def moved(decided: Decision, placement: Placement) -> tuple[int, ...]:
+    return Traffic.scheduled(decided.problem, placement, 2 if decided.problem.accumulates else 1).slowest_first
+
+
+FORMATS = st.sampled_from(["fp32", "split"])
+SHARES = st.floats(1.0, 12.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(models(), SHARES, SHARES, st.booleans(), st.booleans(), st.data())
+def test_auto_moves_no_more_than_any_fixed_placement(
+    model: Any, on_device: float, in_memory: float, accumulates: bool, unified: bool, data: st.DataObject
+) -> None:
+    accelerator: Accelerator = CpuAccelerator() if unified else DeferredAccelerator()
+    is_narrow = all(flat.dtype == "bfloat16" for flat in model[0].flats)
+    fields: dict[str, Any] = {"state_format": data.draw(FORMATS) if is_narrow else "fp32"}
+    fields["cpu_memory"] = int(in_memory * least(model, accelerator, ("nvme", "nvme"), "cpu_memory", **fields))
+    if not unified:
+        fields["device_memory"] = int(on_device * least(model, accelerator, ("nvme", "nvme"), "device_memory", **fields))
+    try:
+        auto = decision(model, accelerator, accumulates=accumulates, **fields)
+        chosen = auto.decide()
+    except BudgetError:
+        return
+    require_within(auto, chosen)
+    for pair in PAIRINGS:
+        fixed = decision(model, accelerator, pair, accumulates=accumulates, **fields)
+        try:
+            other = fixed.decide()
+        except BudgetError:
+            continue
+        require_within(fixed, other)
+        assert moved(auto, chosen) <= moved(fixed, other), pair
+
+
+@settings(max_examples=60, deadline=None)
+@given(models(), st.sampled_from(PAIRINGS), st.lists(SHARES, min_size=2, max_size=5), st.booleans())
+def test_more_device_memory_never_moves_more(
+    model: Any, pair: tuple[Tier, Tier], shares: list[float], accumulates: bool
+) -> None:
+    accelerator, before = DeferredAccelerator(), None
+    smallest = least(model, accelerator, pair, "device_memory", prefetch=0)
+    for share in sorted(shares):
+        decided = decision(model, accelerator, pair, accumulates, device_memory=int(share * smallest), prefetch=0)
+        placement = decided.decide()
+        require_within(decided, placement)
+        now = moved(decided, placement)
+        assert before is None or now <= before
+        before = now
+
+
+@settings(max_examples=30, deadline=None)
+@given(models(), st.sampled_from(PAIRINGS))
+def test_with_room_for_everything_nothing_moves(model: Any, pair: tuple[Tier, Tier]) -> None:
+    decided = decision(model, DeferredAccelerator(), pair, device_memory=1 << 40)
+    assert not any(moved(decided, decided.decide()))
+    decided = decision(model, CpuAccelerator(), pair, cpu_memory=1 << 40)
+    assert not any(moved(decided, decided.decide()))
+
+
+def test_what_host_memory_lacks_the_device_has() -> None:
+    """No pair of tiers fits, but half of the units on the device do: without a drive, and with the least that is said."""
+    units = [(f"unit {number}", [ParameterSpec(number, 64 * 4096, "bfloat16", 2, True)]) for number in range(8)]
+    model = build_layout(units, chunk_numel=4096), Expected.of(0, [Use(number) for number in range(1, 8)])
+    everything = 8 * 64 * 4096 * 16
+    for pair in (("cpu", "cpu"), ("device", "cpu"), ("auto", "auto")):
+        config = offload.Config(parameters=pair[0], optimizer_states=pair[1], cpu_memory=everything // 2, device_memory="24MiB")
+        decided = Decision(config, DeferredAccelerator(), *model, MOMENTS)
+        placement = decided.decide()
+        require_within(decided, placement)
+        on_device = [route.update_in is Memory.DEVICE for route in placement.routes]
+        assert any(on_device) and not all(on_device)
+        smaller = dataclasses.replace(config, device_memory="8MiB")
+        with pytest.raises(BudgetError, match="cpu_memory"):
+            Decision(smaller, DeferredAccelerator(), *model, MOMENTS).decide()
