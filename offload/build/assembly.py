@@ -151,7 +151,9 @@ class Assembly:
         if least.is_of(layout, placement):
             agreed = lambda: (layout, placement)  # noqa: E731
         else:
-            fixed = replace(config, parameters=least.parameters, optimizer_states=least.optimizer_states)
+            fixed = replace(
+                config, parameters=least.parameters, optimizer_states=least.optimizer_states, prefetch=least.prefetch
+            )
             agreed = lambda: lay_out(  # noqa: E731
                 fixed, accelerator, specs, expected, moments, sharing, ranks.shard_index, (least.chunk_numel,)
             )

@@ -38,20 +38,24 @@ def parameter_facts(infos: Sequence[ParameterInfo]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Least:
-    """The smallest chunks, and the placement furthest from the device, that any rank decided on."""
+    """The smallest chunks, the least prefetch and the placement furthest from the device that any rank decided on. With the
+    configuration they decide which units have a state on the device, and so what records consist of: the same on all."""
 
     chunk_numel: int
+    prefetch: int
     parameters: Tier
     optimizer_states: Tier
 
     def is_of(self, layout: Layout, placement: Placement) -> bool:
         """Whether they are those of this rank's own decision."""
-        return self == Least(layout.chunk_numel, placement.parameters, placement.optimizer_states)
+        return self == Least(layout.chunk_numel, placement.prefetch, placement.parameters, placement.optimizer_states)
 
 
 def agree_on_least(ranks: Group, layout: Layout, placement: Placement) -> Least:
     """Ranks see different free memory: what all of them use is what the one with least can. Collective."""
-    own = [layout.chunk_numel, _TIERS.index(placement.parameters), _TIERS.index(placement.optimizer_states)]
+    tiers = [_TIERS.index(placement.parameters), _TIERS.index(placement.optimizer_states)]
+    own = [layout.chunk_numel, placement.prefetch, *tiers]
     said = torch.stack(ranks.exchange(torch.tensor(own, dtype=torch.int64)))
-    furthest = said[:, 1:].amax(0).tolist()
-    return Least(int(said[:, 0].min()), _TIERS[furthest[0]], _TIERS[furthest[1]])
+    chunk_numel, prefetch = said[:, :2].amin(0).tolist()
+    parameters, states = said[:, 2:].amax(0).tolist()
+    return Least(chunk_numel, prefetch, _TIERS[parameters], _TIERS[states])

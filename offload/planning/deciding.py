@@ -92,7 +92,8 @@ def _least(problem: Problem, guessed: Problem, parameters: Tier, states: Tier) -
     units there as make it fit."""
     smallest = _smallest(guessed, parameters, states)
     excess = guessed.excess(smallest)
-    if excess is None or excess[0] == "device" or problem.accelerator.unified or problem.budget("device") is None:
+    is_granted = problem.budget("device") is not None and problem.budget("cpu") is not None
+    if excess is None or excess[0] == "device" or problem.accelerator.unified or not is_granted:
         return smallest
     return DeviceShare(guessed, lambda placement: guessed.excess(placement) is None).relieved(smallest)
 

@@ -165,3 +165,21 @@ def test_averages_in_the_compute_dtype(pair: Crew, tmp_path: Path) -> None:
     usual = same_on_all(pair, cases, steps=3)
     rounded = same_on_all(pair, cases, steps=3, average="compute")
     assert usual != rounded
+
+
+def test_a_part_of_the_states_on_the_device(pair: Crew, tmp_path: Path) -> None:
+    """A share of every unit's parameters, gradients or records, as far as the budget reaches; fp32 records then differ in kind."""
+    for dtype in ("fp32", "bf16"):
+        cases = [
+            fields(stage, parameters, states, tmp_path, device_memory=memory, dtype=dtype, max_grad_norm=1.0)
+            for stage, parameters, states, sizes in (
+                (0, "device", "cpu", ("1MiB",)),
+                (2, "device", "nvme", ("1MiB",)),
+                (3, "cpu", "cpu", ("600KiB", "800KiB", "64MiB")),
+                (3, "nvme", "nvme", ("800KiB",)),
+            )
+            for memory in sizes
+        ]
+        found = same_on_all(pair, cases, accelerator="deferred", steps=3)
+        plain = fields(0, "device", "device", tmp_path, max_grad_norm=1.0, dtype=dtype)
+        assert found == pair.do("train", fields=plain, steps=3)
