@@ -116,10 +116,9 @@ class Engagement:
                     if places is not None:
                         places.settle_writes()
         finally:
-            stays = parts.parameter_store is None
             for unit in parts.units:
                 for info in unit.parameters:
                     info.parameter.grad = None
-                if stays:
+                if not unit.route.has_store:
                     unit.open_up()
             parts.close()

@@ -168,7 +168,7 @@ def test_averages_in_the_compute_dtype(pair: Crew, tmp_path: Path) -> None:
 
 
 def test_a_part_of_the_states_on_the_device(pair: Crew, tmp_path: Path) -> None:
-    """A share of every unit's parameters, gradients or records, as far as the budget reaches; fp32 records then differ in kind."""
+    """Parameters, gradients or records of some units, as far as the budget reaches; fp32 records then differ in kind."""
     for dtype in ("fp32", "bf16"):
         cases = [
             fields(stage, parameters, states, tmp_path, device_memory=memory, dtype=dtype, max_grad_norm=1.0)
