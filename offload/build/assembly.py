@@ -213,6 +213,7 @@ def lay_out(
     chunk_numels: Sequence[int] = (),
     *,
     accumulates: bool = False,
+    states_on_device: float = 0.0,
 ) -> tuple[Layout, Placement]:
     """The layout with the largest chunks with which the placement fits the budgets, and where it is for the engine to choose
     the memory that is free, if any does. Raises `BudgetError` if none fits the budgets.
@@ -220,14 +221,17 @@ def lay_out(
     `moments`: what the optimizer keeps.
 
     `rank`: this one's index among those that share the shards. `chunk_numels`: what to try instead of the usual.
-    `accumulates`: steps are known to have several micro-batches.
+    `accumulates`, `states_on_device`: as `Decision` has them.
     """
     failure: BudgetError | None = None
     for within_room in (True, False):
         for chunk_numel in chunk_numels or CHUNK_NUMELS:
             layout = build_layout(specs, chunk_numel=chunk_numel, world_size=sharing.world_size, rank=rank, stage=sharing.stage)
             try:
-                decision = Decision(config, accelerator, layout, expected, moments, sharing, accumulates=accumulates)
+                decision = Decision(
+                    config, accelerator, layout, expected, moments, sharing,
+                    accumulates=accumulates, states_on_device=states_on_device,
+                )  # fmt: skip
                 return layout, decision.decide(within_room=within_room)
             except BudgetError as error:
                 failure = error

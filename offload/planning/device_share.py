@@ -44,6 +44,15 @@ class DeviceShare:
             found.append(self._with_spare(grow(smallest, order)))
         return min(found, key=lambda placement: Traffic.scheduled(self.problem, placement, micro_batches).slowest_first)
 
+    def holding(self, smallest: Placement, share: float) -> Placement:
+        """With at least this share of the records on the device, of the units that come first."""
+        sizes = {unit.index: unit.beside.nbytes for unit in self.problem.footprint.units}
+        wanted, units = share * sum(sizes.values()), list[int]()
+        for index in self._trained(smallest, self._order(smallest, 1)):
+            if sum(sizes[one] for one in units) < wanted:
+                units.append(index)
+        return place(self.problem, _with_records(smallest.choice, frozenset(units)))
+
     def relieved(self, smallest: Placement) -> Placement:
         """With the fewest units on the device, all that they have, with which it fits; itself where none do."""
         units, budget = self._trained(smallest, self._order(smallest, 1)), self.problem.budget("cpu") or 0

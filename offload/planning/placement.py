@@ -112,7 +112,7 @@ class Placement:
 @dataclass(frozen=True, slots=True)
 class Problem:
     """What a placement is decided for. `drive_nbytes`: what is free on the drives. `accumulates`: whether the sums of several
-    micro-batches are planned for."""
+    micro-batches are planned for. `states_on_device`: the share of the optimizer states that lies on the device in any case."""
 
     config: Config
     accelerator: Accelerator
@@ -121,6 +121,7 @@ class Problem:
     expected: Expected
     drive_nbytes: int
     accumulates: bool
+    states_on_device: float = 0.0
 
     def keeps_whole(self, parameters: Tier) -> bool:
         """Whether parameters in that tier are for good where the device computes on them."""

@@ -22,6 +22,7 @@ from offload.step.chunk_stores import ParameterStore
 from offload.step.gradient_transit import GradientTransit
 from offload.step.gradients import Gradients
 from offload.tiers.memory import HostMemory
+from tests.acceptance.chosen import choosing
 from tests.acceptance.models import Stack, stack, vector_batches
 from tests.device import played_cuda
 from tests.device.played_cuda import Race, Stream, Watch, play
@@ -88,6 +89,26 @@ def test_no_race_on_a_stream_of_the_users(
 ) -> None:
     play(monkeypatch, seed)
     train(tmp_path, parameters, states, side_stream=True)
+
+
+MIXED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "parameters and gradients": ("cpu", "cpu", {"parameters": {1, 3}, "gradients": {2, 3}}),
+    "updated on both": ("nvme", "nvme", {"parameters": {1, 2}, "gradients": {1, 2, 4}, "records": {1}}),
+    "some stay for a step": ("cpu", "nvme", {"gradients": {2}, "records": {2}, "parameters": {2}, "spare_nbytes": 1 << 20}),
+}
+
+
+@pytest.mark.parametrize("mixed", MIXED)
+def test_no_race_where_routes_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mixed: str) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("OFFLOAD_ACCELERATOR", "cpu")
+        expected = train(tmp_path, "device", "device")
+    play(monkeypatch)
+    parameters, states, choice = MIXED[mixed]
+    for side_stream in (False, True):
+        with choosing(**choice):
+            losses, weights = train(tmp_path, parameters, states, side_stream=side_stream)
+        assert losses == expected[0] and all(torch.equal(weights[name], expected[1][name]) for name in weights)
 
 
 @pytest.mark.parametrize(("parameters", "states"), [("cpu", "cpu"), ("nvme", "nvme")])

@@ -141,3 +141,16 @@ def test_what_host_memory_lacks_the_device_has() -> None:
         smaller = dataclasses.replace(config, device_memory="8MiB")
         with pytest.raises(BudgetError, match="cpu_memory"):
             Decision(smaller, DeferredAccelerator(), *model, MOMENTS).decide()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_a_share_of_the_states_lies_on_the_device_whatever_the_budgets(share: float) -> None:
+    """As DeepSpeed's `offload_optimizer.ratio` asks for it."""
+    units = [(f"unit {number}", [ParameterSpec(number, 4096, "bfloat16", 2, True)]) for number in range(10)]
+    model = build_layout(units, chunk_numel=4096), Expected.of(0, [Use(number) for number in range(1, 10)])
+    config = offload.Config(parameters="cpu", optimizer_states="cpu")
+    decided = Decision(config, DeferredAccelerator(), *model, MOMENTS, states_on_device=share)
+    placement = decided.decide()
+    assert sum(route.update_in is Memory.DEVICE for route in placement.routes) == round(10 * share)
+    unified = Decision(config, CpuAccelerator(), *model, MOMENTS, states_on_device=share)
+    assert not any(route.update_in is Memory.DEVICE for route in unified.decide().routes)
