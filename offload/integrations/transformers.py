@@ -37,6 +37,8 @@ class OffloadMixin:
 
     engine: Engine | None = None
     """Made by the first `train`, `evaluate` or `predict`."""
+    reference_engine: Engine | None = None
+    """Where a Trainer of TRL's has a reference model of its own: the one that has it, without an optimizer."""
     _offload: Settings = None
     _save_beside: Any = None
 
@@ -57,7 +59,11 @@ class OffloadMixin:
             super().create_optimizer(*args, **keywords)  # type: ignore[misc]
             self._compile_blocks()
             precision = "bf16" if self.args.bf16 else "fp16" if self.args.fp16 else "no"
-            self.engine = offload.initialize(self.model, self.optimizer, with_precision(self._offload, precision))
+            config = with_precision(self._offload, precision)
+            self.engine = offload.initialize(self.model, self.optimizer, config)
+            reference = getattr(self, "ref_model", None)
+            if reference is not None and self.reference_engine is None and not getattr(self.args, "sync_ref_model", False):
+                self.reference_engine = offload.initialize(reference, None, config)
             self.optimizer = self.engine.optimizer
             attach(self.accelerator, self.engine)
         return self.optimizer
