@@ -6,23 +6,11 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from offload.errors import ConfigError, UsageError
+from offload.errors import UsageError
 
 
 class AskedWrongly(UsageError, AssertionError):
     """What DeepSpeed asserts: a script that expects its AssertionError gets one."""
-
-
-class WrongValue(ConfigError, ValueError):
-    """What is a ValueError of DeepSpeed's."""
-
-
-class Unfit(UsageError, RuntimeError):
-    """What is a RuntimeError of DeepSpeed's."""
-
-
-class NotDone(ConfigError, NotImplementedError):
-    """What is a NotImplementedError of DeepSpeed's."""
 
 
 def absent(where: str, name: str, there: Iterable[str], instead: Mapping[str, str] | None = None) -> AttributeError:

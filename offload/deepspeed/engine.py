@@ -49,6 +49,8 @@ class DeepSpeedEngine(Saving, Numbers, nn.Module):  # type: ignore[misc]
         self._boundary: bool | None = None
         self._step_applied = self._backward_is_own = self._is_stepping = self.inside_no_sync_ctxt = False
         self._backwards_since_step = 0
+        self._summing = self.world_size if said.sums_gradients else 1
+        """What gradients, which are averaged over the ranks, are multiplied by."""
         if self.optimizer is not None:
             self._adapt_optimizer(self.optimizer)
 
@@ -58,7 +60,7 @@ class DeepSpeedEngine(Saving, Numbers, nn.Module):  # type: ignore[misc]
         shown.update(optimizer=optimizer, loss_scaler=self.loss_scaler, loss_scale_config=self.loss_scaler)
         shown.update(dynamic_loss_scale=self.loss_scaler.dynamic, overflow=False, _global_grad_norm=0.0)
         shown.update(clip_grad=self.gradient_clipping(), custom_loss_scaler=False)
-        shown["backward"] = self._scaled_backward
+        shown.update(backward=self._scaled_backward, needs_scaler=self.fp16_enabled)
         if self._said.config.stage == 2:  # at stage 3 the optimizer's call drops them, as at 0 and 1
             shown["zero_grad"] = self.zero_grad
         self._show_scale()
@@ -73,13 +75,13 @@ class DeepSpeedEngine(Saving, Numbers, nn.Module):  # type: ignore[misc]
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         outputs = self.module(*inputs, **keywords)
-        if self.gradient_accumulation_steps() == 1 or not torch.is_grad_enabled():
+        if self.gradient_accumulation_steps() == self._summing or not torch.is_grad_enabled():
             return outputs
         return divided(outputs, self._divisor)
 
     def _divisor(self) -> float:
         """Of gradients that a backward of the script's own brings; `backward` divides the loss itself."""
-        return 1 if self._backward_is_own else self.gradient_accumulation_steps()
+        return 1 if self._backward_is_own else self.gradient_accumulation_steps() / self._summing
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **tuning: Any
@@ -103,7 +105,7 @@ class DeepSpeedEngine(Saving, Numbers, nn.Module):  # type: ignore[misc]
         gathers = not self.inside_no_sync_ctxt and (self.is_gradient_accumulation_boundary() or self._unmanaged)
         try:
             with nullcontext() if gathers else self.offload_engine.no_sync():
-                self.offload_engine.backward(loss, retain_graph=retain_graph)
+                self.offload_engine.backward(loss * self._summing if self._summing != 1 else loss, retain_graph=retain_graph)
         finally:
             self._backward_is_own = False
 

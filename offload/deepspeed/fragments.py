@@ -15,8 +15,8 @@ from torch import nn
 
 import offload
 from offload.deepspeed import comm
-from offload.deepspeed.absent import Unfit, WrongValue
 from offload.deepspeed.owners import owner_of
+from offload.errors import ConfigError, UsageError
 
 
 class OffloadDeviceEnum(str, Enum):
@@ -36,13 +36,13 @@ class OffloadStateTypeEnum(str, Enum):
 
 
 def check_states(include: Any, device: Any) -> None:
-    """Raise `WrongValue` for states, or a device, that DeepSpeed does not know."""
+    """Raise `ConfigError` for states, or a device, that DeepSpeed does not know."""
     known = [one.value for one in OffloadStateTypeEnum]
     unknown = [one for one in include or () if getattr(one, "value", one) not in known]
     if unknown:
-        raise WrongValue(f"offload_states(include=...) names {unknown!r}: there are {', '.join(known)}.")
+        raise ConfigError(f"offload_states(include=...) names {unknown!r}: there are {', '.join(known)}.")
     if getattr(device, "value", device) not in ("cpu", "none"):
-        raise WrongValue(f"offload_states(device={device!r}): only 'cpu' is a place to move to.")
+        raise ConfigError(f"offload_states(device={device!r}): only 'cpu' is a place to move to.")
 
 
 _OLD_NAMES = {"momentum_buffer": "exp_avg"}
@@ -51,7 +51,7 @@ _OLD_NAMES = {"momentum_buffer": "exp_avg"}
 def _engine(param: nn.Parameter) -> offload.Engine:
     engine = owner_of([param])
     if engine is None:
-        raise Unfit("the parameter belongs to no engine that is open: call deepspeed.initialize first.")
+        raise UsageError("the parameter belongs to no engine that is open: call deepspeed.initialize first.")
     return engine
 
 

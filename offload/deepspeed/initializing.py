@@ -17,7 +17,7 @@ import offload
 from offload.deepspeed import checkpointing, comm, lr_schedules
 from offload.deepspeed.absent import AskedWrongly, check_keywords
 from offload.deepspeed.engine import DeepSpeedEngine
-from offload.deepspeed.owners import answer, own
+from offload.deepspeed.owners import answer, forget, own
 from offload.deepspeed.settings import read_config
 from offload.deepspeed_config import Maker, Translation, make_optimizer, translate
 from offload.deferred_init.deferred_init import end_recording
@@ -66,7 +66,11 @@ def initialize(
     said.warn(2, tuple(superseded))
     end_recording()
     _share_values(model)
+    forget(model.parameters())
+    classes = {id(one): type(one) for one in model.parameters()}
     engine = offload.initialize(model, optimizer, _config_of(said))
+    if said.config.stage == 3:
+        answer(model.parameters(), comm.get_world_size(), classes)
     try:
         if said.batch.accumulation > 1:
             with engine.no_sync():
@@ -78,8 +82,6 @@ def initialize(
     except BaseException:
         engine.close()
         raise
-    if said.config.stage == 3:
-        answer(model.parameters(), comm.get_world_size())
     if said.activation_checkpointing:
         checkpointing.configure(None, **said.activation_checkpointing)
     atexit.register(_close_at_exit, weakref.ref(engine))

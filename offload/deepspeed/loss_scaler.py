@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from offload.deepspeed.absent import Unfit
 from offload.deepspeed_config import Half
+from offload.errors import UsageError
 
 FACTOR = 2.0
 
@@ -50,7 +50,7 @@ class LossScaler:
     scale_factor = property(lambda self: FACTOR)
 
     def update_scale(self, overflow: bool) -> None:
-        """After a step. Raises `Unfit` (a RuntimeError) for an overflow at the lowest scale."""
+        """After a step. Raises `UsageError` (a RuntimeError) for an overflow at the lowest scale."""
         if not self.dynamic:
             return
         if overflow:
@@ -69,7 +69,7 @@ class LossScaler:
         if self.cur_hysteresis > 1:
             self.cur_hysteresis -= 1
         elif self.cur_scale == self.min_scale and self.raises_at_min:
-            raise Unfit(
+            raise UsageError(
                 f"gradients overflow at the lowest loss scale, fp16.min_loss_scale={self.min_scale:g}: look for the cause with "
                 "torch.autograd.detect_anomaly(); bf16 overflows where fp32 does."
             )

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from offload.deepspeed.absent import WrongValue
+from offload.errors import ConfigError
 
 LR_RANGE_TEST, ONE_CYCLE = "LRRangeTest", "OneCycle"
 WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR = "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"
@@ -38,7 +38,7 @@ class _Schedule:
 
     def _begin(self, optimizer: torch.optim.Optimizer, warmup_num_steps: int, warmup_type: str, iteration: int) -> None:
         if warmup_type not in _WARMUP_TYPES:
-            raise WrongValue(f"warmup_type={warmup_type!r} is unknown: expected 'log' or 'linear'.")
+            raise ConfigError(f"warmup_type={warmup_type!r} is unknown: expected 'log' or 'linear'.")
         _require_count(warmup_num_steps, "warmup_num_steps")
         self.optimizer = optimizer
         self.warmup_num_steps = max(2, warmup_num_steps)
@@ -172,7 +172,7 @@ class WarmupCosineLR(_Schedule):
 def _of_groups(value: float | Sequence[float], count: int, name: str) -> list[float]:
     if isinstance(value, Sequence):
         if len(value) != count:
-            raise WrongValue(f"{name} has {len(value)} numbers, and the optimizer {count} groups: give one for each.")
+            raise ConfigError(f"{name} has {len(value)} numbers, and the optimizer {count} groups: give one for each.")
         return [float(one) for one in value]
     return [value] * count
 
@@ -236,7 +236,7 @@ class OneCycle(_Schedule):
         first = float(cycle_first_step_size)
         second = first if cycle_second_step_size is None else float(cycle_second_step_size)
         if first <= 0 or second < 0:
-            raise WrongValue(
+            raise ConfigError(
                 f"cycle_first_step_size={cycle_first_step_size!r} must be positive, and "
                 f"cycle_second_step_size={cycle_second_step_size!r} non-negative."
             )
@@ -313,4 +313,4 @@ _SECOND_BETA = 0.99
 
 def _require_count(value: Any, name: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise WrongValue(f"{name}={value!r} is not a count of steps: expected a positive integer.")
+        raise ConfigError(f"{name}={value!r} is not a count of steps: expected a positive integer.")

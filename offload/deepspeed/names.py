@@ -16,6 +16,7 @@ from offload.deepspeed.engine import DeepSpeedEngine
 from offload.deepspeed.loss_scaler import LossScaler
 from offload.deepspeed.owners import ZeroParamStatus
 from offload.deepspeed.refused import LayerSpec, MoE, PipelineModule, TiedLayerSpec, split_params_for_experts
+from offload.errors import UsageError
 
 ROOT = "offload.deepspeed"
 ALIAS = "deepspeed"
@@ -81,10 +82,12 @@ MODULES: Mapping[str, Mapping[str, Any]] = {
     "runtime.lr_schedules": _SCHEDULES,
     "runtime.pipe": {},
     "runtime.pipe.module": {"PipelineModule": PipelineModule, "LayerSpec": LayerSpec},
+    "runtime.swap_tensor": {"MIN_SWAPPABLE_BYTES": 2**20},
     "runtime.utils": {"see_memory_usage": utils.see_memory_usage, "move_to_device": outputs.move_to_device},
     "runtime.zero": _ZERO,
     "runtime.zero.offload_config": _ENUMS,
     "runtime.zero.partition_parameters": _ZERO,
+    "runtime.zero.utils": {"ZeRORuntimeException": UsageError},
     "utils": _public(utils) | _STATES | {"logger": utils.logger},
     "utils.logging": {name: getattr(utils, name) for name in ("logger", "log_dist", "set_log_level_from_string")},
     "utils.nvtx": {"instrument_w_nvtx": utils.instrument_w_nvtx},
@@ -117,7 +120,7 @@ def make_modules() -> None:
         _add_absence(sys.modules[f"{ROOT}.{path}"], path)
     for path in MODULES:
         parent, _, last = f"{ROOT}.{path}".rpartition(".")
-        setattr(sys.modules[parent], last, sys.modules[f"{ROOT}.{path}"])
+        vars(sys.modules[parent]).setdefault(last, sys.modules[f"{ROOT}.{path}"])  # some are named as a function in them
 
 
 def _add_absence(module: ModuleType, path: str) -> None:

@@ -27,7 +27,8 @@ class _Maker(type):
     lr: float
     classes: tuple[type, ...]
 
-    def __call__(cls, model_params: Iterable[Any], lr: float | None = None, **keywords: Any) -> torch.optim.Optimizer:
+    def __call__(cls, model_params: Any = None, lr: float | None = None, **keywords: Any) -> torch.optim.Optimizer:
+        model_params = keywords.pop("params", model_params)
         check_keywords(cls.__name__, keywords, cls.keywords, {})
         if "adamw_mode" in keywords:
             keywords["adam_w_mode"] = keywords.pop("adamw_mode")

@@ -14,10 +14,15 @@ import torch
 
 
 class _Divided(torch.autograd.Function):
+    generate_vmap_rule = True  # torch.func's transforms go through it
+
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, divisor: Callable[[], float]) -> torch.Tensor:
-        ctx.divisor = divisor
+    def forward(value: torch.Tensor, divisor: Callable[[], float]) -> torch.Tensor:
         return value.view_as(value)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.divisor = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import Enum
 
 import torch
@@ -14,6 +15,7 @@ import offload
 from offload.errors import ParameterAccessError
 
 _owners = WeakIdKeyDictionary()
+_ids = itertools.count()
 _ANSWERS = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor")
 
 
@@ -30,12 +32,44 @@ def own(engine: offload.Engine) -> None:
         _owners[parameter] = reference
 
 
-def answer(parameters: Iterable[nn.Parameter], ranks: int) -> None:
-    """Set what scripts look for on a parameter that is partitioned: hasattr(p, "ds_id") is how they tell. `ds_tensor` has the
-    shape of a rank's share, and no values."""
-    for index, parameter in enumerate(parameters):
+class _Status:
+    """Compares as the `ZeroParamStatus` of now: available where the value may be read, in a use or gathered."""
+
+    def __init__(self, parameter: nn.Parameter, plain: type | None) -> None:
+        """`plain`: its class while it may be read; None before it is an engine's, when nothing may refer to it either."""
+        self._parameter = weakref.ref(parameter) if plain is not None else None
+        self._plain, self.is_gathered = plain, False
+
+    @property
+    def now(self) -> ZeroParamStatus:
+        readable = self._parameter is not None and type(self._parameter()) is self._plain
+        return ZeroParamStatus.AVAILABLE if self.is_gathered or readable else ZeroParamStatus.NOT_AVAILABLE
+
+    name = property(lambda self: self.now.name)
+    value = property(lambda self: self.now.value)
+
+    def __eq__(self, other: object) -> bool:
+        return self.now == (other.now if isinstance(other, _Status) else other)
+
+    def __hash__(self) -> int:
+        return hash(self.now)
+
+    def __repr__(self) -> str:
+        return repr(self.now)
+
+
+def answer(parameters: Iterable[nn.Parameter], ranks: int, plain: Mapping[int, type] | None = None) -> None:
+    """Set what scripts look for on a parameter that is, or will be, partitioned: hasattr(p, "ds_id") is how they tell.
+    `ds_tensor` has the shape of a rank's share, and no values. `plain`: by id, the classes that engine's parameters had."""
+    for parameter in parameters:
         share = torch.empty(-(-parameter.numel() // ranks), dtype=parameter.dtype, device="meta")
-        values = (index, parameter.shape, parameter.numel(), ZeroParamStatus.NOT_AVAILABLE, share)
+        values = (
+            next(_ids),
+            parameter.shape,
+            parameter.numel(),
+            _Status(parameter, plain[id(parameter)] if plain is not None else None),
+            share,
+        )
         vars(parameter).update(zip(_ANSWERS, values, strict=True))
 
 
@@ -45,10 +79,10 @@ def forget(parameters: Iterable[nn.Parameter]) -> None:
             vars(parameter).pop(name, None)
 
 
-def note_status(parameters: Iterable[nn.Parameter], status: ZeroParamStatus) -> None:
+def note_gathered(parameters: Iterable[nn.Parameter], is_gathered: bool) -> None:
     for parameter in parameters:
         if "ds_status" in vars(parameter):
-            vars(parameter)["ds_status"] = status
+            vars(parameter)["ds_status"].is_gathered = is_gathered
 
 
 def owner_of(parameters: Iterable[nn.Parameter]) -> offload.Engine | None:

@@ -11,8 +11,9 @@ from torch import nn
 
 import offload
 from offload.config import expanded
-from offload.deepspeed.absent import WrongValue
 from offload.deepspeed.folder import read_latest
+from offload.deepspeed.owners import owner_of
+from offload.errors import ConfigError
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -22,7 +23,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     del lazy_mode
     name = tag if tag is not None else read_latest(expanded(checkpoint_dir))
     if name is None:
-        raise WrongValue(f"Unable to find 'latest' file in {checkpoint_dir!r}: name a tag.")
+        raise ConfigError(f"Unable to find 'latest' file in {checkpoint_dir!r}: name a tag.")
     return offload.read_values(expanded(checkpoint_dir) / name, trained_only=exclude_frozen_parameters)
 
 
@@ -46,9 +47,14 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, tag: str | None = None) -> nn.Module:
-    """Load them into a model, on the CPU."""
+    """Load them into a model, on the CPU; into the tiers where an engine has it."""
+    values = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    engine = owner_of(model.parameters())
+    if engine is not None:
+        engine.load_state_dict(values)
+        return model
     model = model.cpu()
-    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    model.load_state_dict(values, strict=False)
     return model
 
 

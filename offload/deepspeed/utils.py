@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import cuda, nn, profiler  # the name torch is a module's of DeepSpeed's utils
 
 from offload.deepspeed import comm
-from offload.deepspeed.absent import WrongValue
+from offload.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
 LOG_LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")}
@@ -39,7 +39,7 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
 
 def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
     if log_level_str.lower() not in LOG_LEVELS:
-        raise WrongValue(f"log level {log_level_str!r} is unknown: expected one of {', '.join(LOG_LEVELS)}.")
+        raise ConfigError(f"log level {log_level_str!r} is unknown: expected one of {', '.join(LOG_LEVELS)}.")
     (custom_logger or logger).setLevel(LOG_LEVELS[log_level_str.lower()])
 
 
@@ -123,7 +123,7 @@ def unset_z3_leaf_modules(
 
 def _mark(model: nn.Module, classes: list[type | str], flag: bool, raises: bool) -> list[nn.Module]:
     if not classes:
-        raise WrongValue("leaf_module_classes is empty: name classes of modules, or their names.")
+        raise ConfigError("leaf_module_classes is empty: name classes of modules, or their names.")
     return _marked(model, lambda _, module: any(_is_of(module, one) for one in classes), flag, raises, classes)
 
 
@@ -160,7 +160,7 @@ def _marked(
 ) -> list[nn.Module]:
     found = [module for name, module in model.named_modules() if wanted(name, module)]
     if raises and not found:
-        raise WrongValue(f"no module of the model is among {list(said)!r}.")
+        raise ConfigError(f"no module of the model is among {list(said)!r}.")
     for module in found:
         vars(module)["_z3_leaf"] = flag
     return found

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 import offload
 from offload.deepspeed import comm
 from offload.deepspeed.absent import check_keywords
-from offload.deepspeed.owners import ZeroParamStatus, note_status, owner_of
+from offload.deepspeed.owners import answer, note_gathered, owner_of
 
 _INIT_TUNING = (
     *("data_parallel_group", "mem_efficient_linear", "remote_device", "pin_memory", "config_dict_or_path", "config"),
@@ -42,8 +43,19 @@ def _building() -> Iterator[None]:
     own = torch.get_rng_state() if comm.get_rank() else None
     if comm.get_world_size() > 1:
         torch.set_rng_state(comm.gathered_objects(torch.get_rng_state())[0])
-    with offload.deferred_init():
-        yield
+    built: dict[int, nn.Parameter] = {}
+
+    def see(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            built[id(parameter)] = parameter
+
+    seeing = register_module_parameter_registration_hook(see)
+    try:
+        with offload.deferred_init():
+            yield
+    finally:
+        seeing.remove()
+    answer((one for one in built.values() if one.is_meta and not hasattr(one, "ds_id")), comm.get_world_size())
     if own is not None:
         torch.set_rng_state(own)
 
@@ -67,14 +79,16 @@ def GatheredParameters(
     engine = owner_of(given) if enabled else None
     if engine is None:
         with offload.deferred_init() if enabled and any(one.is_meta for one in given) else nullcontext():
+            note_gathered(given, True)
             yield
+        note_gathered(given, False)
         return
     with engine.gathered(given):
-        note_status(given, ZeroParamStatus.AVAILABLE)
+        note_gathered(given, True)
         try:
             yield
         finally:
-            note_status(given, ZeroParamStatus.NOT_AVAILABLE)
+            note_gathered(given, False)
         if modifier_rank is not None and dist.is_initialized() and dist.get_world_size() > 1:
             with torch.no_grad():
                 for parameter in given:

@@ -49,9 +49,6 @@ class Section:
 _LEAVE_OUT = "leave it out"
 _WHOLE_LAYERS = "every rank computes whole layers here: leave it out; parameters and states that do not fit go to cpu or nvme"
 _OWN_LOOP = "it belongs to the data or the loop: do it there, and leave it out"
-_FP32_AVERAGE = (
-    "gradients are averaged in fp32: leave it out (OFFLOAD_AVERAGE=compute rounds the averages to the compute dtype)"
-)
 
 SECTIONS: Mapping[str, Section] = {
     TOP: Section(
@@ -59,7 +56,7 @@ SECTIONS: Mapping[str, Section] = {
             *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
             *("optimizer", "scheduler", "fp16", "bf16", "bfloat16", "gradient_clipping", "zero_optimization"),
             *("steps_per_print", "dataloader_drop_last", "data_types", "checkpoint", "tensor_parallel", "compile"),
-            *("activation_checkpointing", "managed_gradient_accumulation"),
+            *("activation_checkpointing", "managed_gradient_accumulation", "gradient_allreduce_op"),
         ),
         without_effect=(
             *("aio", "comet", "comms_logger", "csv_monitor", "datastates", "disable_allgather"),
@@ -67,21 +64,17 @@ SECTIONS: Mapping[str, Section] = {
             *("seq_parallel_communication_data_type", "sparse_gradients", "tensorboard", "timers"),
             *("use_data_before_expert_parallelism", "vocabulary_size", "wall_clock_breakdown", "wandb"),
             *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "data_parallel_size"),
-            *("prescale_gradients", "gradient_predivide_factor"),
+            *("prescale_gradients", "gradient_predivide_factor", "communication_data_type"),
         ),
         refused={
             "amp": Refusal('use "bf16" or "fp16"'),
             "autotuning": Refusal("placements and budgets are what there is to choose: ask `python -m offload plan`"),
-            "communication_data_type": Refusal(_FP32_AVERAGE, (None, "fp32")),
             "compression_training": Refusal(_LEAVE_OUT),
             "curriculum_learning": Refusal(_OWN_LOOP),
             "data_efficiency": Refusal(_OWN_LOOP),
             "eigenvalue": Refusal(_LEAVE_OUT),
             "elasticity": Refusal("give the batch sizes; a checkpoint loads on any number of ranks"),
             "expert_parallel": Refusal(_WHOLE_LAYERS),
-            "gradient_allreduce_op": Refusal(
-                "gradients are averaged: multiply the loss by the number of ranks", (None, "mean")
-            ),
             "hybrid_engine": Refusal("model.generate() works between steps: leave it out"),
             "nebula": Refusal("engine.save_checkpoint(wait=False) saves beside training: leave it out"),
             "pipeline": Refusal(_WHOLE_LAYERS),
@@ -157,7 +150,7 @@ SECTIONS: Mapping[str, Section] = {
         without_effect=("synchronize_checkpoint_boundary", "profile", "profile_activation_memory", "granularity"),
         is_open=True,
     ),
-    "optimizer": Section(translated=("type", "params"), without_effect=("legacy_fusion",)),
+    "optimizer": Section(translated=("type", "params"), without_effect=("legacy_fusion", "torch_adam")),
     "scheduler": Section(translated=("type", "params")),
     "data_types": Section(
         without_effect=("keep_in_fp32_modules", "grad_accum_dtype"),

@@ -69,6 +69,8 @@ class Translation:
     scheduler: Maker | None
     batch: Batch
     manages_accumulation: bool
+    sums_gradients: bool
+    """Over the ranks, instead of averaging them."""
     steps_per_print: int | None
     drop_last: bool
     ignores_unused: bool
@@ -101,6 +103,7 @@ class _Translator:
         self._without_effect: list[str] = []
         self._ignores_unused = True
         self._half: Half | None = None
+        self._stage = 0
         self._own = {key: value for key, value in mapping.items() if key in OWN_KEYS}
         foreign = {key: _plain(value) for key, value in mapping.items() if key not in OWN_KEYS and value is not None}
         if "bfloat16" in foreign:
@@ -129,6 +132,7 @@ class _Translator:
             manages_accumulation=self._flag(
                 "managed_gradient_accumulation", self._top.get("managed_gradient_accumulation", True)
             ),
+            sums_gradients=self._sums(),
             steps_per_print=self._printing(),
             drop_last=self._flag("dataloader_drop_last", self._top.get("dataloader_drop_last", False)),
             ignores_unused=self._ignores_unused,
@@ -184,7 +188,8 @@ class _Translator:
         stage = zero.get("stage", 0)
         if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
             raise ConfigError(f"{ZERO}.stage={stage!r} is unknown: expected 0, 1, 2 or 3.")
-        found: dict[str, Any] = {"stage": int(stage)}
+        self._stage = int(stage)
+        found: dict[str, Any] = {"stage": self._stage}
         paths: list[str] = []
         states = self._device(OFFLOAD_OPTIMIZER, zero, ("cpu_offload",), paths)
         if states is not None:
@@ -299,6 +304,16 @@ class _Translator:
         if isinstance(value, bool) or not whole or value < 1:
             raise ConfigError(f"{key}={value!r} is not a count: expected 1, 2, ...")
         return int(value)
+
+    def _sums(self) -> bool:
+        word = str(self._top.get("gradient_allreduce_op", "mean")).lower()
+        if word not in ("mean", "sum"):
+            raise ConfigError(f"Invalid gradient_allreduce_op={word!r}: expected 'mean' or 'sum'.")
+        if word == "sum" and self._stage == 3:
+            raise ConfigError(
+                "gradient_allreduce_op='sum' is not supported with ZeRO stage 3, as in DeepSpeed: use stage 0 to 2."
+            )
+        return word == "sum"
 
     def _printing(self) -> int | None:
         """None: never."""

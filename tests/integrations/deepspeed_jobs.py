@@ -74,3 +74,15 @@ def values(stage: int) -> list[Any]:
     shown += [moment.tolist(), engine.module_state_dict()["0.weight"].tolist(), engine(torch.ones(1, 4)).tolist()]
     engine.destroy()
     return shown
+
+
+def summed() -> bool:
+    norms = []
+    for keys in ({"gradient_allreduce_op": "sum"}, {}):
+        engine = deepspeed.initialize(model=small(), config=_config(gradient_clipping=0.0, **keys))[0]
+        loss = engine(torch.full((1, 4), 1.0 + dist.get_rank())).square().mean()
+        engine.backward(loss)
+        engine.step()
+        norms.append(engine.get_global_grad_norm() or 0.0)
+        engine.destroy()
+    return norms[0] == 2 * norms[1]

@@ -104,12 +104,24 @@ def test_what_partitioned_parameters_answer(start: Start) -> None:
     engine = start({"zero_optimization": {"stage": 3}}, model=model)
     weight = model[0].weight
     assert weight.ds_numel == 32 and weight.ds_shape == weight.shape and weight.ds_tensor.numel() == 32  # type: ignore[attr-defined]
-    assert weight.ds_status is deepspeed.ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
+    assert weight.ds_status == deepspeed.ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
     with deepspeed.zero.GatheredParameters(weight):
-        assert weight.ds_status is deepspeed.ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+        assert weight.ds_status == deepspeed.ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+    seen: list[Any] = []
+    model[0].register_forward_pre_hook(lambda *_: seen.append(weight.ds_status.now))
+    engine(data(0))
+    assert seen == [deepspeed.ZeroParamStatus.AVAILABLE] and weight.ds_status.name == "NOT_AVAILABLE"  # type: ignore[attr-defined]
+    with deepspeed.zero.Init():
+        built = small()
+    assert built[0].weight.ds_status == deepspeed.ZeroParamStatus.NOT_AVAILABLE
     engine.destroy()
     assert not hasattr(weight, "ds_id")
     assert not hasattr(start({"zero_optimization": {"stage": 2}}).module[0].weight, "ds_id")
+
+
+def test_gradients_that_are_summed(two: Crew) -> None:
+    """Over two ranks twice what their average is; clipping after it."""
+    assert two.do("summed") == [True, True]
 
 
 def test_the_loss_scale_hesitates() -> None:

@@ -87,7 +87,8 @@ def _answer_as_deepspeed() -> None:
     sys.meta_path.insert(0, _LackingModules())
 
 
-_answer_as_deepspeed()
+if not os.environ.get("SUITE_REAL"):  # else the real DeepSpeed answers: what it cannot do on this machine needs another
+    _answer_as_deepspeed()
 torch.set_num_threads(1)
 
 
