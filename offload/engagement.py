@@ -78,6 +78,10 @@ class Engagement:
         """See `Training.zero_grad`."""
         self.training.zero_grad(set_to_none)
 
+    def owns(self, parameter: object) -> bool:
+        """Whether it is one of the model's."""
+        return any(info.parameter is parameter for info in self.parts.parameters)
+
     # ---- the end -------------------------------------------------------------------------------------------------
 
     def newly_trained(self) -> list[ParameterInfo]:

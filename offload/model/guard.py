@@ -10,6 +10,7 @@ Parameter.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -163,6 +164,16 @@ def _refuse_conversion(fqn: str) -> None:
         raise ParameterAccessError(f"{call.name} would change parameter {fqn!r}, which an engine has: {call.advice}.")
 
 
+def _refuse_second_parameter(fqn: str) -> None:
+    """Raise where `detach` is called by `nn.Parameter(...)`, as by `weight_norm`: PyTorch has words for subclasses only."""
+    if sys._getframe(2).f_code is nn.Parameter.__new__.__code__:
+        raise ParameterAccessError(
+            f"nn.Parameter() was given parameter {fqn!r}, which an engine has: it would be a second parameter in the same "
+            "memory. Parametrise a model (weight_norm, ...) before offload.initialize; for a parameter with a copy of the "
+            "value, nn.Parameter(p.detach().clone()) inside `with engine.gathered([p]):`."
+        )
+
+
 def _guarded_torch_function(
     cls: type, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
 ) -> Any:
@@ -174,6 +185,8 @@ def _guarded_torch_function(
         # They name parameters and read none. Their node in the graph says the same, and the call stays an ordinary one.
         args, kwargs = pytree.tree_map(_node_of, (tuple(args), dict(kwargs)))
         return func(*args, **kwargs)
+    if func is torch.Tensor.detach and id(args[0]) in _watches:
+        _refuse_second_parameter(_watches[id(args[0])].fqn)
     leaves = pytree.tree_leaves((args, dict(kwargs)))
     guarded = [leaf for leaf in leaves if type(leaf) in _plain_classes and id(leaf) in _watches]
     if func == _REPRESENT and guarded:
@@ -232,6 +245,8 @@ class _ReadOnlyData(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.Tensor.detach and isinstance(args[0], _ReadOnlyData):
+            _refuse_second_parameter(args[0]._offload_fqn)
         if func not in _METADATA:
             for leaf in pytree.tree_leaves((args, kwargs)):
                 if isinstance(leaf, _ReadOnlyData):

@@ -29,6 +29,8 @@ class Stepper(Protocol):
 
     def zero_grad(self, set_to_none: bool = True) -> None: ...
 
+    def owns(self, parameter: object) -> bool: ...
+
 
 class _StateInTiers(defaultdict[torch.Tensor, Any]):
     """Empty, and says why where somebody asks for a parameter's state."""
@@ -108,7 +110,20 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.stepper.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """The group's parameters, which are the model's, are trained from the next forward on."""
+        """The group's parameters are trained from the next forward on. `UsageError` where one is not the model's."""
+        stepper = getattr(self, "stepper", None)
+        given = param_group.get("params")
+        if stepper is not None and given is not None:
+            listed = [given] if isinstance(given, torch.Tensor) else list(given)
+            tensors = [one[1] if isinstance(one, tuple) else one for one in listed]
+            position = next((index for index, one in enumerate(tensors) if not stepper.owns(one)), None)
+            if position is not None:
+                raise UsageError(
+                    f"parameter {position} of the group given to add_param_group is not one of the engine's model: give it "
+                    "parameters that the model had at offload.initialize, frozen or not. Else close the engine, change the "
+                    "model and initialize again."
+                )
+            param_group = param_group | {"params": listed}
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:

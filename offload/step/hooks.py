@@ -155,6 +155,17 @@ class _ModuleHook:
     def __call__(self, *arguments: Any) -> Any:
         return self._report(*arguments)
 
+    @property
+    def __name__(self) -> str:
+        """As of a function. torch.jit.script asks hooks for it, to compile them: no other place tells of it."""
+        if any(frame.f_globals.get("__name__", "").startswith("torch.jit") for frame in _stack(threading.get_ident())):
+            raise UsageError(
+                "torch.jit.script was given a module that an engine has: what it makes reads parameters where they lie now, "
+                "which is not where they will be. For speed use torch.compile; to export, script a module that is made anew "
+                "and has loaded engine.state_dict()."
+            )
+        return "module_hook"
+
     def __reduce__(self) -> Any:
         return _copied_hook, ()
 

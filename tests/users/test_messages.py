@@ -228,3 +228,46 @@ def test_a_scheduler_before_the_first_step_is_still_told(opened: Any) -> None:
     with pytest.warns(UserWarning, match="before `optimizer.step"):
         scheduler.step()
     engine.close()
+
+
+# ---- parameters that are an engine's
+
+
+@few
+def test_a_group_of_other_parameters_is_refused_at_once(opened: Any, setup: Setup) -> None:
+    with opened(stack(), setup) as engine:
+        one_step(Run(engine.module, engine.optimizer, engine))
+        before = [list(group) for group in engine.optimizer.param_groups]
+        for others in ([nn.Parameter(torch.zeros(3))], nn.Parameter(torch.zeros(3)), iter(nn.Linear(2, 2).parameters())):
+            with pytest.raises(offload.UsageError, match=r"parameter 0 of the group .* not one of the engine's model"):
+                engine.optimizer.add_param_group({"params": others})
+        assert [list(group) for group in engine.optimizer.param_groups] == before
+        one_step(Run(engine.module, engine.optimizer, engine))
+
+
+@few
+@pytest.mark.parametrize("gathered", [False, True])
+def test_a_second_parameter_in_the_memory_of_one(opened: Any, setup: Setup, gathered: bool) -> None:
+    with opened(stack(), setup) as engine:
+        one_step(Run(engine.module, engine.optimizer, engine))
+        module = engine.module.outlet
+        if gathered:
+            with engine.gathered(module.weight):
+                assert torch.equal(nn.Parameter(module.weight.detach().clone()), module.weight)
+            return
+        for make in (
+            lambda: nn.Parameter(module.weight),
+            lambda: nn.Parameter(module.weight.data),
+            lambda: torch.nn.utils.parametrizations.weight_norm(module),
+        ):
+            with pytest.raises(offload.ParameterAccessError, match=r"'outlet\.weight'.*(before offload\.initialize|gathered)"):
+                make()
+
+
+@few
+def test_torch_jit_script_of_a_part(opened: Any, setup: Setup) -> None:
+    with opened(stack(), setup) as engine:
+        one_step(Run(engine.module, engine.optimizer, engine))
+        with pytest.raises(offload.UsageError, match=r"torch\.jit\.script.*state_dict"):
+            torch.jit.script(engine.module.outlet)
+        one_step(Run(engine.module, engine.optimizer, engine))
