@@ -1,58 +1,70 @@
-"""How far each chunk of a save is, and who may do what with it. One lock, and nobody holds it while anything moves.
+"""Which chunks of a save may be overwritten by now, and which is to be copied next.
 
-    WAITING  as it is to be saved, where it lies, once its update of the last step before the save is made: until then it is
-             said to be coming
-    HELD     somebody works on it where it lies: everybody else waits
-    KEPT     its store keeps what is to be saved, whatever is written from now on
-    COPIED   in its file
+A chunk's state of the save is at first where it lies. An update that is about to overwrite it comes here before it does:
 
-A chunk becomes KEPT or COPIED only if no later update has begun to overwrite it, whether the save was told of that update or
-not. So a save that an interrupt has cut off from the updates fails, and never holds two states. A failure of anybody ends the
-save; nobody is kept waiting by what will not happen any more.
+    its update of the last step   is the one that the save waits for: it goes on at once
+    its stores can keep it        they do, had by whoever comes first, the update or the lane of the save; it may be overwritten
+    they cannot                   (memory, a drive without room:) it may when the lane has copied it, which it does next
 
-An interrupt (KeyboardInterrupt) may end any line that the thread of the model runs here. So that thread waits on plain locks
-alone, which it either has or has not; the thread of the save, which is never interrupted, looks again every now and then.
+The lane copies alone. A failure of anybody ends the save; nobody is kept waiting by what will not happen any more.
+
+An interrupt (KeyboardInterrupt) may end any line that the thread of the model runs here, and so an update before it has
+overwritten anything. So that thread waits on plain locks alone, which it either has or has not; the lane, which is never
+interrupted, looks again every now and then.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from enum import Enum
 
-from offload.errors import CheckpointError
+from offload.device.pending import Latch
 from offload.model.chunk import Chunk
 from offload.step.update import Updates
 
 _LOOK_SECONDS = 0.2
 
 
-class Copy(Enum):
-    """See the module."""
-
-    WAITING = "waiting"
-    HELD = "held"
-    KEPT = "kept"
-    COPIED = "copied"
-
-
 class Copies:
-    """See the module. Every method may be called from any thread, but what says otherwise."""
+    """See the module. On the lane of the save, but for `before_update`, `updated`, `fail` and `is_coming`: from any thread."""
 
-    def __init__(self, chunks: Iterable[Chunk], updates: Updates | None) -> None:
-        """The save is of the state after all updates that are enqueued now. On the thread of the model, or while it waits."""
+    def __init__(self, chunks: Iterable[Chunk], updates: Updates | None, keep: Callable[[Chunk], bool]) -> None:
+        """`chunks`: in the order in which they are copied. The save is of the state after all updates that are enqueued now; no
+        other is meanwhile. `keep`: has a chunk kept by its stores, and says whether they can."""
+        self._keep = keep
+        self._left = dict.fromkeys(chunks)
+        self._coming = {one.chunk: one for one in updates.coming()} if updates is not None else {}
+        self._safe = {chunk: Latch() for chunk in self._left}
+        """Set when the chunk may be overwritten: kept, copied, or given up."""
+        self._in_place: set[Chunk] = set()
+        """Taken by the lane, which copies them where they lie."""
+        self._wanted: deque[Chunk] = deque()
+        """What updates wait for."""
         self._lock = threading.Lock()
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._copies = dict.fromkeys(chunks, Copy.WAITING)
-        self._held: dict[Chunk, tuple[int, threading.Lock]] = {}
-        """By whom, and what he lets go of when he is done with it."""
-        self._enqueued_count = updates.enqueued_count if updates is not None else 0
-        self._coming = {one.chunk: one for one in updates.coming()} if updates is not None else {}
         self._failure: Exception | None = None
+        self.run_lane: Callable[[], None] | None = None
+        """Where the lane is no thread of its own: runs the save, as far as it is not."""
 
-    # ---- updates of the last step -------------------------------------------------------------------------------------
+    # ---- by updates --------------------------------------------------------------------------------------------------
+
+    def before_update(self, chunk: Chunk) -> None:
+        """Return when the chunk may be overwritten where it lies."""
+        safe = self._safe.get(chunk)
+        if safe is None or safe.is_set() or self._is_coming(chunk):
+            return
+        try:
+            with self._lock:
+                if self._is_kept(chunk):
+                    return
+        except Exception as error:
+            self.fail(error)
+        self._wanted.append(chunk)
+        self._bell.put(None)
+        (self.run_lane or safe.wait)()
 
     def updated(self) -> None:
         """An update is over."""
@@ -61,108 +73,78 @@ class Copies:
     @property
     def is_coming(self) -> bool:
         """Whether the save waits for an update that is still to be made; it waits for none once it failed."""
-        return self._failure is None and any(self._is_coming(chunk) for chunk in self._copies)
+        return self._failure is None and any(map(self._is_coming, self._safe))
 
     def _is_coming(self, chunk: Chunk) -> bool:
         update = self._coming.get(chunk)
         return update is not None and not update.applied
 
-    # ---- who works on what ---------------------------------------------------------------------------------------------
+    # ---- by the lane -------------------------------------------------------------------------------------------------
 
-    def hold_for_update(self, chunk: Chunk) -> bool:
-        """Whether the caller, who is about to overwrite the chunk where it lies, is to see to it first; it is HELD then.
-        Waits while somebody else holds it."""
-        while chunk in self._copies and not self._is_coming(chunk):
-            with self._lock:
-                state = self._copies[chunk]
-                if state is Copy.WAITING and self._failure is None:
-                    self._hold(chunk)
-                    return True
-                if state is not Copy.HELD:
-                    return False
-                _, released = self._held[chunk]
-            with released:
-                pass
-        return False  # not of this save; or an update of the last step
+    def take(self) -> Chunk | None:
+        """The chunk to be copied now, which nobody overwrites until it is `copied`; None where all left wait for their update.
 
-    def hold_as_updated(self, chunk: Chunk) -> bool:
-        """Whether the caller, who has the chunk at hand as its last update leaves it, may save it; it is HELD then."""
+        Raises the failure."""
+        while self._wanted:
+            chunk = self._wanted.popleft()
+            if chunk in self._left:
+                return self._take(chunk)
+        return next((self._take(chunk) for chunk in self._left if not self._is_coming(chunk)), None)
+
+    def await_update(self, make_update: Callable[[Chunk], bool]) -> bool:
+        """Wait until there may be something to `take`; False where nothing is left. Raises the failure.
+
+        `make_update`: has a chunk's update made, if this thread may."""
+        self.require_no_failure()
+        first = next(iter(self._left), None)
+        if first is not None and not (self._is_coming(first) and make_update(first)):
+            with suppress(queue.Empty):
+                self._bell.get(timeout=_LOOK_SECONDS)
+        return first is not None
+
+    def copied(self, chunk: Chunk) -> None:
+        """It is in its file."""
         with self._lock:
-            wanted = self._failure is None and self._is_coming(chunk) and self._copies.get(chunk) is Copy.WAITING
-            if wanted:
-                self._hold(chunk)
-            return wanted
+            self._in_place.discard(chunk)
+            self._release(chunk)
 
-    def hold_for_copy(self, chunk: Chunk, make_update: Callable[[Chunk], bool]) -> Copy:
-        """What is to be copied, when its time has come: HELD by the caller, or KEPT; COPIED if it is. Raises the failure.
-
-        On the thread of the save. `make_update` has the update made that is waited for, if this thread may."""
-        while True:
-            with self._lock:
-                self._require_no_failure()
-                state, coming = self._copies[chunk], self._is_coming(chunk)
-                if state is Copy.WAITING and not coming:
-                    self._hold(chunk)
-                    return Copy.HELD
-                if state is not Copy.HELD and not coming:
-                    return state
-            if not (coming and make_update(chunk)):
-                self._listen()
-
-    def become(self, chunk: Chunk, state: Copy) -> None:
-        """KEPT or COPIED now; of who holds it, or COPIED of what was KEPT. Raises the failure."""
+    def abandon(self) -> None:
+        """The lane copies nothing any more."""
         with self._lock:
-            held = self._copies[chunk] is Copy.HELD
-            if held and chunk.overwritten_by >= self._enqueued_count:
-                self._failure = self._failure or CheckpointError(
-                    "the save was cut off from training by an interrupt, and its state is overwritten: save again."
-                )
-            self._copies[chunk] = state
-            if held:
-                self._held.pop(chunk)[1].release()
-            self._bell.put(None)
-            self._require_no_failure()
+            self._in_place.clear()
+            if self._failure is not None:
+                for chunk in self._safe:
+                    self._release(chunk)
 
-    def _hold(self, chunk: Chunk) -> None:
-        released = threading.Lock()
-        released.acquire()
-        self._held[chunk] = (threading.get_ident(), released)
-        self._copies[chunk] = Copy.HELD
+    def _take(self, chunk: Chunk) -> Chunk:
+        del self._left[chunk]
+        with self._lock:
+            self.require_no_failure()
+            if not self._is_kept(chunk):
+                self._in_place.add(chunk)
+        return chunk
 
-    # ---- the end ---------------------------------------------------------------------------------------------------------
+    # ---- both --------------------------------------------------------------------------------------------------------
+
+    def _is_kept(self, chunk: Chunk) -> bool:
+        """Whether the chunk may be overwritten now, since its stores keep it if they can."""
+        if not self._safe[chunk].is_set() and chunk not in self._in_place and self._keep(chunk):
+            self._release(chunk)
+        return self._safe[chunk].is_set()
 
     def fail(self, error: Exception) -> None:
         """The save fails; the first failure is the one that is raised."""
-        self._failure = self._failure or error
+        with self._lock:
+            self._failure = self._failure or error
+            for chunk in self._safe.keys() - self._in_place:
+                self._release(chunk)
         self._bell.put(None)
 
-    def give_up_held(self) -> None:
-        """The calling thread works on no chunk, whatever it held when an interrupt came. The save fails if it held any."""
-        own = threading.get_ident()
-        for chunk, (holder, released) in list(self._held.items()):
-            if holder == own:
-                self.fail(CheckpointError("the save was interrupted while an update wrote a part of it: save again."))
-                self._copies[chunk] = Copy.WAITING
-                self._held.pop(chunk)
-                released.release()
+    def _release(self, chunk: Chunk) -> None:
+        if not self._safe[chunk].is_set():
+            self._safe[chunk].set()
 
-    def require_copied(self, chunks: Iterable[Chunk]) -> None:
-        """Wait until all of these are; raise the failure. On the thread of the save."""
-        for chunk in chunks:
-            while self._copies[chunk] is not Copy.COPIED:
-                self._require_no_failure()
-                self._listen()
-        self._require_no_failure()
-
-    def await_holders(self) -> None:
-        """Wait until nobody holds anything: after a failure nobody begins to. On the thread of the save."""
-        while self._held:
-            self._listen()
-
-    def _require_no_failure(self) -> None:
+    def require_no_failure(self) -> None:
+        """Raise the failure, if there is one."""
         if self._failure is not None:
             raise self._failure
-
-    def _listen(self) -> None:
-        with suppress(queue.Empty):
-            self._bell.get(timeout=_LOOK_SECONDS)

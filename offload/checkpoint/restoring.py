@@ -11,7 +11,7 @@ import torch
 from offload.checkpoint.consistency import same_order
 from offload.checkpoint.manifest import VALUE, ParameterEntry, TensorEntry
 from offload.checkpoint.opened import OpenedCheckpoint
-from offload.checkpoint.state_reading import ChunkBuffers, parameter_nbytes
+from offload.checkpoint.state_reading import ChunkBuffers
 from offload.device.rounding import round_into
 from offload.device.segment import MASTER
 from offload.layout import Piece
@@ -122,7 +122,7 @@ class StateWriter:
         return masters
 
     def _fill_values(self, chunk: Chunk, masters: torch.Tensor | None) -> None:
-        nbytes, places = parameter_nbytes(chunk), self._parts.parameter_store
+        nbytes, places = chunk.nbytes, self._parts.parameter_store
         places.settle_write(chunk)
         places.settle_copies(chunk)
         home = places.view(chunk)

@@ -40,7 +40,7 @@ from offload.checkpoint.staged_folder import MANIFEST_NAME, StagedFolder
 from offload.checkpoint.state_reading import Failures
 from offload.checkpoint.tensor_file import write_file
 from offload.checkpoint.writing import Small, Snapshot
-from offload.device.lane import HostLane, start_thread
+from offload.device.lane import HostLane, InlineLane, start_thread
 from offload.device.pending import Pending
 from offload.errors import CheckpointError, EngineFailedError, UsageError, words_of
 from offload.planning.route import Memory
@@ -240,10 +240,10 @@ class Saver:
                 making.begin()  # collective, so where the other calls are
             if not wait:
                 start_thread(threading.Thread(target=making.keep, args=(save,), name="offload-checkpoint-keeper", daemon=False))
-            elif self.follows_updates:
-                self._finish_updates()
             making.may_run = True
-            lane.submit(lambda: making.run(lambda: self._write(making, manifest, keep_last, idleness)))
+            running = lane.submit(lambda: making.run(lambda: self._write(making, manifest, keep_last, idleness)))
+            if isinstance(lane, InlineLane) and making.snapshot is not None:
+                making.snapshot.copies.run_lane = running.wait
             if wait:
                 save.wait()
         except BaseException as error:
@@ -268,8 +268,6 @@ class Saver:
 
     def settle(self) -> None:
         """Wait until the save that runs, if one does, is over: then anything may be overwritten. A failure stays with it."""
-        if self._making is not None and self._making.snapshot is not None:
-            self._making.snapshot.copies.give_up_held()  # by an update that was interrupted on this thread
         if self._last is not None:
             self._last.settle()
 

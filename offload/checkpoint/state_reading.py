@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -23,12 +24,19 @@ from offload.model.flat import ParameterInfo
 from offload.model.unit import Unit
 from offload.step.chunk_stores import ChunkStore
 from offload.step.components import Components
+from offload.tiers.io import Priority
 from offload.tiers.memory import HostMemory
+from offload.tiers.store import ExtentSnapshot
 
 PURPOSE = "checkpoint"
 """Of the buffers, on the ledger."""
 
 Failures = Callable[[], AbstractContextManager[None]]
+
+Kept = Mapping[ChunkStore, ExtentSnapshot]
+"""What the stores of a chunk keep of it."""
+
+_Read = Callable[[ChunkStore, "ChunkBuffer"], torch.Tensor]
 
 _log = logging.getLogger(__name__)
 
@@ -98,11 +106,6 @@ class ChunkBuffer:
         self._memory = None
 
 
-def parameter_nbytes(chunk: Chunk) -> int:
-    """Bytes of a chunk's parameters in compute precision."""
-    return chunk.nbytes
-
-
 class ChunkBuffers:
     """The buffers for one pass over the whole state, reading or writing."""
 
@@ -149,21 +152,30 @@ class StateReader:
         for chunk in unit.chunks:
             yield from self.chunk(chunk).pieces()
 
-    def chunk(self, chunk: Chunk, *, kept: bool = False) -> ChunkState:
+    def chunk(self, chunk: Chunk) -> ChunkState:
         """As `begin`, and wait for it."""
-        return self.begin(chunk, kept=kept).wait()
+        return self.begin(chunk).wait()
 
-    def begin(self, chunk: Chunk, *, kept: bool = False) -> ChunkRead:
-        """Have the chunk's state read; it is valid until `at_once` more have begun. `kept`: what its stores (`stores_of`)
-        keep."""
+    def begin(self, chunk: Chunk, kept: Kept = MappingProxyType({}), priority: Priority = Priority.STATE) -> ChunkRead:
+        """Have the chunk's state read; it is valid until `at_once` more have begun. `kept`: what its stores keep of it, read
+        with that priority."""
         buffers = self._buffers[0]
         self._buffers.rotate(-1)
         transfers: list[Pending] = []
+
+        def read(places: ChunkStore, buffer: ChunkBuffer) -> torch.Tensor:
+            snapshot = kept.get(places)
+            if snapshot is None:
+                return _read(places, chunk, buffer, transfers)
+            content = buffer.take(places.nbytes(chunk))
+            transfers.append(places.read_snapshot(chunk, snapshot, content, priority))
+            return content
+
         try:
             with self._failures():
-                record = self._record(chunk, kept, buffers.record, transfers)
+                record = self._record(chunk, buffers.record, read)
                 needs_values = record is None or record.format.needs_values
-                values = self._values(chunk, kept, buffers.values, transfers) if needs_values else None
+                values = self._values(chunk, buffers.values, read) if needs_values else None
         except BaseException:
             settle(AllOf(transfers))
             raise
@@ -174,16 +186,16 @@ class StateReader:
         for buffers in self._buffers:
             buffers.close()
 
-    def _record(self, chunk: Chunk, kept: bool, buffer: ChunkBuffer, transfers: list[Pending]) -> Record | None:
+    def _record(self, chunk: Chunk, buffer: ChunkBuffer, read: _Read) -> Record | None:
         records = self._parts.records
         if records is None or not chunk.flat.layout.trainable:
             return None
-        return records.over(chunk, _read(records, chunk, buffer, kept, transfers))
+        return records.over(chunk, read(records, buffer))
 
-    def _values(self, chunk: Chunk, kept: bool, buffer: ChunkBuffer, transfers: list[Pending]) -> torch.Tensor:
+    def _values(self, chunk: Chunk, buffer: ChunkBuffer, read: _Read) -> torch.Tensor:
         """The chunk's parameters [chunk.numel] in their own dtype, in host memory."""
-        content = _read(self._parts.parameter_store, chunk, buffer, kept, transfers)
-        return content[: parameter_nbytes(chunk)].view(chunk.flat.dtype)
+        content = read(self._parts.parameter_store, buffer)
+        return content[: chunk.nbytes].view(chunk.flat.dtype)
 
 
 def settle(transfers: Pending) -> None:
@@ -194,21 +206,33 @@ def settle(transfers: Pending) -> None:
         _log.warning("a further failure: %s", error)
 
 
-def stores_of(parts: Components, chunk: Chunk) -> tuple[ChunkStore, ...]:
+def stores_of(parts: Components, chunk: Chunk) -> list[ChunkStore]:
     """Those that hold the chunk's state among them."""
     records = parts.records if chunk.flat.layout.trainable else None
-    needs_values = records is None or records.format(chunk).needs_values
-    if records is not None and not needs_values:
-        return (records,)
-    return (records, parts.parameter_store) if records is not None else (parts.parameter_store,)
+    stores: list[ChunkStore] = [records] if records is not None else []
+    if records is None or records.format(chunk).needs_values:
+        stores.append(parts.parameter_store)
+    return stores
 
 
-def _read(places: ChunkStore, chunk: Chunk, buffer: ChunkBuffer, kept: bool, transfers: list[Pending]) -> torch.Tensor:
+def raw_arrays(parts: Components, places: ChunkStore, chunk: Chunk) -> dict[str, range]:
+    """The chunk's arrays that lie in one of its stores (`stores_of`) just as they will in a file, and where in its extent."""
+    records = parts.records
+    if not chunk.flat.layout.trainable:
+        return {VALUE: range(chunk.nbytes)}
+    if records is None or records.format(chunk).state_format is not StateFormat.FP32:
+        return {}
+    if places is not records:
+        return {VALUE: range(chunk.nbytes)}
+    found, start = {}, 0
+    for name, dtype, numel in records.format(chunk).arrays(chunk.numel):
+        found[VALUE if name == MASTER else name] = range(start, start + numel * dtype.itemsize)
+        start += numel * dtype.itemsize
+    return found
+
+
+def _read(places: ChunkStore, chunk: Chunk, buffer: ChunkBuffer, transfers: list[Pending]) -> torch.Tensor:
     """The chunk's bytes in host memory: where they lie, or in the buffer when what joins `transfers` is over."""
-    if kept:
-        content = buffer.take(places.nbytes(chunk))
-        transfers.append(places.read_snapshot(chunk, content))
-        return content
     places.settle_write(chunk)
     stored = places.view(chunk)
     if stored is not None and stored.device.type == "cpu":

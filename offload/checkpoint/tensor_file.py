@@ -7,11 +7,9 @@ aligned to its own.
 
 from __future__ import annotations
 
-import bisect
 import json
 import os
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,10 +77,7 @@ def lay_out(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> tuple[b
 
 
 class TensorFile:
-    """One file in writing. Parts of tensors come in any order, from any threads, each byte once.
-
-    Bytes that are there already, in blocks shared with another file, come like all others, for their checksum alone.
-    """
+    """One file in writing, by one thread. Parts of tensors come in any order, each byte once."""
 
     def __init__(self, folder: Path, name: str, specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> None:
         self.name = name
@@ -93,8 +88,6 @@ class TensorFile:
         self.nbytes = self.header_nbytes + sum(spec.nbytes for spec in specs)
         self._ends = dict.fromkeys(self._specs, 0)
         self._parts: dict[str, list[tuple[int, int, int]]] = {name: [] for name in self._specs}  # (start, nbytes, crc32)
-        self._shared: list[range] = []
-        self._lock = threading.Lock()  # for what is shared
         self._fileno = -1
         try:
             self._fileno = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
@@ -109,17 +102,15 @@ class TensorFile:
         return list(self._specs.values())
 
     def append(self, name: str, tensor: torch.Tensor) -> None:
-        """Write the next elements of the tensor `name`: contiguous, in host memory, of its dtype. From one thread."""
+        """Write the next elements of the tensor `name`: contiguous, in host memory, of its dtype."""
         start = self._ends[name]
         self._ends[name] = start + self.write(name, start, tensor)
 
     def write(self, name: str, start_nbytes: int, tensor: torch.Tensor) -> int:
         """Write elements of the tensor `name` from its byte `start_nbytes` on, as in `append`; returns their bytes."""
         view = raw_bytes(tensor)
-        begin = self.offsets[name] + start_nbytes
         try:
-            for missing in self._not_shared(range(begin, begin + len(view))):
-                self._write(view[missing.start - begin : missing.stop - begin], missing.start)
+            self._write(view, self.offsets[name] + start_nbytes)
         except OSError as error:
             raise write_failure("writing", self.path, error) from error
         return self.take(name, start_nbytes, tensor)
@@ -133,7 +124,7 @@ class TensorFile:
         return len(view)
 
     def pad(self, name: str, start_nbytes: int, nbytes: int, *, overwrite: bool) -> None:
-        """Bytes of the tensor `name` are zeros. `overwrite`: something else is there, in shared blocks."""
+        """Bytes of the tensor `name` are zeros. `overwrite`: something else is there."""
         zeros = bytes(nbytes)
         if overwrite:
             try:
@@ -143,13 +134,8 @@ class TensorFile:
         self._parts[name].append((start_nbytes, nbytes, crc32(zeros)))
 
     def fileno(self) -> int:
-        """The descriptor, for whoever shares blocks with the file; he says so by `shares`."""
+        """The descriptor, for whoever brings bytes that are then only taken (`take`)."""
         return self._fileno
-
-    def shares(self, part: range) -> None:
-        """These bytes of the file are there. Before any of them is written; in any order."""
-        with self._lock:
-            bisect.insort(self._shared, part, key=lambda known: known.start)
 
     def crc32(self, name: str) -> int:
         """Of all bytes of the tensor, which must be there."""
@@ -177,20 +163,6 @@ class TensorFile:
             raise write_failure("syncing", self.path, error) from error
         finally:
             self.close()
-
-    def _not_shared(self, part: range) -> Iterator[range]:
-        position = part.start
-        with self._lock:
-            first = bisect.bisect_right(self._shared, position, key=lambda known: known.stop)
-            behind = self._shared[first:]
-        for shared in behind:
-            if shared.start >= part.stop:
-                break
-            if shared.start > position:
-                yield range(position, shared.start)
-            position = shared.stop
-        if position < part.stop:
-            yield range(position, part.stop)
 
     def close(self) -> None:
         """Close the file as it is. Idempotent."""

@@ -1,13 +1,16 @@
-"""The file of one unit in a checkpoint, filled chunk by chunk, each by whoever has it at hand.
+"""The file of one unit in a checkpoint, filled chunk by chunk by one thread.
 
-A chunk's arrays that are in memory just as they belong in the file go there by direct I/O, on the engine's own queues: no copy
-through the page cache, and no processor time for one. Everything else (other state formats, engines without files of their
-own, file systems without direct I/O) goes through the page cache.
+Each array of a chunk comes by the first of three ways that it can:
+
+    shared blocks     what its store keeps on NVMe just as it belongs in the file, where the file system can share blocks
+    direct I/O        what is in memory so: on the engine's own queues, without a copy through the page cache
+    the page cache    everything else: other state formats, engines without files of their own, other file systems
+
+Whichever it is, the array is in memory too, for its checksums.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,7 +19,7 @@ import torch
 from offload.checkpoint.direct_file import ALIGN, DirectFile, open_direct
 from offload.checkpoint.manifest import MOMENTS, VALUE, FileEntry, Manifest, ParameterEntry, PieceEntry, TensorEntry
 from offload.checkpoint.staged_folder import write_failure
-from offload.checkpoint.state_reading import ChunkState, PieceState, settle
+from offload.checkpoint.state_reading import ChunkRead, ChunkState, PieceState, settle
 from offload.checkpoint.tensor_file import METADATA, TensorFile, TensorSpec
 from offload.checkpoint.unit_tensors import GapPart, UnitTensors, tensor_name
 from offload.device.pending import AllOf, Pending
@@ -26,37 +29,20 @@ from offload.model.file_dtypes import DTYPE_CODES
 from offload.model.flat import ParameterInfo
 from offload.model.unit import Unit
 from offload.tiers.io.backend import IoBackend, Priority
+from offload.tiers.store import ExtentSnapshot
 
 
 class UnitFile:
-    """See the module. Opened by whoever writes to it first; chunks come from any threads."""
+    """See the module. Made on the drive when something is first written to it."""
 
     def __init__(self, folder: Path, unit: Unit, rank: int, moments: Sequence[str], backend: IoBackend | None) -> None:
         """`moments`: what the optimizer keeps of a trained parameter. `backend`: for direct I/O, if there is one."""
         self.unit, self.tensors, self._moments = unit, UnitTensors(unit, moments), moments
         self._folder, self._name = folder, f"unit-{unit.index:05d}-rank-{rank:05d}.safetensors"
         self._backend = backend
-        self._lock = threading.Lock()
         self._file: TensorFile | None = None
         self._direct: DirectFile | None = None
         self._steps = {info.index: info.step for info in unit.parameters}
-
-    def write(self, state: ChunkState, priority: Priority, *, shared: bool) -> None:
-        """Bring one chunk to its place, with the padding in it. `shared`: some of it is there, in shared blocks."""
-        writing = self.begin(state, priority, shared=shared)
-        try:
-            writing.bring()
-        except BaseException:
-            writing.settle()
-            raise
-        writing.finish()
-
-    def begin(self, state: ChunkState, priority: Priority, *, shared: bool) -> ChunkWrite:
-        """As `write`, as far as it goes without waiting; the chunk's memory may not change until the rest is done."""
-        self.opened()
-        arrays = {kind: state.array(kind) for kind in self.tensors.arrays_of(state.chunk)}
-        transfers = None if shared else self._start(state.chunk, arrays, priority)
-        return ChunkWrite(self, state, arrays, transfers, shared)
 
     def finish(self) -> None:
         """Make the file durable and close it. Every chunk must have been written."""
@@ -83,95 +69,95 @@ class UnitFile:
             manifest.parameters.append(_parameter_entry(info, self._steps[info.index], piece))
         manifest.padding += [tensor_entry(file, spec) for spec in self.tensors.padding]
 
-    def opened(self) -> TensorFile:
-        """The file, made when it is first asked for. From any thread."""
-        with self._lock:
-            if self._file is None:
-                self._file = TensorFile(self._folder, self._name, list(self.tensors.specs.values()), METADATA)
-                if self._backend is not None:
-                    self._direct = open_direct(self._file.path)
-            return self._file
-
     @property
     def nbytes(self) -> int:
         """Of its tensors."""
         return sum(spec.nbytes for spec in self.tensors.specs.values())
 
-    def _start(self, chunk: Chunk, arrays: dict[str, torch.Tensor | None], priority: Priority) -> list[Pending] | None:
-        """Write all arrays of the chunk by direct I/O; None where that cannot be had for each of them."""
-        if self._direct is None or self._backend is None:
-            return None
-        writes: list[tuple[torch.Tensor, int]] = []
-        for kind, array in arrays.items():
-            if array is None or array.device.type != "cpu":
-                return None
-            content = array.reshape(-1).view(torch.uint8)
-            name, place = self.tensors.place(chunk, kind)
-            offset = self.opened().offsets[name] + place
-            if (content.data_ptr() | offset | content.numel()) % ALIGN:
-                return None
-            writes.append((content, offset))
-        pendings: list[Pending] = []
+    def opened(self) -> TensorFile:
+        """The file, made when it is first asked for."""
+        if self._file is None:
+            self._file = TensorFile(self._folder, self._name, list(self.tensors.specs.values()), METADATA)
+            if self._backend is not None:
+                self._direct = open_direct(self._file.path)
+        return self._file
+
+    def share(self, chunk: Chunk, kind: str, snapshot: ExtentSnapshot, part: range) -> bool:
+        """Have the file share the blocks of the chunk's array, which is that part of the snapshot; False where they cannot."""
+        file = self.opened()
         try:
-            for content, offset in writes:
-                pendings.append(self._backend.write(self._direct, content, offset, priority=priority))
-        except BaseException:
-            settle(AllOf(pendings))
-            raise
-        return pendings
+            return snapshot.clone(part, file, self._offset(chunk, kind))
+        except OSError as error:
+            raise write_failure("sharing blocks with", file.path, error) from error
+
+    def write_directly(self, chunk: Chunk, kind: str, array: torch.Tensor | None, priority: Priority) -> Pending | None:
+        """Write the chunk's array, whose memory may not change until that is over; None where that cannot be had."""
+        self.opened()
+        if self._direct is None or self._backend is None or array is None or array.device.type != "cpu":
+            return None
+        content, offset = array.reshape(-1).view(torch.uint8), self._offset(chunk, kind)
+        if (content.data_ptr() | offset | content.numel()) % ALIGN:
+            return None
+        return self._backend.write(self._direct, content, offset, priority=priority)
+
+    def _offset(self, chunk: Chunk, kind: str) -> int:
+        name, place = self.tensors.place(chunk, kind)
+        return self.opened().offsets[name] + place
 
 
-class ChunkWrite:
-    """One chunk on its way into its unit's file: `bring` and `finish`, in this order, by one thread."""
+class ChunkCopy:
+    """One chunk on its way from its stores into its unit's file: `write`, then `finish`. Others may be on theirs meanwhile."""
 
-    def __init__(
-        self,
-        file: UnitFile,
-        state: ChunkState,
-        arrays: dict[str, torch.Tensor | None],
-        transfers: list[Pending] | None,
-        shared: bool,
-    ) -> None:
-        """`transfers`: those that bring all of it; None: there are none. `shared`: see `UnitFile.write`."""
-        self._file, self._state, self._arrays = file, state, arrays
-        self._transfers = AllOf(transfers) if transfers is not None else None
-        self._shared = shared
+    def __init__(self, file: UnitFile, chunk: Chunk, read: ChunkRead, shared: set[str]) -> None:
+        """`shared`: the arrays that the file has already."""
+        self.file, self.chunk = file, chunk
+        self._read, self._brought = read, shared
+        self._state: ChunkState | None = None
+        self._transfers: list[Pending] = []
 
-    def bring(self) -> None:
-        """Write what no transfer brings, and take the checksums of everything."""
-        file, owned = self._file.opened(), self._file.tensors.owned
-        bring = file.write if self._transfers is None else file.take
-        for piece in self._state.pieces():
-            start = piece.start - owned[piece.info.index].start
-            for name, part in _parts_of(piece):
-                bring(name, start * part.element_size(), part.detach().cpu())
+    def write(self, priority: Priority) -> None:
+        """Wait until it is read, and have written what goes directly. Nothing if that was done."""
+        if self._state is not None:
+            return
+        state = self._state = self._read.wait()
+        for kind in self.file.tensors.arrays_of(self.chunk):
+            if kind not in self._brought:
+                transfer = self.file.write_directly(self.chunk, kind, state.array(kind), priority)
+                if transfer is not None:
+                    self._transfers.append(transfer)
+                    self._brought.add(kind)
 
     def finish(self) -> None:
-        """Wait for the transfers, and write the padding."""
-        file, tensors = self._file.opened(), self._file.tensors
-        if self._transfers is not None:
-            try:
-                self._transfers.wait()
-            except StorageError as error:
-                raise write_failure("writing", file.path, error) from error
-        whole = self._shared or self._transfers is not None  # whatever is in the padding is in the file too
-        for kind, array in self._arrays.items():
-            for gap in tensors.gaps(self._state.chunk, kind):
-                overwrite = whole and array is not None and _holds_any(array, gap)
-                file.pad(gap.name, gap.start_nbytes, gap.nbytes, overwrite=overwrite)
-        if self._transfers is None:
+        """Write everything else, padding too, and take the checksums. Returns when it is in the file."""
+        file, tensors, state = self.file.opened(), self.file.tensors, self._state
+        assert state is not None
+        for piece in state.pieces():
+            start = piece.start - tensors.owned[piece.info.index].start
+            for kind, part in _arrays_of(piece):
+                bring = file.take if kind in self._brought else file.write
+                bring(tensor_name(piece.info, kind), start * part.element_size(), part.detach().cpu())
+        try:
+            AllOf(self._transfers).wait()
+        except StorageError as error:
+            raise write_failure("writing", file.path, error) from error
+        kinds = tensors.arrays_of(self.chunk)
+        for kind in kinds:
+            array = state.array(kind) if kind in self._brought else None  # then whatever is in the padding is in the file too
+            for gap in tensors.gaps(self.chunk, kind):
+                file.pad(gap.name, gap.start_nbytes, gap.nbytes, overwrite=array is not None and _holds_any(array, gap))
+        if not self._brought.issuperset(kinds):
             file.write_back()
 
     def settle(self) -> None:
-        """Wait until nothing of it is in flight, however it ends."""
-        if self._transfers is not None:
-            settle(self._transfers)
+        """Wait until nothing of it is in flight, however that ends."""
+        self._read.settle()
+        settle(AllOf(self._transfers))
 
 
-def _parts_of(state: PieceState) -> Iterator[tuple[str, torch.Tensor]]:
+def _arrays_of(state: PieceState) -> Iterator[tuple[str, torch.Tensor]]:
     for kind, part in zip((VALUE, *MOMENTS), (state.value, state.exp_avg, state.exp_avg_sq), strict=True):
         if part is not None:
-            yield tensor_name(state.info, kind), part
+            yield kind, part
 
 
 def _holds_any(array: torch.Tensor, gap: GapPart) -> bool:

@@ -1,17 +1,15 @@
-"""Writing a checkpoint's files: chunk by chunk, from the tiers through a buffer straight into their place in a file.
+"""Writing a checkpoint's files: the state of one moment, chunk by chunk, while training goes on or waits.
 
-Where training waits, updates of the last step are made now and write what they leave, from the memory in which they have it,
-so that it is not read again; of the rest the next chunk is read while one is checked and written. Where training goes on
-meanwhile, the state is that of the moment at which the `Snapshot` was made. Nobody waits for that:
+A chunk's way, all of it on the lane of the save:
 
-    updates of the last step    are made when training comes to them; the save takes a chunk when its update is over
-    what a later update is      is kept by its store, which writes the new version elsewhere (`Store.keep`), and copied when
-    about to overwrite          the drive has time; or shared with the file, where the file system can
-                                (`offload.checkpoint.sharing`); or, in memory and where a drive has no room, written
-                                to its file first, from the memory in which the update has it anyway
+    take      its update of the last step is over; its stores keep it from now on, where they can (`offload.checkpoint.copies`)
+    share     its file takes over what the file system can share of what is kept
+    read      into a buffer, or where it lies: for its checksums, and to be written
+    write     what is not shared, to its place in its unit's file (`offload.checkpoint.unit_file`)
+    drop      its stores give the second place back
 
-So no update waits for a copy that the save has not begun, and no second copy of anything is kept in memory. What is shared is
-read for its checksums alone. How far each chunk is: `offload.checkpoint.copies`.
+An update that comes first has the chunk kept itself, and goes on. For what no store can keep (memory, a drive without room) it
+waits; the lane takes that next. So no second copy of anything is kept in memory.
 """
 
 from __future__ import annotations
@@ -25,21 +23,20 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from offload.checkpoint.chunk_copy import ChunkCopy
-from offload.checkpoint.copies import Copies, Copy
+from offload.checkpoint.copies import Copies
 from offload.checkpoint.manifest import BufferEntry, Manifest, RandomEntry
 from offload.checkpoint.model_names import buffers_once
 from offload.checkpoint.random_state import CPU, DEVICE, take_random_state
-from offload.checkpoint.sharing import BlockSharing
-from offload.checkpoint.state_reading import ChunkState, Failures, StateReader, stores_of
+from offload.checkpoint.state_reading import Failures, Kept, StateReader, raw_arrays, stores_of
 from offload.checkpoint.tensor_file import METADATA, TensorFile, TensorSpec, known_dtype
-from offload.checkpoint.unit_file import UnitFile, file_entry, tensor_entry
+from offload.checkpoint.unit_file import ChunkCopy, UnitFile, file_entry, tensor_entry
 from offload.checkpoint.unit_tensors import owned_elements
-from offload.device.records import Record
 from offload.model.chunk import Chunk
 from offload.model.unit import Unit
+from offload.step.chunk_stores import ChunkStore
 from offload.step.components import Components
 from offload.tiers.io.backend import Priority
+from offload.tiers.store import ExtentSnapshot
 
 _AT_ONCE = 2
 """Chunks that are copied at the same time where training waits: one is read while another is checked and written. They hold
@@ -64,32 +61,33 @@ class Small:
 class Snapshot:
     """The state at construction, on its way into a folder's files.
 
-    Made, used and closed by one thread, while that of the model waits until it is made; `before_update`, `updated` and
-    `after_update` are called by the thread of the updates.
+    Made, used and closed by one thread, while that of the model waits until it is made; `before_update` and `after_update` are
+    called by the thread of the updates.
     """
 
     def __init__(
         self, folder: Path, parts: Components, manifest: Manifest, small: Small, failures: Failures, *, beside: bool
     ) -> None:
         """`small` is written now. `failures()`: around every read from a tier. `beside`: training goes on meanwhile."""
-        self._folder, self._parts, self._manifest = folder, parts, manifest
+        self._folder, self._parts, self._manifest, self._failures = folder, parts, manifest, failures
         self._rank = parts.ranks.index
-        self._at_once, self._finished_together = (1, 1) if beside else (_AT_ONCE, _FINISHED_TOGETHER)
-        self._reader, self._sharing = StateReader(parts, failures, self._at_once), BlockSharing(parts, failures)
+        self._at_once = 1 if beside else _AT_ONCE
+        self._reader = StateReader(parts, failures, self._at_once)
         self._priority = Priority.BACKGROUND if beside else Priority.STATE
         moments = parts.records.moments if parts.records is not None else ()
         self._files = {
-            unit.index: UnitFile(folder, unit, self._rank, moments, parts.backend) for unit in parts.units if self._writes(unit)
+            unit: UnitFile(folder, unit, self._rank, moments, parts.backend) for unit in parts.units if self._writes(unit)
         }
-        self._order = [unit.index for unit in parts.residency.next_order() if unit.index in self._files]
-        chunks = [chunk for file in self._files.values() for chunk in file.unit.chunks]
-        self.copies = Copies(chunks, parts.updates)
-        self._keeps = beside and self._has_room_to_keep()
-        # What can be shared takes neither a write nor room, once it lies in its scratch file.
-        self._writes_updated = not (beside or self._sharing.may_work_in(folder))
-        self._kept: set[Chunk] = set()
-        self._under_way: deque[ChunkCopy] = deque()
+        self._file_of = {chunk: file for unit, file in self._files.items() for chunk in unit.chunks}
+        self._chunk_counts = {file: len(file.unit.chunks) for file in self._files.values()}
+        """What is still to come of each file."""
         self._unfinished: list[UnitFile] = []
+        self._keeps = self._has_room_to_keep()
+        self._kept: dict[Chunk, Kept] = {}
+        self._cannot_share: set[ChunkStore] = set()
+        self._under_way: deque[ChunkCopy] = deque()
+        order = [chunk for unit in parts.residency.next_order() if unit in self._files for chunk in unit.chunks]
+        self.copies = Copies(order, parts.updates, self._keep)
         self._whole: list[TensorFile] = []
         try:
             self._write_whole(small)
@@ -120,149 +118,122 @@ class Snapshot:
 
     # ---- by the updates ------------------------------------------------------------------------------------------
 
-    def before_update(self, chunk: Chunk, values: torch.Tensor, record: Record) -> None:
-        """The chunk's `record` and (where they are a part of the master) `values` are about to be overwritten where they are.
-
-        A failure is the save's, not the update's.
-        """
-        self._by_update(self.copies.hold_for_update, ChunkState(chunk, values, record), self._keep_or_write)
-
-    def updated(self, chunk: Chunk, values: torch.Tensor, record: Record) -> None:
-        """The chunk's `record` and `values` (as above) are at hand as an update leaves them: if that is the one that was still
-        to come, and training waits for the save, they are written from here, and need not be read again.
-
-        A failure is the save's, not the update's.
-        """
-        if self._writes_updated:
-            state = ChunkState(chunk, values, record)
-            self._by_update(self.copies.hold_as_updated, state, lambda state: self._write(state, shared=False))
+    def before_update(self, chunk: Chunk) -> None:
+        """Return when the chunk may be overwritten where it is. A failure is the save's, not the update's."""
+        self.copies.before_update(chunk)
 
     def after_update(self, chunk: Chunk) -> None:
         """The chunk's update is over."""
         self.copies.updated()
 
-    def _by_update(self, hold: Callable[[Chunk], bool], state: ChunkState, save: Callable[[ChunkState], Copy]) -> None:
-        try:
-            if hold(state.chunk):
-                self.copies.become(state.chunk, save(state))
-        except Exception as error:
-            self.copies.fail(error)
-        finally:
-            self.copies.give_up_held()  # nothing, where all went well
+    def _keep(self, chunk: Chunk) -> bool:
+        """Have its stores keep what they can of the chunk's state of now; whether that is all. By the lane or an update, one at
+        a time."""
+        stores = stores_of(self._parts, chunk)
+        kept: dict[ChunkStore, ExtentSnapshot] = {}
+        for places in stores if self._keeps else ():
+            with self._failures():
+                places.settle_write(chunk)
+            snapshot = places.snapshot(chunk)
+            if snapshot is not None:
+                kept[places] = snapshot
+        self._kept[chunk] = kept
+        return len(kept) == len(stores)
 
-    def _keep_or_write(self, state: ChunkState) -> Copy:
-        shared, kept = self._see_to(state.chunk)
-        return Copy.KEPT if kept else self._write(state, shared=shared)
-
-    def _write(self, state: ChunkState, *, shared: bool) -> Copy:
-        self._file_of(state.chunk).write(state, Priority.STATE, shared=shared)
-        return Copy.COPIED
-
-    # ---- by the thread that copies ---------------------------------------------------------------------------------
+    # ---- by the lane -----------------------------------------------------------------------------------------------
 
     def copy(self, make_update: Callable[[Chunk], bool]) -> None:
-        """Write every chunk that is not yet, in the order in which updates will come; make the files durable; enter them
-        into the manifest. Raises the first failure of any thread. `make_update`: see `Copies.hold_for_copy`."""
+        """Write every chunk, in the order in which updates will come; make the files durable; enter them into the manifest.
+        Raises the first failure of any thread. `make_update`: see `Copies.await_update`."""
         try:
-            for unit_index in self._order:
-                file = self._files[unit_index]
-                for chunk in file.unit.chunks:
-                    self._copy(chunk, make_update)
-                if len(self._unfinished) == self._finished_together:
-                    self._finish()  # what the drive has had a unit's time for
-                self._unfinished.append(file)
-            self._finish()
+            self._copy_all(make_update)
+            for file in self._files.values():
+                self._finish(file)
+            self.copies.require_no_failure()
         except Exception as error:
             self.copies.fail(error)
             raise
         finally:
             self._abandon()
-        for unit_index in sorted(self._files):
-            self._files[unit_index].enter(self._manifest)
+        for unit in sorted(self._files, key=lambda unit: unit.index):
+            self._files[unit].enter(self._manifest)
         self._finish_whole()
 
-    def _copy(self, chunk: Chunk, make_update: Callable[[Chunk], bool]) -> None:
-        """Begin to copy the chunk, with those before it as far as makes room for it."""
-        before = self._under_way[-1] if self._under_way else None
-        if before is not None:
-            before.begin_writing(self._priority)
+    def _copy_all(self, make_update: Callable[[Chunk], bool]) -> None:
+        while True:
+            chunk = self.copies.take()
+            if chunk is not None:
+                self._copy(chunk)
+                continue
+            while self._under_way:  # first: an update may wait for it
+                self._complete_first()
+            if not self.copies.await_update(make_update):
+                return
+
+    def _copy(self, chunk: Chunk) -> None:
+        """Begin to copy the chunk, and complete those before it as far as makes room for it."""
+        if self._under_way:
+            self._under_way[-1].write(self._priority)
+        shared = self._share(chunk)
+        read = self._reader.begin(chunk, kept=self._kept.get(chunk, {}), priority=self._priority)
+        self._under_way.append(ChunkCopy(self._file_of[chunk], chunk, read, shared))
         while len(self._under_way) >= self._at_once:
             self._complete_first()
-        # Beside training nothing is under way now, so what is waited for here does not wait for what this thread holds.
-        state = self.copies.hold_for_copy(chunk, make_update)
-        if state is not Copy.COPIED:
-            one = ChunkCopy(chunk, self._file_of(chunk))
-            self._under_way.append(one)
-            shared, kept = self._see_to(chunk) if state is Copy.HELD else (False, True)
-            if kept:
-                self.copies.become(chunk, Copy.KEPT)
-            one.begin_reading(self._reader.begin(chunk, kept=kept), shared=shared)
-        if before is not None:
-            before.bring()
-        if self._under_way and self._at_once == 1:
-            self._complete_first()
 
-    def _see_to(self, chunk: Chunk) -> tuple[bool, bool]:
-        """Have the chunk shared, or else kept: whether it is (shared, kept). It is held: nobody overwrites it meanwhile."""
-        shared = self._sharing.chunk(chunk, self._file_of(chunk))
-        return shared, not shared and self._keep(chunk)
+    def _share(self, chunk: Chunk) -> set[str]:
+        """Have the chunk's file share what it can of what is kept: the arrays that it has so."""
+        file, shared = self._file_of[chunk], set[str]()
+        for places, snapshot in self._kept.get(chunk, {}).items():
+            for kind, part in raw_arrays(self._parts, places, chunk).items() if places not in self._cannot_share else ():
+                if kind not in file.tensors.arrays_of(chunk):
+                    continue
+                if not file.share(chunk, kind, snapshot, part):
+                    self._cannot_share.add(places)
+                    break
+                shared.add(kind)
+        return shared
 
     def _complete_first(self) -> None:
         first = self._under_way[0]
-        first.begin_writing(self._priority)
-        first.bring()
+        first.write(self._priority)
         first.finish()
-        self._drop_snapshots(first.chunk)
         self._under_way.popleft()
-        self.copies.become(first.chunk, Copy.COPIED)
+        self._drop(first.chunk)
+        self.copies.copied(first.chunk)
+        self._chunk_counts[first.file] -= 1
+        if self._chunk_counts[first.file] == 0:
+            self._unfinished.append(first.file)
+        if len(self._unfinished) == _FINISHED_TOGETHER:
+            for file in self._unfinished:
+                self._finish(file)
+            self._unfinished.clear()
 
-    def _finish(self) -> None:
-        """Make the files durable whose chunks are all begun."""
-        for file in self._unfinished:
-            while any(one.file is file for one in self._under_way):
-                self._complete_first()
-            self.copies.require_copied(file.unit.chunks)
+    def _finish(self, file: UnitFile) -> None:
+        """Make the file durable. Nothing if it is."""
+        if self._chunk_counts.pop(file, None) is not None:
             file.finish()
-        self._unfinished.clear()
 
     def _abandon(self) -> None:
         """Let go of what a failure has left under way."""
         for one in self._under_way:
             one.settle()
         self._under_way.clear()
-        self.copies.give_up_held()  # nobody is to wait for it
+        self.copies.abandon()
 
-    def _file_of(self, chunk: Chunk) -> UnitFile:
-        return self._files[chunk.flat.layout.unit_index]
-
-    def _keep(self, chunk: Chunk) -> bool:
-        """Whether the stores keep all of the chunk's state of now."""
-        stores = stores_of(self._parts, chunk) if self._keeps and chunk.flat.layout.trainable else ()
-        if not stores:
-            return False
-        self._kept.add(chunk)  # first: what is kept in part is let go too
-        if all(places.snapshot(chunk) for places in stores):
-            return True
-        self._drop_snapshots(chunk)
-        return False
-
-    def _drop_snapshots(self, chunk: Chunk) -> None:
-        if chunk in self._kept:
-            self._kept.remove(chunk)
-            for places in stores_of(self._parts, chunk):
-                places.drop_snapshot(chunk)
+    def _drop(self, chunk: Chunk) -> None:
+        for snapshot in self._kept.pop(chunk, {}).values():
+            snapshot.drop()
 
     def close(self) -> None:
         """Close the files as they are and give back what was kept, and buffers. Nobody is kept waiting any more. Idempotent.
         Not while `copy` runs."""
         self.copies.fail(AssertionError("the snapshot was closed"))
-        self.copies.await_holders()  # nobody may still be writing to a descriptor that is about to be closed
         for chunk in list(self._kept):
-            self._drop_snapshots(chunk)
-        for file in self._files.values():
+            self._drop(chunk)
+        for unit_file in self._files.values():
+            unit_file.close()
+        for file in self._whole:
             file.close()
-        for one in self._whole:
-            one.close()
         self._reader.close()
 
     # ---- what is small -----------------------------------------------------------------------------------------------

@@ -33,7 +33,6 @@ class Place:
     store    that of its tier, and
     extent   where it is read and written there; None: the state has no bytes, or no store
     other    the extent that is written next, where the last write must be undoable: the two take turns
-    snapshot  what a save is still to copy of it, whatever is written meanwhile
     write    its last write, until somebody saw it end. Every read and every further write comes after it
     fetch    a read of it into its flat, until somebody saw it end
     copy     an H2D copy from where it lies in the store: who writes there in place waits for it
@@ -42,7 +41,6 @@ class Place:
     store: Store | None = None
     extent: Extent | None = None
     other: Extent | None = None
-    snapshot: Extent | None = None
     write: Pending | None = None
     fetch: Pending | None = None
     copy: Pending | None = None
@@ -103,9 +101,8 @@ class ChunkGradient:
 class Chunk:
     """A chunk of a flat. Made once, with its flat; two of them are the same chunk only if they are the same object.
 
-    gradient       None where the chunk is not trained
-    overwritten_by the number of the last update that has begun to overwrite the chunk's states. Written by `Updates`
-    step_table     what the native step of the chunk is told, made at its first. Written by `Updates` on its lane
+    gradient    None where the chunk is not trained
+    step_table  what the native step of the chunk is told, made at its first. Written by `Updates` on its lane
     """
 
     flat: Flat
@@ -114,7 +111,6 @@ class Chunk:
     parameters: Place = field(default_factory=Place)
     record: Place = field(default_factory=Place)
     gradient: ChunkGradient | None = None
-    overwritten_by: int = -1
     step_table: StepTable | None = None
 
     @property

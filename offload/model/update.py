@@ -34,7 +34,7 @@ class PieceUpdate:
 class ChunkUpdate:
     """One chunk's update. `factor` multiplies each gradient as it is read: un-scaling and clipping in one.
 
-    Fixed when it is enqueued: chunk, pieces, factor, number (of its unit's update among all). Written by the lane:
+    Fixed when it is enqueued: chunk, pieces, factor. Written by the lane:
 
     started    its record is read ahead, or need not be
     lease      the buffer of its record on the way from the store and back; `reading`: the transfer into it
@@ -49,7 +49,6 @@ class ChunkUpdate:
     chunk: Chunk
     pieces: list[PieceUpdate]
     factor: float
-    number: int = -1
     started: bool = False
     cancelled: bool = False
     applied: bool = False

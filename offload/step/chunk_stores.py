@@ -17,7 +17,7 @@ from offload.model.flat import Flat, some_of
 from offload.planning.budget import Tier
 from offload.planning.purposes import OPTIMIZER_STATES
 from offload.tiers.io import OpenFile, Priority
-from offload.tiers.store import ShareBlocks, Store
+from offload.tiers.store import ExtentSnapshot, Store
 
 _NAMED = 3
 """How many parameters an error lists."""
@@ -115,38 +115,15 @@ class ChunkStore(ABC):
             raise _named(error, self._purpose, chunk) from error
         return _OfChunk(transfer, self._purpose, chunk)
 
-    def share(self, chunk: Chunk, share: ShareBlocks) -> None:
-        """See `Store.share`. The chunk's last write must be over."""
-        place = self._place(chunk)
-        if place.extent is None or place.store is None:
-            return
-        try:
-            place.store.share(place.extent, share)
-        except StorageError as error:
-            raise _named(error, self._purpose, chunk) from error
-
-    def snapshot(self, chunk: Chunk) -> bool:
-        """Keep the chunk's bytes of now for `read_snapshot`, whatever is written from now on, until `drop_snapshot`. Waits for
-        its last write. False where the store cannot (`Store.snapshot`)."""
+    def snapshot(self, chunk: Chunk) -> ExtentSnapshot | None:
+        """Keep the chunk's bytes of now, whatever is written from now on. Waits for its last write. None where the store cannot
+        (`Store.snapshot`)."""
         self.settle_write(chunk)
         place = self._place(chunk)
-        if place.extent is None or place.store is None or not place.store.snapshot(place.extent):
-            return False
-        place.snapshot = place.extent
-        return True
+        return place.store.snapshot(place.extent) if place.store is not None and place.extent is not None else None
 
-    def read_snapshot(self, chunk: Chunk, into: torch.Tensor) -> Pending:
-        place = self._place(chunk)
-        assert place.store is not None and place.snapshot is not None, "what has no bytes is not snapshot"
-        return _OfChunk(place.store.read_snapshot(place.snapshot, into), self._purpose, chunk)
-
-    def drop_snapshot(self, chunk: Chunk) -> None:
-        """What was snapshot, if anything was, is not needed any more."""
-        place = self._place(chunk)
-        snapshot, place.snapshot = place.snapshot, None
-        if snapshot is not None:
-            assert place.store is not None
-            place.store.drop_snapshot(snapshot)
+    def read_snapshot(self, chunk: Chunk, snapshot: ExtentSnapshot, into: torch.Tensor, priority: Priority) -> Pending:
+        return _OfChunk(snapshot.read(into, priority=priority), self._purpose, chunk)
 
     def room_for_snapshots(self) -> list[tuple[OpenFile, int]]:
         """See `Store.room_for_snapshots`."""

@@ -37,13 +37,10 @@ from offload.tiers.staging import Lease, StagingPool
 
 
 class Watcher(Protocol):
-    """Sees every chunk's update, on the lane. What one that is not told would miss: `Chunk.overwritten_by`."""
+    """Sees every chunk's update, on the lane."""
 
-    def before_update(self, chunk: Chunk, values: Tensor, record: Record) -> None:
-        """The chunk's record and values are at hand and about to be overwritten."""
-
-    def updated(self, chunk: Chunk, values: Tensor, record: Record) -> None:
-        """The chunk's record and values are at hand as the update leaves them, on their way to their places."""
+    def before_update(self, chunk: Chunk) -> None:
+        """The chunk's record and values are about to be overwritten. Returns when they may be."""
 
     def after_update(self, chunk: Chunk) -> None:
         """The chunk was updated: who waits for its last write finds the new version in its places."""
@@ -72,8 +69,6 @@ class Updates:
         self.watcher: Watcher | None = None
         self._queue: dict[Unit, UnitUpdate] = {}
         """The units that have an update, in the enqueued order. Changed by the thread that drives the model, read by any."""
-        self.enqueued_count = 0
-        """Of units' updates: each is numbered by those before it."""
         self._ahead: deque[ChunkUpdate] = deque()
 
     @property
@@ -99,9 +94,6 @@ class Updates:
         """Add a unit's update. Its gradients belong to the update from now on."""
         if unit.update is not None:
             raise AssertionError(f"unit {unit.name} is updated twice at once")
-        for chunk_update in chunks:
-            chunk_update.number = self.enqueued_count
-        self.enqueued_count += 1
         unit.update = self._queue[unit] = UnitUpdate(chunks)
         if self._reads and unit.route.update_in is Memory.HOST:
             self._ahead.extend(chunks)
@@ -255,8 +247,7 @@ class Updates:
         watcher = self.watcher  # once: a save that ends takes it away
         if watcher is not None:
             with self._timeline.lane_waiting("copy for checkpoint"):
-                watcher.before_update(chunk, values, record)
-        chunk.overwritten_by = chunk_update.number  # whoever copies the chunk finds it, watching or not
+                watcher.before_update(chunk)
         with self._timeline.lane_working("adam"):
             if uses_native(values):
                 self._step_by_table(chunk_update, buffer, values, gradients)
@@ -264,9 +255,6 @@ class Updates:
                 pairs = zip(chunk_update.pieces, gradients, strict=True)
                 optimizer_step.update([_segment(chunk_update, piece, record, gradient, values) for piece, gradient in pairs])
         self._gradients.release(chunk)
-        if watcher is not None:
-            with self._timeline.lane_waiting("copy for checkpoint"):
-                watcher.updated(chunk, values, record)
         published = self._sink(chunk).commit(chunk, values, [piece.piece for piece in chunk_update.pieces])
         if lease is not None:
             chunk_update.lease = None

@@ -1,10 +1,13 @@
 """A second place for extents of a store, for as long as somebody needs what they hold now and they are written meanwhile.
 
-    snapshot       a place beside the extent's own is reserved; the next write of the extent goes there
-    drop_snapshot  nobody needs the old content any more: the place that is not the extent's current one is given back
+    keep     a place beside the extent's own is reserved; the next write of the extent goes there
+    drop     nobody needs the old content any more: the place that is not the extent's current one is given back
 
-So a save that runs beside training holds no update up: what an update overwrites is still there. An extent stays where its
-last write went; of its two places one is allocated at any time, both only between `snapshot` and `drop_snapshot`.
+So a save holds no update up: what an update overwrites is still there. An extent stays where its last write went. Of its two
+places one is allocated at any time, both only between `keep` and `drop`.
+
+Where a checkpoint has come to share the blocks of what was kept (`offload.tiers.io.reflink`), writing there would need blocks
+that nobody has reserved. So the reserved place stays until the extent is written next, and that write goes there.
 """
 
 from __future__ import annotations
@@ -12,7 +15,6 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from offload.layout import Extent
 from offload.tiers.io.failure import storage_error
@@ -26,13 +28,6 @@ Ranges = Callable[[Extent], Iterator[tuple[int, int, int]]]
 """Where an extent lies: (index of the file, offset there, bytes)."""
 
 
-@dataclass(slots=True)
-class _Kept:
-    aside: bool
-    checksums: list[int] | None
-    turned: bool = False  # whether the extent was written since
-
-
 class Asides:
     """Which of the two places each extent of a store is in. Thread-safe. Owns the files of the second one."""
 
@@ -42,7 +37,9 @@ class Asides:
         self._aside = scratch.create(f"{name}-aside", [0] * scratch.path_count)  # now: later the folders may be gone
         self._lock = threading.Lock()
         self._turned: set[Extent] = set()
-        self._kept: dict[Extent, _Kept] = {}
+        self._kept: dict[Extent, Files] = {}
+        self._shared: set[Extent] = set()
+        """Those whose current place shares blocks with a checkpoint; the other one is reserved for their next write."""
 
     @property
     def all_files(self) -> Files:
@@ -50,47 +47,52 @@ class Asides:
 
     def files(self, extent: Extent) -> Files:
         """Those that hold the extent's current content."""
-        return self._files(extent in self._turned)
+        return self._aside if extent in self._turned else self._own
 
-    def snapshot_of(self, extent: Extent) -> tuple[Files, list[int] | None]:
-        """Those that hold what the extent held when it was kept, and what `snapshot` was given as its checksums."""
-        kept = self._kept[extent]
-        return self._files(kept.aside), kept.checksums
+    def keep(self, extent: Extent) -> Files | None:
+        """Keep what the extent holds, in these files, with nothing being written to it; None where there is no room for it.
 
-    def snapshot(self, extent: Extent, checksums: list[int] | None) -> bool:
-        """Keep what the extent holds, with nothing being written to it; False where there is no room for it.
-
-        Raises `StorageError` where the system refuses for another reason."""
+        What was kept before, by a save that an interrupt cut off, is dropped. Raises `StorageError` where the system refuses
+        for another reason than room."""
         with self._lock:
-            assert extent not in self._kept, "an extent is kept once at a time"
-            aside = extent in self._turned
-            if not self._allocate(extent, self._files(not aside)):
-                return False
-            self._kept[extent] = _Kept(aside, checksums)
-            return True
+            self._drop(extent)
+            files = self.files(extent)
+            if not self._allocate(extent, self._other(files)):
+                return None
+            self._kept[extent] = files
+            return files
 
     def about_to_write(self, extent: Extent) -> Files:
         """Where the next write of the extent belongs; that is its place from now on."""
         with self._lock:
-            kept = self._kept.get(extent)
-            if kept is not None and not kept.turned:
-                kept.turned = True
-                self._turned ^= {extent}
-        return self.files(extent)
+            files = self.files(extent)
+            is_kept, is_shared = self._kept.get(extent) is files, extent in self._shared
+            if not (is_kept or is_shared):
+                return files
+            self._turned ^= {extent}
+            self._shared.discard(extent)
+            if not is_kept:
+                self._give_back(extent, files)
+            return self._other(files)
 
-    def drop_snapshot(self, extent: Extent) -> None:
-        """Give back the place that is not the current one. Nothing may be in flight there."""
+    def drop(self, extent: Extent, *, is_shared: bool) -> None:
+        """What was kept is not needed any more; no read of it is in flight. `is_shared`: its blocks are a checkpoint's too."""
         with self._lock:
-            del self._kept[extent]
-            self._give_back(extent, self._files(extent not in self._turned))
+            if is_shared and self._kept[extent] is self.files(extent):
+                self._shared.add(extent)
+            self._drop(extent)
 
     def close(self) -> None:
         """Give everything back. Idempotent."""
         for file in self._aside:
             file.close()
 
-    def _files(self, aside: bool) -> Files:
-        return self._aside if aside else self._own
+    def _drop(self, extent: Extent) -> None:
+        if self._kept.pop(extent, None) is not None and extent not in self._shared:
+            self._give_back(extent, self._other(self.files(extent)))
+
+    def _other(self, files: Files) -> Files:
+        return self._own if files is self._aside else self._aside
 
     def _allocate(self, extent: Extent, files: Files) -> bool:
         for file_index, offset_nbytes, nbytes in self._ranges(extent):

@@ -12,7 +12,7 @@ from offload.device.pending import Pending, Settled
 from offload.layout import Extent
 from offload.tiers.extent_guard import ExtentGuard
 from offload.tiers.io.backend import Priority
-from offload.tiers.store import KeepsNothing, ShareBlocks
+from offload.tiers.store import KeepsNothing
 
 
 class DeviceStore(KeepsNothing):
@@ -36,9 +36,6 @@ class DeviceStore(KeepsNothing):
     def write(self, extent: Extent, source: Tensor, *, priority: Priority = Priority.STATE) -> Pending:
         self.view(extent).copy_(source)
         return Settled()
-
-    def share(self, extent: Extent, share: ShareBlocks) -> None:
-        self._guard.check_extent(extent, "sharing")
 
     def flush(self) -> None:
         """Nothing is ever in flight that the compute stream does not order."""

@@ -9,18 +9,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from offload.device.pending import AllOf, Pending
 from offload.layout import EXTENT_ALIGN, Extent
 from offload.tiers.aside import Asides, Files
-from offload.tiers.extent_guard import ExtentGuard, Operation
-from offload.tiers.held_room import HeldRoom
+from offload.tiers.extent_guard import ExtentGuard
+from offload.tiers.io import reflink
 from offload.tiers.io.backend import IoBackend, OpenFile, Priority
 from offload.tiers.io.failure import storage_error
 from offload.tiers.scratch import ScratchFile, ScratchFolder
-from offload.tiers.store import ShareBlocks
+from offload.tiers.store import ExtentSnapshot
 from offload.tiers.verification import Stored, VerifiedRead, checksum, verification_is_on
 
 STRIPE_NBYTES = 4 * 1024 * 1024
@@ -64,17 +65,13 @@ class NvmeStore:
         self._files: tuple[ScratchFile, ...] = scratch.create(
             name, striped_nbytes(self.nbytes, scratch.path_count, stripe_nbytes)
         )
-        self._room = HeldRoom(name, scratch)
-        self._kept_guard = ExtentGuard(f"{name} (kept)", extents)
         self._asides = Asides(name, self._files, scratch, self._ranges)
-        self._shared: set[Extent] = set()
-        """Those that room is held for: they share blocks, or did, and were not written since."""
 
     def read(self, extent: Extent, into: Tensor, *, priority: Priority = Priority.PARAMETER) -> Pending:
         operation = self._guard.begin(extent, into, is_write=False)
         try:
             expected = self._checksums.get(extent) if self._checksums is not None else None
-            self._submit(operation, into, priority, self._asides.files(extent), expected)
+            operation.start(self._read(extent, into, priority, self._asides.files(extent), expected))
         except BaseException:
             self._guard.abandon(operation)
             raise
@@ -83,49 +80,29 @@ class NvmeStore:
     def write(self, extent: Extent, source: Tensor, *, priority: Priority = Priority.STATE) -> Pending:
         operation = self._guard.begin(extent, source, is_write=True)
         try:
-            if extent in self._shared:
-                self._give_room_back(extent)
             if self._checksums is not None:
                 self._checksums[extent] = [checksum(_part(source, piece)) for piece in self._pieces(extent)]
-            self._submit(operation, source, priority, self._asides.about_to_write(extent), None)
+            files = self._asides.about_to_write(extent)
+            operation.start(self._submit(self._backend.write, extent, source, priority, files))
         except BaseException:
             self._guard.abandon(operation)
             raise
         return operation
 
-    def snapshot(self, extent: Extent) -> bool:
-        self._guard.check_readable(extent, "keeping")
-        return self._asides.snapshot(extent, self._checksums.get(extent) if self._checksums is not None else None)
-
-    def read_snapshot(self, extent: Extent, into: Tensor, *, priority: Priority = Priority.BACKGROUND) -> Pending:
-        operation = self._kept_guard.begin(extent, into, is_write=False)
-        try:
-            files, expected = self._asides.snapshot_of(extent)
-            self._submit(operation, into, priority, files, expected)
-        except BaseException:
-            self._kept_guard.abandon(operation)
-            raise
-        return operation
-
-    def drop_snapshot(self, extent: Extent) -> None:
-        self._asides.drop_snapshot(extent)
+    def snapshot(self, extent: Extent) -> ExtentSnapshot | None:
+        self._guard.check_readable(extent, "a snapshot")
+        files = self._asides.keep(extent)
+        if files is None:
+            return None
+        return _Snapshot(self, extent, files, self._checksums.get(extent) if self._checksums is not None else None)
 
     def room_for_snapshots(self) -> list[tuple[OpenFile, int]]:
         sizes = striped_nbytes(self.nbytes, len(self._files), self._stripe_nbytes)
-        return list(zip(self._room.files, sizes, strict=True))
+        return list(zip(self._files, sizes, strict=True))
 
     def view(self, extent: Extent) -> Tensor | None:
         self._guard.check_extent(extent, "a view")
         return None
-
-    def share(self, extent: Extent, share: ShareBlocks) -> None:
-        self._guard.check_readable(extent, "sharing")
-        files = self._asides.files(extent)
-        for piece in self._pieces(extent):
-            part = range(piece.start_nbytes, piece.start_nbytes + piece.nbytes)
-            if share(files[piece.file_index], piece.file_offset_nbytes, part):
-                self._shared.add(extent)  # first: what is held in part is given back by the next write too
-                self._room.hold(piece.file_index, piece.file_offset_nbytes, piece.nbytes)
 
     def flush(self) -> None:
         self._guard.drain()
@@ -136,44 +113,36 @@ class NvmeStore:
         self._guard.raise_unseen()
 
     def close(self) -> None:
-        self._kept_guard.close()
         if self._guard.close():
             for file in self._files:
                 file.close()
             self._asides.close()
-            self._room.close()
 
-    def _submit(
-        self, operation: Operation, tensor: Tensor, priority: Priority, files: Files, expected: list[int] | None
-    ) -> None:
-        """`expected`: what a read is compared with; None: with nothing, as for what was never written."""
-        transfer = self._backend.write if operation.is_write else self._backend.read
+    def _read(self, extent: Extent, into: Tensor, priority: Priority, files: Files, expected: list[int] | None) -> Pending:
+        """`expected`: the checksums of what the write left; None: of nothing, as where nothing was ever written."""
+        transfers = self._submit(self._backend.read, extent, into, priority, files)
+        if expected is None:
+            return transfers
+        pieces = zip(self._pieces(extent), expected, strict=True)
+        return VerifiedRead(
+            transfers,
+            [
+                Stored(files[piece.file_index].path, piece.file_offset_nbytes, _part(into, piece), total)
+                for piece, total in pieces
+            ],
+        )
+
+    def _submit(self, transfer: Any, extent: Extent, tensor: Tensor, priority: Priority, files: Files) -> Pending:
+        """`transfer`: the backend's `read` or `write`."""
         parts: list[Pending] = []
         try:
-            for piece in self._pieces(operation.extent):
+            for piece in self._pieces(extent):
                 part = _part(tensor, piece)
                 parts.append(transfer(files[piece.file_index], part, piece.file_offset_nbytes, priority=priority))
         except BaseException:
             AllOf(parts).wait()  # nothing may be in flight when the caller takes its tensor back
             raise
-        transfers = parts[0] if len(parts) == 1 else AllOf(parts)
-        operation.start(transfers if expected is None else self._verified(operation.extent, tensor, transfers, files, expected))
-
-    def _give_room_back(self, extent: Extent) -> None:
-        self._shared.discard(extent)
-        for piece in self._pieces(extent):
-            self._room.give_back(piece.file_index, piece.file_offset_nbytes, piece.nbytes)
-
-    def _verified(self, extent: Extent, tensor: Tensor, transfers: Pending, files: Files, expected: list[int]) -> Pending:
-        """The read, and the comparison with what the write left."""
-        pieces = zip(self._pieces(extent), expected, strict=True)
-        return VerifiedRead(
-            transfers,
-            [
-                Stored(files[piece.file_index].path, piece.file_offset_nbytes, _part(tensor, piece), total)
-                for piece, total in pieces
-            ],
-        )
+        return parts[0] if len(parts) == 1 else AllOf(parts)
 
     def _ranges(self, extent: Extent) -> Iterator[tuple[int, int, int]]:
         for piece in self._pieces(extent):
@@ -191,6 +160,32 @@ class NvmeStore:
             file_offset_nbytes = stripe_index // file_count * self._stripe_nbytes + within_nbytes
             yield _Piece(stripe_index % file_count, file_offset_nbytes, position - extent.offset_nbytes, nbytes)
             position += nbytes
+
+
+class _Snapshot:
+    """Implements `ExtentSnapshot`."""
+
+    def __init__(self, store: NvmeStore, extent: Extent, files: Files, expected: list[int] | None) -> None:
+        self._store, self._extent, self._files, self._expected = store, extent, files, expected
+        self._is_shared = False
+
+    def read(self, into: Tensor, *, priority: Priority = Priority.BACKGROUND) -> Pending:
+        return self._store._read(self._extent, into, priority, self._files, self._expected)
+
+    def clone(self, part: range, target: OpenFile, offset_nbytes: int) -> bool:
+        for piece in self._store._pieces(self._extent):
+            start, stop = max(part.start, piece.start_nbytes), min(part.stop, piece.start_nbytes + piece.nbytes)
+            if start >= stop:
+                continue
+            source = self._files[piece.file_index].fileno()
+            begin = piece.file_offset_nbytes + start - piece.start_nbytes
+            if not reflink.clone_range(source, begin, stop - start, target.fileno(), offset_nbytes + start - part.start):
+                return False
+            self._is_shared = True
+        return True
+
+    def drop(self) -> None:
+        self._store._asides.drop(self._extent, is_shared=self._is_shared)
 
 
 def _part(tensor: Tensor, piece: _Piece) -> Tensor:

@@ -5,26 +5,40 @@ Promises of every store
   - One writer and no concurrent reader per extent; several readers at once are fine. Checked.
   - A read returns the last completed write, and zeros where nothing was written yet.
   - Nothing is allocated after construction.
-  - What `snapshot` keeps is there until `drop_snapshot`, whatever is written meanwhile; no write waits for that.
+  - What a `snapshot` keeps is there until it is dropped, whatever is written meanwhile; no write waits for that.
   - Every transfer moves every byte or fails with `StorageError`; an extent whose write failed cannot be read until it
     was written again. A failure that nobody waited for is raised by `flush()`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Protocol
 
 from torch import Tensor
 
 from offload.device.pending import Pending, Settled
 from offload.layout import Extent
-from offload.tiers.extent_guard import ExtentGuard, describe
+from offload.tiers.extent_guard import ExtentGuard
 from offload.tiers.io.backend import OpenFile, Priority
 from offload.tiers.memory import HostMemory, MemoryLedger, RegisterMemory
 
-ShareBlocks = Callable[[OpenFile, int, range], bool]
-"""Called with (file, offset there, bytes of the extent); shares the blocks with another file, and says whether it did."""
+
+class ExtentSnapshot(Protocol):
+    """What an extent held when this was made, whatever was written to the extent since. For one thread."""
+
+    def read(self, into: Tensor, *, priority: Priority = Priority.BACKGROUND) -> Pending:
+        """Fill `into` with it."""
+        ...
+
+    def clone(self, part: range, target: OpenFile, offset_nbytes: int) -> bool:
+        """Make these bytes of the extent the target's from `offset_nbytes` on, in blocks that both share until one of them is
+        written to; False where the two files cannot. Raises `OSError` where it failed."""
+        ...
+
+    def drop(self) -> None:
+        """It is not needed any more. No read of it may be in flight."""
+        ...
 
 
 class Store(Protocol):
@@ -55,24 +69,10 @@ class Store(Protocol):
         Whoever uses it in place keeps the rule of one writer himself."""
         ...
 
-    def share(self, extent: Extent, share: ShareBlocks) -> None:
-        """Call `share` for each part of the extent that lies in a file, with nothing being written to the extent.
+    def snapshot(self, extent: Extent) -> ExtentSnapshot | None:
+        """Keep what the extent holds. Not during a write; one at a time of each extent.
 
-        What `share` raises is passed on; `StorageError` where no room is left for what the extent's next write needs."""
-        ...
-
-    def snapshot(self, extent: Extent) -> bool:
-        """Keep what the extent holds for `read_snapshot`, whatever is written to it, until `drop_snapshot`. Not during a write.
-
-        False where the store cannot: what is updated in place, or there is no room. Raises `StorageError`."""
-        ...
-
-    def read_snapshot(self, extent: Extent, into: Tensor, *, priority: Priority = Priority.BACKGROUND) -> Pending:
-        """Fill `into` with what was kept."""
-        ...
-
-    def drop_snapshot(self, extent: Extent) -> None:
-        """What was kept is not needed any more. No read of it may be in flight."""
+        None where the store cannot: what is updated in place, or there is no room. Raises `StorageError`."""
         ...
 
     def room_for_snapshots(self) -> list[tuple[OpenFile, int]]:
@@ -91,14 +91,8 @@ class Store(Protocol):
 class KeepsNothing:
     """That part of a store whose extents are updated where they lie."""
 
-    def snapshot(self, extent: Extent) -> bool:
-        return False
-
-    def read_snapshot(self, extent: Extent, into: Tensor, *, priority: Priority = Priority.BACKGROUND) -> Pending:
-        raise AssertionError(f"extent {describe(extent)} was not kept")
-
-    def drop_snapshot(self, extent: Extent) -> None:
-        raise AssertionError(f"extent {describe(extent)} was not kept")
+    def snapshot(self, extent: Extent) -> ExtentSnapshot | None:
+        return None
 
     def room_for_snapshots(self) -> list[tuple[OpenFile, int]]:
         return []
@@ -135,9 +129,6 @@ class CpuStore(KeepsNothing):
     def view(self, extent: Extent) -> Tensor | None:
         self._guard.check_extent(extent, "a view")
         return self._range(extent)
-
-    def share(self, extent: Extent, share: ShareBlocks) -> None:
-        self._guard.check_extent(extent, "sharing")
 
     def flush(self) -> None:
         self._guard.drain()

@@ -21,12 +21,12 @@ class Held:
         self.read: list[Any] = []
         original = state_reading.StateReader.begin
 
-        def begin(reader: Any, chunk: Any, *, kept: bool = False) -> Any:
+        def begin(reader: Any, chunk: Any, *given: Any, **named: Any) -> Any:
             self.read.append(chunk)
             if len(self.read) == at:
                 self.reached.set()
                 assert self.go.wait(60)
-            return original(reader, chunk, kept=kept)
+            return original(reader, chunk, *given, **named)
 
         monkeypatch.setattr(state_reading.StateReader, "begin", begin)
 

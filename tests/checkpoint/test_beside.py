@@ -1,7 +1,7 @@
 """Saves that run beside training: what is written is the state of the moment at which they began, and training is as it was.
 
-On the deferred accelerator the lane of the save runs only when somebody waits for it, so there every chunk that a step
-overwrites is copied by its update. On the CPU the lane is a thread.
+On the deferred accelerator the lane of the save runs only when somebody waits for it, so there the first update that would
+overwrite something has it run. On the CPU the lane is a thread.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import nn
 import offload
 from offload.build import allocation, assembly
 from offload.checkpoint import unit_file, writing
+from offload.checkpoint.staged_folder import write_failure
 from offload.device.pending import Pending
 from tests.tiers.faulty_io import Fault, FaultyBackend, seeded_faults
 
@@ -76,8 +77,10 @@ def test_the_bytes_of_a_save_that_was_waited_for(
 
 
 @pytest.mark.parametrize("at", [1, 3])
-def test_updates_in_memory_overtake_a_slow_save(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-    """The lane begins at the end and stands before a chunk: updates copy what it has not, and wait for that chunk alone."""
+def test_what_updates_in_memory_wait_for_comes_next(
+    opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """The lane begins at the end and stands before a chunk; then it takes what the first update is about to overwrite."""
     run = Resumable(opened, ON_CPU_IN_PLACE)
     run.train(range(2))
     run.save(tmp_path / "waited")
@@ -90,7 +93,9 @@ def test_updates_in_memory_overtake_a_slow_save(opened: Any, tmp_path: Path, mon
     save.wait()
     assert save.done() and save.path == tmp_path / "beside"
     assert files_of(tmp_path / "beside") == files_of(tmp_path / "waited")
-    assert len(set(held.read)) == len(held.read) < chunk_count(run)
+    assert len(set(held.read)) == len(held.read) == chunk_count(run)
+    in_order = [chunk for unit in run.engine._parts.residency.next_order() for chunk in unit.chunks]
+    assert held.read[:at] == in_order[::-1][:at] and (held.read[at:] + in_order)[0] is in_order[0]
 
 
 def test_what_changes_at_once_is_that_of_the_beginning(opened: Any, tmp_path: Path) -> None:
@@ -185,25 +190,13 @@ def test_what_is_in_the_way_is_known_at_once(opened: Any, tmp_path: Path) -> Non
 # ---- failures --------------------------------------------------------------------------------------------------------
 
 
-def full_disk(monkeypatch: pytest.MonkeyPatch, in_updates: bool, met: threading.Event) -> None:
-    """No room for anything that the save's own thread writes, or that updates write for it."""
-    original = unit_file.UnitFile.begin
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No room for anything that the save writes."""
 
-    def begin(file: Any, state: Any, *given: Any, **named: Any) -> Any:
-        if in_updates == (threading.current_thread().name != "offload-checkpoint"):
-            met.set()
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return original(file, state, *given, **named)
+    def finish(copy: Any) -> None:
+        raise write_failure("writing", Path("there"), OSError(errno.ENOSPC, "No space left on device"))
 
-    def watched(file: Any, state: Any, *given: Any, **named: Any) -> Any:
-        try:
-            return begin(file, state, *given, **named)
-        except OSError as error:
-            from offload.checkpoint.staged_folder import write_failure
-
-            raise write_failure("writing", Path("there"), error) from error
-
-    monkeypatch.setattr(unit_file.UnitFile, "begin", watched)
+    monkeypatch.setattr(unit_file.ChunkCopy, "finish", finish)
 
 
 HOW_IT_IS_SEEN: dict[str, Callable[[Any, Any, Path], Any]] = {
@@ -215,9 +208,9 @@ HOW_IT_IS_SEEN: dict[str, Callable[[Any, Any, Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("in_updates", [False, True])
+@pytest.mark.parametrize("updates_wait", [False, True])
 @pytest.mark.parametrize("seen_by", HOW_IT_IS_SEEN)
-def test_a_full_disk(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen_by: str, in_updates: bool) -> None:
+def test_a_full_disk(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen_by: str, updates_wait: bool) -> None:
     alone = Resumable(opened, ON_CPU)
     losses = alone.train(range(5))
     run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
@@ -225,16 +218,15 @@ def test_a_full_disk(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     run.save(tmp_path / "earlier")
     done = 2
     with monkeypatch.context() as patch:
-        held, order = Held(patch, 1), run.engine._parts.residency.next_order()
-        full_disk(patch, in_updates, held.go)
-        if in_updates:  # then updates write
+        held = Held(patch, 1)
+        full_disk(patch)
+        if updates_wait:
             patch.setattr(writing.Snapshot, "_has_room_to_keep", lambda _: False)
-        with monkeypatch.context() as reversing:
-            reversing.setattr(run.engine._parts.residency, "next_order", lambda: order[::-1])
-            save = run.engine.save_checkpoint(tmp_path / "beside", wait=False)
+        save = begun_at_the_end(run, tmp_path / "beside", patch)
         assert held.reached.wait(60)
-        if in_updates:
+        if updates_wait:
             run.train(range(2, 3))
+            threading.Timer(0.2, held.go.set).start()
             run.engine._parts.residency.finish_updates()
             done = 3
         held.go.set()

@@ -22,7 +22,7 @@ from offload.tiers.io import reflink
 
 from ..acceptance.models import ON_CPU, Setup, adamw
 from ..acceptance.runs import assert_same_bits, refused
-from .test_sharing import data_nbytes, files_of, held_nbytes, saves_of
+from .test_sharing import OWN_NBYTES, data_nbytes, files_of, held_nbytes, saves_of
 
 XFS_NBYTES = 320 << 20
 """mkfs makes none below 300 MiB; a sparse file of which a test uses some."""
@@ -119,7 +119,7 @@ def test_blocks_are_shared(opened: Any, xfs: Path, monkeypatch: pytest.MonkeyPat
     before = used_nbytes(xfs)
     for index in range(3):
         run.engine.save_checkpoint(xfs / f"shared-{index}")
-    assert held_nbytes(xfs) == data
+    assert data <= held_nbytes(xfs) < data + OWN_NBYTES
     assert used_nbytes(xfs) - before - data < 0.02 * data
     for index in range(3):
         assert sum(shared_nbytes(path) for path in (xfs / f"shared-{index}").glob("unit*")) == data
@@ -128,7 +128,7 @@ def test_blocks_are_shared(opened: Any, xfs: Path, monkeypatch: pytest.MonkeyPat
     run.train(3)
     save.wait()
     run.settle()
-    assert held_nbytes(xfs) == 0
+    assert held_nbytes(xfs) < OWN_NBYTES
     for name in ("shared-0", "shared-1", "shared-2", "beside"):
         assert files_of(xfs / name) == saved, name
     weights = run.engine.state_dict()

@@ -1,4 +1,4 @@
-"""Sharing blocks: what every errno means, what a store gives out to be shared, and the room that is held for it."""
+"""Sharing blocks: what every errno means, what a snapshot shares, and the room that is held for the next write."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import errno
 import fcntl
 import os
 import struct
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from offload.errors import StorageError
 from offload.layout import Extent
-from offload.tiers import CpuStore, NvmeStore, ScratchFolder, Store, held_room, open_backend
+from offload.tiers import CpuStore, NvmeStore, ScratchFolder, Store, open_backend
 from offload.tiers.io import reflink
 
 from ..scratch_files import scratch_files
@@ -45,24 +44,6 @@ def test_what_fails(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     with pytest.raises(OSError) as caught:
         reflink.clone_range(3, 0, 4096, 4, 0)
     assert caught.value.errno == code
-
-
-@pytest.mark.parametrize(("code", "works"), [(0, True), (errno.EOPNOTSUPP, False), (errno.EXDEV, False), (errno.EIO, True)])
-def test_whether_it_works_between_a_file_and_a_folder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int, works: bool
-) -> None:
-    """What is not known is to be tried; nothing is left there."""
-
-    def answer(*_: Any) -> None:
-        if code:
-            raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(fcntl, "ioctl", answer)
-    with tempfile.TemporaryFile(dir=tmp_path) as source:
-        open_count = len(os.listdir("/proc/self/fd"))
-        assert reflink.works_between(source.fileno(), tmp_path) is works
-        assert reflink.works_between(source.fileno(), tmp_path / "missing") is True
-        assert os.listdir(tmp_path) == [] and len(os.listdir("/proc/self/fd")) == open_count
 
 
 def test_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,60 +90,82 @@ def make(tmp_path: Path) -> Iterator[Callable[[str], Store]]:
         yield made
 
 
-def held_nbytes(root: Path) -> int:
-    return sum(path.stat().st_blocks * 512 for path in scratch_files(root, "*-room"))
-
-
 @pytest.mark.parametrize("kind", ["cpu", "nvme"])
-def test_every_byte_that_lies_in_a_file(make: Callable[[str], Store], aligned: Aligned, kind: str) -> None:
+def test_every_byte_that_lies_in_a_file(
+    make: Callable[[str], Store], aligned: Aligned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Any part of it, wherever it lies by now, goes where it was asked for."""
+
+    def copied(source: int, source_offset: int, nbytes: int, target: int, target_offset: int) -> bool:
+        content = Path(f"/proc/self/fd/{source}").read_bytes()[source_offset : source_offset + nbytes]
+        return os.pwrite(target, content, target_offset) == nbytes
+
+    monkeypatch.setattr(reflink, "clone_range", copied)
     store = make(kind)
     for extent in EXTENTS:
-        content = torch.randint(0, 256, (extent.nbytes,), dtype=torch.uint8)
-        buffer = aligned(extent.nbytes)
-        buffer.copy_(content)
-        store.write(extent, buffer).wait()
-        found, seen = bytearray(extent.nbytes), 0
+        for _ in range(2):  # in one place and then in the other
+            buffer = aligned(extent.nbytes)
+            buffer.copy_(torch.randint(0, 256, (extent.nbytes,), dtype=torch.uint8))
+            store.write(extent, buffer).wait()
+            snapshot = store.snapshot(extent)
+            assert (snapshot is None) == (kind == "cpu")
+            if snapshot is None:
+                continue
+            store.write(extent, aligned(extent.nbytes)).wait()
+            with open(tmp_path / "target", "wb") as target:
+                file: Any = SimpleNamespace(fileno=target.fileno, path=Path("target"))
+                for part in (range(4 * KIB, extent.nbytes), range(4 * KIB)):
+                    assert not part or snapshot.clone(part, file, 8 * KIB + part.start)
+            assert (tmp_path / "target").read_bytes() == bytes(8 * KIB) + bytes(buffer.numpy())
+            snapshot.drop()
 
-        def share(file: Any, offset: int, part: range, found: bytearray = found) -> bool:
-            found[part.start : part.stop] = Path(f"/proc/self/fd/{file.fileno()}").read_bytes()[offset : offset + len(part)]
-            nonlocal seen
-            seen += len(part)
-            return False
 
-        store.share(extent, share)
-        in_memory = kind == "cpu"
-        assert seen == (0 if in_memory else extent.nbytes)
-        assert in_memory or bytes(found) == bytes(content.numpy())
+OWN_NBYTES = 8 * KIB
+"""What a file system may take for its own account of where files lie."""
 
 
-def test_room_is_held_until_the_next_write(make: Callable[[str], Store], aligned: Aligned, tmp_path: Path) -> None:
-    store, shared = make("nvme"), EXTENTS[0].nbytes + EXTENTS[1].nbytes
-    for _ in range(2):  # what is shared twice is written once
-        for extent in EXTENTS[:2]:
-            store.share(extent, lambda *_: True)
-        assert held_nbytes(tmp_path) == shared
-    store.share(EXTENTS[2], lambda *_: False)
-    assert held_nbytes(tmp_path) == shared
+def held_nbytes(root: Path) -> int:
+    """What the store takes of the drive beyond its own size."""
+    return sum(path.stat().st_blocks * 512 for path in scratch_files(root)) - 84 * KIB
+
+
+def test_room_is_held_until_the_next_write(
+    make: Callable[[str], Store], aligned: Aligned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, held, target = make("nvme"), 0, SimpleNamespace(fileno=lambda: -1, path=Path("target"))
     for extent in EXTENTS:
-        store.write(extent, aligned(extent.nbytes)).wait()
-        shared -= extent.nbytes if extent is not EXTENTS[2] else 0
-        assert held_nbytes(tmp_path) == shared
-    assert shared == 0
+        monkeypatch.setattr(reflink, "clone_range", lambda *_, extent=extent: extent is not EXTENTS[2])
+        for _ in range(2):  # what is shared twice is written once
+            snapshot = store.snapshot(extent)
+            assert snapshot is not None
+            snapshot.clone(range(extent.nbytes), target, 0)  # type: ignore[arg-type]
+            snapshot.drop()
+        held += extent.nbytes if extent is not EXTENTS[2] else 0
+        assert held <= held_nbytes(tmp_path) <= held + OWN_NBYTES
+    kept = store.snapshot(EXTENTS[0])  # by a save whose file can share nothing
+    assert kept is not None
+    kept.drop()
+    assert held <= held_nbytes(tmp_path) <= held + OWN_NBYTES
+    for seed, extent in enumerate(EXTENTS):
+        content, into = aligned(extent.nbytes, seed=seed + 1), aligned(extent.nbytes)
+        for _ in range(2):
+            store.write(extent, content).wait()
+        held -= extent.nbytes if extent is not EXTENTS[2] else 0
+        assert held <= held_nbytes(tmp_path) <= held + OWN_NBYTES
+        store.read(extent, into).wait()
+        assert torch.equal(into, content)
+    assert held == 0
 
 
-def test_no_room(make: Callable[[str], Store], aligned: Aligned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = make("nvme")
-    with monkeypatch.context() as patch:
-        patch.setattr(held_room, "allocate", lambda *_: errno.ENOSPC)
-        with pytest.raises(StorageError, match="ENOSPC") as caught:
-            store.share(EXTENTS[0], lambda *_: True)
-        assert caught.value.errno == errno.ENOSPC
-    store.write(EXTENTS[0], aligned(EXTENTS[0].nbytes)).wait()
-    store.share(EXTENTS[0], lambda *_: True)
-    assert held_nbytes(tmp_path) == EXTENTS[0].nbytes
-
-
-def test_a_file_system_that_cannot_hold_room(make: Callable[[str], Store], monkeypatch: pytest.MonkeyPatch) -> None:
-    store = make("nvme")
-    monkeypatch.setattr(held_room, "allocate", lambda *_: errno.EOPNOTSUPP)
-    store.share(EXTENTS[0], lambda *_: True)
+def test_shared_and_overwritten_before_it_is_dropped(
+    make: Callable[[str], Store], aligned: Aligned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reflink, "clone_range", lambda *_: True)
+    store, target = make("nvme"), SimpleNamespace(fileno=lambda: -1, path=Path("target"))
+    for _ in range(2):
+        snapshot = store.snapshot(EXTENTS[0])
+        assert snapshot is not None
+        snapshot.clone(range(EXTENTS[0].nbytes), target, 0)  # type: ignore[arg-type]
+        store.write(EXTENTS[0], aligned(EXTENTS[0].nbytes)).wait()
+        snapshot.drop()
+        assert held_nbytes(tmp_path) <= OWN_NBYTES

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -309,19 +310,21 @@ def test_extents_that_overlap_or_are_not_aligned_are_refused() -> None:
 
 
 def test_what_is_kept_stays_whatever_is_written(subject: Subject, aligned: Aligned) -> None:
+    kept: dict[Extent, Any] = {}
     for extent in subject.extents:
         subject.store.write(extent, aligned(extent.nbytes, seed=1)).wait()
-        assert subject.store.snapshot(extent) is (extent in subject.on_nvme)
+        kept[extent] = subject.store.snapshot(extent)
+        assert (kept[extent] is not None) is (extent in subject.on_nvme)
     for seed in (2, 3):
         for extent in subject.extents:
             subject.store.write(extent, aligned(extent.nbytes, seed=seed)).wait()
     for round_index in range(2):
         for extent in subject.on_nvme:
             into = aligned(extent.nbytes)
-            subject.store.read_snapshot(extent, into).wait()
+            kept[extent].read(into).wait()
             assert torch.equal(into, aligned(extent.nbytes, seed=1))
             if round_index:
-                subject.store.drop_snapshot(extent)
+                kept[extent].drop()
         for extent in subject.extents:
             into = aligned(extent.nbytes)
             subject.store.read(extent, into).wait()
@@ -330,19 +333,21 @@ def test_what_is_kept_stays_whatever_is_written(subject: Subject, aligned: Align
 
 def test_what_was_never_written_can_be_kept(subject: Subject, aligned: Aligned) -> None:
     for extent in subject.on_nvme:
-        assert subject.store.snapshot(extent)
+        snapshot = subject.store.snapshot(extent)
+        assert snapshot is not None
         subject.store.write(extent, aligned(extent.nbytes, seed=1)).wait()
         into = aligned(extent.nbytes, seed=5)
-        subject.store.read_snapshot(extent, into).wait()
+        snapshot.read(into).wait()
         assert not into.any()
-        subject.store.drop_snapshot(extent)
+        snapshot.drop()
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_any_order_of_keeping_and_writing(subject: Subject, aligned: Aligned, seed: int) -> None:
     """Against a dictionary: what each extent holds, and what is kept of it; the drive holds one place of each in the end."""
     draw = random.Random(seed)
-    holds, kept = dict.fromkeys(subject.extents, 0), {}
+    holds: dict[Extent, int] = {}
+    kept: dict[Extent, tuple[Any, int]] = {}
     for extent in subject.extents:
         subject.store.write(extent, aligned(extent.nbytes, seed=99)).wait()
         holds[extent] = 99
@@ -351,11 +356,10 @@ def test_any_order_of_keeping_and_writing(subject: Subject, aligned: Aligned, se
         extent = draw.choice(subject.extents)
         verb = draw.choice(("keep", "let go", "write", "write", "read", "read kept"))
         into = aligned(extent.nbytes)
-        if verb == "keep" and extent not in kept and subject.store.snapshot(extent):
-            kept[extent] = holds[extent]
+        if verb == "keep" and extent not in kept and (snapshot := subject.store.snapshot(extent)) is not None:
+            kept[extent] = snapshot, holds[extent]
         elif verb == "let go" and extent in kept:
-            subject.store.drop_snapshot(extent)
-            del kept[extent]
+            kept.pop(extent)[0].drop()
         elif verb == "write":
             subject.store.write(extent, aligned(extent.nbytes, seed=seed_now + 1)).wait()
             holds[extent] = seed_now + 1
@@ -363,10 +367,10 @@ def test_any_order_of_keeping_and_writing(subject: Subject, aligned: Aligned, se
             subject.store.read(extent, into).wait()
             assert torch.equal(into, aligned(extent.nbytes, seed=holds[extent]))
         elif verb == "read kept" and extent in kept:
-            subject.store.read_snapshot(extent, into).wait()
-            assert torch.equal(into, aligned(extent.nbytes, seed=kept[extent]))
-    for extent in kept:
-        subject.store.drop_snapshot(extent)
+            kept[extent][0].read(into).wait()
+            assert torch.equal(into, aligned(extent.nbytes, seed=kept[extent][1]))
+    for snapshot, _ in kept.values():
+        snapshot.drop()
     for extent in subject.extents:
         into = aligned(extent.nbytes)
         subject.store.read(extent, into).wait()
@@ -384,17 +388,18 @@ def test_what_keeping_takes(subject: Subject, aligned: Aligned) -> None:
     needed = sum(nbytes for _, nbytes in room)
     assert needed >= sum(extent.nbytes for extent in subject.on_nvme) and (needed == 0) == (not subject.on_nvme)
     before = allocated_nbytes(subject)
-    for extent in subject.on_nvme:
-        subject.store.snapshot(extent)
+    kept = [subject.store.snapshot(extent) for extent in subject.on_nvme]
     assert allocated_nbytes(subject) - before <= needed + 8 * 4096
-    for extent in subject.on_nvme:
-        subject.store.drop_snapshot(extent)
+    for snapshot in kept:
+        assert snapshot is not None
+        snapshot.drop()
 
 
 def test_a_bit_that_changes_in_what_is_kept_is_seen(subject: Subject, aligned: Aligned) -> None:
     for extent in subject.on_nvme[:1]:
         subject.store.write(extent, aligned(extent.nbytes, seed=1)).wait()
-        assert subject.store.snapshot(extent)
+        snapshot = subject.store.snapshot(extent)
+        assert snapshot is not None
         subject.store.write(extent, aligned(extent.nbytes, seed=2)).wait()
         for room, _ in subject.store.room_for_snapshots():
             (path,) = scratch_files(room.path.parent, "states")
@@ -403,8 +408,26 @@ def test_a_bit_that_changes_in_what_is_kept_is_seen(subject: Subject, aligned: A
                 file.seek(0)
                 file.write(bytes(byte ^ 1 for byte in content))
         with pytest.raises(StorageError, match=r"states\.swap"):
-            subject.store.read_snapshot(extent, aligned(extent.nbytes)).wait()
+            snapshot.read(aligned(extent.nbytes)).wait()
         into = aligned(extent.nbytes)
         subject.store.read(extent, into).wait()
         assert torch.equal(into, aligned(extent.nbytes, seed=2))
-        subject.store.drop_snapshot(extent)
+        snapshot.drop()
+
+
+def test_what_a_cut_off_save_left_is_dropped_by_the_next(subject: Subject, aligned: Aligned) -> None:
+    """Nobody has the first snapshot any more, whether the extent was written since or not."""
+    before = allocated_nbytes(subject)
+    for extent in subject.on_nvme:
+        for is_written in (False, True):
+            assert subject.store.snapshot(extent) is not None
+            if is_written:
+                subject.store.write(extent, aligned(extent.nbytes, seed=1)).wait()
+        snapshot = subject.store.snapshot(extent)
+        assert snapshot is not None
+        subject.store.write(extent, aligned(extent.nbytes, seed=2)).wait()
+        into = aligned(extent.nbytes)
+        snapshot.read(into).wait()
+        assert torch.equal(into, aligned(extent.nbytes, seed=1))
+        snapshot.drop()
+    assert allocated_nbytes(subject) - before <= 8 * 4096
