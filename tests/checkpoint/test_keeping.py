@@ -31,7 +31,7 @@ OWN_NBYTES = 4 * 4096
 
 def allocated_nbytes(run: Resumable) -> int:
     """What the scratch files take of the drive."""
-    folder = run.engine._parts.records._store._files[0].path.parent  # type: ignore[union-attr]
+    folder = run.engine._parts.records.room_for_snapshots()[0][0].path.parent
     return sum(path.stat().st_blocks for path in scratch_files(folder)) * 512
 
 
