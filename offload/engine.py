@@ -37,6 +37,7 @@ from offload.ranks.consensus import together
 from offload.ranks.transport import join_ranks
 from offload.statistics import statistics
 from offload.step.components import Components, give_back
+from offload.step.held_interrupt import HeldInterrupt
 from offload.step.hooks import Hooks
 from offload.step.training import Training
 from offload.step.value_loading import ValueLoading
@@ -510,24 +511,37 @@ class Engine:
         return load()
 
     def _refit(self, trained: Collection[int]) -> None:
-        """Make the parts anew, with states for the parameters of these indices too, and carry everything over. What fails
-        before the new parts are there leaves all as it was."""
+        """Make the parts anew, with states for the parameters of these indices too, and carry everything over. Where there is
+        no room for them all is as it was; Ctrl-C waits until it is, or all is new."""
         with passing_checkpoint(self.config) as path:
             self._checkpointing.save(path, None, None)
-            parts, training, optimizer = self._parts, self._training, self.optimizer
-            own = {info.index: info.parameter.grad for info in parts.parameters if not info.trainable}
+            held = HeldInterrupt()
+            held.begin()
+            try:
+                self._exchange_parts(path, trained)
+            finally:
+                held.end()
+
+    def _exchange_parts(self, path: Path, trained: Collection[int]) -> None:
+        parts, training, optimizer = self._parts, self._training, self.optimizer
+        # Those of what is not trained are the user's; what stands for others a step has consumed, and is to say so.
+        own = {info.index: info.parameter.grad for info in parts.parameters}
+        failure: Exception | None = None
+        try:
             self._engagement.end()
-            failure: Exception | None = None
             try:
                 made = refitted(parts, self.config, optimizer.moments, optimizer.param_groups, trained)
             except Exception as error:
                 failure, made = error, rebuild(parts, self.config, optimizer.moments)
             self._engage(made, {})
             self._checkpointing.load(path)
-            training.retired, self._training.turn = True, training.turn
-            self._training.synchronizing, self._training.grad_norm = training.synchronizing, training.grad_norm
-            for info in made.parameters:
-                info.parameter.grad = own.get(info.index)
+        except BaseException as error:
+            self._training.fail(error)
+            raise
+        training.retired, self._training.turn = True, training.turn
+        self._training.synchronizing, self._training.grad_norm = training.synchronizing, training.grad_norm
+        for info in made.parameters:
+            info.parameter.grad = own[info.index]
         if failure is not None:
             raise failure
 

@@ -323,3 +323,26 @@ def test_what_a_kill_leaves_while_parts_are_made_anew_the_next_start_removes(nvm
         offload.initialize(model, torch.optim.AdamW(model.parameters()), config).close()
         assert list(nvme.iterdir()) == [living.parent]
     assert not list(nvme.iterdir())
+
+
+@few
+def test_ctrl_c_waits_while_parts_are_made_anew(opened: Any, monkeypatch: pytest.MonkeyPatch, setup: Setup) -> None:
+    """Then the forward that it came in is cut short, and nothing else."""
+    real, weights = offload.engine.refitted, []
+
+    def interrupted(*arguments: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return real(*arguments)
+
+    for interrupts in (False, True):
+        engine = opened(model := partly_frozen(), all_of(model), setup)
+        run = Run(model, engine.optimizer)
+        one_step(run, seed=0)
+        model.inlet.requires_grad_(True)
+        if interrupts:
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(offload.engine, "refitted", interrupted)
+                one_step(run, seed=1)
+        one_step(run, seed=2)
+        weights.append(engine.state_dict())
+    assert_same_bits(weights[1], weights[0])

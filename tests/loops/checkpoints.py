@@ -33,8 +33,9 @@ def contents_of(folder: Path) -> dict[str, str]:
     found["loss scale"] = json.dumps(manifest["loss_scale"], sort_keys=True)
     for parameter in manifest["parameters"]:
         name = parameter["fqns"][0]
-        found[f"{name}: updates"] = repr(parameter["step"])
-        for array in ("value", "exp_avg", "exp_avg_sq"):
+        found[f"{name}: updates"] = repr(parameter["step"] or 0)
+        # An interrupted forward may have given states to what is newly trained: before the first update they say nothing.
+        for array in ("value", "exp_avg", "exp_avg_sq") if parameter["step"] else ("value",):
             pieces = sorted(parameter["pieces"], key=lambda piece: int(piece["start"]))
             held = b"".join(bytes_of(piece[array]) for piece in pieces if piece[array] is not None)
             found[f"{name}: {array}"] = hashlib.sha256(held).hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -118,7 +119,9 @@ _setups = st.builds(
     on_device=st.sampled_from([None, None, 1.0, 1.5, 100.0]),
     seed=st.integers(0, 1000),
     drive=st.sampled_from(["", "", "slow", "failing"]),
-    failing=st.integers(0, 300),
+    fault=st.sampled_from(["error", "full", "flip"]),
+    strikes=st.sampled_from(["any", "parameters", "records", "gradients", "checkpoints", "sync"]),
+    failing=st.integers(0, 20) | st.integers(0, 150),
     speculates=st.booleans(),
 )
 
@@ -127,15 +130,19 @@ def programs(ranks: int = 1) -> st.SearchStrategy[Program]:
     """Programs of that many ranks."""
 
     def settled(setup: Setup) -> Setup:
-        fields = {name: getattr(setup, name) for name in Setup.__dataclass_fields__}
-        if ranks > 1:
-            fields |= {"drive": "slow" if setup.drive == "failing" else setup.drive}
-        return Setup(**fields)
+        if ranks > 1 and setup.fault == "flip" and setup.strikes in ("any", "checkpoints"):
+            return replace(setup, strikes="records")  # to find one in a checkpoint takes loading it, on all ranks
+        return setup
+
+    def made(is_calm: bool, operations: list[Operation], **rest: Any) -> Program:
+        """`is_calm`: nothing is interrupted; on several ranks each interrupt is the end of all processes."""
+        played = [op(one.name, **one.values) if is_calm else one for one in operations]
+        return Program(operations=tuple(played), ranks=ranks, **rest)
 
     return st.builds(
-        Program,
+        made,
+        st.sampled_from([False, ranks > 1]),
+        st.lists(operations, min_size=FEWEST, max_size=MOST),
         model=_models(ranks),
         setups=st.lists(_setups.map(settled), min_size=1, max_size=2).map(tuple),
-        operations=st.lists(operations, min_size=FEWEST, max_size=MOST).map(tuple),
-        ranks=st.just(ranks),
     )

@@ -18,14 +18,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 import offload
-from offload.build import allocation, assembly
+from offload.build import assembly
 from offload.device import lane
 from offload.step import clip_history
 from tests.tiers import faulty_io
-from tests.tiers.faulty_io import Fault, FaultyBackend, seeded_faults
 
 from . import refusals
 from .checkpoints import contents_of, position_of
+from .drives import Drives
 from .playing import Boom, Facts, Outcome, Player
 from .programs import Operation, Program, Setup
 
@@ -87,8 +87,8 @@ class EnginePlayer(Player):
         super().__init__(program, folder, ranks, follow)
         self._patch = pytest.MonkeyPatch()
         self._beside: tuple[Any, int, int] | None = None
-        self._backend: FaultyBackend | None = None
-        self._faulted = self._interrupted = False
+        self.drives = Drives(self._patch)
+        self._interrupted = False
 
     # ---- the engine ----------------------------------------------------------------------------------------------
 
@@ -99,26 +99,12 @@ class EnginePlayer(Player):
         self._patch.setattr(assembly, "CHUNK_NUMELS", (4096,))
         if setup.speculates:
             self._patch.setattr(clip_history, "QUIET_STEPS", 0)
-        self._fails_drive(setup)
+        self.drives.connect(setup, self.ranks[0], self.program.ranks)
         config = offload.Config(**self._fields(setup))
         self.model, optimizer = self.made(state)
         self.engine = offload.initialize(self.model, optimizer, config)
         self.optimizer = self.engine.optimizer
         self._beside = None
-
-    def _fails_drive(self, setup: Setup) -> None:
-        self._backend = None
-        if setup.drive and "nvme" in (setup.parameters, setup.states):
-            faults = seeded_faults(setup.seed, 4000, 0.3, (Fault("short"), Fault("delay")))
-            if setup.drive == "failing" and not self._faulted:
-                faults = {setup.failing: Fault("errno")}
-
-            def opened(**_: Any) -> FaultyBackend:
-                failed = self._backend is not None and bool(self._backend.struck)
-                self._backend = FaultyBackend(setup.seed, {} if failed else faults)
-                return self._backend
-
-            self._patch.setattr(allocation, "open_backend", opened)
 
     def _fields(self, setup: Setup) -> dict[str, Any]:
         spec = self.program.model
@@ -229,7 +215,7 @@ class EnginePlayer(Player):
         else:
             state = self._saved_beside(lambda: self.engine.resume_or_start(self.folder / "checkpoints"))
         if state is None:
-            assert not self.facts.sure, "a checkpoint that was saved is not there"
+            assert not self.facts.sure or self.facts.damaged, "a checkpoint that was saved is not there"
             return None
         position: int = state["position"]
         numbers = [number] if number is not None else sorted(self.facts.saved, reverse=True)
@@ -243,13 +229,8 @@ class EnginePlayer(Player):
     # ---- the end -------------------------------------------------------------------------------------------------
 
     def finish(self) -> Outcome:
-        """What is left in the end: weights, and what the checkpoints hold."""
-        self.graphs.clear()
-        self.optimizer.zero_grad()
-        if self._backend is not None and self.facts.setup.drive == "failing" and not self._faulted:
-            self._backend.faults.clear()  # a fault at the end would leave nothing to compare
-        state = self.state()
-        self._saved_beside(lambda: self.engine.save_checkpoint(self.folder / "final"))
+        """What is left in the end: nothing but checkpoints, and what they hold."""
+        damaged = [path.name for path in self._kept() if self._is_damaged(path)] if self.facts.damaged else []
         self._saved_beside(self.engine.close)
         self._patch.undo()
         first = 0 in self.ranks
@@ -257,10 +238,20 @@ class EnginePlayer(Player):
             torch.distributed.barrier()
         left = [str(one) for one in (self.folder / "nvme").rglob("*")] if first and (self.folder / "nvme").exists() else []
         kept = {}
-        for folder in sorted((self.folder / "checkpoints").glob("step-*")) if first else []:
-            kept[folder.name] = (position_of(folder), contents_of(folder))
-        final = contents_of(self.folder / "final") if first else None
-        return {"is": "ok", "value": {"state": state}, "left": left, "kept": kept, "final": final}
+        for folder in self._kept() if first else []:
+            if folder.name not in damaged:
+                kept[folder.name] = (position_of(folder), contents_of(folder))
+        return {"is": "ok", "value": {}, "left": left, "kept": kept}
+
+    def _kept(self) -> list[Path]:
+        return sorted((self.folder / "checkpoints").glob("step-*"))
+
+    def _is_damaged(self, folder: Path) -> bool:
+        try:
+            self.engine.load_checkpoint(folder)
+        except offload.CheckpointError:
+            return True
+        return False
 
 
 class DrawnPlayer(EnginePlayer):
@@ -276,12 +267,21 @@ class DrawnPlayer(EnginePlayer):
         """Start; where the failing drive fails at once, without the fault again."""
         try:
             start()
-        except offload.StorageError:
-            if self._backend is None or not self._backend.struck:
+        except offload.StorageError as error:
+            if self.program.ranks > 1 or not self._is_of_the_drive(error):
                 raise
-            self._faulted = True
             start()
         return {"is": "ok", "value": {}}
+
+    def _is_of_the_drive(self, error: BaseException) -> bool:
+        """Whether this tells of the drive's fault: once, but of a damaged checkpoint each time."""
+        self.facts.damaged = self.facts.damaged or self.drives.damages_silently
+        if self.facts.damaged and isinstance(error, offload.CheckpointError):
+            return True
+        if not self.drives.has_struck or self.drives.is_excused or not isinstance(error, offload.StorageError):
+            return False
+        self.drives.is_excused = True
+        return True
 
     def take(self, operation: Operation) -> Outcome:
         if self.means_nothing(operation):
@@ -290,13 +290,15 @@ class DrawnPlayer(EnginePlayer):
         why = refusals.excluded(now)
         if why is not None:
             return {"is": "nothing", "why": why}
-        interruption, before = Interruption(operation.interrupt), copy.deepcopy(self.facts)
+        moment = operation.moment(self.ranks[0], self.program.ranks)
+        interruption, before = Interruption(moment), copy.deepcopy(self.facts)
         try:
             with interruption:
                 if operation.name == "resume":
                     self.end()
                     return {"is": "moved"}
                 value = self.perform(operation)
+            self.facts.damaged = self.facts.damaged or self.drives.damages_silently
             return {"is": "ok", "value": value}
         except BaseException as error:
             sys.setprofile(None)
@@ -307,15 +309,12 @@ class DrawnPlayer(EnginePlayer):
                 return {"is": "wrong", "says": "".join(traceback.format_exception(second))}
 
     def _after(self, operation: Operation, error: BaseException, now: Any, before: Facts, interrupted: bool) -> Outcome:
-        struck = self._backend is not None and bool(self._backend.struck) and self.facts.setup.drive == "failing"
         self._interrupted = self._interrupted or interrupted
-        if interrupted and isinstance(error, KeyboardInterrupt):
-            return self._settle(operation)
-        if self._interrupted and type(error) is offload.EngineFailedError and isinstance(error.__cause__, KeyboardInterrupt):
-            return self._settle(operation)  # Python swallows what comes in a finalizer; the engine says so
-        if struck and not self._faulted and isinstance(error, offload.StorageError):
-            self._faulted = True
-            return self._settle(operation)
+        if (interrupted and isinstance(error, KeyboardInterrupt)) or self._is_of_the_drive(error) or self._was_swallowed(error):
+            return self._settle(operation) if self.program.ranks == 1 else {"is": "died", "struck": True}
+        died = self.died_of(error)
+        if died is not None:
+            return died
         own = bool(operation.values.get("fails")) or operation.values.get("fails_at", -1) >= 0
         if own and not interrupted and isinstance(error, (Boom, KeyboardInterrupt)):
             self.after_users_error(operation)
@@ -329,6 +328,21 @@ class DrawnPlayer(EnginePlayer):
             return refused | {"zeroed": refusal.drops_gradients, "forwards": list(self.forwards)}
         return {"is": "wrong", "says": "".join(traceback.format_exception(error))}
 
+    def died_of(self, error: BaseException) -> Outcome | None:
+        """On several ranks what ends one rank's process, or another's end, ends the script."""
+        if self.program.ranks == 1:
+            return None
+        if self._is_of_the_drive(error):
+            return {"is": "died", "struck": True}
+        if any(isinstance(one, offload.RankError) for one in (error, error.__cause__)):
+            return {"is": "died", "struck": False, "says": "".join(traceback.format_exception(error))}
+        return None
+
+    def _was_swallowed(self, error: BaseException) -> bool:
+        """Python swallows an interrupt that comes in a finalizer; the engine says so."""
+        failed = type(error) is offload.EngineFailedError and isinstance(error.__cause__, KeyboardInterrupt)
+        return self._interrupted and failed
+
     def _settle(self, operation: Operation) -> Outcome:
         self.graphs.clear()
         self._beside = None  # its failure was told; what it saved is seen where it is loaded
@@ -337,9 +351,13 @@ class DrawnPlayer(EnginePlayer):
             state = self.whole_state()
         except offload.EngineFailedError:
             return self._recover()
+        except offload.StorageError as error:
+            if not self._is_of_the_drive(error):
+                raise
+            return self._settle(operation)
         self.facts.version += 1
         torch.manual_seed(1000 + self.position)
-        candidates = self.facts.saved.get(operation.values.get("number", -1), []) if operation.name == "load" else []
+        candidates = self.facts.saved[self._saved(operation.values["number"])] if operation.name == "load" else []
         return {"is": "settled", "state": state, "candidates": list(candidates)}
 
     def _recover(self) -> Outcome:
@@ -347,7 +365,9 @@ class DrawnPlayer(EnginePlayer):
         self._beside = None
         if any(path.name.startswith("step-") for path in (self.folder / "checkpoints").glob("*")):
             with contextlib.suppress(offload.CheckpointError):
-                return {"is": "failed", "loaded": self._loaded(self.load(None))["position"]}
+                position = self._loaded(self.load(None))["position"]
+                if position is not None:
+                    return {"is": "failed", "loaded": position}
         with contextlib.suppress(offload.OffloadError):
             self.engine.close()
         self._began(self.program.setups.index(self.facts.setup))

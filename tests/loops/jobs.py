@@ -22,6 +22,9 @@ from .programs import Program
 
 assembly.LEAST_UNIT_NUMEL = 0  # the models here are tiny, and are to have units all the same
 HANG_SECONDS = int(os.environ.get("OFFLOAD_LOOPS_SECONDS", "60"))
+OVER, ENDED = -1, -2
+DIED = 3
+"""The exit code of a process whose script an interrupt ended, or a failure, or another rank's."""
 
 
 def rank() -> int:
@@ -42,47 +45,62 @@ def _watched(program: Program) -> None:
 
 
 def play_drawn(program: dict[str, Any], folder: str, segment: int, start: int) -> int:
-    """From operation `start` on. Returns where the next process goes on; -1: the program is over."""
+    """From operation `start` on. Returns where the next process goes on, or OVER, or ENDED where something is wrong."""
     drawn, place = Program.of_json(program), Path(folder)
     _watched(drawn)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     outcomes: list[Outcome] = []
     player = DrawnPlayer(drawn, place, (rank(),))
-    reached = -1
+    reached = ENDED
     try:
+        if segment > 0:
+            carried = torch.load(place / f"drawn-{rank()}-{segment - 1:03}.pt", weights_only=False)["carried"]
+            player.facts, player.drives.is_excused = carried["facts"], carried["excused"]
         if start == 0:
             outcomes.append(player.begin())
         else:
-            carried = torch.load(place / f"drawn-0-{segment - 1:03}.pt", weights_only=False)["carried"]
-            player.facts, player._faulted = carried["facts"], carried["faulted"]
-            player.position = start - 1
-            setup = drawn.operations[start - 1].values["setup"]
-            value: dict[str, Any] = {}
-            player._faultless(lambda: value.update(player.resumed(setup)))
-            outcomes.append({"is": "ok", "value": value})
+            outcomes.append(_gone_on(player, start))
         reached = _play_on(player, start, outcomes)
-        if reached < 0:
+        if reached == OVER:
             outcomes.append(player.finish())
     except BaseException as error:
-        outcomes.append({"is": "wrong", "says": "".join(traceback.format_exception(error))})
-        reached = -1
+        outcome = player.died_of(error)
+        outcomes.append(outcome or {"is": "wrong", "says": "".join(traceback.format_exception(error))})
+        reached = ENDED
     player._patch.undo()
-    content = {"outcomes": outcomes, "carried": {"facts": player.facts, "faulted": player._faulted}}
-    torch.save(content, place / f"drawn-{rank()}-{segment:03}.pt")
+    carried = {"facts": player.facts, "excused": player.drives.is_excused or player.drives.has_struck}
+    torch.save({"outcomes": outcomes, "carried": carried}, place / f"drawn-{rank()}-{segment:03}.pt")
+    if outcomes[-1]["is"] == "died":
+        if player.facts.setup.accelerator == "deferred":
+            os._exit(DIED)  # what has not been done there nobody does while the process waits for it
+        raise SystemExit(DIED)  # as the script does; the others find out
     faulthandler.cancel_dump_traceback_later()
     return reached
 
 
+def _gone_on(player: DrawnPlayer, start: int) -> Outcome:
+    """In a new process behind the operation before `start`: a "resume", or one that ended the last processes."""
+    player.position = start - 1
+    operation = player.program.script[start - 1]
+    died = player.facts.ended
+    value: dict[str, Any] = {}
+    if died:
+        player._faultless(lambda: value.update(player.come_back()))
+    else:
+        player._faultless(lambda: value.update(player.resumed(operation.values["setup"])))
+    return {"is": "back" if died else "ok", "value": value}
+
+
 def _play_on(player: DrawnPlayer, start: int, outcomes: list[Outcome]) -> int:
-    for position in range(start, len(player.program.operations)):
+    for position in range(start, len(player.program.script)):
         player.position = position
-        outcome = player.take(player.program.operations[position])
+        outcome = player.take(player.program.script[position])
         if outcome["is"] == "moved":
             return position + 1
         outcomes.append(outcome)
-        if outcome["is"] == "wrong":
-            raise AssertionError("the loop ends here")
-    return -1
+        if outcome["is"] in ("wrong", "died"):
+            return ENDED
+    return OVER
 
 
 def play_reference(program: dict[str, Any], folder: str, side: str) -> None:
@@ -101,9 +119,9 @@ def play_reference(program: dict[str, Any], folder: str, side: str) -> None:
             player = PlainPlayer(drawn, own, tuple(range(drawn.ranks)), follow)
         player._began(0)
         outcomes.append({"is": "ok", "value": {}})
-        for position in range(len(drawn.operations)):
+        for position, operation in enumerate(drawn.script):
             player.position = position
-            outcomes.append(player.follows(drawn.operations[position], follow[position]))
+            outcomes.append(player.follows(operation, follow[position]))
         outcomes.append(player.finish())
     except BaseException as error:
         outcomes.append({"is": "wrong", "says": "".join(traceback.format_exception(error))})

@@ -7,6 +7,8 @@ What came of an operation is an outcome: {"is": "ok", "value": ...}, or
     nothing    it meant nothing here, or is left out for a reason that `tests.loops.refusals` gives
     refused    an error of `offload.errors` came; everything is as before ("zeroed": but for gradients, which were dropped)
     raised     the user's own error came through
+    gone       of several ranks one was interrupted or failed, now or before: its process ended, and so did the others'
+    back       the next ones went on from the last checkpoint ("position"; None: anew)
     settled    it was interrupted, or a drive failed: all but gradients is as before or as after it ("state" says which)
     failed     the engine could not go on; the script loaded its last checkpoint ("loaded"), or began anew (None)
     moved      the script goes on in another process
@@ -39,6 +41,10 @@ class Graph:
 
     losses: list[torch.Tensor]
     version: int
+    trained_count: int
+    """How many parameters had been trained until then."""
+    trained: set[str]
+    """What was."""
 
 
 @dataclass
@@ -58,6 +64,10 @@ class Facts:
     """By number of a checkpoint: the positions in the program at which the save that it holds may have been made."""
     sure: set[int] = field(default_factory=set)
     """The numbers of checkpoints that are there for sure."""
+    ended: bool = False
+    """Whether the processes before this one ended without saying so: the script goes on where they were."""
+    damaged: bool = False
+    """Whether a checkpoint may be there that holds other bytes than were written to it."""
     added: bool = False
     """Whether a group was added, of all parameters that were in none."""
     saved_added: dict[int, bool] = field(default_factory=dict)
@@ -162,7 +172,9 @@ class Player(ABC):
     def do_forward(self, batch: int, fails_at: int = -1, error: str = "Boom") -> Any:
         with self._fuse("forward_at", fails_at, error):
             losses = self._losses(batch)
-        self.graphs = [*self.graphs, Graph(losses, self.facts.version)][-MOST_GRAPHS:]
+        self.graphs = [*self.graphs, Graph(losses, self.facts.version, len(self.facts.trained), self.trained_now())][
+            -MOST_GRAPHS:
+        ]
         return {"losses": [one.item() for one in losses]}
 
     @contextlib.contextmanager
@@ -185,13 +197,16 @@ class Player(ABC):
         error: str = "Boom",
     ) -> Any:
         """`which`: the oldest graph (0) or the newest (-1)."""
-        graph = self.graphs[which]
-        if not retain:
-            self.graphs.remove(graph)
+        graph = self._chosen(which, retain)
         with self._fuse("backward_at", fails_at, error), contextlib.nullcontext() if sync else self.no_sync():
             self._marks_backward(sync)
             self.backward(graph.losses, how, retain_graph=retain)
         return {}
+
+    def _chosen(self, which: int, retain: bool) -> Graph:
+        if not self.graphs:
+            self.do_forward(0)
+        return self.graphs[which] if retain else self.graphs.pop(which)
 
     def _marks_backward(self, sync: bool) -> None:
         self.facts.live, self.facts.synced = True, self.facts.synced or sync
@@ -351,7 +366,12 @@ class Player(ABC):
         return {}
 
     def do_load(self, number: int) -> Any:
-        return self._loaded(self.load(number))
+        return self._loaded(self.load(self._saved(number)))
+
+    def _saved(self, number: int) -> int:
+        """One of the numbers under which there is a checkpoint."""
+        numbers = sorted(self.facts.saved)
+        return numbers[number % len(numbers)]
 
     def _loaded(self, position: int | None) -> Any:
         self.facts.version += 1
@@ -367,7 +387,7 @@ class Player(ABC):
 
     def _began(self, setup: int, state: Mapping[str, torch.Tensor] | None = None) -> None:
         self.graphs.clear()
-        self.facts.setup = self.program.setups[setup % len(self.program.setups)]
+        self.facts.setup, self.facts.ended = self.program.setups[setup % len(self.program.setups)], False
         self.facts.live = self.facts.taken = self.facts.synced = False
         self.start(self.facts.setup, state)
         self.facts.trained = self.trained_now()
@@ -377,6 +397,10 @@ class Player(ABC):
         """In a new process, as `resume_or_start` does."""
         self.end()
         return self.resumed(setup)
+
+    def come_back(self) -> Any:
+        """Where every rank ended: in new processes, as `do_resume`."""
+        return self.resumed(self.program.setups.index(self.facts.setup))
 
     def resumed(self, setup: int) -> Any:
         self._began(setup)
@@ -432,15 +456,15 @@ class Player(ABC):
     def means_nothing(self, operation: Operation) -> bool:
         if operation.name == "nothing":
             return True
-        if operation.name == "backward":
-            return not self.graphs
+        if operation.name == "backward" and self.model.checkpointing and self.graphs:
+            # PyTorch's own checkpoints compute again what is trained now, and find that it is something else.
+            return self.graphs[operation.values.get("which", -1)].trained != self.trained_now()
         if operation.name in ("slope", "penalty", "backward_of_some") and self.model.checkpointing == "reentrant":
             return True  # PyTorch's own reentrant checkpoints know no gradient of a part
         if operation.name == "penalty" and "attention" in self.program.model.blocks:
             return True  # PyTorch's own attention has no second derivative
         if operation.name == "load":
-            positions = self.facts.saved.get(operation.values["number"], [])
-            return not positions or self._of_other_groups(positions)
+            return not self.facts.saved or self._of_other_groups(self.facts.saved[self._saved(operation.values["number"])])
         if operation.name == "resume" or operation.values.get("how") == "checkpoint":
             return any(self._of_other_groups(positions) for positions in self.facts.saved.values())
         return False
@@ -463,11 +487,16 @@ class Player(ABC):
         if went == "nothing":
             return {"is": "nothing"}
         if went == "refused":
+            if operation.name == "backward" and (self.graphs or outcome["forwards"]):
+                self._chosen(operation.values.get("which", -1), operation.values.get("retain", False))
+                outcome["forwards"].clear()
             for block, batch in outcome["forwards"]:  # they drew random numbers and changed running statistics
                 self._losses(batch) if block < 0 else self._losses_of_block(block, batch)
             if outcome["zeroed"]:
                 self.do_zero_grad()
             return {"is": "refused"}
+        if went in ("gone", "back"):
+            return self._goes(operation, outcome)
         if went == "failed":
             self._fails(outcome["loaded"])
             return {"is": "failed"}
@@ -478,6 +507,19 @@ class Player(ABC):
         except (Boom, KeyboardInterrupt) as error:
             self.after_users_error(operation)
             return {"is": "raised", "class": type(error).__name__}
+
+    def _goes(self, operation: Operation, outcome: Outcome) -> Outcome:
+        """A save that was cut off may be there all the same."""
+        self.graphs.clear()
+        if operation.name == "save":
+            self.do_zero_grad()
+            self.perform(operation)
+        if outcome["is"] == "gone":
+            return {"is": "gone"}
+        self.end()
+        self._began(self.program.setups.index(self.facts.setup))
+        self._loaded(self.load_at(outcome["value"]["position"]))
+        return {"is": "back"}
 
     def _fails(self, loaded: int | None) -> None:
         self.graphs.clear()
@@ -523,4 +565,4 @@ class Player(ABC):
     def finish(self) -> Outcome:
         """What is left in the end."""
         self.graphs.clear()
-        return {"is": "ok", "value": {"state": self.state()}}
+        return {"is": "ok", "value": {}}

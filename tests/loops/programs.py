@@ -54,8 +54,10 @@ class Setup:
     memory      budget on the host, in multiples of the smallest that can hold what must be there; None: not given
     on_device   the same of the device
     seed        of the delays of the deferred accelerator and of a faulty drive
-    drive       "": the real one; "slow": short transfers, delays and any order; "failing": one transfer fails
-    failing     the number of that transfer
+    drive       "": the real one; "slow": short transfers, delays and any order; "failing": one fault, on one of the ranks
+    fault       "error": EIO; "full": ENOSPC, of a write; "flip": one bit is another
+    strikes     what it strikes (`tests.loops.drives.FILES`), or "sync"
+    failing     how many of these it lets pass
     speculates  updates in backward begin before it is known that the norm changes nothing, from the first step on
     """
 
@@ -68,6 +70,8 @@ class Setup:
     on_device: float | None = None
     seed: int = 0
     drive: str = ""
+    fault: str = "error"
+    strikes: str = "any"
     failing: int = 0
     speculates: bool = False
 
@@ -77,7 +81,8 @@ class Setup:
 class Operation:
     """One thing that the script does. `interrupt`: a KeyboardInterrupt comes at that moment of it; 0: none does.
 
-    Moments are numbered by the calls and returns that Python makes on the thread of the loop.
+    Moments are numbered by the calls and returns that Python makes on the thread of the loop. Of two ranks the moment says
+    whether it comes to the first, to the second or to both.
     """
 
     def __init__(self, name: str, *, interrupt: int = 0, **values: Any) -> None:
@@ -88,8 +93,16 @@ class Operation:
         given += [f"interrupt={self.interrupt}"] if self.interrupt else []
         return f"op({', '.join([repr(self.name), *given])})"
 
+    def moment(self, rank: int, ranks: int) -> int:
+        """When that rank is interrupted; 0: it is not."""
+        return self.interrupt if ranks == 1 or self.interrupt % 3 in (rank, 2) else 0
+
 
 op = Operation
+
+
+LAST = 3
+"""The number of a checkpoint that no drawn operation saves."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -106,6 +119,11 @@ class Program:
         ranks = "" if self.ranks == 1 else f"    ranks={self.ranks},\n"
         setups = "".join(f"{one!r}, " for one in self.setups)
         return f"Program(\n    {self.model!r},\n    ({setups}),\n    (\n{operations}    ),\n{ranks})".replace(", ),\n", ",),\n")
+
+    @property
+    def script(self) -> tuple[Operation, ...]:
+        """What is played: the operations, and in the end a look at everything."""
+        return *self.operations, op("wait"), op("zero_grad"), op("state_dict"), op("save", number=LAST)
 
     def to_json(self) -> dict[str, Any]:
         return {

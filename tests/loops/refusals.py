@@ -14,7 +14,7 @@ import offload
 from .playing import Facts, Graph
 from .programs import Operation, Program
 
-_FORWARDS = ("forward", "partial_backward", "backward_of_some", "penalty", "slope", "closure", "train")
+_FORWARDS = ("forward", "backward", "partial_backward", "backward_of_some", "penalty", "slope", "closure", "train")
 _BACKWARDS = ("backward", "partial_backward", "backward_of_some", "penalty", "closure", "train")
 
 
@@ -38,7 +38,8 @@ class Circumstances:
         self.program, self.operation = program, operation
         self.live, self.taken, self.synced = facts.live, facts.taken, facts.synced
         self.update, self.setup = facts.setup.update, facts.setup
-        self.newly_trained = not trained <= facts.trained
+        # A backward runs a forward of its own where there is none.
+        self.newly_trained = not trained <= facts.trained and (operation.name != "backward" or not graphs)
         blocks = program.model.blocks
         stateless = {number for number, kind in enumerate(blocks) if number in program.model.frozen or kind == "lora"}
         ends = {0, len(blocks) - 1}
@@ -47,9 +48,10 @@ class Circumstances:
         self.unfreezes = operation.name == "freeze" and operation.values["block"] % len(blocks) in stateless
         self.accumulates = operation.values.get("micro", 1) > 1 or operation.values.get("sync") is False
         self.has_budget = facts.setup.memory is not None or facts.setup.on_device is not None
-        self.is_saved = operation.values.get("number") in facts.sure
+        self.is_saved = facts.sure == set(facts.saved)
         which = operation.values.get("which", -1)
         self.stale = operation.name == "backward" and bool(graphs) and graphs[which].version != facts.version
+        self.grown = operation.name == "backward" and bool(graphs) and graphs[which].trained_count < len(facts.trained)
 
     def legitimate(self, error: BaseException) -> Refusal | None:
         """The line of the table that allows the error."""
@@ -68,17 +70,29 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         ("backward",),
         offload.UsageError,
+        "(before parameters were unfrozen or added to the optimizer|whose engine is gone.*): run the forward again",
+        lambda now: now.grown,
+        "what was recorded before knows nothing of what is trained since",
+        drops_gradients=True,
+    ),
+    Refusal(
+        ("backward",),
+        offload.UsageError,
         "through a forward that ran before optimizer.step",
         lambda now: now.stale,
         "weights have changed since the forward; PyTorch raises too",
         drops_gradients=True,
     ),
-    Refusal(
-        ("step", "closure", "train", "clip"),
-        offload.UsageError,
-        "were those of the last step",
-        lambda now: now.taken,
-        "the step has consumed the gradients that PyTorch would apply again (docs/guarantees.md)",
+    *(
+        Refusal(
+            operations,
+            offload.UsageError,
+            "were those of the last step",
+            lambda now: now.taken,
+            "the step has consumed the gradients that PyTorch would apply again (docs/guarantees.md)",
+            drops_gradients=drops,
+        )
+        for operations, drops in ((("step", "clip"), False), (("closure", "train"), True))
     ),
     Refusal(
         ("save", "load_state_dict"),
@@ -100,7 +114,7 @@ REFUSALS: tuple[Refusal, ...] = (
         offload.CheckpointError,
         "cannot be opened as a checkpoint",
         lambda now: not now.is_saved,
-        "the only save there was interrupted",
+        "the only save there was interrupted, or failed",
     ),
     Refusal(
         _FORWARDS,
@@ -109,12 +123,16 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda now: now.newly_trained and now.live,
         "what is newly trained gets states between two steps (docs/guarantees.md)",
     ),
-    Refusal(
-        ("step", "closure", "train"),
-        offload.UsageError,
-        "so that it has no states yet: do that between",
-        lambda now: now.newly_trained,
-        "what is newly trained gets states at the next forward",
+    *(
+        Refusal(
+            operations,
+            offload.UsageError,
+            "so that it has no states yet: do that between",
+            lambda now: now.newly_trained,
+            "what is newly trained gets states at the next forward",
+            drops_gradients=drops,
+        )
+        for operations, drops in ((("step",), False), (("closure", "train"), True))
     ),
     Refusal(
         _FORWARDS,
@@ -136,14 +154,6 @@ class Exclusion:
 
 EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion(
-        "an interrupt of one rank alone ends the others with a RankError: tests/ranks/test_failures.py",
-        lambda now: now.program.ranks > 1 and bool(now.operation.interrupt),
-    ),
-    Exclusion(
-        "two groups of processes would be needed; `anew` loads on the same ranks, tests/ranks/test_checkpoints.py on others",
-        lambda now: now.program.ranks > 1 and now.operation.name == "resume",
-    ),
-    Exclusion(
         "on several ranks only what has states already can be unfrozen (docs/guarantees.md)",
         lambda now: now.program.ranks > 1 and (now.operation.name == "add_group" or now.unfreezes),
     ),
@@ -157,7 +167,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
             "normed" in now.program.model.blocks
             and bool(now.program.model.checkpointing)
             and now.operation.name in _BACKWARDS
-            and (now.taken or now.stale)
+            and (now.taken or now.stale or (now.has_budget and (now.live or now.accumulates)))
         ),
     ),
 )

@@ -101,6 +101,16 @@ FOUND = {
             op("forward", batch=1),
         ),
     ),
+    "what a step had consumed was not seen to be there any more when parameters were added": Program(
+        Model(width=3, blocks=("mlp", "mlp", "mlp"), frozen=(0,)),
+        (Setup(prefetch=0),),
+        (
+            op("backward_of_some", batch=0, part=2),
+            op("add_group"),
+            op("step"),
+            op("train", batch=0),
+        ),
+    ),
     "the second backward through a graph from before a step was not refused as such": Program(
         Model(width=3),
         (Setup(prefetch=0),),

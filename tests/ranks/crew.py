@@ -25,22 +25,23 @@ class Crew:
     def __init__(
         self, size: int, folder: Path, *, seconds: int = TIMEOUT_SECONDS, jobs: str = "tests.ranks.jobs", **variables: str
     ) -> None:
-        self.size, self._seconds = size, seconds
-        store = folder / "store"
+        self.size, self._seconds, self._folder, self._jobs = size, seconds, folder, jobs
+        self.processes = [self._started(rank, variables) for rank in range(size)]
+
+    def _started(self, rank: int, variables: dict[str, str]) -> Any:
         plain = {name: value for name, value in os.environ.items() if not name.startswith("OFFLOAD_")}
         repository = str(Path(__file__).resolve().parents[2])
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.ranks.crew", str(rank), str(size), str(store), str(seconds), jobs],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=(folder / f"stderr-{rank}").open("w"),
-                text=True,
-                env=plain | {"PYTHONPATH": repository, "OFFLOAD_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"} | variables,
-            )
-            for rank in range(size)
-        ]
-        self._folder = folder
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.ranks.crew", *map(str, self._membership(rank))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=(self._folder / f"stderr-{rank}").open("w"),
+            text=True,
+            env=plain | {"PYTHONPATH": repository, "OFFLOAD_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"} | variables,
+        )
+
+    def _membership(self, rank: int) -> tuple[int, int, str, int, str]:
+        return rank, self.size, str(self._folder / "store"), self._seconds, self._jobs
 
     def begin(self, job: str, **arguments: Any) -> None:
         for process in self.processes:
@@ -57,7 +58,7 @@ class Crew:
             thread.start()
         for rank, thread in enumerate(threads):
             thread.join(self._seconds + 30)
-            assert not thread.is_alive(), f"rank {rank} gave no answer:\n{self._stderr(rank)}"
+            assert not thread.is_alive(), f"rank {rank} gave no answer:\n{self.said(rank)}"
         return found
 
     def _read(self, rank: int, found: list[dict[str, Any]]) -> None:
@@ -71,7 +72,7 @@ class Crew:
         self.begin(job, **arguments)
         answers = self.answers()
         for rank, answer in enumerate(answers):
-            assert "result" in answer, f"rank {rank}: {answer}\n{self._stderr(rank)}"
+            assert "result" in answer, f"rank {rank}: {answer}\n{self.said(rank)}"
         return [answer["result"] for answer in answers]
 
     def errors(self, job: str, **arguments: Any) -> list[tuple[str, str]]:
@@ -79,10 +80,11 @@ class Crew:
         self.begin(job, **arguments)
         answers = self.answers()
         for rank, answer in enumerate(answers):
-            assert "error" in answer, f"rank {rank}: {answer}\n{self._stderr(rank)}"
+            assert "error" in answer, f"rank {rank}: {answer}\n{self.said(rank)}"
         return [tuple(answer["error"]) for answer in answers]
 
-    def _stderr(self, rank: int) -> str:
+    def said(self, rank: int) -> str:
+        """The end of what the member wrote to stderr."""
         return (self._folder / f"stderr-{rank}").read_text()[-6000:]
 
     def close(self) -> None:
@@ -92,7 +94,8 @@ class Crew:
             process.communicate()
 
 
-def _member(rank: int, size: int, store: str, seconds: int, module: str) -> None:
+def member(rank: int, size: int, store: str, seconds: int, module: str) -> None:
+    """What a process of a crew does: jobs that come on standard input."""
     from datetime import timedelta
 
     import torch
@@ -114,4 +117,4 @@ def _member(rank: int, size: int, store: str, seconds: int, module: str) -> None
 
 
 if __name__ == "__main__":
-    _member(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5])
+    member(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5])

@@ -1,0 +1,109 @@
+"""The drive of a setup: slow, or with one fault in all of a program."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from offload.build import allocation
+from offload.device.pending import Pending
+from offload.tiers.io.backend import OpenFile
+from tests.tiers.faulty_io import Fault, FaultyBackend, seeded_faults
+
+from .programs import Setup
+
+FAULTS = {"error": Fault("errno", errno.EIO), "full": Fault("errno", errno.ENOSPC), "flip": Fault("bit_flip")}
+FILES = {"any": "", "parameters": "parameters", "records": "optimizer", "gradients": "gradients", "checkpoints": ".safetensors"}
+"""By what a fault strikes, what is part of the file's name. Not here: "sync", the call that makes a file durable."""
+
+
+class Drive(FaultyBackend):
+    """Of one engine. `may_fail`: whether its fault is still to come."""
+
+    def __init__(self, setup: Setup, *, may_fail: bool) -> None:
+        is_slow = setup.drive != "failing" or setup.seed % 2
+        super().__init__(setup.seed, seeded_faults(setup.seed, 4000, 0.3, (Fault("short"), Fault("delay"))) if is_slow else {})
+        self._setup, self._may_fail = setup, may_fail and setup.drive == "failing"
+        self._left = setup.failing
+        self.struck_file: Path | None = None
+        """What the fault struck."""
+
+    def _submit(self, file: OpenFile, tensor: Tensor, offset: int, *, is_write: bool) -> Pending:
+        with self._lock:
+            if self._is_meant(file.path, is_write) and self._is_next():
+                self.faults[self.submitted_count] = FAULTS[self._setup.fault]
+                self.struck_file = file.path
+            return super()._submit(file, tensor, offset, is_write=is_write)
+
+    def _is_meant(self, path: Path, is_write: bool) -> bool:
+        name = FILES.get(self._setup.strikes)
+        return name is not None and name in path.name and (is_write or self._setup.fault != "full")
+
+    def _is_next(self) -> bool:
+        if not self._may_fail:
+            return False
+        self._left -= 1
+        self._may_fail = self._left >= 0
+        return self._left < 0
+
+    def synced(self, path: str) -> None:
+        """A file is about to be made durable."""
+        if self._setup.strikes == "sync" and self._is_next():
+            self.struck_file = Path(path)
+            code = FAULTS[self._setup.fault].code
+            raise OSError(code, os.strerror(code))
+
+    @property
+    def damages_silently(self) -> bool:
+        """Whether a checkpoint holds what was not written to it: seen when it is loaded."""
+        return self._setup.fault == "flip" and self.struck_file is not None and self.struck_file.suffix == ".safetensors"
+
+
+class Drives:
+    """Gives each engine of a program its drive."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._patch = patch
+        self._now: Drive | None = None
+        self.is_excused = False
+        """Whether the fault came, and was told."""
+
+    def connect(self, setup: Setup, rank: int, ranks: int) -> None:
+        """For the engine that is made next. Of several ranks one has the fault."""
+        self._now = None
+        if not setup.drive:
+            return
+        fails_here = ranks == 1 or setup.failing % ranks == rank
+
+        def opened(**_: Any) -> Drive:
+            came = self.is_excused or (self._now is not None and self._now.struck_file is not None)
+            self._now = Drive(setup, may_fail=fails_here and not came)
+            return self._now
+
+        if "nvme" in (setup.parameters, setup.states):
+            self._patch.setattr(allocation, "open_backend", opened)
+        else:
+            opened()
+        if setup.drive == "failing" and setup.strikes == "sync" and setup.fault != "flip":
+            self._patch.setattr(os, "fsync", self._fsync(os.fsync))
+
+    def _fsync(self, real: Any) -> Any:
+        def fsync(fileno: int) -> None:
+            if self._now is not None:
+                self._now.synced(os.readlink(f"/proc/self/fd/{fileno}"))
+            real(fileno)
+
+        return fsync
+
+    @property
+    def has_struck(self) -> bool:
+        return self._now is not None and self._now.struck_file is not None
+
+    @property
+    def damages_silently(self) -> bool:
+        return self._now is not None and self._now.damages_silently
