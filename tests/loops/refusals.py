@@ -51,7 +51,9 @@ class Circumstances:
         self.is_saved = facts.sure == set(facts.saved)
         which = operation.values.get("which", -1)
         self.stale = operation.name == "backward" and bool(graphs) and graphs[which].version != facts.version
-        self.grown = operation.name == "backward" and bool(graphs) and graphs[which].trained_count < len(facts.trained)
+        # Also by a forward that raised: what is newly trained got its states when that began.
+        known = facts.trained | trained
+        self.grown = operation.name == "backward" and bool(graphs) and graphs[which].trained_count < len(known)
 
     def legitimate(self, error: BaseException) -> Refusal | None:
         """The line of the table that allows the error."""
