@@ -45,6 +45,8 @@ class Graph:
     """How many parameters had been trained until then."""
     trained: set[str]
     """What was."""
+    added: bool
+    """Whether a group had been added."""
 
 
 @dataclass
@@ -172,9 +174,10 @@ class Player(ABC):
     def do_forward(self, batch: int, fails_at: int = -1, error: str = "Boom") -> Any:
         with self._fuse("forward_at", fails_at, error):
             losses = self._losses(batch)
-        self.graphs = [*self.graphs, Graph(losses, self.facts.version, len(self.facts.trained), self.trained_now())][
-            -MOST_GRAPHS:
-        ]
+        self.graphs = [
+            *self.graphs,
+            Graph(losses, self.facts.version, len(self.facts.trained), self.trained_now(), self.facts.added),
+        ][-MOST_GRAPHS:]
         return {"losses": [one.item() for one in losses]}
 
     @contextlib.contextmanager

@@ -53,7 +53,8 @@ class Circumstances:
         self.stale = operation.name == "backward" and bool(graphs) and graphs[which].version != facts.version
         # Also by a forward that raised: what is newly trained got its states when that began.
         known = facts.trained | trained
-        self.grown = operation.name == "backward" and bool(graphs) and graphs[which].trained_count < len(known)
+        graph = graphs[which] if operation.name == "backward" and graphs else None
+        self.grown = graph is not None and (graph.trained_count < len(known) or facts.added != graph.added)
 
     def legitimate(self, error: BaseException) -> Refusal | None:
         """The line of the table that allows the error."""
