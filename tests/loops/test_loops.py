@@ -5,12 +5,9 @@ by plain PyTorch, by the engine in memory and by the engine as drawn. Every loss
 weights, moments and step counts at the end are equal between the engines to the bit, and within rounding of PyTorch; or
 an operation is refused, for a reason in `refusals.py`, and everything goes on as if it had not been called.
 
-On one rank an interrupt, or the fault of a drive (`drives.py`), leaves what was before the operation or what is behind it, or an
-engine that says that it failed and loads the last checkpoint. Of two ranks it ends one process or both, the other finds out,
-and new ones go on from the last checkpoint (`ends.py`).
-
-A program that fails is made shorter, and printed as the Python that makes it: `test_found.py` is where it goes then.
-In the soak OFFLOAD_LOOPS_COUNT and OFFLOAD_LOOPS_SEED choose how many, and others.
+On one rank an interrupt, or the fault of a drive (`drives.py`), leaves what was before the operation or what is behind it,
+or an engine that says that it failed and loads the last checkpoint. Of two ranks it ends one process or both, the other finds
+out, and new ones go on from the last checkpoint (`ends.py`).
 """
 
 from __future__ import annotations
