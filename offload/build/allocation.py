@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterable
 
 from offload.config import Config
 from offload.device.accelerator import Accelerator, HomeMemory
+from offload.device.virtual.presence import imagined
 from offload.layout import Extent, Layout
 from offload.planning.budget import Tier
 from offload.planning.placement import Placement
 from offload.planning.purposes import ACCUMULATED, GRADIENTS, OPTIMIZER_STATES, PARAMETERS, StateNames
 from offload.step.components import Closable
 from offload.tiers.device import DeviceStore
+from offload.tiers.imagined import ImaginedBackend, ImaginedStore
 from offload.tiers.io import IoBackend, open_backend
 from offload.tiers.memory import HostMemory, MemoryLedger
 from offload.tiers.nvme import NvmeStore
@@ -41,8 +43,11 @@ class Allocation:
         self._home: HostMemory | None = None
         self._home_offset_nbytes = 0
         if placement.uses_nvme:
-            self._scratch = ScratchFolder(config.nvme_paths)
-            self.backend = open_backend(paths=self._scratch.paths)
+            if (machine := imagined()) is not None:
+                self.backend = ImaginedBackend(machine)
+            else:
+                self._scratch = ScratchFolder(config.nvme_paths)
+                self.backend = open_backend(paths=self._scratch.paths)
             self._made.append(self.backend)
 
     def parameters(self, tier: Tier, extents: Iterable[Extent]) -> Store:
@@ -92,6 +97,8 @@ class Allocation:
         return HomeMemory(self._home.tensor[offset : offset + nbytes])
 
     def _store(self, tier: Tier, name: str, extents: Iterable[Extent]) -> Store:
+        if tier == "nvme" and (machine := imagined()) is not None:
+            return ImaginedStore(name, extents, machine)
         if tier == "nvme":
             assert self._scratch is not None and self.backend is not None
             return NvmeStore(name.replace(" ", "-"), extents, self._scratch, self.backend)

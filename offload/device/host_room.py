@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 
+from offload.device.virtual.presence import imagined
 from offload.errors import BudgetError
 
 _PROC = Path("/proc")
@@ -50,6 +51,8 @@ _V2 = _GroupFiles(("memory.max", "memory.high"), "memory.current", ("active_file
 
 def host_room(proc: Path = _PROC) -> HostRoom:
     """The bound with the least left. `proc`: where the system describes this process."""
+    if (machine := imagined()) is not None:
+        return HostRoom("the machine's memory", machine.cpu_nbytes, machine.cpu_nbytes)
     return min(host_rooms(proc), key=lambda room: room.free_nbytes)
 
 

@@ -19,6 +19,7 @@ from offload.device.flat import DTYPE_CODES, check_flat, uses_native
 from offload.device.optimizer_step_torch import update_torch
 from offload.device.rules import MOMENTS, Rule
 from offload.device.segment import MASTER, REMAINDER, Segment, StateFormat, scale_name
+from offload.device.virtual.presence import imagined
 
 
 def update(segments: Sequence[Segment]) -> None:
@@ -27,6 +28,9 @@ def update(segments: Sequence[Segment]) -> None:
     native: list[_native.UpdateArguments] = []
     for segment in segments:
         _check(segment)
+        if (machine := imagined()) is not None:
+            machine.pass_over(segment.grad, touched_nbytes(segment))
+            continue
         compiled = compiled_kernels.of(segment.grad.device)
         if uses_native(segment.grad):
             native.append(_arguments(segment))
@@ -36,6 +40,12 @@ def update(segments: Sequence[Segment]) -> None:
             update_torch(segment)
     if native:
         _native.update(native)
+
+
+def touched_nbytes(segment: Segment) -> int:
+    """Bytes that the step on a segment reads, and those that it writes."""
+    values = segment.values.nbytes * (2 if segment.state_format.is_split else 1) if segment.values is not None else 0
+    return segment.grad.nbytes + 2 * sum(array.nbytes for array in segment.arrays.values()) + values
 
 
 # Assertions: these are the contract between our own layers, and native code behind a wrong size would corrupt memory.

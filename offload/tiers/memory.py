@@ -24,10 +24,13 @@ from torch import Tensor
 
 from offload.device.host_pages import populate
 from offload.device.host_room import refused_memory
+from offload.device.virtual.presence import imagined
 from offload.layout import round_up
 
 PAGE_NBYTES = 4096
 HUGE_PAGE_NBYTES = 2 * 1024 * 1024
+
+_MAP_NORESERVE = 0x4000  # Python has a name for it from 3.13 on
 
 RegisterMemory = Callable[[int, int], Callable[[], None] | None]
 """Called with (address, nbytes); makes the range, which nobody has written to yet, known to the device (pins it) and returns
@@ -112,7 +115,7 @@ class HostMemory:
         try:
             mapping, start = _map(mapped_nbytes, direct_io=direct_io)
             self._tensor = torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes, offset=start)
-            if prefault:
+            if prefault and imagined() is None:
                 populate(self._tensor.data_ptr(), mapped_nbytes)
             unregister = register(self._tensor.data_ptr(), mapped_nbytes) if register is not None else None
         except OSError as error:
@@ -139,7 +142,8 @@ class HostMemory:
 def _map(nbytes: int, *, direct_io: bool) -> tuple[_Mapping, int]:
     """An anonymous mapping with `nbytes` from the returned offset on, which lies on a 2 MiB boundary."""
     # Addresses are rounded up to the boundary; pages outside of [start, start + nbytes) are never touched.
-    mapping = _Mapping(-1, nbytes + HUGE_PAGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_MAP_NORESERVE if imagined() is not None else 0)
+    mapping = _Mapping(-1, nbytes + HUGE_PAGE_NBYTES, flags=flags)
     base = torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
     start = round_up(base, HUGE_PAGE_NBYTES) - base
     _advise(mapping, mmap.MADV_HUGEPAGE, start, nbytes)

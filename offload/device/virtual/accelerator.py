@@ -1,51 +1,33 @@
-"""A device that exists only in numbers: tensors on the meta device, no bytes, and a virtual time at which each thing is done."""
+"""A device in numbers: tensors on the meta device, no bytes, and a virtual time at which each thing is done."""
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
 
 import torch
 
 from offload.device.accelerator import Accelerator, UnitMemory
 from offload.device.lane import HostLane, Job, LaneJob
 from offload.device.pending import Pending
-from offload.device.virtual.links import Queue, Resource, Sharing
-from offload.device.virtual.machine import Machine
+from offload.device.virtual.machine import VirtualMachine
+from offload.device.virtual.operations import CountedOperations
 from offload.device.virtual.simulation import Event, Simulation
 
 
-class VirtualMachine:
-    """A machine's resources and queues in one simulation."""
-
-    def __init__(self, machine: Machine) -> None:
-        self.machine, self.simulation = machine, Simulation()
-        self.sharing = Sharing(self.simulation)
-        self.resources = {
-            name: Resource(name, rate)
-            for name, rate in {
-                "h2d": machine.h2d, "d2h": machine.d2h, "memory": machine.memory_bandwidth, "flops": machine.flops,
-                "device memory": machine.device_bandwidth, "nvme read": machine.nvme_read,
-                "nvme write": machine.nvme_write, "nvme": machine.nvme_both,
-            }.items()
-        }  # fmt: skip
-        self.compute, self.fetch, self.drain = (Queue(self.sharing) for _ in range(3))
-
-    def amounts(self, **named: float) -> dict[Resource, float]:
-        return {self.resources[name.replace("_", " ")]: amount for name, amount in named.items()}
-
-
 class _VirtualMemory(UnitMemory):
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, machine: VirtualMachine, nbytes: int) -> None:
         self.flat = torch.empty(nbytes, dtype=torch.uint8, device="meta")
-        self.nbytes, self.filled = nbytes, True
+        self.nbytes, self._machine = nbytes, machine
+        self.fill()
+
+    filled = False
 
     def _gain(self) -> None:
-        """No byte of it exists."""
+        self._machine.occupy(self.nbytes)
 
     def _lose(self) -> None:
-        """As above."""
+        self._machine.occupy(-self.nbytes)
 
 
 class _LaneJob(LaneJob):
@@ -64,8 +46,8 @@ class _LaneJob(LaneJob):
 class VirtualLane(HostLane):
     """A thread of its own, in virtual time."""
 
-    def __init__(self, name: str, simulation: Simulation) -> None:
-        self._name, self._simulation = name, simulation
+    def __init__(self, name: str, machine: VirtualMachine) -> None:
+        self._name, self._machine, self._simulation = name, machine, machine.simulation
         self._jobs: queue.SimpleQueue[_LaneJob | None] = queue.SimpleQueue()
         self._more: Event | None = None
         self._is_running = False
@@ -86,19 +68,23 @@ class VirtualLane(HostLane):
 
     def _work(self) -> None:
         self._simulation.join_in()
+        with CountedOperations(self._machine):
+            self._serve()
+        self._is_running = False
+        self._simulation.leave()
+
+    def _serve(self) -> None:
         while True:
             if self._jobs.empty():
                 self._more = Event(self._simulation)
                 self._more.wait()
             job = self._jobs.get()
             if job is None:
-                break
+                return
             try:
                 job.run()
             finally:
                 job.end.settle()
-        self._is_running = False
-        self._simulation.leave()
 
     def close(self) -> None:
         if self._is_running:
@@ -106,49 +92,49 @@ class VirtualLane(HostLane):
 
 
 class VirtualAccelerator(Accelerator):
+    """See the module. Host memory is reserved addresses that nobody writes to."""
+
     name = "virtual"
     unified = False
 
     def __init__(self, machine: VirtualMachine) -> None:
         self.device = torch.device("meta")
-        self.machine = machine
-        self._simulation = machine.simulation
-        self._host = machine.machine
+        self._machine = machine
 
     def unit_memory(self, nbytes: int) -> UnitMemory:
-        return _VirtualMemory(nbytes)
+        return _VirtualMemory(self._machine, nbytes)
 
     def copy_in(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
-        self._simulation.spend(self._host.verb_seconds)
-        return self.machine.fetch.add(self.machine.amounts(h2d=source.nbytes, memory=source.nbytes))
+        self._machine.call()
+        return self._machine.fetch.add(self._machine.amounts({"h2d": source.nbytes, "memory": source.nbytes}))
 
     def copy_out(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
-        self._simulation.spend(self._host.verb_seconds)
-        after = [self.machine.compute.last]
-        return self.machine.drain.add(self.machine.amounts(d2h=source.nbytes, memory=source.nbytes), after=after)
+        self._machine.call()
+        amounts = self._machine.amounts({"d2h": source.nbytes, "memory": source.nbytes})
+        return self._machine.drain.add(amounts, after=[self._machine.compute.last])
 
     def copy_in_after_compute(self) -> None:
-        self.machine.fetch.add({}, after=[self.machine.compute.last])
+        self._machine.fetch.add({}, after=[self._machine.compute.last])
 
     def wait_for_all(self) -> None:
-        for one in (self.machine.compute, self.machine.fetch, self.machine.drain):
-            one.last.wait()
+        for queue_of_device in (self._machine.compute, self._machine.fetch, self._machine.drain):
+            queue_of_device.last.wait()
 
     def join(self, pending: Pending) -> None:
-        self._simulation.spend(self._host.verb_seconds)
         if isinstance(pending, Event):
-            self.machine.compute.add({}, after=[pending])
+            self._machine.compute.add({}, after=[pending])
         else:
             pending.wait()
 
     def mark(self) -> Pending:
-        return self.machine.compute.last
+        return self._machine.compute.last
 
     def host_lane(self, name: str, *, waits_for_io: bool) -> HostLane:
-        return VirtualLane(name, self._simulation)
-
-    def pin(self, address: int, nbytes: int) -> Callable[[], None] | None:
-        return None
+        del waits_for_io
+        return VirtualLane(name, self._machine)
 
     def free_nbytes(self) -> int | None:
-        return self._host.device_nbytes
+        return self._machine.machine.device_nbytes - self._machine.device_nbytes
+
+    def peak_nbytes(self) -> int | None:
+        return self._machine.peak_device_nbytes

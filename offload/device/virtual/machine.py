@@ -1,19 +1,30 @@
-"""A machine in numbers: what its parts move and compute in a second."""
+"""A machine in numbers, and one that runs in virtual time."""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offload.device.virtual import presence
+from offload.device.virtual.links import Queue, Resource, Sharing
+from offload.device.virtual.simulation import Event, Simulation
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Rates are bytes or floating-point operations a second, sizes bytes, times seconds."""
+    """Rates are bytes a second, or floating-point operations; sizes are bytes."""
 
     name: str
     device_nbytes: int
     cpu_nbytes: int
     nvme_nbytes: int
     flops: float
+    """Of matrix products in the compute dtype, as they are reached in practice."""
     device_bandwidth: float
     h2d: float
     d2h: float
@@ -21,7 +32,102 @@ class Machine:
     nvme_read: float
     nvme_write: float
     nvme_both: float
+    """Reads and writes at once, together."""
     launch_seconds: float
-    """Of the host, to give the device one operation."""
-    verb_seconds: float
-    """Of the host, for each thing the engine asks of the device or the drive."""
+    """Of the host's thread, to give the device one operation."""
+    call_seconds: float
+    """Of the host's thread, for each copy, transfer or pass over memory that the engine asks for."""
+
+
+class VirtualMachine:
+    """The resources of a machine and the queues in front of them.
+
+    h2d, d2h, nvme read, nvme write, nvme   links; `nvme` is for both directions together
+    memory, device memory                   what everything that reads or writes there shares
+    flops                                   of the device
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine, self.simulation = machine, Simulation()
+        self.cpu_nbytes, self.nvme_nbytes = machine.cpu_nbytes, machine.nvme_nbytes
+        self.sharing = Sharing(self.simulation)
+        rates = {
+            "h2d": machine.h2d, "d2h": machine.d2h, "nvme read": machine.nvme_read, "nvme write": machine.nvme_write,
+            "nvme": machine.nvme_both, "memory": machine.memory_bandwidth, "device memory": machine.device_bandwidth,
+            "flops": machine.flops,
+        }  # fmt: skip
+        self.resources = {name: Resource(name, rate) for name, rate in rates.items()}
+        self.compute, self.fetch, self.drain, self.reads, self.writes = (Queue(self.sharing) for _ in range(5))
+        self.device_nbytes = self.peak_device_nbytes = 0
+        self.values_read = 0
+        """How often the model asked for a value on the device, which there is none of."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, this process runs on this machine; the calling thread is the one that drives the model."""
+        presence.enter(self)
+        try:
+            with self.simulation.running():
+                yield
+        finally:
+            presence.leave()
+
+    def call(self) -> None:
+        """The calling thread asked for something."""
+        self.simulation.spend(self.machine.call_seconds)
+
+    def launch(self, flops: float, nbytes: float) -> Event:
+        """One operation on the device, behind those before it."""
+        self.simulation.spend(self.machine.launch_seconds)
+        return self.compute.add(self.amounts({"flops": flops, "device memory": nbytes}))
+
+    def amounts(self, named: dict[str, float]) -> dict[Resource, float]:
+        return {self.resources[name]: amount for name, amount in named.items()}
+
+    def pass_over(self, place: Tensor, nbytes: int) -> None:
+        if place.is_meta:
+            self.launch(0, nbytes)
+            return
+        self.call()
+        self.sharing.start(self.amounts({"memory": nbytes})).wait()
+
+    def transfer(self, nbytes: int, *, is_write: bool, priority: int) -> Event:
+        self.call()
+        direction, queue = ("nvme write", self.writes) if is_write else ("nvme read", self.reads)
+        return queue.add(self.amounts({direction: nbytes, "nvme": nbytes, "memory": nbytes}), priority=priority)
+
+    def transferred(self) -> tuple[float, float, float, float]:
+        read, write = self.resources["nvme read"], self.resources["nvme write"]
+        return read.moved, write.moved, read.busy_seconds, write.busy_seconds
+
+    def value_read(self, dtype: torch.dtype) -> bool | int | float:
+        """The model waits for the device and reads one number: conditions hold, numbers are 1."""
+        self.values_read += 1
+        self.compute.last.wait()
+        if dtype is torch.bool:
+            return True
+        return 1.0 if dtype.is_floating_point else 1
+
+    # ---- device memory -------------------------------------------------------------------------------------------
+
+    def occupy(self, nbytes: int) -> None:
+        """So many bytes of the device's memory more are in use; fewer where negative."""
+        self.device_nbytes += nbytes
+        self.peak_device_nbytes = max(self.peak_device_nbytes, self.device_nbytes)
+
+    def track(self, tensor: Tensor) -> None:
+        """Count the tensor's memory until nothing refers to it."""
+        storage = tensor.untyped_storage()
+        self.occupy(storage.nbytes())
+        weakref.finalize(storage, self.occupy, -storage.nbytes()).atexit = False
+
+
+def new_storage(outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    """Those outputs that have memory of their own."""
+    known = {one.untyped_storage()._cdata for one in inputs}
+    found: dict[int, torch.Tensor] = {}
+    for one in outputs:
+        identity = one.untyped_storage()._cdata
+        if identity not in known:
+            found.setdefault(identity, one)
+    return list(found.values())

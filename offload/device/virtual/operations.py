@@ -1,0 +1,84 @@
+"""What PyTorch's operations cost on a machine in numbers: their floating-point operations and the bytes they touch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry
+
+from offload.device.virtual.machine import VirtualMachine, new_storage
+
+_LARGE_NBYTES = 1 << 16
+"""Of host memory: below it an operation is done, not only counted."""
+
+
+class CountedOperations(TorchDispatchMode):
+    """Operations on the meta device take the device's time, passes over much host memory the host's. For the calling thread."""
+
+    def __init__(self, machine: VirtualMachine) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._machine = machine
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        given = dict(kwargs or {})
+        inputs = [one for one in tree_iter((args, given)) if isinstance(one, Tensor)]
+        if not any(one.is_meta for one in inputs):
+            if inputs and max(one.nbytes for one in inputs) >= _LARGE_NBYTES and function._schema.is_mutable:
+                self._machine.pass_over(inputs[0], sum(one.nbytes for one in inputs))
+                return args[0]
+            result = function(*args, **given)
+            for output in tree_iter(result):
+                if isinstance(output, Tensor) and output.is_meta:
+                    self._machine.track(output)
+            return result
+        if function is torch.ops.aten._local_scalar_dense.default:
+            return self._machine.value_read(inputs[0].dtype)
+        result = function(*args, **given)
+        outputs = [one for one in tree_iter(result) if isinstance(one, Tensor)]
+        made = [one for one in new_storage(outputs, inputs) if one.is_meta]
+        if made or function._schema.is_mutable:
+            for one in made:
+                self._machine.track(one)
+            count = flop_registry.get(function._overloadpacket)
+            flops = count(*args, **given, out_val=result) if count is not None else 0
+            self._machine.launch(flops, sum({id(one): one.nbytes for one in inputs + outputs}.values()))
+        return result
+
+
+@contextmanager
+def fused_attention() -> Iterator[None]:
+    """Inside, attention on the meta device is computed as a GPU does it: without a matrix of all pairs, which is what PyTorch
+    would take on that device. Attention with a mask of its own still has one."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        library.impl("scaled_dot_product_attention", _attention, "AutogradMeta")
+        yield
+    finally:
+        library._destroy()
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if enable_gqa:
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
+    if attn_mask is not None:
+        return torch.ops.aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale
+        )[0]  # type: ignore[no-any-return]
+    return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
