@@ -20,6 +20,9 @@ from offload.device.cpu import CpuAccelerator
 from offload.device.cuda import CudaAccelerator
 from offload.device.deferred import DeferredAccelerator
 from offload.device.host_room import host_room
+from offload.device.virtual.accelerator import VirtualAccelerator
+from offload.device.virtual.machine import VirtualMachine
+from offload.device.virtual.presence import imagined
 from offload.errors import BudgetError, ConfigError
 from offload.layout import CHUNK_NUMELS, Layout, ParameterSpec, build_layout
 from offload.model.description import (
@@ -50,7 +53,11 @@ ACCELERATOR_VARIABLE = "OFFLOAD_ACCELERATOR"
 
 
 def choose_accelerator() -> Accelerator:
-    """CUDA where torch finds a device, else the CPU; the environment variable OFFLOAD_ACCELERATOR overrides it."""
+    """CUDA where torch finds a device, else the CPU; the environment variable OFFLOAD_ACCELERATOR overrides it.
+
+    On a machine that exists only in numbers: its own."""
+    if isinstance(machine := imagined(), VirtualMachine):
+        return VirtualAccelerator(machine)
     name = os.environ.get(ACCELERATOR_VARIABLE, "") or ("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda":
         return CudaAccelerator()
@@ -127,8 +134,9 @@ class Assembly:
         check_renormalized(model, infos, self._ranks.world_size)
         name_parameters(model)
         covered = self._source.match(model) if self._source is not None else {}
-        check_values(infos, covered)
-        check_buffers(model, covered)
+        if imagined() is None:
+            check_values(infos, covered)
+            check_buffers(model, covered)
         if self._optimizer is not None:
             for info in infos:
                 self._state_of(info)  # raises what the materializer would, before anything is read

@@ -11,6 +11,7 @@ from offload.config import Config
 from offload.device.accelerator import Accelerator, UnitMemory
 from offload.device.records import RecordFormat
 from offload.layout import Layout, UnitLayout
+from offload.device.virtual.presence import imagined
 from offload.model.chunk import Chunk
 from offload.model.flat import Flat, ParameterInfo
 from offload.model.optimizer_kinds import InitialState
@@ -79,7 +80,8 @@ class Building:
         records = RecordStore(trained, storage.records, self._format_of, self._is_undoable) if trained else None
         pool = storage.staging_pool()
         timeline = Timeline()
-        Materializer(accelerator, places, records, values, state_of, self._ledger).run(units)
+        if imagined() is None:
+            Materializer(accelerator, places, records, values, state_of, self._ledger).run(units)
         self.value_facts = values.facts()
         company = company_of(self._ranks, Making(accelerator, self._layout, units, self._ledger, timeline))
         gradients = updates = None

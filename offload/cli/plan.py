@@ -4,6 +4,7 @@ bytes that a step moves over each link.
   python -m offload plan --model ./config.json --dtype bf16 --parameters nvme --optimizer-states nvme --nvme /mnt/nvme0
   python -m offload plan --hidden 4096 --layers 32 --vocabulary 32000 --dtype bf16 --device-memory 24GiB --cpu-memory 64GiB
   python -m offload plan --hidden 4096 --layers 32 --vocabulary 32000 --dtype bf16 --ranks 4 --stage 3
+  python -m offload plan --model ./config.json --dtype bf16 --machine rtx4090 --batch 4 --sequence 2048 --checkpointing full
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from offload.cli.arguments import (
 from offload.cli.corpus import BYTE_VOCABULARY_SIZE
 from offload.cli.models import build_outline, choose_model, make_optimizer
 from offload.cli.outline import Outline
+from offload.cli.plan_on_machine import add_machine_arguments, run_on_machine
 from offload.cli.text import format_count, format_nbytes, table
 from offload.errors import BudgetError, ConfigError
 from offload.planning.budget import Tier
@@ -42,11 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="ranks of one node that train together (default 1): what each needs",
     )
+    add_machine_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """The command. Returns 0, or raises `BudgetError` where the budgets cannot hold the placement."""
+    if args.machine is not None:
+        return run_on_machine(args)
     config = config_of(args)
     vocabulary = args.vocabulary or (BYTE_VOCABULARY_SIZE if args.model is None else 0)
     choice = choose_model(args, vocabulary, sequence=2048)

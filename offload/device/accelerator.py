@@ -82,6 +82,8 @@ def with_own_storage(part: torch.Tensor) -> torch.Tensor:
 
     For memory that is filled for good: other libraries take tensors for one where they lie in one storage.
     """
+    if part.is_meta:
+        return part
     own: torch.Tensor = torch.utils.dlpack.from_dlpack(torch._C._to_dlpack(part))
     return own
 

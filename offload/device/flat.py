@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from offload import _native
+from offload.device.virtual.presence import imagined
 
 DTYPE_CODES = {torch.float32: _native.F32, torch.bfloat16: _native.BF16, torch.float16: _native.F16}
 # Elements that the torch forms work on at a time: about ten float64 temporaries of that size.
@@ -23,7 +24,7 @@ _CHUNK_NUMEL_DEVICE = 1 << 20
 
 
 def uses_native(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and _native.available()
+    return tensor.device.type == "cpu" and _native.available() and imagined() is None
 
 
 # Assertions: these are the contract between our own layers, and native code behind a wrong size would corrupt memory.

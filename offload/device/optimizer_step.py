@@ -25,12 +25,12 @@ from offload.device.virtual.presence import imagined
 def update(segments: Sequence[Segment]) -> None:
     """One step on every segment, in place. The formulas are those of torch.optim with foreach=False and its order of operations
     (see `offload_update` in `native/include/offload.h`)."""
+    if (machine := imagined()) is not None:
+        machine.pass_over(segments[0].grad, sum(map(touched_nbytes, segments)))
+        return
     native: list[_native.UpdateArguments] = []
     for segment in segments:
         _check(segment)
-        if (machine := imagined()) is not None:
-            machine.pass_over(segment.grad, touched_nbytes(segment))
-            continue
         compiled = compiled_kernels.of(segment.grad.device)
         if uses_native(segment.grad):
             native.append(_arguments(segment))

@@ -16,12 +16,11 @@ from offload.device.virtual.simulation import Event, Simulation
 
 
 class _VirtualMemory(UnitMemory):
+    """Counted as any tensor on the device is, and besides as it is filled and emptied."""
+
     def __init__(self, machine: VirtualMachine, nbytes: int) -> None:
         self.flat = torch.empty(nbytes, dtype=torch.uint8, device="meta")
-        self.nbytes, self._machine = nbytes, machine
-        self.fill()
-
-    filled = False
+        self.nbytes, self.filled, self._machine = nbytes, True, machine
 
     def _gain(self) -> None:
         self._machine.occupy(self.nbytes)
@@ -134,7 +133,7 @@ class VirtualAccelerator(Accelerator):
         return VirtualLane(name, self._machine)
 
     def free_nbytes(self) -> int | None:
-        return self._machine.machine.device_nbytes - self._machine.device_nbytes
+        return int(self._machine.machine.device_nbytes) - self._machine.device_nbytes
 
     def peak_nbytes(self) -> int | None:
         return self._machine.peak_device_nbytes

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 from offload.device.virtual.simulation import Event, Simulation
 
+_NOTHING = 1e-12
+
 
 @dataclass(slots=True, eq=False)
 class Resource:
@@ -26,6 +28,8 @@ class Resource:
     moved: float = 0.0
     busy_seconds: float = 0.0
     """Seconds in which somebody used it."""
+    hidden_seconds: float = 0.0
+    """Those of them in which the sharing's `foreground` was at work, too."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +51,7 @@ class Sharing:
 
     def __init__(self, simulation: Simulation) -> None:
         self.simulation = simulation
+        self.foreground: frozenset[Resource] = frozenset()
         self._active: dict[Activity, None] = {}
         self._since = 0.0
         self._round = 0
@@ -59,7 +64,7 @@ class Sharing:
         if seconds <= 0.0:
             self.simulation.at(self.simulation.now, end.settle)
             return end
-        use = {resource: amount / (resource.rate * seconds) for resource, amount in used.items()}
+        use = {resource: part for resource, amount in used.items() if (part := amount / (resource.rate * seconds)) > _NOTHING}
         self._advance()
         self._active[Activity(end, seconds, use, used)] = None
         self._share_out()
@@ -77,8 +82,10 @@ class Sharing:
             for resource, amount in activity.amounts.items():
                 resource.moved += amount * done
                 busy[resource] = None
+        is_hidden = not self.foreground.isdisjoint(busy)
         for resource in busy:
             resource.busy_seconds += passed
+            resource.hidden_seconds += passed if is_hidden else 0.0
 
     def _share_out(self) -> None:
         """Give everyone a share: the most wanted resource first, so that each is looked at once."""

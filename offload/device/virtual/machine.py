@@ -1,42 +1,18 @@
-"""A machine in numbers, and one that runs in virtual time."""
+"""A machine that runs in virtual time: its resources, the queues in front of them, and the memory of its device."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from offload.device.virtual import presence
+from offload.device.virtual.description import Machine
 from offload.device.virtual.links import Queue, Resource, Sharing
 from offload.device.virtual.simulation import Event, Simulation
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """Rates are bytes a second, or floating-point operations; sizes are bytes."""
-
-    name: str
-    device_nbytes: int
-    cpu_nbytes: int
-    nvme_nbytes: int
-    flops: float
-    """Of matrix products in the compute dtype, as they are reached in practice."""
-    device_bandwidth: float
-    h2d: float
-    d2h: float
-    memory_bandwidth: float
-    nvme_read: float
-    nvme_write: float
-    nvme_both: float
-    """Reads and writes at once, together."""
-    launch_seconds: float
-    """Of the host's thread, to give the device one operation."""
-    call_seconds: float
-    """Of the host's thread, for each copy, transfer or pass over memory that the engine asks for."""
 
 
 class VirtualMachine:
@@ -49,7 +25,7 @@ class VirtualMachine:
 
     def __init__(self, machine: Machine) -> None:
         self.machine, self.simulation = machine, Simulation()
-        self.cpu_nbytes, self.nvme_nbytes = machine.cpu_nbytes, machine.nvme_nbytes
+        self.cpu_nbytes, self.nvme_nbytes = int(machine.cpu_nbytes), int(machine.nvme_nbytes)
         self.sharing = Sharing(self.simulation)
         rates = {
             "h2d": machine.h2d, "d2h": machine.d2h, "nvme read": machine.nvme_read, "nvme write": machine.nvme_write,
@@ -57,8 +33,11 @@ class VirtualMachine:
             "flops": machine.flops,
         }  # fmt: skip
         self.resources = {name: Resource(name, rate) for name, rate in rates.items()}
+        self.sharing.foreground = frozenset({self.resources["flops"], self.resources["device memory"]})
         self.compute, self.fetch, self.drain, self.reads, self.writes = (Queue(self.sharing) for _ in range(5))
         self.device_nbytes = self.peak_device_nbytes = 0
+        self.compute_seconds = 0.0
+        """What the operations given to the device take there, one after another."""
         self.values_read = 0
         """How often the model asked for a value on the device, which there is none of."""
 
@@ -79,6 +58,7 @@ class VirtualMachine:
     def launch(self, flops: float, nbytes: float) -> Event:
         """One operation on the device, behind those before it."""
         self.simulation.spend(self.machine.launch_seconds)
+        self.compute_seconds += max(flops / self.machine.flops, nbytes / self.machine.device_bandwidth)
         return self.compute.add(self.amounts({"flops": flops, "device memory": nbytes}))
 
     def amounts(self, named: dict[str, float]) -> dict[Resource, float]:

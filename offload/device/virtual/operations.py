@@ -78,7 +78,10 @@ def _attention(
         repeats = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
     if attn_mask is not None:
-        return torch.ops.aten._scaled_dot_product_attention_math(
+        computed = torch.ops.aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale
-        )[0]  # type: ignore[no-any-return]
-    return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+        )
+    else:
+        computed = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
+    output: Tensor = computed[0]
+    return output

@@ -1,0 +1,173 @@
+"""A forecast is the engine's own run: the bytes of a real one, the same each time, and never faster than what bounds it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import offload
+from offload.cli.forecast import Forecast, Work, forecast
+from offload.cli.main import main
+from offload.device.deferred import DeferredAccelerator
+from offload.device.virtual.description import described, read_machine
+
+WORK = Work(batch=2, sequence=16, micro_batches=1, checkpointing=False)
+MACHINE = read_machine("rtx4090")
+CASES = {
+    "cpu": {"parameters": "cpu", "optimizer_states": "cpu"},
+    "records on nvme": {"parameters": "cpu", "optimizer_states": "nvme"},
+    "nvme": {"parameters": "nvme", "optimizer_states": "nvme"},
+}
+
+
+def tiny() -> transformers.PreTrainedModel:
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=2, vocab_size=256
+    )
+    config.use_cache = False
+    return transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def foretold(work: Work = WORK, machine: Any = MACHINE, **fields: Any) -> Forecast:
+    with torch.device("meta"):
+        model = tiny()
+    return forecast(model, adamw(model), offload.Config(dtype="bf16", nvme=".", **fields), machine, work)
+
+
+class CountedDeferred(DeferredAccelerator):
+    """Counts what goes to the device and back."""
+
+    def __init__(self) -> None:
+        super().__init__(seed=1)
+        self.moved = {"h2d": 0, "d2h": 0}
+
+    def copy_in(self, destination: torch.Tensor, source: torch.Tensor) -> Any:
+        self.moved["h2d"] += source.nbytes
+        return super().copy_in(destination, source)
+
+    def copy_out(self, destination: torch.Tensor, source: torch.Tensor) -> Any:
+        self.moved["d2h"] += source.nbytes
+        return super().copy_out(destination, source)
+
+
+def really_moved(folder: Path, monkeypatch: pytest.MonkeyPatch, micro_batches: int, **fields: Any) -> dict[str, int]:
+    """By link, the bytes of one step on the deferred accelerator, after two others."""
+    made: list[CountedDeferred] = []
+
+    def choose() -> CountedDeferred:
+        made.append(CountedDeferred())
+        return made[-1]
+
+    monkeypatch.setattr("offload.build.assembly.choose_accelerator", choose)
+    model = tiny()
+    tokens = torch.zeros(WORK.batch, WORK.sequence, dtype=torch.long)
+    with offload.initialize(model, adamw(model), offload.Config(dtype="bf16", nvme=str(folder), **fields)) as engine:
+
+        def step() -> dict[str, int]:
+            for _ in range(micro_batches):
+                engine.backward(model(input_ids=tokens, labels=tokens).loss)
+            engine.step()
+            engine.zero_grad()
+            io = engine.stats()["io"]
+            read, written = (io.read_nbytes, io.written_nbytes) if io is not None else (0, 0)
+            return {**made[-1].moved, "nvme_read": read, "nvme_write": written}
+
+        readings = [step() for _ in range(3)]
+    return {link: readings[2][link] - readings[1][link] for link in readings[2]}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_bytes_moved_are_those_of_a_real_run(
+    case: str, micro_batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = CASES[case]
+    real = really_moved(tmp_path, monkeypatch, micro_batches, **fields)
+    monkeypatch.undo()
+    found = foretold(dataclasses.replace(WORK, micro_batches=micro_batches), **fields)
+    links = ("h2d", "d2h") if micro_batches > 1 else tuple(real)  # what else is in flight when a step ends is not the same
+    assert {link: found.moved_nbytes[link] for link in links} == {link: real[link] for link in links}
+    assert real["h2d"] > 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_each_time_and_not_below_the_floor(case: str) -> None:
+    first, second = foretold(**CASES[case]), foretold(**CASES[case])
+    assert first == second
+    assert first.step_seconds >= first.floor_seconds > 0
+    assert first.fits and first.peak_nbytes["device"] > 0
+
+
+def on_a_drive(rate: float, case: str) -> Forecast:
+    return foretold(machine=dataclasses.replace(MACHINE, nvme_read=rate, nvme_both=rate), **CASES[case])
+
+
+def test_what_is_faster_helps_where_it_binds_and_nowhere_else() -> None:
+    slow, fast = on_a_drive(1e8, "nvme"), on_a_drive(1e9, "nvme")
+    assert slow.bottleneck == "NVMe"
+    assert fast.step_seconds < 0.5 * slow.step_seconds
+    assert on_a_drive(1e8, "cpu").step_seconds == on_a_drive(1e9, "cpu").step_seconds
+
+
+def test_activations_count_and_checkpointing_saves_them() -> None:
+    long = dataclasses.replace(WORK, sequence=512)
+    whole, checkpointed = (
+        foretold(dataclasses.replace(long, checkpointing=on), **CASES["cpu"]).peak_nbytes["device"] for on in (False, True)
+    )
+    assert whole > foretold(**CASES["cpu"]).peak_nbytes["device"]
+    assert checkpointed < whole
+    small = foretold(long, machine=dataclasses.replace(MACHINE, device_nbytes=whole - 1), **CASES["cpu"])
+    assert not small.fits and "device" in small.reason
+
+
+def test_described_machines_say_where_their_numbers_come_from() -> None:
+    assert {"rtx3090", "rtx4090", "rtx5090", "a100", "h100", "h200"} <= set(described())
+    for name in described():
+        assert read_machine(name).name == name
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", "no JSON object"),
+        ("{", "cannot be read as a machine"),
+        ('{"name": "x", "flop": 1}', "has no 'flop'"),
+        ('{"name": "x", "h2d": "fast"}', "expected a number above 0"),
+    ],
+)
+def test_files_that_describe_no_machine_are_refused(content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(content)
+    with pytest.raises(offload.ConfigError, match=message):
+        read_machine(str(path))
+    with pytest.raises(offload.ConfigError, match="there is no machine 'rtx'"):
+        read_machine("rtx")
+
+
+def test_the_command_prints_one_object_or_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    own = {**json.loads((Path(offload.__file__).parent / "device/virtual/machines/rtx4090.json").read_text()), "name": "own"}
+    path = tmp_path / "own.json"
+    path.write_text(json.dumps(own))
+    shape = ["--hidden", "64", "--layers", "2", "--vocabulary", "256", "--dtype", "bf16", "--sequence", "16"]
+    assert main(["plan", *shape, "--machine", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] is True and found["step_seconds"] >= found["floor_seconds"]
+    assert set(found["peak_nbytes"]) == {"device", "cpu", "nvme"}
+    assert set(found["moved_nbytes"]) == set(found["hidden"]) == {"h2d", "d2h", "nvme_read", "nvme_write"}
+    assert main(["plan", *shape, "--machine", "rtx4090", "--nvme-read", "1"]) == 0
+    page = capsys.readouterr().out
+    assert "It fits." in page and "tokens/s" in page
+    own["device_nbytes"] = 1000
+    path.write_text(json.dumps(own))
+    assert main(["plan", *shape, "--machine", str(path)]) == 1
+    assert "does not fit" in capsys.readouterr().out
