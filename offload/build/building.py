@@ -10,8 +10,8 @@ from offload.build.materialize import InitialValues, Materializer
 from offload.config import Config
 from offload.device.accelerator import Accelerator, UnitMemory
 from offload.device.records import RecordFormat
-from offload.layout import Layout, UnitLayout
 from offload.device.virtual.presence import imagined
+from offload.layout import Layout, UnitLayout
 from offload.model.chunk import Chunk
 from offload.model.flat import Flat, ParameterInfo
 from offload.model.optimizer_kinds import InitialState

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from offload.deepspeed.runtime.lr_schedules import WarmupLR
 from torch import nn
 
 import offload
 import offload.deepspeed as deepspeed
-from offload.deepspeed.runtime.lr_schedules import WarmupLR
 
 from ..acceptance.runs import assert_same_bits, refused
 from ..ranks.crew import Crew
