@@ -11,7 +11,7 @@ from offload.device.virtual.presence import Imagined
 from offload.layout import Extent
 from offload.tiers.extent_guard import ExtentGuard
 from offload.tiers.io.backend import IoStats, OpenFile, Priority, not_registered
-from offload.tiers.store import KeepsNothing, ShareBlocks
+from offload.tiers.store import KeepsNothing
 
 
 class ImaginedStore(KeepsNothing):
@@ -30,9 +30,6 @@ class ImaginedStore(KeepsNothing):
 
     def view(self, extent: Extent) -> Tensor | None:
         return None
-
-    def share(self, extent: Extent, share: ShareBlocks) -> None:
-        raise AssertionError("nothing is saved on a machine that does not exist")
 
     def flush(self) -> None:
         """Nothing can have failed."""
