@@ -1,7 +1,7 @@
 """Time the parts of a training step that are this package's own, on this machine.
 
 python -m offload bench adam                      the optimizer kernel, beside its floor and torch's fused AdamW
-python -m offload bench io --nvme /mnt/nvme0      find the block size and depth that the drive wants, and remember them
+python -m offload bench io --nvme /mnt/nvme0      what the I/O engine reaches of a drive
 """
 
 from __future__ import annotations
@@ -9,21 +9,19 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
+from contextlib import closing
 
 import torch
 
 from offload import _native
-from offload.cli import sweep
 from offload.cli.arguments import add_drive_arguments, positive, positive_number
 from offload.cli.rates import DIRECTIONS, Drive, seconds_per_call
-from offload.cli.sweep import Rates, find_best
-from offload.cli.text import format_count, format_nbytes, format_rate, format_seconds, table
+from offload.cli.text import format_count, format_rate, format_seconds, table
 from offload.config import parse_nbytes
 from offload.device.optimizer_step import update
 from offload.device.rules import Hyper, Rule
 from offload.device.segment import Segment
 from offload.tiers.io import open_backend
-from offload.tiers.io.tuning import IoSettings, device_of, remember
 from offload.tiers.memory import HostMemory
 
 _HYPER = Hyper(Rule.ADAM, lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True)
@@ -37,11 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     kernel.add_argument("--seconds", type=positive_number, default=3.0, metavar="S", help="for each row (default 3)")
     kernel.set_defaults(run=run_adam)
-    drive = kinds.add_parser("io", help="find the block size and depth that a drive wants, and remember them")
+    drive = kinds.add_parser("io", help="what the I/O engine reaches of a drive")
     drive.add_argument("--nvme", required=True, metavar="PATH", help="a folder on the drive")
     add_drive_arguments(drive)
     drive.add_argument("--backend", default="auto", metavar="NAME", help="io_uring, threads, aiofiles (default: the best)")
-    drive.add_argument("--seconds", type=positive_number, default=40.0, metavar="S", help="in all (default 40)")
+    drive.add_argument("--seconds", type=positive_number, default=6.0, metavar="S", help="in all (default 6)")
     drive.set_defaults(run=run_io)
 
 
@@ -113,31 +111,10 @@ def _torch_fused(master: torch.Tensor, grad: torch.Tensor) -> Callable[[], None]
 
 def run_io(args: argparse.Namespace) -> int:
     """`bench io`. Returns 0."""
-    backend = open_backend(args.backend)
-    name = backend.name
-    backend.close()
-    with Drive(args.nvme, parse_nbytes(args.size, "--size")) as drive:
-
-        def measure(settings: IoSettings, seconds: float) -> Rates:
-            backend = open_backend(name, queue_depth=settings.queue_depth, block_nbytes=settings.block_nbytes)
-            try:
-                return {kind: drive.bytes_per_second(backend, kind, seconds) for kind in DIRECTIONS}
-            finally:
-                backend.close()
-
-        outcome = find_best(measure, args.seconds, sweep.SETTINGS)
+    with Drive(args.nvme, parse_nbytes(args.size, "--size")) as drive, closing(open_backend(args.backend)) as backend:
+        rates = [(kind, drive.bytes_per_second(backend, kind, args.seconds / len(DIRECTIONS))) for kind in DIRECTIONS]
         how = "direct I/O" if drive.direct else "through the page cache"
-    print(f"{name} at {args.nvme}, {how}; transfers of 8 MiB, 8 at once, cut into blocks of which `depth` are in flight")
-    rows = [
-        (format_nbytes(one.block_nbytes), str(one.queue_depth), *(format_rate(rates[kind], 1.0) for kind in DIRECTIONS))
-        for one, rates in outcome.rates.items()
-    ]
-    print(table(("block", "depth", "read", "write", "both, summed"), rows, left_columns=()))
-    best = outcome.best
-    print(f"best: blocks of {format_nbytes(best.block_nbytes)}, {best.queue_depth} in flight")
-    device = device_of(args.nvme)
-    try:
-        print(f"remembered for {device} in {remember(device, name, best)}: every run there uses it")
-    except OSError as error:
-        print(f"not remembered for {device}: {error.strerror or error}")
+        print(f"{backend.name} at {args.nvme}, {how}; transfers of 8 MiB, 8 at once")
+    rows = [(kind if kind != "both" else "both, summed", format_rate(rate, 1.0)) for kind, rate in rates]
+    print(table(("", "rate"), rows))
     return 0

@@ -13,10 +13,9 @@ from offload.cli.arguments import add_drive_arguments, paths_of, positive_number
 from offload.cli.info import section
 from offload.cli.machine import Row, accelerator_rows, backend_rows, native_rows, system_rows
 from offload.cli.rates import Direction, Drive, link_rates, stream_bytes_per_second
-from offload.cli.text import format_nbytes, format_rate
+from offload.cli.text import format_rate
 from offload.config import parse_nbytes
 from offload.tiers.io import open_backend
-from offload.tiers.io.tuning import device_of, remembered
 
 _DIRECTIONS: tuple[Direction, ...] = ("write", "read", "both")
 
@@ -55,11 +54,8 @@ def _drive_rows(path: str, nbytes: int, seconds: float) -> list[Row]:
             registered_nbytes = backend.stats().registered_nbytes
         finally:
             backend.close()
-    settings = remembered(device_of(path), backend.name)
-    measured = f"blocks of {format_nbytes(settings.block_nbytes)}, {settings.queue_depth} in flight" if settings else ""
     return [
         ("backend", backend.name),
-        ("settings", measured or "its defaults (`python -m offload bench io` finds what this drive wants)"),
         ("file", "direct I/O" if drive.direct else "through the page cache: no direct I/O on this file system"),
         ("buffers", pages[drive.huge] + (", registered with the kernel" if registered_nbytes else ", not registered")),
         *((kind if kind != "both" else "both at once", format_rate(rate, 1.0)) for kind, rate in rates),

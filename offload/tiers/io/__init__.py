@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 
 from offload.errors import ConfigError
-from offload.tiers.io import tuning
 from offload.tiers.io.backend import IoBackend, IoStats, OpenFile, Priority
 from offload.tiers.io.devices import DeviceBackends
 from offload.tiers.io.failure import errno_text
@@ -28,10 +26,6 @@ ENVIRONMENT_VARIABLE = "OFFLOAD_IO"
 _log = logging.getLogger(__name__)
 
 
-_Sizes = Callable[[str], Mapping[str, int]]
-"""What a backend of that name is opened with: queue_depth, block_nbytes, or nothing."""
-
-
 def open_backend(
     name: str = "auto",
     *,
@@ -42,42 +36,27 @@ def open_backend(
     """Open the backend of that name, or with "auto" the best one that works on this system.
 
     The environment variable OFFLOAD_IO, where set, takes the place of "auto". At most `queue_depth` blocks of
-    `block_nbytes` are in flight. `paths`: existing folders where the files will lie; there is then one queue for each
-    device among them, with the sizes that were measured for it (`offload.tiers.io.tuning`). What is neither given nor
-    measured is the backend's own default. The caller closes it.
+    `block_nbytes` are in flight; what is not given is the backend's own default. `paths`: existing folders where the files
+    will lie; there is then one queue for each device among them. The caller closes it.
 
     Raises `ConfigError` where the name is unknown or the backend that was named does not work here, with the reason."""
-    given = {key: size for key, size in (("queue_depth", queue_depth), ("block_nbytes", block_nbytes)) if size is not None}
-    devices: dict[int, str] = {}
-    for path in paths:
-        number = os.stat(path).st_dev
-        if number not in devices:
-            devices[number] = tuning.device_of(path)
-
-    def sizes_for(device: str) -> _Sizes:
-        return lambda backend: _measured(device, backend) | given
-
-    if not devices:
-        return _choose(name, lambda backend: given)
-    (first_number, first_device), *others = devices.items()
-    opened = {first_number: _choose(name, sizes_for(first_device))}
+    sizes = {key: size for key, size in (("queue_depth", queue_depth), ("block_nbytes", block_nbytes)) if size is not None}
+    first = _choose(name, sizes)
+    devices = list(dict.fromkeys(os.stat(path).st_dev for path in paths))
+    if len(devices) < 2:
+        return first
+    opened = {devices[0]: first}
     try:
-        for number, device in others:
-            backend = opened[first_number].name
-            opened[number] = _open(backend, sizes_for(device)(backend))
+        for device in devices[1:]:
+            opened[device] = _open(first.name, sizes)
     except BaseException:
         for one in opened.values():
             one.close()
         raise
-    return DeviceBackends(opened) if others else opened[first_number]
+    return DeviceBackends(opened)
 
 
-def _measured(device: str, backend: str) -> dict[str, int]:
-    settings = tuning.remembered(device, backend)
-    return {} if settings is None else asdict(settings)
-
-
-def _choose(name: str, sizes: _Sizes) -> IoBackend:
+def _choose(name: str, sizes: Mapping[str, int]) -> IoBackend:
     source = "the I/O backend"
     if name == "auto":
         name = os.environ.get(ENVIRONMENT_VARIABLE, "auto") or "auto"
@@ -87,7 +66,7 @@ def _choose(name: str, sizes: _Sizes) -> IoBackend:
     if name not in BACKEND_NAMES:
         raise ConfigError(f"{source} is {name!r}; expected one of auto, {', '.join(BACKEND_NAMES)}")
     try:
-        return _open(name, sizes(name))
+        return _open(name, sizes)
     except (OSError, ImportError) as error:
         raise ConfigError(
             f"{source} asks for {name}, which does not work here: {_reason(error)}. Leave the choice to offload "
@@ -95,11 +74,11 @@ def _choose(name: str, sizes: _Sizes) -> IoBackend:
         ) from error
 
 
-def _open_best(sizes: _Sizes) -> IoBackend:
+def _open_best(sizes: Mapping[str, int]) -> IoBackend:
     refusals: list[str] = []
     for name in BACKEND_NAMES:
         try:
-            backend = _open(name, sizes(name))
+            backend = _open(name, sizes)
         except (OSError, ImportError) as error:
             refusals.append(f"{name}: {_reason(error)}")
             continue
