@@ -27,6 +27,7 @@ from offload.step.model_events import ModelEvents
 from offload.step.named_states import NamedStates
 from offload.step.timeline import LinkMeter
 from offload.step.training import Training
+from offload.step.turn import Turn
 
 
 class Engagement:
@@ -40,11 +41,12 @@ class Engagement:
         parts: Components,
         buffers: Mapping[int, torch.Tensor],
         successor: Callable[[], Hooks | None],
+        turn: Turn,
     ) -> None:
         """Takes the model last of all, and wholly or not at all. `buffers`: what is to take the place of tensors that it holds,
-        by their ids. `successor`: as of `Hooks`."""
+        by their ids. `successor`: as of `Hooks`. `turn`: the same for all of an engine's."""
         self.parts, self.links = parts, LinkMeter(parts.timeline, parts.backend)
-        self.training = Training(parts, config, optimizer.hyper_of if optimizer is not None else None)
+        self.training = Training(parts, config, optimizer.hyper_of if optimizer is not None else None, turn)
         self.gathering = Gathering(parts, self.training)
         self.named = NamedStates(parts, self.training, self.gathering)
         self.checkpointing = Checkpointing(parts, self.training, self.gathering, model, optimizer)
@@ -55,7 +57,7 @@ class Engagement:
             self._fingerprint = ModelFingerprint(model, parts.parameters, lambda: optimizer.param_groups)
         input_dtype = DTYPES[config.dtype] if config.dtype is not None else None
         events = ModelEvents(parts, self.training, input_dtype=input_dtype)
-        self.hooks = Hooks(parts.units, parts.residency, self.training, events, successor)
+        self.hooks = Hooks(parts.units, self.training, events, successor)
         parts.accelerator.wait_for_all()  # the loop may run on another stream than this call
         Taking(model, parts, buffers).take(self.training, self.hooks)
 
@@ -98,7 +100,7 @@ class Engagement:
         """Give back everything that was taken; the first failure of it is raised after all of it."""
         parts = self.parts
         self.hooks.remove()
-        parts.residency.abandon_uses()
+        self.training.uses.abandon()
         held = HeldInterrupt()
         try:
             self.checkpointing.saver.close()

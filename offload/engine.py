@@ -40,6 +40,7 @@ from offload.step.components import Components, give_back
 from offload.step.held_interrupt import HeldInterrupt
 from offload.step.hooks import Hooks
 from offload.step.training import Training
+from offload.step.turn import Turn
 from offload.step.value_loading import ValueLoading
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ class Engine:
         self.config = config
         self.closed = False
         self._optimizer = OffloadOptimizer(optimizer) if optimizer is not None else None
+        self._turn = Turn(backward_elsewhere=parts.accelerator.device.type != "cpu")
         self._preemption: Preemption | None = None
         self._saves: Path | None = None
         try:
@@ -134,7 +136,7 @@ class Engine:
             engine = reference()
             return engine._fit_newly_trained() if engine is not None else None
 
-        self._engagement = Engagement(self.module, self._optimizer, self.config, parts, buffers, successor)
+        self._engagement = Engagement(self.module, self._optimizer, self.config, parts, buffers, successor, self._turn)
         if self._optimizer is not None:
             self._optimizer.stepper = self._engagement
 
@@ -493,7 +495,7 @@ class Engine:
         names = f"parameter {found[0].fqn!r} was unfrozen or added to the optimizer"
         if self._parts.ranks.world_size > 1:
             raise UsageError(f"{names}; on several ranks the layout is fixed: save, close the engine and initialize again.")
-        if self._training.is_within_step or self._parts.residency.holds_any:
+        if self._training.is_within_step or self._training.lender.lends_any:
             raise UsageError(
                 f"{names} while gradients wait for a step, or inside engine.gathered: do that between optimizer.step() and the "
                 "next forward."
@@ -538,7 +540,7 @@ class Engine:
         except BaseException as error:
             self._training.fail(error)
             raise
-        training.retired, self._training.turn = True, training.turn
+        training.retired = True
         self._training.synchronizing, self._training.grad_norm = training.synchronizing, training.grad_norm
         for info in made.parameters:
             info.parameter.grad = own[info.index]

@@ -103,7 +103,7 @@ class Taking:
             for info in self._infos:
                 info.guard = ParameterGuard(info.fqn, info.parameter, _bringer(training, info.index))
             for unit in self._parts.units:
-                self._parts.residency.close_off(unit)
+                unit.close_off()
             hooks.install()
             for info in self._infos:
                 _owned[info.parameter] = True

@@ -36,9 +36,9 @@ from offload.model.flat import ParameterInfo
 from offload.model.optimizer import OffloadOptimizer
 from offload.model.peft_names import is_peft
 from offload.ranks.agreement import MeetingPoint
+from offload.step.calls import in_backward
 from offload.step.components import Components
 from offload.step.gathering import Gathering
-from offload.step.hooks import in_backward
 from offload.step.training import Training
 
 T = TypeVar("T")
@@ -152,9 +152,9 @@ class Checkpointing:
         self._require_outside(what)
 
     def _require_outside(self, what: str) -> None:
-        if self._parts.residency.in_forward or in_backward():
+        if self._training.uses.in_forward or in_backward():
             raise UsageError(f"{what} was called inside a forward or backward of the model: call it between steps.")
-        if self._parts.residency.holds_any:
+        if self._training.lender.lends_any:
             raise UsageError(f"{what} was called inside `with engine.gathered(...)`: call it after the block.")
 
     def _manifest(self, client_state: dict[str, Any]) -> Manifest:
@@ -289,7 +289,7 @@ class Checkpointing:
         infos = {info.index: info for info in self._parts.parameters}
         stored = {index: StoredParameter(opened, entry, infos[index]) for index, entry in matching.entries.items()}
         with training.failures(holds_interrupts=False):
-            residency.abandon_uses()
+            training.uses.abandon()
             training.settle()
             training.restart(manifest.step_count)
             residency.evict_all()

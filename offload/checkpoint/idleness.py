@@ -40,11 +40,11 @@ class Idleness:
         training.check()
         alive = self._driver.is_alive()
         if not alive:
-            self._residency.abandon_uses()
+            training.uses.abandon()
         elif not self._is_quiet() or not training.turn.acquire(self, blocking=False):
             return False
         try:
-            if self._residency.is_used or self._is_updating():
+            if training.uses.any or self._is_updating():
                 return False
             self._unit_index = chunk.flat.layout.unit_index
             with training.failures_beside():

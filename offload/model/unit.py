@@ -1,7 +1,8 @@
 """One unit while the engine runs: what is fetched together, and where it is on its way between its home and device memory.
 
     Unit           a module's parameters: its flats, its chunks, its run-time state
-    UnitResidency  whether it is in device memory, and who uses it there
+    UnitResidency  whether it is in device memory
+    UnitUses       who uses it there
     Fetch          what brings it there
     UnitShard      whether its gradients or its update are under way
     UnitGradient   its gradients until the ranks have averaged them
@@ -55,22 +56,30 @@ LEGAL: dict[UnitState, frozenset[UnitState]] = {
 class UnitResidency:
     """Written by `Residency` alone, in the thread that drives the model (backward's during backward, never both).
 
-    nbytes      device memory that the unit takes while it is resident; 0: it is there for good
-    use_count   uses that have started and not ended; a unit in use is never evicted
-    held_count  those of them that last until `Residency.release`, whatever forwards come and go: at most use_count
-    companions  units that come and go with this one, beside their own uses: it computes with their parameters
+    nbytes  device memory that the unit takes while it is resident; 0: it is there for good
     """
 
     nbytes: int = 0
     state: UnitState = UnitState.RESIDENT
-    use_count: int = 0
-    held_count: int = 0
-    companions: list[Unit] = field(default_factory=list)
 
     def become(self, state: UnitState) -> None:
         if state not in LEGAL[self.state]:
             raise AssertionError(f"a unit cannot go from {self.state.value} to {state.value}")
         self.state = state
+
+
+@dataclass(slots=True, eq=False)
+class UnitUses:
+    """Written by `Uses` alone, as `UnitResidency` is by its own.
+
+    count       uses that have started and not ended; a unit in use is never evicted
+    held_count  those of them that last until `Uses.release`, whatever forwards come and go: at most `count`
+    companions  units that come and go with this one, beside their own uses: it computes with their parameters
+    """
+
+    count: int = 0
+    held_count: int = 0
+    companions: list[Unit] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -183,9 +192,10 @@ class Unit:
     parameters: list[ParameterInfo]
     route: Route
     residency: UnitResidency = field(default_factory=UnitResidency)
+    uses: UnitUses = field(default_factory=UnitUses)
     shard: UnitShard = field(default_factory=UnitShard)
     version: int = 0
-    """How often its values have changed since the engine was made. Written as `shard` is."""
+    """How often its values have changed since the engine was made. Written where they do, as `shard` is."""
     fetch: Fetch | None = None
     """Written by the fetcher, in the thread that drives the model; its copies are added by the fetcher's lane."""
     update: UnitUpdate | None = None
@@ -251,8 +261,9 @@ class Unit:
             if info.guard is not None:
                 info.guard.open_up()
 
-    def close_off(self, *, readable: bool) -> None:
-        """All but those that are gathered."""
+    def close_off(self) -> None:
+        """Guard all but those that are gathered. What is there for good, with no update to come, may be read."""
+        readable = not self.residency.nbytes and self.update is None
         for info in self.parameters:
             if info.guard is not None and not info.lent_count:
                 info.guard.close_off(readable=readable)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from offload.errors import EngineFailedError, NonFiniteGradientError, ParameterAccessError, UsageError, words_of
+from offload.ranks.agreement import MeetingPoint
 from offload.ranks.group import Meeting
 from offload.step import held_interrupt
 from offload.step.held_interrupt import HeldInterrupt
@@ -73,17 +75,18 @@ class _OwnWork:
 
 
 class FailureState:
-    """See the module. The part of `Training` that takes failures in."""
+    """See the module. The part of `Training` that takes failures in.
 
-    def __init__(self, meeting: Meeting, *, backward_elsewhere: bool) -> None:
-        """`meeting`: with the other ranks, which are told of a failure. `backward_elsewhere`: as of `Turn`."""
-        self._meeting = meeting
+    turn  whose turn it is: of the thread that drives the model while it is in it or the engine is at work for it, and of who
+          does some of that work while it does nothing (`offload.checkpoint.idleness`)
+    """
+
+    def __init__(self, meeting: Meeting, turn: Turn) -> None:
+        """`meeting`: with the other ranks, which are told of a failure."""
+        self._meeting, self.turn = meeting, turn
         self._process_id = os.getpid()
         self.failure: BaseException | None = None
         self.closed = self.retired = False
-        self.turn = Turn(backward_elsewhere=backward_elsewhere)
-        """Whose turn it is: of the thread that drives the model while it is in it or the engine is at work for it, and of who
-        does some of that work while it does nothing (`offload.checkpoint.idleness`)."""
         self.turn_count = 0
         """How often the thread that drives the model asked for its turn."""
 
@@ -103,6 +106,11 @@ class FailureState:
         self.failure = error
         self.turn.begin_anew()
         self._meeting.abandon(f"{type(error).__name__}: {error}")
+
+    def meet(self, point: MeetingPoint, action: Callable[[], Any] | None = None, *, argument: int = 0) -> Any:
+        """`Meeting.meet`, which fails the engine where another rank failed."""
+        with self.failures() if self._meeting.waits_for_others else nullcontext():
+            return self._meeting.meet(point, action, argument=argument)
 
     @property
     def has_failed(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from offload.model.weight_names import persistent_buffers
 from offload.ranks.agreement import MeetingPoint
 from offload.step.components import Components
 from offload.step.homes import Homes
-from offload.step.lending import Lender, Lending
+from offload.step.lending import Lending
 from offload.step.training import Training
 
 
@@ -26,17 +25,14 @@ class Gathering:
 
     def __init__(self, parts: Components, training: Training) -> None:
         self._parts, self._training, self._homes = parts, training, Homes(parts)
-        self._lender = Lender(parts, training, self._homes, self.meet)
 
     def gathered(self, infos: Sequence[ParameterInfo], *, first: Callable[[], None]) -> Lending:
         """See `Engine.gathered`. `first` is called when the block begins."""
-        return Lending(self._lender, infos, first)
+        return Lending(self._training.lender, infos, first)
 
     def meet(self, point: MeetingPoint, action: Callable[[], Any] | None = None, *, argument: int = 0) -> Any:
         """Wait until all ranks are here."""
-        meeting = self._parts.meeting
-        with self._training.failures() if meeting.waits_for_others else nullcontext():
-            return meeting.meet(point, action, argument=argument)
+        return self._training.meet(point, action, argument=argument)
 
     def state_dict(self, model: nn.Module, keeps: Callable[[int], bool]) -> dict[str, torch.Tensor]:
         """See `Engine.state_dict`. `keeps(position)`: whether this rank returns the parameter, or buffer, of that number."""
@@ -78,12 +74,12 @@ class Gathering:
                 yield info, info.in_memory_order(values[info.index])
 
     def _unit_values(self, unit: Unit, values: dict[int, torch.Tensor]) -> None:
-        residency = self._parts.residency
-        residency.hold(unit)
+        uses = self._training.uses
+        uses.hold(unit)
         for info in unit.parameters:
             value = info.parameter if info.lent_count else self._homes.views[info.index]
             values[info.index] = value.detach().to("cpu", copy=True)
-        residency.release(unit)
+        uses.release(unit)
         records = self._parts.records
         for flat in unit.flats:
             if not flat.layout.trainable or records is None:

@@ -11,7 +11,6 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any
 
 import torch
 
@@ -21,28 +20,33 @@ from offload.model.unit import Unit
 from offload.ranks.agreement import MeetingPoint
 from offload.ranks.consensus import checksum
 from offload.step.components import Components
+from offload.step.failure_state import FailureState
 from offload.step.homes import Homes
-from offload.step.training import Training
+from offload.step.uses import Uses
 
 
 class Lender:
     """See the module. Owned by the thread that drives the model."""
 
-    def __init__(self, parts: Components, training: Training, homes: Homes, meet: Callable[..., Any]) -> None:
-        """`meet`: `Gathering.meet`."""
-        self._parts, self._training, self._homes, self._meet = parts, training, homes, meet
+    def __init__(self, parts: Components, failures: FailureState, uses: Uses) -> None:
+        self._parts, self._failures, self._uses, self._homes = parts, failures, uses, Homes(parts)
         self._lent: list[tuple[weakref.ref[Lending], Sequence[ParameterInfo]]] = []
-        parts.residency.end_left_holds = self.end_left
+
+    @property
+    def lends_any(self) -> bool:
+        """Whether something is lent: the block has not ended."""
+        self.end_left()
+        return any(unit.uses.held_count for unit in self._parts.units)
 
     def lend(self, lending: Lending, infos: Sequence[ParameterInfo]) -> None:
         """Bring the parameters' units in and lend the parameters: inside they are tensors of their own, as a plain model's
         are."""
         residency = self._parts.residency
-        self._meet(MeetingPoint.GATHERED, argument=_digest(infos))
-        with self._training.failures():
+        self._failures.meet(MeetingPoint.GATHERED, argument=_digest(infos))
+        with self._failures.failures():
             residency.finish_updates()
             for unit in self._units(infos):
-                residency.hold(unit)
+                self._uses.hold(unit)
             for info in infos:
                 self._lend(info)
             self._lent.append((weakref.ref(lending), infos))  # in there: an interrupt that was held comes after it
@@ -54,7 +58,7 @@ class Lender:
 
     def give_up(self, lending: Lending) -> None:
         """Its block does not begin."""
-        if not self._training.has_failed:
+        if not self._failures.has_failed:
             self.take_back(lending)
 
     def end_left(self) -> None:
@@ -66,14 +70,14 @@ class Lender:
 
     def _take_all_back(self, entry: tuple[weakref.ref[Lending], Sequence[ParameterInfo]]) -> None:
         infos = entry[1]
-        with self._training.failures():
+        with self._failures.failures():
             refusals = [refusal for info in infos if (refusal := self._refusal(info)) is not None]
             if not refusals:
                 self._require_same_writes(infos)
             for info in infos:
                 self._take_back(info, carries=not refusals)
             for unit in self._units(infos):
-                self._parts.residency.release(unit)
+                self._uses.release(unit)
             self._lent.remove(entry)
             if refusals:
                 raise UsageError(f"{refusals[0]} Nothing that was written inside has an effect.")
@@ -106,7 +110,7 @@ class Lender:
             if bool(written.any()):
                 view.copy_(lent)
                 self._homes.write(info, written)
-                self._training.values_changed(self._parts.units[info.unit_index])
+                self._parts.units[info.unit_index].version += 1
         info.lent_count -= 1
         if not info.lent_count:
             info.parameter.data = view
@@ -118,7 +122,7 @@ class Lender:
         if ranks.world_size == 1:
             return
         sums = torch.tensor([checksum(info.parameter) for info in infos], dtype=torch.int64)
-        said = self._meet(MeetingPoint.WRITTEN, lambda: ranks.exchange(sums), argument=_digest(infos))
+        said = self._failures.meet(MeetingPoint.WRITTEN, lambda: ranks.exchange(sums), argument=_digest(infos))
         for index, other in enumerate(said):
             for info, here, there in zip(infos, sums.tolist(), other.tolist(), strict=True):
                 if here != there:

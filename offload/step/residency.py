@@ -1,6 +1,6 @@
 """Which units are in device memory, and when they come and go.
 
-Hooks report uses: a unit's use starts (its parameters must be there) and ends. The schedule made from the last step's
+Uses of units start (the parameters must be there) and end (`offload.step.uses`). The schedule made from the last step's
 trace says what to evict and what to fetch before each start; as long as the step goes as it did before, the fetch
 that a use needs was issued earlier. Where it does not, the unit is fetched on demand, and the schedule is taken up
 again where the trace next shows the same event.
@@ -13,9 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from offload.errors import BudgetError, ParameterAccessError
-from offload.model.flat import ParameterInfo
-from offload.model.leading_call import led_by
+from offload.errors import BudgetError
 from offload.model.unit import Unit, UnitState
 from offload.planning.plan import Op, Schedule, Verb, plan, required_nbytes
 from offload.planning.trace import Edge, Event, Recorder, Trace
@@ -53,132 +51,33 @@ class Residency:
             unit.residency.state = UnitState.ABSENT if unit.residency.nbytes else UnitState.RESIDENT
         self._nbytes = [unit.residency.nbytes for unit in units]
         self._fixed_capacity, self.capacity_nbytes = capacity.is_fixed, capacity.nbytes
-        self._open_forward: list[Unit] = []
         self._deferred: tuple[Op, ...] = ()
         self._resident_nbytes = 0
         self.peak_resident_nbytes = 0
         self._recorder = Recorder()
         self._went_as_planned = True
-        self.before_use: Callable[[Unit], None] | None = None
-        """Told of a unit that is about to be used: its update may have to be undone first."""
-        self.drop_abandoned_forwards: Callable[[], None] | None = None
-        """Has `leave_forward` called for each that an interrupt ended."""
-        self.end_left_holds: Callable[[], None] | None = None
-        """Has `release` called for each hold that an interrupt kept from it."""
         self._follow(plan(trace, self._nbytes, self.capacity_nbytes, self._prefetch))
 
     # ---- uses ----------------------------------------------------------------------------------------------------
 
-    def start_use(self, unit: Unit, *, recorded: bool) -> None:
-        """The unit's parameters must be there from now on. `recorded`: part of a training step, so of its trace."""
-        if self.before_use is not None:
-            self.before_use(unit)
+    def use_starts(self, unit: Unit, *, recorded: bool) -> None:
+        """Make the unit resident with the values of the last step. `recorded`: part of a training step, so of its trace."""
         if recorded:
             self._recorder.start(unit.index)
         self._reach(Event(Edge.START, unit.index))
-        self._bring(unit)
-        unit.residency.use_count += 1
-        if unit.residency.use_count - unit.residency.held_count == 1:
-            unit.open_up()
-        for companion in unit.residency.companions:
-            self.start_use(companion, recorded=recorded)
+        self.bring(unit)
 
-    def end_use(self, unit: Unit, *, recorded: bool, then: Callable[[], None] | None = None) -> None:
+    def use_ended(self, unit: Unit, *, recorded: bool, then: Callable[[], None] | None = None) -> None:
         """`then`: what the end of the use leads to, before other units take the room."""
-        residency = unit.residency
-        for companion in residency.companions:
-            self.end_use(companion, recorded=recorded)
-        residency.use_count -= 1
-        if residency.use_count == residency.held_count:
-            self.close_off(unit)
         if recorded:
             self._recorder.end(unit.index)
         if then is not None:
             then()
         self._reach(Event(Edge.END, unit.index))
 
-    def hold(self, unit: Unit) -> None:
-        """Keep the unit resident, whatever forwards and backwards come and go, until `release`. It opens nothing."""
-        unit.residency.held_count += 1
-        self.start_use(unit, recorded=False)
-
-    def release(self, unit: Unit) -> None:
-        unit.residency.held_count -= 1
-        self.end_use(unit, recorded=False)
-
-    def in_use(self, unit: Unit) -> bool:
-        return unit.residency.use_count > 0
-
-    @property
-    def is_used(self) -> bool:
-        """Whether a unit is in use, or a forward is running."""
-        return self.in_forward or any(unit.residency.use_count for unit in self._units)
-
-    @property
-    def holds_any(self) -> bool:
-        """Whether a `hold` is not yet let go."""
-        if self.end_left_holds is not None:
-            self.end_left_holds()
-        return any(unit.residency.held_count for unit in self._units)
-
-    def enter_forward(self, unit: Unit) -> None:
-        """A forward of the unit is running: parameters read inside it without a use of their own are its companions."""
-        self._open_forward.append(unit)
-
-    def leave_forward(self, unit: Unit) -> None:
-        """The innermost of the unit's is over, if one is running, and so is what it called."""
-        if unit in self._open_forward:
-            while self._open_forward.pop() != unit:
-                pass
-
-    @property
-    def in_forward(self) -> bool:
-        """Whether a forward is running."""
-        if self._open_forward and self.drop_abandoned_forwards is not None:
-            self.drop_abandoned_forwards()
-        return bool(self._open_forward)
-
-    def bring_in(self, info: ParameterInfo) -> None:
-        """A guarded parameter's value is asked for: right inside a forward, and wherever it lies in place; else an error."""
-        unit = self._units[info.unit_index]
-        if not unit.residency.nbytes:
-            self._bring(unit)
-            unit.close_off(readable=True)
-            return
-        if not self.in_forward:
-            raise ParameterAccessError(
-                f"the value of parameter {info.fqn!r} is not in memory: it lies in its tier between uses. "
-                + led_by(
-                    "Read or write it inside `with engine.gathered([parameter]):`; for the whole model use "
-                    "engine.state_dict(); updates are engine.optimizer's. A part of the model that is called on its own must "
-                    "be called as a module, not through its weights."
-                )
-            )
-        # A parent computes with a child's weight without calling the child.
-        self.accompany(self._open_forward[-1], unit)
-
-    def accompany(self, enclosing: Unit, unit: Unit) -> None:
-        """From now on the unit comes and goes with `enclosing`, beside its own uses."""
-        residency = enclosing.residency
-        if unit is enclosing or unit in residency.companions:
-            return
-        residency.companions.append(unit)
-        for _ in range(residency.use_count - residency.held_count):
-            self.start_use(unit, recorded=False)
-
-    def close_off(self, unit: Unit) -> None:
-        """Guard the parameters of a unit that is not in use."""
-        unit.close_off(readable=not unit.residency.nbytes and unit.update is None)
-
-    def abandon_uses(self) -> None:
-        """End every use: an exception cut a forward or backward short."""
-        self._open_forward.clear()
+    def uses_were_abandoned(self) -> None:
+        """What the schedule says for the last event is not to be done any more."""
         self._deferred = ()
-        for unit in self._units:
-            residency = unit.residency
-            if residency.use_count > residency.held_count:
-                residency.use_count = residency.held_count
-                self.close_off(unit)
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
@@ -244,16 +143,16 @@ class Residency:
         if self._updates is None or unit.update is None:
             return
         if unit.needs_residency or unit.residency.state is not UnitState.ABSENT:
-            self._bring(unit)
+            self.bring(unit)
         else:
             self._updates.finish(unit)
-        if not self.in_use(unit):
-            self.close_off(unit)
+        if not unit.uses.count:
+            unit.close_off()
 
     def forget(self, unit: Unit) -> None:
         """Empty the memory of a unit that holds what an undone update left there, or was to leave. It is not in use."""
         if unit.residency.state is not UnitState.ABSENT and unit.residency.nbytes:
-            assert not unit.residency.use_count, "an update was undone under a unit's use"
+            assert not unit.uses.count, "an update was undone under a unit's use"
             self._drop(unit)
 
     def evict_all(self) -> None:
@@ -310,7 +209,7 @@ class Residency:
 
     def _may_evict(self, unit: Unit) -> bool:
         residency = unit.residency
-        return residency.nbytes > 0 and residency.state is not UnitState.ABSENT and not residency.use_count
+        return residency.nbytes > 0 and residency.state is not UnitState.ABSENT and not unit.uses.count
 
     def _next_use(self, unit: Unit) -> int:
         positions = self._positions.get(Event(Edge.START, unit.index), [])
@@ -331,7 +230,7 @@ class Residency:
         if self._updates is not None and unit.needs_residency and unit.update is not None:
             self._updates.launch(unit)
 
-    def _bring(self, unit: Unit) -> None:
+    def bring(self, unit: Unit) -> None:
         """Make the unit resident with the values of the last step, now."""
         self._start_fetch(unit, optional=False)
         if self._updates is not None:
@@ -357,7 +256,7 @@ class Residency:
     def _outgrow(self, nbytes: int) -> None:
         needed_nbytes = self._resident_nbytes + nbytes
         if self._fixed_capacity:
-            held = [unit.name for unit in self._units if unit.residency.use_count]
+            held = [unit.name for unit in self._units if unit.uses.count]
             raise BudgetError(
                 f"the units in use at once ({', '.join(held)} and one more) take {needed_nbytes} bytes of device "
                 "memory, more than "
@@ -376,7 +275,7 @@ class Residency:
         if unit.residency.state is UnitState.FETCHING:
             self._fetcher.finish(unit)
             unit.residency.become(UnitState.RESIDENT)
-        unit.close_off(readable=False)
+        unit.close_off()
         self._fetcher.evict(unit)
         unit.residency.become(UnitState.ABSENT)
         self._resident_nbytes -= unit.residency.nbytes

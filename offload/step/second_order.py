@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from offload.model.unit import Unit
-from offload.step.residency import Residency
+from offload.step.uses import Uses
 
 _MOST_NODES = 1024
 """Functions made by one function's backward: more is none that this looks for."""
@@ -39,12 +39,12 @@ class SecondOrder:
     def __init__(
         self,
         units: Sequence[Unit],
-        residency: Residency,
+        uses: Uses,
         reach: Reach,
         failures: Callable[[], AbstractContextManager[None]],
     ) -> None:
         # The hooks of functions know units by index: what they refer to lives as long as a graph, out of the collector's sight.
-        self._units, self._residency, self._reach, self._failures = units, residency, reach, failures
+        self._units, self._uses, self._reach, self._failures = units, uses, reach, failures
         self._held: dict[int, int] = {}
         """By unit that is held for them: the number of the last function that needs it."""
         self._last = 0
@@ -93,9 +93,9 @@ class SecondOrder:
 
     def _need(self, unit_index: int, version: int | None, number: int) -> None:
         self._reach(unit_index, version)
-        if unit_index not in self._held and not self._residency.in_use(self._units[unit_index]):
+        if unit_index not in self._held and not self._units[unit_index].uses.count:
             self._let_go(besides={number})
-            self._residency.start_use(self._units[unit_index], recorded=True)
+            self._uses.start(self._units[unit_index], recorded=True)
             self._held[unit_index] = number
         elif unit_index in self._held:
             self._held[unit_index] = number
@@ -105,7 +105,7 @@ class SecondOrder:
     def _let_go(self, besides: Iterable[int] = ()) -> None:
         for unit_index in [index for index, number in self._held.items() if number not in besides]:
             del self._held[unit_index]
-            self._residency.end_use(self._units[unit_index], recorded=True)
+            self._uses.end(self._units[unit_index], recorded=True)
 
     def end(self) -> None:
         """The backward is over."""

@@ -39,7 +39,12 @@ class Speculation:
         """`maker`: None where nothing is trained. `norm_counts`: whether the norm may change what a step does."""
         self._places, self._records = parts.parameter_store, parts.records
         self._gradients, self._updates, self._residency = parts.gradients, parts.updates, parts.residency
-        self._accelerator, self._maker, self._late = parts.accelerator, maker, parts.expected.late_units
+        self._units, self._accelerator, self._maker, self._late = (
+            parts.units,
+            parts.accelerator,
+            maker,
+            parts.expected.late_units,
+        )
         self._begins_early = begins_early and maker is not None
         self._norm_counts = norm_counts
         self._history = ClipHistory.before_the_first(norm_counts)
@@ -63,8 +68,10 @@ class Speculation:
         if not self._begins_early or unit.index in self._late or not self._may_begin(unit):
             return
         assert self._gradients is not None and self._updates is not None and self._maker is not None
-        if not all(self._gradients.is_complete(chunk) for chunk in unit.trained_chunks) or self._residency.holds_any:
-            return  # `holds_any`: where values are lent
+        if not all(self._gradients.is_complete(chunk) for chunk in unit.trained_chunks):
+            return
+        if any(one.uses.held_count for one in self._units):
+            return  # its values are lent
         live = [info for info in unit.parameters if info.trainable and self._gradients.is_live(info)]
         if live and not self.begun_units:
             self.speculated_step_count += 1

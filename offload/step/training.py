@@ -20,13 +20,17 @@ from offload.errors import NonFiniteGradientError, UsageError
 from offload.model.flat import some_of
 from offload.model.unit import ShardState, Unit
 from offload.ranks.agreement import MeetingPoint
+from offload.step.calls import RunningCalls
 from offload.step.components import Components
 from offload.step.failure_state import FailureState
+from offload.step.lending import Lender
 from offload.step.loss_scale import LossScale
 from offload.step.norm import clip_factor, norm_of
 from offload.step.parameter_gradients import ParameterGradients
 from offload.step.speculation import Speculation
+from offload.step.turn import Turn
 from offload.step.update_making import HyperOf, UpdateMaker
+from offload.step.uses import Uses
 
 _NAMED = 5
 """How many names an error message lists."""
@@ -40,9 +44,9 @@ class Training(FailureState):
     grad_norm       of the last step, before clipping
     """
 
-    def __init__(self, parts: Components, config: Config, hyper_of: HyperOf | None) -> None:
+    def __init__(self, parts: Components, config: Config, hyper_of: HyperOf | None, turn: Turn) -> None:
         """`hyper_of`: the optimizer's; None where nothing is trained."""
-        super().__init__(parts.meeting, backward_elsewhere=parts.accelerator.device.type != "cpu")
+        super().__init__(parts.meeting, turn)
         self._units, self._residency, self._parameters = parts.units, parts.residency, parts.parameters
         self._taken, self._updates, self._intake = parts.gradients, parts.updates, parts.intake
         self._places, self._records = parts.parameter_store, parts.records
@@ -52,11 +56,13 @@ class Training(FailureState):
         self._maker = UpdateMaker(parts, hyper_of) if hyper_of is not None and parts.updates is not None else None
         begins_early = config.update == "backward" and parts.ranks.world_size == 1
         self.speculation = Speculation(parts, self._maker, begins_early=begins_early, norm_counts=config.needs_norm_first)
+        self.calls = RunningCalls(self.turn)
+        self.uses = Uses(parts.units, parts.residency, self.speculation, self.calls)
+        self.lender = Lender(parts, self, self.uses)
         self.gradients = ParameterGradients(parts, self._measure_now)
         self.grad_norm: float | None = None
         self.synchronizing, self.loss_is_scaled = True, False
         self._clip_once: float | None = None
-        parts.residency.before_use = self.speculation.before_use
 
     @property
     def step_count(self) -> int:
@@ -103,9 +109,9 @@ class Training(FailureState):
             changed.version += 1
 
     def bring_in(self, parameter_index: int) -> None:
-        """A guarded parameter's value is asked for (`Residency.bring_in`)."""
+        """A guarded parameter's value is asked for (`Uses.bring_in`)."""
         with self.failures():
-            self._residency.bring_in(self._parameters[parameter_index])
+            self.uses.bring_in(self._parameters[parameter_index])
 
     # ---- gradients -----------------------------------------------------------------------------------------------
 
@@ -173,7 +179,7 @@ class Training(FailureState):
         self.check()
         if self._maker is None:
             raise UsageError("step was called, but offload.initialize was given no optimizer: pass one to train.")
-        if self._residency.holds_any:
+        if self.lender.lends_any:
             raise UsageError(
                 "step was called inside `with engine.gathered(...)`, where values are lent: call it after the block."
             )
@@ -216,7 +222,7 @@ class Training(FailureState):
     def _finish_step(self) -> None:
         assert self._updates is not None
         self.gradients.end_step()
-        self._residency.abandon_uses()  # of a backward that an exception cut short: what is in use is not fetched anew
+        self.uses.abandon()  # of a backward that an exception cut short: what is in use is not fetched anew
         self._intake.end_step()
         self._residency.end_step()
         self._accelerator.copy_in_after_compute()
@@ -224,8 +230,8 @@ class Training(FailureState):
         self._residency.bring_first()
         self._residency.launch_resident()
         for unit in self._updates.pending_units:
-            if not self._residency.in_use(unit):
-                self._residency.close_off(unit)
+            if not unit.uses.count:
+                unit.close_off()
 
     def _leave_out_step(self) -> None:
         assert self._taken is not None

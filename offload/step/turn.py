@@ -123,8 +123,8 @@ class Turn:
         return all(thread.ident != self._owner for thread in threading.enumerate())
 
     def _pass_on(self) -> None:
-        if self._is_free():
+        if self._queue and self._is_free():  # else who comes next finds out: to look takes longer than what most turns do
             self._owner = None
-            first = self._first() if self._queue else None
+            first = self._first()
             if first is not None and first.locked():
                 first.release()

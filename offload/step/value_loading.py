@@ -17,8 +17,8 @@ from offload.model.unit import Unit
 from offload.model.weight_names import Differences, persistent_buffers
 from offload.ranks.agreement import MeetingPoint
 from offload.ranks.group import Group
+from offload.step.calls import in_backward
 from offload.step.components import Components
-from offload.step.hooks import in_backward
 from offload.step.training import Training
 from offload.tiers.memory import HostMemory
 
@@ -35,13 +35,13 @@ class ValueLoading:
         self._training.check()
         if self._training.is_within_step:
             raise UsageError("load_state_dict was called while gradients wait for a step: call it after optimizer.step().")
-        if self._parts.residency.holds_any:
+        if self._training.lender.lends_any:
             raise UsageError("load_state_dict was called inside `with engine.gathered(...)`: call it after the block.")
-        if self._parts.residency.in_forward or in_backward():
+        if self._training.uses.in_forward or in_backward():
             raise UsageError("load_state_dict was called inside a forward or backward of the model: call it between steps.")
         owners = self._owners()
         with self._training.failures():
-            self._parts.residency.abandon_uses()  # of a backward that an exception cut short: its units are to go, too
+            self._training.uses.abandon()  # of a backward that an exception cut short: its units are to go, too
             self._training.settle()
             self._training.values_changed()
             self._parts.residency.evict_all()

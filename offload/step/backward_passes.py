@@ -1,0 +1,251 @@
+"""Backwards through the model: which uses of units they have open, and when each is over.
+
+A backward is a graph task of autograd. When a gradient reaches an output of a unit its use starts; when the gradients of all
+its inputs are computed, or (for a unit whose inputs need none) when all its parameters have theirs, the use ends. It also ends
+before the use of a call starts that forward made earlier: autograd goes through what one thread recorded from the last to the
+first. An input that several units share (of a decoder the encoder's output) has its gradient only when backward is through with
+all of them. Whatever is still open ends with its graph task: the backward, or the one inside it that goes through what a
+reentrant checkpoint computed again, whose inputs are leaves there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from offload.errors import UsageError
+from offload.model.flat import ParameterInfo
+from offload.model.unit import Unit
+from offload.step.model_events import ModelEvents
+from offload.step.second_order import SecondOrder
+from offload.step.shared_gradients import SharedGradients, is_accumulated
+from offload.step.training import Training
+
+
+class BackwardUse:
+    """One forward call's use of its unit in backward. `end` without `start` does nothing, and vice versa twice."""
+
+    def __init__(self, passes: BackwardPasses, unit: Unit, *, reads_values: bool) -> None:
+        """`reads_values`: whether backward computes with the values that forward finds."""
+        # Autograd's graph holds uses where Python's collector sees them one layer of the model at a time.
+        self._passes, self._unit_index, self.reads_values = weakref.ref(passes), unit.index, reads_values
+        self.version = unit.version if reads_values else None
+        self.inputs_need_gradients = False
+        self.graph_task = -1
+        self.epoch = -1
+        self.awaited: set[int] = set()
+        self.thread = threading.get_ident()
+        self.first_number = torch._C._autograd._get_sequence_nr()
+        self.began, self.ended = passes.tick(), 0
+
+    @property
+    def unit(self) -> Unit:
+        passes = self._passes()
+        assert passes is not None, "a use is asked by its passes alone"
+        return passes.units[self._unit_index]
+
+    def is_behind(self, other: BackwardUse) -> bool:
+        """Whether forward made this call, in the same thread, when it was through with that one."""
+        return self.thread == other.thread and self.began > other.ended
+
+    def recorded_a_graph(self) -> bool:
+        """At the end of its forward: whether that made any function for backward, as one that is frozen throughout does not."""
+        return torch._C._autograd._get_sequence_nr() > self.first_number
+
+    def start(self, *_: Any) -> None:
+        passes = self._passes()
+        if passes is None:
+            raise UsageError(
+                "backward reached a forward whose engine is gone, and its parameters with it: run the forward again."
+            )
+        passes.enter()
+        if not passes.is_open(self):
+            self.graph_task = torch._C._current_graph_task_id()
+            self.awaited = {info.index for info in self.unit.parameters if info.parameter.requires_grad}
+            passes.start_use(self)
+
+    def differentiate(self, _: torch.Tensor) -> None:
+        """A gradient reaches an output."""
+        passes = self._passes()
+        if torch.is_grad_enabled() and passes is not None:  # the backward records a graph
+            node = torch._C._current_autograd_node()
+            passes.second_order.follow(node, self._unit_index, self.version, self.first_number)
+
+    def end(self, *_: Any) -> None:
+        passes = self._passes()
+        if passes is not None and passes.is_open(self):
+            passes.end_use(self)
+
+    def gradient_arrived(self, info: ParameterInfo) -> None:
+        self.awaited.discard(info.index)
+        if not self.awaited and not self.inputs_need_gradients:
+            self.end()
+
+
+class _GraphTaskEnd:
+    """Called when a graph task is done; dropped uncalled where an exception cut it short, which the turn sees by itself: an
+    interrupt that came in a `__del__` would be lost."""
+
+    def __init__(self, passes: BackwardPasses, graph_task: int, training: Training) -> None:
+        self._passes, self._graph_task, self._turn = passes, graph_task, training.turn
+
+    def __call__(self) -> None:
+        try:
+            self._passes.graph_task_done(self._graph_task)
+        finally:
+            self._turn.end(self._graph_task)
+
+
+class BackwardPasses:
+    """See the module. Everything runs in autograd's thread, or in that of forward, never both at once."""
+
+    def __init__(self, units: Sequence[Unit], training: Training, events: ModelEvents) -> None:
+        self.units, self._training, self._uses, self._events = units, training, training.uses, events
+        self._clock = itertools.count(1)
+        self._open: dict[BackwardUse, None] = {}
+        self._graph_tasks: dict[int, weakref.ref[_GraphTaskEnd]] = {}
+        """Those that go on, with what PyTorch drops when an exception cuts one short."""
+        self._passed: Counter[int] = Counter()
+        """By unit: its forwards without a graph that a reentrant checkpoint may yet compute again, and go through."""
+        self._left_early: dict[int, Unit] = {}
+        self._ended = self._accumulates = False
+        self.shared_gradients = SharedGradients(units)
+        self.second_order = SecondOrder(units, self._uses, self._second_order_reaches, training.failures)
+
+    def tick(self) -> int:
+        """Numbers the begins and ends of forward calls."""
+        return next(self._clock)
+
+    # ---- forward -------------------------------------------------------------------------------------------------
+
+    def forward_begins(self) -> None:
+        """A new outermost forward: nothing of an earlier backward that was cut short is still going on."""
+        self._open.clear()
+        self._graph_tasks.clear()
+        self._left_early.clear()
+        if self._ended:  # else this may be a second forward before one backward
+            self._passed.clear()
+        self._ended = False
+        self.shared_gradients.forget()
+        self.second_order.abandon()
+
+    def passed(self, unit: Unit) -> None:
+        """A forward of the unit made no graph, and may be a reentrant checkpoint's."""
+        self._passed[unit.index] += 1
+
+    def computed_again(self, unit: Unit) -> None:
+        """Such a forward was made again, with a graph."""
+        self._passed[unit.index] -= self._passed[unit.index] > 0
+
+    # ---- backward ------------------------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """The backward that runs reached the model."""
+        graph_task = torch._C._current_graph_task_id()
+        if graph_task not in self._graph_tasks:
+            with self._training.failures():
+                self._forget_cut_short()
+                if not self._graph_tasks:
+                    self._accumulates = False
+                    self._events.backward_begins()
+                # Runs when this graph task is done; a reentrant checkpoint's backward is a graph task inside another.
+                end = _GraphTaskEnd(self, graph_task, self._training)
+                self._graph_tasks[graph_task] = weakref.ref(end)
+                torch.autograd.Variable._execution_engine.queue_callback(end)
+                self._training.turn.begin(graph_task, weakref.ref(end))
+
+    def _forget_cut_short(self) -> None:
+        """Nothing of a backward that an exception cut short is going on, where no forward came since either."""
+        gone = [graph_task for graph_task, end in self._graph_tasks.items() if end() is None]
+        for graph_task in gone:
+            del self._graph_tasks[graph_task]
+            self.shared_gradients.forget(graph_task)
+        for use in [use for use in self._open if use.graph_task in gone]:
+            del self._open[use]
+            if use.reads_values and use.epoch == self._uses.epoch:
+                self._uses.end(use.unit, recorded=True)
+        if gone and not self._graph_tasks:
+            self._left_early.clear()
+            self.second_order.abandon()
+
+    def graph_task_done(self, graph_task: int) -> None:
+        """A backward, or one inside another, is over."""
+        self.shared_gradients.forget(graph_task)
+        if graph_task not in self._graph_tasks:
+            return
+        del self._graph_tasks[graph_task]
+        is_whole = not self._graph_tasks
+        for use in [use for use in self._open if is_whole or use.graph_task == graph_task]:
+            use.end()
+        if is_whole:
+            with self._training.failures():
+                self.second_order.end()
+            self._ended = True
+            with self._training.failures():
+                while self._left_early:
+                    self._events.backward_leaves(self._left_early.popitem()[1])
+                if self._accumulates:  # else it is `torch.autograd.grad`'s or a transform's, no part of the step
+                    self._events.backward_ended()
+
+    def _second_order_reaches(self, unit_index: int, version: int | None) -> None:
+        self.enter()
+        self._events.backward_reaches(self.units[unit_index], version)
+
+    # ---- uses ----------------------------------------------------------------------------------------------------
+
+    def is_open(self, use: BackwardUse) -> bool:
+        return use in self._open
+
+    def start_use(self, use: BackwardUse) -> None:
+        """A gradient reached an output of the call."""
+        for other in [other for other in self._open if other.is_behind(use)]:
+            other.end()
+        with self._training.failures():
+            self._events.backward_reaches(use.unit, use.version)
+            if use.reads_values:
+                self._uses.start(use.unit, recorded=True)
+            use.epoch = self._uses.epoch
+            self._open[use] = None
+
+    def end_use(self, use: BackwardUse) -> None:
+        """Backward is through with the call."""
+        del self._open[use]
+        with self._training.failures():
+            if use.reads_values and use.epoch == self._uses.epoch:
+                self._uses.end(use.unit, recorded=True, then=lambda: self._left(use.unit))
+            else:
+                self._left(use.unit)
+
+    def _left(self, unit: Unit) -> None:
+        if unit.uses.count:
+            return
+        if self._passed[unit.index]:
+            self._left_early[unit.index] = unit  # each such checkpoint accumulates on its own: more may come
+        else:
+            self._left_early.pop(unit.index, None)
+            self._events.backward_leaves(unit)
+
+    # ---- gradients -----------------------------------------------------------------------------------------------
+
+    def before_accumulation(self, unit: Unit, info: ParameterInfo) -> None:
+        """PyTorch is about to accumulate into `p.grad`."""
+        self.enter()
+        if info.trainable and is_accumulated(torch._C._current_autograd_node()):
+            self._accumulates = True
+            with self._training.failures():
+                self._events.gradient_coming(unit, info)
+
+    def after_accumulation(self, unit: Unit, info: ParameterInfo) -> None:
+        """PyTorch accumulated."""
+        if info.trainable:
+            with self._training.failures():
+                self.shared_gradients.deliver(info)
+                self._events.gradient_arrived(unit, info)
+        for use in [use for use in self._open if use.unit is unit]:
+            use.gradient_arrived(info)

@@ -1,0 +1,120 @@
+"""The forward calls of hooked modules that are running: a stack."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from offload.model.unit import Unit
+from offload.step.turn import Turn
+
+if TYPE_CHECKING:
+    from offload.step.backward_passes import BackwardUse
+
+FORWARD = "forward"
+"""What a turn lasts for while calls run outside of backward."""
+_CALLING_FILE = nn.Module._call_impl.__code__.co_filename
+
+
+def in_backward() -> bool:
+    """Whether the calling thread is inside autograd's engine."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _stack(thread: int) -> Iterator[FrameType]:
+    """The frames of a thread, the innermost first; none of one that ended."""
+    frame = sys._current_frames().get(thread) if thread != threading.get_ident() else sys._getframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Call:
+    """One forward call of a hooked module that is running. Written by `Hooks`.
+
+    unit      None where an enclosing call covers its use
+    inputs    those that need gradients; `use`: that of backward, where forward makes a graph
+    recorded  it is part of a training step
+    started   the unit's use has started, and lasts as long as the call
+    frame     that of PyTorch's function which calls the module and its hooks
+    """
+
+    module: nn.Module
+    unit: Unit | None = None
+    thread: int = dataclasses.field(default_factory=threading.get_ident)
+    inputs: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    use: BackwardUse | None = None
+    recorded: bool = False
+    started: bool = False
+    frame: FrameType | None = None
+
+    def __post_init__(self) -> None:
+        self.frame = next((frame for frame in _stack(self.thread) if frame.f_code.co_filename == _CALLING_FILE), None)
+
+    def is_running(self) -> bool:
+        """Whether the call goes on. PyTorch calls no hook after one that an interrupt ended (`KeyboardInterrupt` is no
+        `Exception`): it is on the stack no more."""
+        return self.frame is None or any(frame is self.frame for frame in _stack(self.thread))
+
+
+class RunningCalls:
+    """See the module. Changed by the thread whose turn it is."""
+
+    def __init__(self, turn: Turn) -> None:
+        self._turn = turn
+        self._calls: list[Call] = []
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def __getitem__(self, index: int) -> Call:
+        return self._calls[index]
+
+    def push(self, call: Call) -> None:
+        """The innermost from now on."""
+        self._calls.append(call)
+
+    def pop(self, module: nn.Module | None = None) -> Call | None:
+        """Take the calling thread's innermost call (of a module) from the stack, and with it what it called; None: there is
+        none, since a hook of the user's raised before it could begin."""
+        own = threading.get_ident()
+        for position in reversed(range(len(self._calls))):
+            call = self._calls[position]
+            if module is None or (call.module is module and call.thread == own):
+                del self._calls[position:]
+                return call
+        return None
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether one of them is part of a training step."""
+        return any(call.recorded for call in self._calls)
+
+    def innermost_unit(self, *, started: bool = True) -> Unit | None:
+        """Of the innermost call that uses one; `started`: whose use has started."""
+        units = (call.unit for call in reversed(self._calls) if call.started or not started)
+        return next((unit for unit in units if unit is not None), None)
+
+    def drop_abandoned(self) -> bool:
+        """Forget the calls that an interrupt ended. Whether none is left of those that there were, in backward or out of it."""
+        count = len(self._calls)
+        while count and not self._calls[count - 1].is_running():
+            count -= 1
+        ended_all = not count and bool(self._calls) and not in_backward()
+        del self._calls[count:]
+        if ended_all:
+            self._turn.begin_anew()
+        return ended_all
+
+    def abandon_uses(self) -> None:
+        """The uses of all of them were ended."""
+        for call in self._calls:
+            call.started = False

@@ -1,0 +1,106 @@
+"""Uses of units: from when one starts until it ends its parameters are in device memory, and plain tensors.
+
+A forward or backward of a unit uses it, and so does who holds it (`engine.gathered`). Parameters that are read inside a
+forward without a use of their own come and go with its unit: they are its companions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from offload.errors import ParameterAccessError
+from offload.model.flat import ParameterInfo
+from offload.model.leading_call import led_by
+from offload.model.unit import Unit
+from offload.step.calls import RunningCalls
+from offload.step.residency import Residency
+from offload.step.speculation import Speculation
+
+
+class Uses:
+    """See the module. Owned by the thread that drives the model (backward's thread during backward, never both)."""
+
+    def __init__(self, units: Sequence[Unit], residency: Residency, speculation: Speculation, calls: RunningCalls) -> None:
+        self._units, self._residency, self._speculation, self._calls = units, residency, speculation, calls
+        self.epoch = 0
+        """How often all uses were abandoned: one that began in an earlier epoch has ended."""
+
+    def start(self, unit: Unit, *, recorded: bool) -> None:
+        """The unit's parameters must be there from now on. `recorded`: part of a training step, so of its trace."""
+        self._speculation.before_use(unit)
+        self._residency.use_starts(unit, recorded=recorded)
+        uses = unit.uses
+        uses.count += 1
+        if uses.count - uses.held_count == 1:
+            unit.open_up()
+        for companion in uses.companions:
+            self.start(companion, recorded=recorded)
+
+    def end(self, unit: Unit, *, recorded: bool, then: Callable[[], None] | None = None) -> None:
+        """`then`: what the end of the use leads to, before other units take the room."""
+        for companion in unit.uses.companions:
+            self.end(companion, recorded=recorded)
+        unit.uses.count -= 1
+        if unit.uses.count == unit.uses.held_count:
+            unit.close_off()
+        self._residency.use_ended(unit, recorded=recorded, then=then)
+
+    def hold(self, unit: Unit) -> None:
+        """Keep the unit resident, whatever forwards and backwards come and go, until `release`. It opens nothing."""
+        unit.uses.held_count += 1
+        self.start(unit, recorded=False)
+
+    def release(self, unit: Unit) -> None:
+        unit.uses.held_count -= 1
+        self.end(unit, recorded=False)
+
+    @property
+    def any(self) -> bool:
+        """Whether a unit is in use, or a forward is running."""
+        return self.in_forward or any(unit.uses.count for unit in self._units)
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a forward is running."""
+        if self._calls.drop_abandoned():
+            self.abandon()
+        return self._calls.innermost_unit() is not None
+
+    def bring_in(self, info: ParameterInfo) -> None:
+        """A guarded parameter's value is asked for: right inside a forward, and wherever it lies in place; else an error."""
+        unit = self._units[info.unit_index]
+        if not unit.residency.nbytes:
+            self._residency.bring(unit)
+            unit.close_off()
+            return
+        enclosing = self._calls.innermost_unit() if self.in_forward else None
+        if enclosing is None:
+            raise ParameterAccessError(
+                f"the value of parameter {info.fqn!r} is not in memory: it lies in its tier between uses. "
+                + led_by(
+                    "Read or write it inside `with engine.gathered([parameter]):`; for the whole model use "
+                    "engine.state_dict(); updates are engine.optimizer's. A part of the model that is called on its own must "
+                    "be called as a module, not through its weights."
+                )
+            )
+        # A parent computes with a child's weight without calling the child.
+        self.accompany(enclosing, unit)
+
+    def accompany(self, enclosing: Unit, unit: Unit) -> None:
+        """From now on the unit comes and goes with `enclosing`, beside its own uses."""
+        uses = enclosing.uses
+        if unit is enclosing or unit in uses.companions:
+            return
+        uses.companions.append(unit)
+        for _ in range(uses.count - uses.held_count):
+            self.start(unit, recorded=False)
+
+    def abandon(self) -> None:
+        """End every use that is not held: an exception cut a forward or backward short."""
+        self.epoch += 1
+        self._calls.abandon_uses()
+        self._residency.uses_were_abandoned()
+        for unit in self._units:
+            if unit.uses.count > unit.uses.held_count:
+                unit.uses.count = unit.uses.held_count
+                unit.close_off()
