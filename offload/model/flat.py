@@ -11,7 +11,7 @@ parameters are lent while they are gathered: they are tensors of their own then.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -46,6 +46,8 @@ class ParameterInfo:
     """How many `engine.gathered` that are open were given it."""
     seen_version: int = 0
     """PyTorch's count of in-place writes to it, when it was last looked at."""
+    flat: Flat = field(init=False, repr=False, compare=False)
+    """Where it lies. Written once, by the flat."""
 
     @property
     def fqn(self) -> str:
@@ -54,6 +56,11 @@ class ParameterInfo:
     @property
     def numel(self) -> int:
         return self.shape.numel()
+
+    @property
+    def view(self) -> torch.Tensor:
+        """Its values in device memory, whatever the parameter itself is made to point at."""
+        return self.flat.view_of(self)
 
     def note_version(self) -> None:
         self.seen_version = self.parameter._version
@@ -116,6 +123,10 @@ class Flat:
         self.values = memory.flat.data.view(dtype)
         self.views = [info.shaped(self._part(slot)).data for info, slot in zip(parameters, layout.slots, strict=True)]
 
+        self._view_of = {info.index: view for info, view in zip(parameters, self.views, strict=True)}
+        for info in parameters:
+            info.flat = self
+
     def _part(self, slot: Slot) -> torch.Tensor:
         if not self.memory.stays:
             return self.values.data[slot.start : slot.stop]
@@ -133,6 +144,9 @@ class Flat:
     def chunks_of(self, info: ParameterInfo) -> Sequence[Chunk]:
         """This rank's chunks that hold a part of the parameter, in order."""
         return self._chunks_of[info.index]
+
+    def view_of(self, info: ParameterInfo) -> torch.Tensor:
+        return self._view_of[info.index]
 
     def slot_of(self, info: ParameterInfo) -> Slot:
         return self._slot_of[info.index]

@@ -77,7 +77,7 @@ class Gathering:
         uses = self._training.uses
         uses.hold(unit)
         for info in unit.parameters:
-            value = info.parameter if info.lent_count else self._homes.views[info.index]
+            value = info.parameter if info.lent_count else info.view
             values[info.index] = value.detach().to("cpu", copy=True)
         uses.release(unit)
         records = self._parts.records

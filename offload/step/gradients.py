@@ -29,7 +29,7 @@ from offload.device.lane import HostLane
 from offload.device.pending import Pending, Settled
 from offload.layout import ExtentAllocator, Piece, Slot
 from offload.model.chunk import Chunk, ChunkGradient
-from offload.model.flat import Flat, ParameterInfo
+from offload.model.flat import ParameterInfo
 from offload.model.taken_gradient import TakenGradient
 from offload.planning.budget import Tier
 from offload.planning.purposes import SUMS
@@ -96,11 +96,7 @@ class Gradients:
         self.brings = any(chunk.route.brings_gradients for chunk in self._chunks)
         """Whether updates copy gradients over from the device."""
         self._buffers = GradientBuffers(spilling_count, pool, accelerator)
-        self._sums: dict[int, dict[int, torch.Tensor | None]] = {}
-        """By parameter and chunk index; None: on the device."""
         self._live: dict[int, ParameterInfo] = {}
-        flats = dict.fromkeys(chunk.flat for chunk in self._chunks)
-        self._flat_of = {info.index: flat for flat in flats for info in flat.parameters}
         self._device_sums = DeviceSums(accelerator, self._chunks, pool) if SUMS in pool.stats.consumers else None
         self._landing = Landing(accelerator, pool, self._lane)
         self._transit = self._made_transit(transit_buffer_count) if transit_buffer_count else None
@@ -134,7 +130,7 @@ class Gradients:
 
     # ---- arrival -------------------------------------------------------------------------------------------------
 
-    def add(self, info: ParameterInfo, flat: Flat, gradient: torch.Tensor, *, owned: bool, is_part: bool = False) -> None:
+    def add(self, info: ParameterInfo, gradient: torch.Tensor, *, owned: bool, is_part: bool = False) -> None:
         """Take over `gradient` of parameter `info`; add it to what is there (`is_live` was asked before).
 
         `owned`: nobody else will write to the tensor, so that it may be kept. `is_part`: what is there is of this backward.
@@ -143,16 +139,16 @@ class Gradients:
         if info.index in self._live:
             addition = Addition.PART if is_part else Addition.SUM
         ordered = info.in_memory_order(gradient)
+        flat = info.flat
         slot = flat.slot_of(info)
         self._live[info.index] = info
-        sums = self._sums.setdefault(info.index, {})
         if self._transit is not None and flat.route.gradients_in is not Memory.DEVICE:
             chunks = flat.chunks_of(info)
             with self._lock:
                 for chunk in chunks:
                     _gradient_of(chunk).live.add(info.index)
                     if slot.numel:
-                        sums[chunk.index] = None
+                        _gradient_of(chunk).sums[info.index] = None
                 self._transit.arrive(chunks, slot, ordered, addition)
             return
         for chunk in flat.chunks_of(info):
@@ -165,7 +161,7 @@ class Gradients:
                     continue
                 if owned and addition is Addition.FIRST and self._adopts(chunk):
                     state.adopted[info.index] = source
-                    sums[chunk.index] = kernels.ingest_async(None, source, piece.start, False)
+                    state.sums[info.index] = kernels.ingest_async(None, source, piece.start, False)
                     continue
                 buffer = self._buffer_for_adding(state, wide=addition is Addition.SUM)
                 target = buffer[piece.start - chunk.start : piece.stop - chunk.start]
@@ -173,7 +169,7 @@ class Gradients:
                     kernels.convert(target, state.adopted.pop(info.index))
                 on_device = self._device_sums.part(info.index, chunk.index) if self._device_sums is not None else None
                 summed = _take_in(target, source, piece.start, addition, flat.dtype, on_device)
-                sums[chunk.index] = summed if on_device is None else None
+                state.sums[info.index] = summed if on_device is None else None
 
     def _adopts(self, chunk: Chunk) -> bool:
         """Whether autograd's own tensors are kept: they lie where gradients do."""
@@ -216,14 +212,14 @@ class Gradients:
         return copied
 
     def _land(self, state: ChunkGradient, run: list[PackedPiece], target: torch.Tensor, values: torch.Tensor) -> Pending:
-        chunk_index, start = state.chunk.index, run[0].piece.start
-        sums = [self._sums[packed.parameter_index] for packed in run]
+        start = run[0].piece.start
 
         def add(landed: torch.Tensor) -> None:
-            for packed, found in zip(run, sums, strict=True):
+            for packed in run:
                 part = slice(packed.piece.start - start, packed.piece.stop - start)
                 start_index, addition = packed.piece.start, packed.addition
-                found[chunk_index] = _take_in(target[part], landed[part], start_index, addition, values.dtype)
+                sums = _take_in(target[part], landed[part], start_index, addition, values.dtype)
+                state.sums[packed.parameter_index] = sums
 
         copied, added = self._landing.land(values, add)
         state.jobs.append(added)
@@ -244,8 +240,7 @@ class Gradients:
                 buffer = self._buffer_for_adding(state, wide=True)
                 low, high = piece.start - chunk.start, piece.stop - chunk.start
                 source = values[low:high].to(buffer.device)
-                sums = self._sums.setdefault(info.index, {})
-                sums[chunk.index] = kernels.ingest_async(buffer[low:high], source, piece.start, accumulate)
+                state.sums[info.index] = kernels.ingest_async(buffer[low:high], source, piece.start, accumulate)
 
     def take_room_for_sums(self) -> None:
         """Before the first sum of several micro-batches: make the store that fp32 sums lie in. Idempotent."""
@@ -294,7 +289,7 @@ class Gradients:
         if self._live.pop(info.index, None) is None:
             return
         with self._lock:
-            for chunk in self._flat_of[info.index].chunks_of(info):
+            for chunk in info.flat.chunks_of(info):
                 state = _gradient_of(chunk)
                 if info.index in state.live:
                     if self._transit is not None:
@@ -304,7 +299,7 @@ class Gradients:
                     state.adopted.pop(info.index, None)
                     if not state.live:
                         self._buffers.give_back(state)
-        self._sums.pop(info.index, None)
+                state.sums.pop(info.index, None)
 
     # ---- norm ----------------------------------------------------------------------------------------------------
 
@@ -320,20 +315,23 @@ class Gradients:
 
     def squares(self) -> list[torch.Tensor]:
         """Sums of squares, block by block, of all live gradients: float64. Call after `settle`."""
-        return [sums for index in self._live for sums in self._sums_of(index)]
+        return [sums for info in self._live.values() for sums in self._sums_of(info)]
 
     def non_finite_parameters(self) -> list[str]:
         """Names of the parameters whose gradient has an inf or NaN."""
         live = sorted(self._live.items())
-        return [info.fqn for index, info in live if kernels.exact_sum(self._sums_of(index)) is None]
+        return [info.fqn for _, info in live if kernels.exact_sum(self._sums_of(info)) is None]
 
-    def _sums_of(self, parameter_index: int) -> list[torch.Tensor]:
+    def _sums_of(self, info: ParameterInfo) -> list[torch.Tensor]:
         found = []
-        for chunk_index, sums in self._sums.get(parameter_index, {}).items():
-            if sums is None:
+        for chunk in info.flat.chunks_of(info):
+            known = _gradient_of(chunk).sums
+            sums = known.get(info.index)
+            if sums is None and info.index in known:
                 assert self._device_sums is not None
-                sums = self._device_sums.values(parameter_index, chunk_index)
-            found.append(sums)
+                sums = self._device_sums.values(info.index, chunk.index)
+            if sums is not None:
+                found.append(sums)
         return found
 
     # ---- consumption ---------------------------------------------------------------------------------------------
@@ -341,7 +339,8 @@ class Gradients:
     def consume(self, info: ParameterInfo) -> None:
         """The gradient of `info` belongs to an update now: a later one starts anew."""
         self._live.pop(info.index, None)
-        self._sums.pop(info.index, None)
+        for chunk in info.flat.chunks_of(info):
+            _gradient_of(chunk).sums.pop(info.index, None)
 
     def prefetch(self, chunk: Chunk) -> bool:
         """Start reading a spilled chunk back, if a buffer is free for it. False if none is.

@@ -16,9 +16,6 @@ class Homes:
 
     def __init__(self, parts: Components) -> None:
         self._parts = parts
-        flats = [flat for unit in parts.units for flat in unit.flats]
-        self.views = {info.index: view for flat in flats for info, view in zip(flat.parameters, flat.views, strict=True)}
-        """By parameter index: its values in device memory, whatever the parameter itself is made to point at."""
 
     def read_record(self, chunk: Chunk) -> torch.Tensor:
         """The chunk's record in memory: where it lies, or read into a buffer of its own."""
@@ -34,7 +31,7 @@ class Homes:
     def write(self, info: ParameterInfo, written: torch.Tensor) -> None:
         """Carry the written elements (`written`: bool [numel] in slot order) to the parameter's home and its master."""
         unit, records = self._parts.units[info.unit_index], self._parts.records
-        ordered = info.in_memory_order(self.views[info.index])
+        ordered = info.in_memory_order(info.view)
         for chunk in unit.chunks:
             for other, piece in chunk.pieces:
                 part = slice(piece.start - piece.slot.start, piece.stop - piece.slot.start)

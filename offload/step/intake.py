@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import Tensor
 
 from offload.device.kernels import exact_sum
-from offload.model.flat import Flat, ParameterInfo
+from offload.model.flat import ParameterInfo
 from offload.model.unit import Unit
 from offload.ranks.agreement import MeetingPoint
 from offload.step.gradients import Gradients
@@ -24,7 +24,7 @@ class Intake:
     peak_nbytes = 0
     """Device memory that gradients took at most before they were averaged."""
 
-    def arrive(self, info: ParameterInfo, flat: Flat, gradient: Tensor, *, owned: bool, is_part: bool) -> None:
+    def arrive(self, info: ParameterInfo, gradient: Tensor, *, owned: bool, is_part: bool) -> None:
         """Take in a gradient that this rank computed. `owned`: nobody else will write to the tensor, so that it may be kept.
         `is_part`: what is there of this parameter's is of the same backward."""
         raise AssertionError("a gradient came, and nothing is trained")
@@ -63,8 +63,8 @@ class OwnGradients(Intake):
     def __init__(self, gradients: Gradients) -> None:
         self._gradients = gradients
 
-    def arrive(self, info: ParameterInfo, flat: Flat, gradient: Tensor, *, owned: bool, is_part: bool) -> None:
-        self._gradients.add(info, flat, gradient, owned=owned, is_part=is_part)
+    def arrive(self, info: ParameterInfo, gradient: Tensor, *, owned: bool, is_part: bool) -> None:
+        self._gradients.add(info, gradient, owned=owned, is_part=is_part)
 
     def drop(self, info: ParameterInfo) -> None:
         self._gradients.drop(info)

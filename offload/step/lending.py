@@ -89,11 +89,11 @@ class Lender:
         assert info.guard is not None
         if not info.lent_count:
             info.guard.open_up()
-            info.parameter.data = self._homes.views[info.index].clone()
+            info.parameter.data = info.view.clone()
         info.lent_count += 1
 
     def _refusal(self, info: ParameterInfo) -> str | None:
-        lent, view = info.parameter, self._homes.views[info.index]
+        lent, view = info.parameter, info.view
         if (lent.shape, lent.dtype, lent.device) == (view.shape, view.dtype, view.device):
             return None
         return (
@@ -103,7 +103,7 @@ class Lender:
         )
 
     def _take_back(self, info: ParameterInfo, *, carries: bool) -> None:
-        lent, view = info.parameter.detach(), self._homes.views[info.index]
+        lent, view = info.parameter.detach(), info.view
         if carries:
             # Bits, not values: a NaN that was there before is no change.
             written = _bits(info.in_memory_order(lent)) != _bits(info.in_memory_order(view))

@@ -41,7 +41,6 @@ class ParameterGradients:
         self._consumed: dict[int, TakenGradient] = {}
         """While PyTorch accumulates into a gradient that the last step consumed: its token. PyTorch would add to it, so what
         comes is dropped, and whatever would use the sum raises (`require_new`)."""
-        self._flat_of = {info.index: flat for unit in parts.units for flat in unit.flats for info in flat.parameters}
 
     # ---- backward ------------------------------------------------------------------------------------------------
 
@@ -74,7 +73,7 @@ class ParameterGradients:
     def _take_over(self, unit: Unit, info: ParameterInfo, gradient: torch.Tensor, *, owned: bool) -> None:
         unit.shard.become(ShardState.REDUCING)
         is_part = self.micro_batches.began_now(info)
-        self._intake.arrive(info, self._flat_of[info.index], gradient, owned=owned, is_part=is_part)
+        self._intake.arrive(info, gradient, owned=owned, is_part=is_part)
         info.parameter.grad = self.clipping.token(info, self.step_index)
 
     def adopt(self) -> None:

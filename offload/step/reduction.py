@@ -76,10 +76,10 @@ class Reduction(Intake):
 
     # ---- the training thread -------------------------------------------------------------------------------------
 
-    def arrive(self, info: ParameterInfo, flat: Flat, gradient: Tensor, *, owned: bool, is_part: bool) -> None:
+    def arrive(self, info: ParameterInfo, gradient: Tensor, *, owned: bool, is_part: bool) -> None:
         """Take in a gradient that this rank computed; add it where the unit has one of this parameter already, as PyTorch
         would where that is of this backward (`is_part`), else in fp32."""
-        unit = self._units[info.unit_index]
+        unit, flat = self._units[info.unit_index], info.flat
         state = unit.gradient
         self._reclaim(wait_for=unit)
         position = unit.flats.index(flat)
