@@ -211,3 +211,31 @@ def test_a_stale_graph_is_refused_each_time() -> None:
             with refused(offload.UsageError, "through a forward that ran before"):
                 old.backward(retain_graph=True)
         assert model.weight.grad is None
+
+
+def test_a_backward_that_was_cut_short_before_a_step_leaves_no_use(tmp_path: Path) -> None:
+    """The step ends its uses; the next backward, of a graph that was there before, must not end them again."""
+    model = blocks()
+
+    def stop(_: torch.Tensor) -> None:
+        raise RuntimeError("stop here")
+
+    with opened_with(model, parameters="nvme", optimizer_states="cpu", nvme=tmp_path) as engine:
+        x = torch.ones(3, 32)
+        inside: list[torch.Tensor] = []
+        handle = model[2][0].register_forward_hook(lambda _, __, output: inside.append(output))
+        first, second = model(x).sum(), model(x).sum()
+        handle.remove()
+        inside[0].register_hook(stop)
+        with pytest.raises(RuntimeError, match="stop here"):
+            first.backward()
+        engine.step()
+        engine.zero_grad()
+        with refused(offload.UsageError, "through a forward that ran before"):
+            second.backward()
+        reference = blocks()
+        reference.load_state_dict(engine.state_dict())
+        assert torch.equal(model(x), reference(x))
+        assert all(
+            type(parameter).__torch_function__ is not torch.Tensor.__torch_function__ for parameter in model.parameters()
+        )
