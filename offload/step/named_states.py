@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ class NamedStates:
         """What there is to read of it."""
         if not info.trainable or self._parts.records is None:
             return (VALUE,)
-        return (VALUE, GRADIENT, *self._parts.records.flat_format(self._flat(info)).moments)
+        return (VALUE, GRADIENT, *self._parts.records.flat_format(info.flat).moments)
 
     def read(self, info: ParameterInfo, kind: str) -> Tensor | None:
         """See `Engine.read`."""
@@ -65,17 +64,13 @@ class NamedStates:
         kinds = self.kinds(info)
         if kind not in kinds:
             raise UsageError(f"parameter {info.fqn!r} has no {kind!r}: it has {', '.join(kinds)}.")
-        if self._parts.residency.holds_any:
+        if self._training.lender.lends_any:
             raise UsageError(
                 "engine.read or write was called inside `with engine.gathered(...)`: call it outside of the block."
             )
 
-    def _flat(self, info: ParameterInfo) -> Any:
-        flats = self._parts.units[info.unit_index].flats
-        return next(flat for flat in flats if info in flat.parameters)
-
     def _own_pieces(self, info: ParameterInfo) -> Iterator[tuple[Chunk, Piece]]:
-        for chunk in self._flat(info).chunks_of(info):
+        for chunk in info.flat.chunks_of(info):
             for other, piece in chunk.pieces:
                 if other is info and piece.numel:
                     yield chunk, piece
@@ -115,15 +110,15 @@ class NamedStates:
     # ---- writing -------------------------------------------------------------------------------------------------
 
     def _write_value(self, info: ParameterInfo, value: Tensor) -> None:
-        unit, residency, records = self._parts.units[info.unit_index], self._parts.residency, self._parts.records
+        unit, uses, records = self._parts.units[info.unit_index], self._training.uses, self._parts.records
         exact = info.in_memory_order(value.detach().to("cpu", torch.float32)).contiguous()
-        own_master = records is not None and info.trainable and records.flat_format(self._flat(info)).own_master
+        own_master = records is not None and info.trainable and records.flat_format(info.flat).own_master
         rounded = exact.to(info.dtype)
         if own_master and records is not None:
             rounded = torch.empty(info.numel, dtype=info.dtype)
-            records.flat_format(self._flat(info)).round_values(rounded, exact)
-        residency.hold(unit)
-        self._homes.views[info.index].copy_(info.shaped(rounded))
+            records.flat_format(info.flat).round_values(rounded, exact)
+        uses.hold(unit)
+        info.view.copy_(info.shaped(rounded))
         self._homes.write(info, torch.ones(info.numel, dtype=torch.bool))
         if own_master and records is not None:
             for chunk, piece in self._own_pieces(info):
@@ -133,7 +128,7 @@ class NamedStates:
                 records.over(chunk, buffer).put_master(low, high, part.to(buffer.device))
                 self._put_back(chunk, buffer)
         self._training.values_changed(unit)
-        residency.release(unit)
+        uses.release(unit)
 
     def _write_moment(self, info: ParameterInfo, kind: str, value: Tensor) -> None:
         records = self._parts.records

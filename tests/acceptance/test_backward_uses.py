@@ -235,7 +235,11 @@ def test_a_backward_that_was_cut_short_before_a_step_leaves_no_use(tmp_path: Pat
             second.backward()
         reference = blocks()
         reference.load_state_dict(engine.state_dict())
+        kinds: list[type] = []
+        for block in model:
+            block[0].register_forward_pre_hook(lambda module, _: kinds.append(type(module.weight)))
         assert torch.equal(model(x), reference(x))
+        assert kinds == [nn.Parameter] * BLOCKS, "a unit was used that was not open"
         assert all(
             type(parameter).__torch_function__ is not torch.Tensor.__torch_function__ for parameter in model.parameters()
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -18,6 +19,7 @@ import offload
 from offload.build import assembly
 from offload.step import clip_history
 from offload.step.gradient_buffers import RETAINED
+from offload.step.update import Updates
 from offload.tiers import scratch
 
 from . import test_working_set
@@ -273,8 +275,19 @@ def test_what_was_read_ahead_for_an_undone_update_is_read_again(opened: Any, mon
     """The values that it would have updated are written before the step."""
     monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
     monkeypatch.setattr(clip_history, "QUIET_STEPS", 0)
+    run, begun, goes_on = Updates._run, list[Any](), threading.Event()
+
+    def run_first(updates: Updates, unit: Any, update: Any) -> None:
+        begun.append(unit)
+        if len(begun) > 1:
+            goes_on.wait(30)
+        run(updates, unit, update)
+
+    monkeypatch.setattr(Updates, "_run", run_first)
     results = []
     for setup in (IN_MEMORY, ON_DEFERRED):
+        begun.clear()
+        goes_on.clear() if setup is ON_DEFERRED else goes_on.set()
         model = stack(64, 4)
         engine = opened(model, adamw(model), setup, max_grad_norm=NEVER)
         x, y = vector_batches(1, 64)[0]
@@ -285,6 +298,7 @@ def test_what_was_read_ahead_for_an_undone_update_is_read_again(opened: Any, mon
             updates.apply(updates.pending_units[0])  # of the outlet; on the way what comes next is read ahead
             (sink,) = updates._sinks.values()
             assert sink._ahead
+            goes_on.set()
         with torch.no_grad():
             model(x)
         if setup is ON_DEFERRED:
