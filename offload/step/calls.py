@@ -28,7 +28,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _stack(thread: int) -> Iterator[FrameType]:
+def stack_of(thread: int) -> Iterator[FrameType]:
     """The frames of a thread, the innermost first; none of one that ended."""
     frame = sys._current_frames().get(thread) if thread != threading.get_ident() else sys._getframe()
     while frame is not None:
@@ -57,12 +57,12 @@ class Call:
     frame: FrameType | None = None
 
     def __post_init__(self) -> None:
-        self.frame = next((frame for frame in _stack(self.thread) if frame.f_code.co_filename == _CALLING_FILE), None)
+        self.frame = next((frame for frame in stack_of(self.thread) if frame.f_code.co_filename == _CALLING_FILE), None)
 
     def is_running(self) -> bool:
         """Whether the call goes on. PyTorch calls no hook after one that an interrupt ended (`KeyboardInterrupt` is no
         `Exception`): it is on the stack no more."""
-        return self.frame is None or any(frame is self.frame for frame in _stack(self.thread))
+        return self.frame is None or any(frame is self.frame for frame in stack_of(self.thread))
 
 
 class RunningCalls:

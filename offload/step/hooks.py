@@ -11,6 +11,7 @@ Recomputation (activation checkpointing, reentrant or not) is a forward inside b
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,7 +26,7 @@ from offload.model.guard import refuse_loading
 from offload.model.partition import is_lookup, renormalizing
 from offload.model.unit import Unit
 from offload.step.backward_passes import BackwardPasses, BackwardUse
-from offload.step.calls import FORWARD, Call, in_backward
+from offload.step.calls import FORWARD, Call, in_backward, stack_of
 from offload.step.inputs import tensors_in
 from offload.step.model_events import ModelEvents
 from offload.step.second_order import levels_of
@@ -41,7 +42,7 @@ class _ModuleHook(Uncompiled):
     @property
     def __name__(self) -> str:
         """As of a function. torch.jit.script asks hooks for it, to compile them: no other place tells of it."""
-        if any(frame.f_globals.get("__name__", "").startswith("torch.jit") for frame in _stack(threading.get_ident())):
+        if any(frame.f_globals.get("__name__", "").startswith("torch.jit") for frame in stack_of(threading.get_ident())):
             raise UsageError(
                 "torch.jit.script was given a module that an engine has: what it makes reads parameters where they lie now, "
                 "which is not where they will be. For speed use torch.compile; to export, script a module that is made anew "
