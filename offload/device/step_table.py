@@ -36,11 +36,14 @@ class Span:
 
 
 class StepTable:
-    """Of one chunk, whose record and values the host can address. One thread at a time."""
+    """Of one chunk, whose record and values the host can address. One thread at a time.
+
+    reads_values  whether a step computes with the values that it finds, rather than only leave new ones
+    """
 
     def __init__(self, record_format: RecordFormat, numel: int, values_dtype: torch.dtype, spans: Sequence[Span]) -> None:
         self._numel, self._values_dtype = numel, values_dtype
-        self._record_nbytes = record_format.nbytes(numel)
+        self.record_nbytes = record_format.nbytes(numel)
         state_format = record_format.state_format
         if state_format.is_split and values_dtype != torch.bfloat16:
             raise AssertionError(f"{state_format.value} states need bfloat16 values")
@@ -54,6 +57,7 @@ class StepTable:
         rows["rounding_seed"] = [span.rounding_seed for span in spans]
         rows["state_format"] = _native.STATE_FORMATS[state_format.value]
         own_master = state_format.is_split or record_format.own_master
+        self.reads_values = record_format.needs_values
         rows["values_dtype"] = DTYPE_CODES[values_dtype] if own_master else _native.F32
         self._value_offsets = low * values_dtype.itemsize
         self._values_column = "values" if own_master else "master"
@@ -110,8 +114,8 @@ class StepTable:
         count = len(self._rows) if which is None else len(which)
         if len(gradients) != count or len(numbers) != count or not count:
             raise AssertionError(f"{count} pieces need as many gradients and numbers, not {len(gradients)}, {len(numbers)}")
-        if record.dtype != torch.uint8 or record.numel() < self._record_nbytes or not _is_flat_on_host(record):
-            raise AssertionError(f"a record of {self._record_nbytes} bytes on the host is needed")
+        if record.dtype != torch.uint8 or record.numel() < self.record_nbytes or not _is_flat_on_host(record):
+            raise AssertionError(f"a record of {self.record_nbytes} bytes on the host is needed")
         if values.dtype != self._values_dtype or values.numel() != self._numel or not _is_flat_on_host(values):
             raise AssertionError(f"values must be [{self._numel}] of {self._values_dtype} on the host")
         numels = self._rows["numel"].tolist() if which is None else self._rows["numel"][which].tolist()

@@ -30,6 +30,7 @@ from offload.device import compiled_kernels, kernels, optimizer_step
 from offload.device.cuda import CudaAccelerator
 from offload.device.lane import HostLane, ThreadLane
 from offload.device.pending import Latch, Pending
+from offload.device.step_table import StepTable
 from offload.model.taken_gradient import TakenGradient
 from offload.tiers import memory
 
@@ -432,6 +433,14 @@ def _watch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         with torch.utils._python_dispatch._disable_current_modes():
             update(segments)
 
+    step_chunk = StepTable.update
+
+    def watched_step(self: StepTable, which: Any, record: Any, values: Any, gradients: Any, *numbers: Any) -> None:
+        states = record[: self.record_nbytes]
+        _detector.operation("update", [*gradients, states, *([values] if self.reads_values else [])], [states, values])
+        with torch.utils._python_dispatch._disable_current_modes():
+            step_chunk(self, which, record, values, gradients, *numbers)
+
     def watched_ingest(dst: Any, src: Any, start: int, accumulate: bool, sums: Any = None) -> Any:
         with torch.utils._python_dispatch._disable_current_modes():
             result = ingest(dst, src, start, accumulate, sums)
@@ -445,5 +454,6 @@ def _watch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
             convert(dst, src)
 
     monkeypatch.setattr(optimizer_step, "update", watched_update)
+    monkeypatch.setattr(StepTable, "update", watched_step)
     monkeypatch.setattr(kernels, "ingest_async", watched_ingest)
     monkeypatch.setattr(kernels, "convert", watched_convert)
