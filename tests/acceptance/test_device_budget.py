@@ -1,0 +1,99 @@
+"""What `device_memory` leaves beyond the least is used: with more less moves, to nothing, as planned and to the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import offload
+from offload.cli.outline import Outline
+
+from .models import adamw, vector_batches
+from .runs import assert_same_bits
+
+WIDTH, BLOCKS, STEPS = 64, 6, 2
+POINTS = 5
+CASES = [
+    ("cpu", "cpu", "bf16", "fp32"),
+    ("device", "cpu", "fp32", "fp32"),
+    ("cpu", "nvme", "bf16", "split"),
+    ("nvme", "nvme", "fp32", "fp32"),
+    ("nvme", "nvme", "bf16", "fp32"),
+]
+
+
+def blocks() -> nn.Module:
+    """Multiples of 4096 elements: no padding to count."""
+    torch.manual_seed(3)
+    pairs = ((nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(2 * WIDTH, WIDTH, bias=False)) for _ in range(BLOCKS))
+    return nn.Sequential(*(nn.Sequential(first, nn.Tanh(), second) for first, second in pairs))
+
+
+def outline(fields: dict[str, Any], **more: Any) -> Outline:
+    model = blocks()
+    return Outline(model, adamw(model), offload.Config(**fields, **more))
+
+
+def counted(engine: Any) -> list[int]:
+    accelerator, backend = engine._parts.accelerator, engine._parts.backend
+    engine._training.settle()
+    for places in (engine._parts.parameter_store, engine._parts.records):
+        places.settle_writes()
+    io = backend.stats() if backend is not None else None
+    return [
+        accelerator.copied_in_nbytes,
+        accelerator.copied_out_nbytes,
+        *((io.read_nbytes, io.written_nbytes) if io else (0, 0)),
+    ]
+
+
+def trained(fields: dict[str, Any], **more: Any) -> tuple[list[int], int, list[Any]]:
+    """Bytes that a step moved, the most device memory in use, losses and weights."""
+    model = blocks()
+    with offload.initialize(model, adamw(model), offload.Config(**fields, **more)) as engine:
+        losses, before = [], [0, 0, 0, 0]
+        for index, (x, y) in enumerate(vector_batches(1 + STEPS, WIDTH)):
+            loss = F.mse_loss(model(x).float(), y)
+            engine.backward(loss)
+            engine.step()
+            engine.optimizer.zero_grad()
+            losses.append(loss.item())
+            if index == 0:  # planned from a guess
+                before = counted(engine)
+        moved = [(after - first) // STEPS for after, first in zip(counted(engine), before, strict=True)]
+        return moved, engine.stats()["device_peak_nbytes"], [losses, engine.state_dict()]
+
+
+@pytest.mark.parametrize(("parameters", "states", "dtype", "state_format"), CASES)
+def test_each_step_up_moves_less(
+    nvme: Path, monkeypatch: pytest.MonkeyPatch, parameters: str, states: str, dtype: str, state_format: str
+) -> None:
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", "deferred")
+    fields = {"parameters": parameters, "optimizer_states": states, "nvme": str(nvme), "dtype": dtype}
+    fields["state_format"] = state_format
+    with outline(fields, device_memory=1 << 40) as generous:
+        placement, unit = generous.placement(), 2 * 2 * WIDTH * WIDTH * 4
+        least, most = generous.smallest_nbytes(placement, "device_memory"), placement.with_sums().plan.total_nbytes("device")
+    assert least is not None and least < most
+    expected = trained(fields)[2]
+    before: list[int] | None = None
+    for index in range(POINTS):
+        budget = least + (most - least) * index // (POINTS - 1)
+        with outline(fields, device_memory=budget) as known:
+            placement = known.placement()
+            planned, squares = known.traffic(placement, 1, scheduled=True), 8 * BLOCKS * 4 * WIDTH * WIDTH // 4096
+        moved, peak, found = trained(fields, device_memory=budget)
+        assert_same_bits(found, expected)
+        taken = placement.plan.total_nbytes("device")
+        assert taken - unit < peak <= taken <= budget  # room that no further unit fits into stays empty
+        assert moved == [
+            planned.to_device_nbytes, planned.from_device_nbytes + squares, planned.read_nbytes, planned.written_nbytes,
+        ]  # fmt: skip
+        assert before is None or sum(moved) <= sum(before)
+        before = moved
+    assert before == [0, squares, 0, 0]
