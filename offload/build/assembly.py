@@ -50,6 +50,8 @@ LEAST_UNIT_NUMEL = 64 * 1024
 """Elements that are worth a message of their own between ranks."""
 
 ACCELERATOR_VARIABLE = "OFFLOAD_ACCELERATOR"
+DEVICE_NBYTES_VARIABLE = "OFFLOAD_DEVICE_NBYTES"
+"""The memory that the deferred accelerator says it has, for tests of what follows from it."""
 
 
 def choose_accelerator() -> Accelerator:
@@ -64,7 +66,8 @@ def choose_accelerator() -> Accelerator:
     if name == "cpu":
         return CpuAccelerator()
     if name == "deferred":
-        return DeferredAccelerator(seed=int(os.environ.get("OFFLOAD_SEED", "0")))
+        nbytes = os.environ.get(DEVICE_NBYTES_VARIABLE, "")
+        return DeferredAccelerator(int(os.environ.get("OFFLOAD_SEED", "0")), int(nbytes) if nbytes else None)
     raise ConfigError(f"{ACCELERATOR_VARIABLE}={name!r} is unknown: expected cuda, cpu or deferred.")
 
 

@@ -73,12 +73,13 @@ class _Stream(InlineLane):
 
 
 class DeferredAccelerator(Accelerator):
-    """See the module. `seed` decides which streams run ahead of the waits, and when."""
+    """See the module. `seed` decides which streams run ahead of the waits, and when; `nbytes`: what memory it says it has."""
 
     name = "deferred"
     unified = False
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, nbytes: int | None = None) -> None:
+        self._nbytes = nbytes
         self.device = torch.device("cpu")
         self._random = random.Random(seed)
         self._fetch = _Stream()
@@ -100,6 +101,9 @@ class DeferredAccelerator(Accelerator):
         made = super().memory(nbytes)
         weakref.finalize(made, self._in_use.add, -nbytes)
         return made
+
+    def free_nbytes(self) -> int | None:
+        return None if self._nbytes is None else max(self._nbytes - self._in_use.nbytes, 0)
 
     def peak_nbytes(self) -> int:
         return self._in_use.peak_nbytes

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from offload.config import Config
 from offload.device.accelerator import Accelerator
@@ -129,29 +130,31 @@ def _grown(problem: Problem, smallest: Placement, guessed: Problem) -> Placement
 
     tried = (place(problem, replace(smallest.choice, prefetch=count)) for count in range(problem.config.prefetch, 0, -1))
     best = next((one for one in tried if fits(one) and guessed.excess(one) is None), smallest)
+    found = [best]
     if problem.budget("device") is not None and not problem.accelerator.unified:
-        best = DeviceShare(problem, fits).best(best)
-    return WorkingSet(problem, fits).best(best) if problem.budget("cpu") is not None else best
+        found = DeviceShare(problem, fits).candidates(best)
+    if problem.budget("cpu") is not None:
+        found = [WorkingSet(problem, fits).best(one) for one in found]
+    return min(found, key=partial(_moved, problem)) if len(found) > 1 else found[0]
+
+
+def _moved(problem: Problem, placement: Placement) -> tuple[int, ...]:
+    return Traffic.scheduled(problem, placement, problem.micro_batches).slowest_first
 
 
 def _auto(problem: Problem, guessed: Problem) -> tuple[Placement, Placement]:
     """The least that the chosen tiers take, and what the budgets make of it. The tiers take what there is for all else: where
     no budget is given, what is free now, and so `guessed` decides whether they are possible. Where none is, the last."""
-    micro_batches = 2 if problem.accumulates else 1
-
-    def moved(pair: tuple[Placement, Placement]) -> tuple[int, ...]:
-        return Traffic.scheduled(problem, pair[1], micro_batches).slowest_first
-
     weighed: list[tuple[Placement, Placement]] = []
     smallest = None
     for parameters, states in _pairings(problem):
         smallest = _least(problem, guessed, parameters, states)
         if guessed.excess(smallest) is None:
             weighed.append((smallest, _grown(problem, smallest, guessed)))
-            if not any(moved(weighed[-1])):
+            if not any(_moved(problem, weighed[-1][1])):
                 return weighed[-1]
     assert smallest is not None
-    return min(weighed, key=moved) if weighed else (smallest, smallest)
+    return min(weighed, key=lambda pair: _moved(problem, pair[1])) if weighed else (smallest, smallest)
 
 
 def _pairings(problem: Problem) -> Sequence[tuple[Tier, Tier]]:

@@ -10,7 +10,7 @@ So parameters come first, then gradients where there are several micro-batches, 
 budget is full. Of the units those that the schedule fetches most come first, and whatever still fits is taken.
 
 Where an update reads the old values, parameters that stay would come back for it: what is fetched for each step and then kept
-until its update moves less (`_resident`). Which of the two it is, the bytes over the slowest link decide.
+until its update moves less (`_resident`). Both are candidates.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from offload.planning.choice import Choice, Near
 from offload.planning.placement import Placement, Problem, place
 from offload.planning.route import Memory
-from offload.planning.traffic import Traffic, fetch_counts
+from offload.planning.traffic import fetch_counts
 from offload.planning.working_set import largest
 
 WithUnits = Callable[[Choice, frozenset[int]], Choice]
@@ -35,14 +35,10 @@ class DeviceShare:
     problem: Problem
     fits: Callable[[Placement], bool]
 
-    def best(self, smallest: Placement) -> Placement:
-        """Of the placements that fit, from the one given up, the one whose step moves least over the slowest link."""
-        micro_batches = 2 if self.problem.accumulates else 1
-        order = self._order(smallest, micro_batches)
-        found = [smallest]
-        for grow in (self._staying, self._resident):
-            found.append(self._with_spare(grow(smallest, order)))
-        return min(found, key=lambda placement: Traffic.scheduled(self.problem, placement, micro_batches).slowest_first)
+    def candidates(self, smallest: Placement) -> list[Placement]:
+        """Placements that fit, from the one given up: which of them moves least depends on what host memory then keeps."""
+        order = self._order(smallest, self.problem.micro_batches)
+        return [smallest, *(self._with_spare(grow(smallest, order)) for grow in (self._staying, self._resident))]
 
     def holding(self, smallest: Placement, share: float) -> Placement:
         """With at least this share of the records on the device, of the units that come first."""

@@ -123,6 +123,11 @@ class Problem:
     accumulates: bool
     states_on_device: float = 0.0
 
+    @property
+    def micro_batches(self) -> int:
+        """Of a step that is planned for."""
+        return 2 if self.accumulates else 1
+
     def keeps_whole(self, parameters: Tier) -> bool:
         """Whether parameters in that tier are for good where the device computes on them."""
         in_device_memory = parameters == "device" or (parameters == "cpu" and self.accelerator.unified)

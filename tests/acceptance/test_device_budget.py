@@ -97,3 +97,17 @@ def test_each_step_up_moves_less(
         assert before is None or sum(moved) <= sum(before)
         before = moved
     assert before == [0, squares, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "chosen"), [(1 << 30, ("device", "device")), (3 << 20, ("device", "cpu")), (1_800_000, ("cpu", "cpu"))]
+)
+def test_auto_takes_what_the_device_has_free(monkeypatch: pytest.MonkeyPatch, nbytes: int, chosen: tuple[str, str]) -> None:
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", "deferred")
+    monkeypatch.setenv("OFFLOAD_DEVICE_NBYTES", str(nbytes))
+    losses = trained({}, cpu_memory=1 << 30)[2]
+    assert_same_bits(losses, trained({"parameters": "cpu", "optimizer_states": "cpu"})[2])
+    with outline({}) as known:
+        placement = known.placement()
+    assert (placement.parameters, placement.optimizer_states) == chosen
+    assert placement.plan.total_nbytes("device") <= nbytes
