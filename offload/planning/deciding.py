@@ -2,8 +2,9 @@
 
 What the configuration names is the furthest tier that a state may lie in; what budgets leave beyond the least is spent on
 bringing states nearer: to the device (`offload.planning.device_share`), then from NVMe to host memory
-(`offload.planning.working_set`). "auto" weighs every pairing of tiers that the budgets allow, and takes the one whose step
-moves the fewest bytes over the slowest link; of equals the nearest.
+(`offload.planning.working_set`). "auto" weighs every pairing of tiers that the budgets allow. Of those with room for the
+sums of several micro-batches (if any has it) it takes the one whose step moves the fewest bytes over the slowest link; of
+equals the nearest.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def _least(problem: Problem, guessed: Problem, parameters: Tier, states: Tier) -
     is_granted = problem.budget("device") is not None and problem.budget("cpu") is not None
     if excess is None or excess[0] == "device" or problem.accelerator.unified or not is_granted:
         return smallest
-    return DeviceShare(guessed, lambda placement: guessed.excess(placement) is None).relieved(smallest)
+    return DeviceShare(guessed, lambda _: True).relieved(smallest)
 
 
 def _smallest(problem: Problem, parameters: Tier, states: Tier) -> Placement:
@@ -142,6 +143,11 @@ def _moved(problem: Problem, placement: Placement) -> tuple[int, ...]:
     return Traffic.scheduled(problem, placement, problem.micro_batches).slowest_first
 
 
+def _weight(problem: Problem, placement: Placement) -> tuple[int, ...]:
+    """First whether a second micro-batch would find no room for its sums, then what a step moves."""
+    return int(problem.excess(placement, with_sums=True) is not None), *_moved(problem, placement)
+
+
 def _auto(problem: Problem, guessed: Problem) -> tuple[Placement, Placement]:
     """The least that the chosen tiers take, and what the budgets make of it. The tiers take what there is for all else: where
     no budget is given, what is free now, and so `guessed` decides whether they are possible. Where none is, the last."""
@@ -151,10 +157,10 @@ def _auto(problem: Problem, guessed: Problem) -> tuple[Placement, Placement]:
         smallest = _least(problem, guessed, parameters, states)
         if guessed.excess(smallest) is None:
             weighed.append((smallest, _grown(problem, smallest, guessed)))
-            if not any(_moved(problem, weighed[-1][1])):
+            if not any(_weight(problem, weighed[-1][1])):
                 return weighed[-1]
     assert smallest is not None
-    return min(weighed, key=lambda pair: _moved(problem, pair[1])) if weighed else (smallest, smallest)
+    return min(weighed, key=lambda pair: _weight(problem, pair[1])) if weighed else (smallest, smallest)
 
 
 def _pairings(problem: Problem) -> Sequence[tuple[Tier, Tier]]:

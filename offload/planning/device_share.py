@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from offload.planning.choice import Choice, Near
 from offload.planning.placement import Placement, Problem, place
@@ -50,14 +51,22 @@ class DeviceShare:
         return place(self.problem, _with_records(smallest.choice, frozenset(units)))
 
     def relieved(self, smallest: Placement) -> Placement:
-        """With the fewest units on the device, all that they have, with which it fits; itself where none do."""
+        """With the fewest units on the device, all that they have, with which it fits, the sums of several micro-batches too if
+        that can be; itself where none do."""
         units, budget = self._trained(smallest, self._order(smallest, 1)), self.problem.budget("cpu") or 0
 
         def without(count: int) -> Placement:
             return place(self.problem, _with_records(smallest.choice, frozenset(units[: len(units) - count])))
 
-        count = largest(len(units), lambda count: without(count).plan.total_nbytes("cpu") <= budget)
-        return without(count) if self.fits(without(count)) else smallest
+        def host_holds(with_sums: bool, count: int) -> bool:
+            placement = without(count)
+            return (placement.with_sums() if with_sums else placement).plan.total_nbytes("cpu") <= budget
+
+        for with_sums in (True, False):
+            relieved = without(largest(len(units), partial(host_holds, with_sums)))
+            if self.problem.excess(relieved, with_sums=with_sums) is None:
+                return relieved
+        return smallest
 
     def _order(self, smallest: Placement, micro_batches: int) -> list[int]:
         counts = fetch_counts(self.problem, smallest, micro_batches)
