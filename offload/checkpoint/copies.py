@@ -29,7 +29,8 @@ _LOOK_SECONDS = 0.2
 
 
 class Copies:
-    """See the module. On the lane of the save, but for `before_update`, `updated`, `fail` and `is_coming`: from any thread."""
+    """Implements `Watcher`. On the lane of the save, but for `before_update`, `after_update`, `fail` and `is_coming`: from any
+    thread."""
 
     def __init__(self, chunks: Iterable[Chunk], updates: Updates | None, keep: Callable[[Chunk], bool]) -> None:
         """`chunks`: in the order in which they are copied. The save is of the state after all updates that are enqueued now; no
@@ -52,7 +53,7 @@ class Copies:
     # ---- by updates --------------------------------------------------------------------------------------------------
 
     def before_update(self, chunk: Chunk) -> None:
-        """Return when the chunk may be overwritten where it lies."""
+        """Return when the chunk may be overwritten where it lies. A failure is the save's, not the update's."""
         safe = self._safe.get(chunk)
         if safe is None or safe.is_set() or self._is_coming(chunk):
             return
@@ -66,8 +67,8 @@ class Copies:
         self._bell.put(None)
         (self.run_lane or safe.wait)()
 
-    def updated(self) -> None:
-        """An update is over."""
+    def after_update(self, chunk: Chunk) -> None:
+        """The chunk's update is over."""
         self._bell.put(None)
 
     @property

@@ -192,7 +192,7 @@ class _Making:
 
     def _watch(self, snapshot: Snapshot | None) -> None:
         if self._parts.updates is not None:
-            self._parts.updates.watcher = snapshot
+            self._parts.updates.watcher = snapshot.copies if snapshot is not None else None
 
 
 class Saver:

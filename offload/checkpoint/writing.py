@@ -61,8 +61,7 @@ class Small:
 class Snapshot:
     """The state at construction, on its way into a folder's files.
 
-    Made, used and closed by one thread, while that of the model waits until it is made; `before_update` and `after_update` are
-    called by the thread of the updates.
+    Made, used and closed by one thread, while that of the model waits until it is made. Updates come to its `copies`.
     """
 
     def __init__(
@@ -116,16 +115,6 @@ class Snapshot:
                     return False
         return True
 
-    # ---- by the updates ------------------------------------------------------------------------------------------
-
-    def before_update(self, chunk: Chunk) -> None:
-        """Return when the chunk may be overwritten where it is. A failure is the save's, not the update's."""
-        self.copies.before_update(chunk)
-
-    def after_update(self, chunk: Chunk) -> None:
-        """The chunk's update is over."""
-        self.copies.updated()
-
     def _keep(self, chunk: Chunk) -> bool:
         """Have its stores keep what they can of the chunk's state of now; whether that is all. By the lane or an update, one at
         a time."""
@@ -139,8 +128,6 @@ class Snapshot:
                 kept[places] = snapshot
         self._kept[chunk] = kept
         return len(kept) == len(stores)
-
-    # ---- by the lane -----------------------------------------------------------------------------------------------
 
     def copy(self, make_update: Callable[[Chunk], bool]) -> None:
         """Write every chunk, in the order in which updates will come; make the files durable; enter them into the manifest.
