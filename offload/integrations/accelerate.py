@@ -60,14 +60,15 @@ class _Attached:
     def __init__(self, accelerator: Accelerator, engine: Engine) -> None:
         self._accelerator, self._engine = accelerator, engine
         self._no_sync, self._get_state_dict = accelerator.no_sync, accelerator.get_state_dict
-        self._save_state = accelerator.save_state
+        self._save_state, self._clip_grad_norm = accelerator.save_state, accelerator.clip_grad_norm_
+        self._parameter_ids = {id(parameter) for parameter in engine.module.parameters()}
         self._saves_state = False
 
     def take(self) -> None:
         accelerator, engine = self._accelerator, self._engine
         engine.module._is_accelerate_prepared = True  # type: ignore[assignment]  # so it is neither wrapped nor moved
         accelerator.native_amp, accelerator.scaler = False, None
-        for name in ("backward", "no_sync", "get_state_dict", "save_state"):
+        for name in ("backward", "clip_grad_norm_", "no_sync", "get_state_dict", "save_state"):
             setattr(accelerator, name, getattr(self, name))
         accelerator.register_save_state_pre_hook(self._save)
         accelerator.register_load_state_pre_hook(self._load)
@@ -75,6 +76,12 @@ class _Attached:
     def backward(self, loss: torch.Tensor, **keywords: Any) -> None:
         keywords.pop("learning_rate", None)  # meant for optimizers that step in backward
         self._engine.backward(loss / self._accelerator.gradient_accumulation_steps, **keywords)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if norm_type == 2 and {id(one) for one in given} == self._parameter_ids:
+            return self._engine.clip_grad_norm_(max_norm)
+        return self._clip_grad_norm(given, max_norm, norm_type=norm_type)
 
     def no_sync(self, model: Any) -> AbstractContextManager[None]:
         found: AbstractContextManager[None] = self._engine.no_sync() if self._is_ours(model) else self._no_sync(model)

@@ -1,0 +1,142 @@
+"""Lightning's Trainer on an engine.
+
+    trainer = lightning.Trainer(strategy=OffloadStrategy({"parameters": "nvme", ...}), devices=1)
+
+A checkpoint is Lightning's file, without weights, and the engine's folder beside it ("<file>.offload"): training goes on to the
+bit. What runs in which dtype is the config's `dtype`. For Fabric: `offload.integrations.fabric`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+
+import offload
+from offload import Config, Engine, UsageError
+
+
+class OffloadStrategy(DDPStrategy):
+    """On several ranks the model is partitioned instead of wrapped. `config`: as that of `offload.initialize`."""
+
+    engine: Engine | None = None
+    """Made when a run begins; closed where its Trainer runs another model."""
+    _checkpoint: str | None = None
+    _accumulates = False
+    _prepared: tuple[list[torch.optim.Optimizer], list[Any]]
+
+    def __init__(self, config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self._config = config
+
+    def _configure_launcher(self) -> None:
+        if self._is_shared:
+            super()._configure_launcher()
+
+    def setup_distributed(self) -> None:
+        if self._is_shared:  # else: no process group
+            super().setup_distributed()
+
+    @property
+    def _is_shared(self) -> bool:
+        return self.num_nodes * self.num_processes > 1
+
+    def model_to_device(self) -> None:
+        """Where parameters lie is the engine's."""
+
+    def setup(self, trainer: Any) -> None:
+        assert self.accelerator is not None and self.model is not None
+        self.accelerator.setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING or self._is_new:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    @property
+    def _is_new(self) -> bool:
+        return self.engine is None or self.engine.module is not self.model
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Before an evaluation too, so that training may follow it."""
+        if not self._is_new:
+            assert self.engine is not None
+            if self.engine.stats()["steps"]:
+                raise UsageError("this model was trained already: go on with a new Trainer, fit(ckpt_path=...).")
+            self.optimizers, self.lr_scheduler_configs = self._prepared
+            return
+        if self.engine is not None:
+            self.engine.close()
+        super().setup_optimizers(trainer)
+        if len(self.optimizers) > 1:
+            count = len(self.optimizers)
+            raise UsageError(f"configure_optimizers gave {count} optimizers: an engine has one, with several groups.")
+        optimizer = next(iter(self.optimizers), None)
+        assert self.model is not None
+        self.engine = offload.initialize(self.model, optimizer, self._config)
+        self.optimizers = [self.engine.optimizer] if optimizer is not None else []
+        self._prepared = self.optimizers, self.lr_scheduler_configs
+
+    def teardown(self) -> None:
+        """The model stays with its engine."""
+        assert self.accelerator is not None
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    def backward(self, closure_loss: torch.Tensor, *args: Any, **keywords: Any) -> torch.Tensor:
+        assert self.engine is not None
+        self.engine.backward(closure_loss)
+        return closure_loss
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        assert self.engine is not None
+        self._accumulates = True
+        with self.engine.no_sync():
+            yield
+
+    def optimizer_step(self, *args: Any, **keywords: Any) -> Any:
+        self._accumulates = False
+        return super().optimizer_step(*args, **keywords)
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, *args: Any, **keywords: Any) -> None:
+        assert self.engine is not None
+        if self._accumulates:  # Lightning does so after the first of them that follows a resume
+            warnings.warn(f"{filepath} is not written: gradients wait for a step, which no checkpoint holds.", stacklevel=2)
+            return
+        super().save_checkpoint(checkpoint, filepath, *args, **keywords)
+        self.engine.save_checkpoint(_folder(filepath))
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            shutil.rmtree(_folder(filepath), ignore_errors=True)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **keywords: Any) -> dict[str, Any]:
+        self._checkpoint = _folder(checkpoint_path)
+        found: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **keywords)
+        return found
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.engine is not None and self._checkpoint is not None
+        self.engine.load_checkpoint(self._checkpoint)
+
+
+def _folder(file: str | Path) -> str:
+    return f"{os.fspath(file)}.offload"

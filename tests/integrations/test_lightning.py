@@ -1,0 +1,184 @@
+"""Lightning's Fabric and Trainer on an engine: their scripts, without and with it, and going on to the bit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import offload
+from offload.integrations import fabric as on_fabric, lightning as on_trainer
+
+from ..acceptance.models import llama
+from ..acceptance.runs import assert_close, assert_same_bits, refused
+from .test_trainer import settled
+from .trainers import ON_NVME, rows
+
+__all__ = ["settled"]
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    yield
+
+
+def on_nvme(tmp_path: Path, **fields: Any) -> dict[str, Any]:
+    return {**ON_NVME, "nvme": str(tmp_path / "nvme"), **fields}
+
+
+def loader() -> Any:
+    return DataLoader(rows(24), batch_size=2)  # type: ignore[arg-type]
+
+
+# ---- Fabric
+
+
+class Script:
+    """Steps of two micro-batches; `config`: of the engine, None without one."""
+
+    def __init__(self, config: Any = None) -> None:
+        strategy = on_fabric.OffloadStrategy(config) if config is not None else "auto"
+        self.fabric = lightning.Fabric(accelerator="cpu", devices=1, strategy=strategy)
+        self.fabric.launch()
+        model = llama()
+        self.model, self.optimizer = self.fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        self.loader = self.fabric.setup_dataloaders(loader())
+        self.losses: list[float] = []
+        self.engine = getattr(self.fabric.strategy, "engine", None)
+
+    def run(self, first: int, last: int) -> None:
+        for number, batch in enumerate(self.loader):
+            if first <= number < last:
+                with self.fabric.no_backward_sync(self.model, enabled=number % 2 == 0 and self.engine is not None):
+                    loss = self.model(**batch).loss
+                    self.fabric.backward(loss)
+                self.losses.append(loss.item())
+                if number % 2:
+                    self.fabric.clip_gradients(self.model, self.optimizer, max_norm=0.5)
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+
+
+def test_fabric(tmp_path: Path) -> None:
+    plain, ours = Script(), Script(on_nvme(tmp_path))
+    plain.run(0, 8)
+    ours.run(0, 4)
+    state = {"model": ours.model, "optimizer": ours.optimizer, "step": 2}
+    ours.fabric.save(tmp_path / "saved", state)
+    ours.run(4, 8)
+    with ours.engine:  # type: ignore[union-attr]
+        assert_close(ours.losses, plain.losses)
+        assert_close(ours.engine.state_dict(), dict(plain.model.state_dict()))  # type: ignore[union-attr]
+        expected = ours.engine.state_dict()  # type: ignore[union-attr]
+    again = Script(on_nvme(tmp_path))
+    again.run(0, 2)
+    again.losses.clear()
+    state = {"model": again.model, "optimizer": again.optimizer, "step": 0}
+    again.fabric.load(tmp_path / "saved", state)
+    assert state["step"] == 2
+    again.run(4, 8)
+    with again.engine:  # type: ignore[union-attr]
+        assert again.losses == ours.losses[4:]
+        assert_same_bits(again.engine.state_dict(), expected)  # type: ignore[union-attr]
+
+
+def test_fabric_in_other_places_has_the_same_bits(tmp_path: Path) -> None:
+    runs = []
+    for fields in ({}, {"parameters": "device", "optimizer_states": "device"}):
+        script = Script(on_nvme(tmp_path, dtype="fp16", update="backward", **fields))
+        script.run(0, 6)
+        with script.engine:  # type: ignore[union-attr]
+            runs.append([script.losses, script.engine.state_dict()])  # type: ignore[union-attr]
+    assert_same_bits(*runs)
+
+
+def test_fabric_says_what_cannot_be(tmp_path: Path) -> None:
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, strategy=on_fabric.OffloadStrategy(on_nvme(tmp_path)))
+    fabric.launch()
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with refused(offload.UsageError, "fabric.setup"):
+        fabric.backward(torch.ones(1, requires_grad=True).sum())
+    with refused(offload.UsageError, "2 optimizers", "groups"):
+        fabric.setup(model, optimizer, torch.optim.AdamW(model.parameters()))
+    with refused(offload.UsageError, "at once"):
+        fabric.setup_optimizers(optimizer)
+    model = fabric.setup(model)
+    with fabric.strategy.engine:
+        assert torch.isfinite(model(**next(iter(loader()))).loss)
+        with refused(offload.UsageError, "has an engine"):
+            fabric.setup(llama())
+
+
+# ---- Trainer
+
+
+class Module(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = llama()
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, _: int) -> torch.Tensor:
+        loss: torch.Tensor = self.model(**batch).loss
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: Any, _: int) -> None:
+        self.log("valid", self.model(**batch).loss)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def trainer_of(folder: Path, config: Any = None) -> Any:
+    keep = lightning.pytorch.callbacks.ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1, filename="{step}")
+    strategy = on_trainer.OffloadStrategy(config) if config is not None else "auto"
+    return lightning.Trainer(
+        accelerator="cpu", devices=1, strategy=strategy, max_steps=12, accumulate_grad_batches=2, gradient_clip_val=0.5,
+        logger=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[keep],
+        use_distributed_sampler=False,  # which shuffles
+    )  # fmt: skip
+
+
+def test_trainer(tmp_path: Path) -> None:
+    plain, ours, again = Module(), Module(), Module()
+    trainer_of(tmp_path / "plain").fit(plain, loader(), loader())
+    trainer = trainer_of(tmp_path / "ours", on_nvme(tmp_path))
+    trainer.fit(ours, loader(), loader())
+    engine = trainer.strategy.engine
+    assert_close(ours.losses, plain.losses)
+    assert_close(engine.state_dict(), dict(plain.state_dict()))
+    resumed = trainer_of(tmp_path / "again", on_nvme(tmp_path))
+    resumed.fit(again, loader(), loader(), ckpt_path=str(tmp_path / "ours" / "step=6.ckpt"))
+    with engine, resumed.strategy.engine:
+        assert again.losses == ours.losses[12:]  # the second time over the data
+        assert_same_bits(resumed.strategy.engine.state_dict(), engine.state_dict())
+
+
+def test_trainer_validates_and_forgets_what_it_removes(tmp_path: Path) -> None:
+    module = Module()
+    trainer = trainer_of(tmp_path, on_nvme(tmp_path))
+    [found] = trainer.validate(module, loader())
+    [expected] = trainer_of(tmp_path).validate(Module(), loader())
+    assert abs(found["valid"] - expected["valid"]) < 1e-5
+    trainer.fit(module, loader())
+    trainer.validate(module, loader())
+    with refused(offload.UsageError, "trained already", "ckpt_path"):
+        trainer.fit(module, loader())
+    with trainer.strategy.engine:
+        file = tmp_path / "step=6.ckpt"
+        assert file.exists() and (tmp_path / "step=6.ckpt.offload").is_dir()
+        trainer.strategy.remove_checkpoint(str(file))
+        assert not file.exists() and not (tmp_path / "step=6.ckpt.offload").exists()
