@@ -23,7 +23,7 @@ BUILD_INPUTS := pyproject.toml $(wildcard offload/__init__.py) native/CMakeLists
 CXX_SOURCES  := $(wildcard native/fuzz/*.cpp) $(wildcard native/src/*.cpp) $(wildcard native/src/*.h) $(wildcard native/src/*.inc) $(wildcard native/include/*.h) \
   $(wildcard offload/device/cuda_kernels/*.cu) $(wildcard tests/device/*.cpp)
 
-.PHONY: help install demo test in-place test-gpu test-deepspeed check sanitize fuzz soak bench gpu-report clean
+.PHONY: help install demo test in-place test-gpu test-deepspeed check sanitize fuzz soak zoo canary bench gpu-report clean
 
 help:
 	@echo "make install   environment in $(VENV), torch, this package with its native core"
@@ -35,6 +35,8 @@ help:
 	@echo "make sanitize  the native tests under ASan, UBSan and TSan"
 	@echo "make fuzz      coverage-guided fuzzing of the native library (needs clang); FUZZ_SECONDS=60"
 	@echo "make soak      the slow tests"
+	@echo "make zoo       train the model zoo and write its table (docs/model-zoo.md)"
+	@echo "make canary    the tests of integrations against the newest of each framework, in an environment of its own"
 	@echo "make bench     benchmarks"
 	@echo "make gpu-report  training beside its peers on a CUDA device, in under 9 minutes"
 
@@ -88,6 +90,18 @@ fuzz:
 
 soak: install
 	$(PY) -m pytest -q -m slow || [ $$? -eq 5 ]
+
+zoo: install
+	ZOO_TABLE=1 $(PY) -m pytest -q tests/integrations/test_zoo.py
+
+# What broke is in the list at the end; the environment beside is this project's own, upgraded.
+CANARY   := $(VENV)-canary
+canary: install
+	$(PYTHON) -m venv $(VENV_FLAGS) --clear $(CANARY)
+	$(PY) -m pip freeze --exclude-editable > $(CANARY)/now.txt
+	$(CANARY)/bin/python -m pip install --quiet -r $(CANARY)/now.txt
+	$(CANARY)/bin/python -m pip install --quiet --upgrade transformers accelerate peft trl lightning datasets diffusers
+	PYTHONPATH=$(CURDIR) $(CANARY)/bin/python -m pytest -q -rfE tests/integrations
 
 bench: install
 	for file in $(filter-out $(addprefix benchmarks/,render.py markdown_text.py gpu.py plot.py machine.py own_io.py aio_peer.py deepspeed_step.py),$(wildcard benchmarks/*.py)); do $(PY) $$file $(BENCH_FLAGS) || exit 1; done
