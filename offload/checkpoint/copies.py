@@ -95,7 +95,8 @@ class Copies:
     def await_update(self, make_update: Callable[[Chunk], bool]) -> bool:
         """Wait until there may be something to `take`; False where nothing is left. Raises the failure.
 
-        `make_update`: has a chunk's update made, if this thread may."""
+        `make_update`: has a chunk's update made, if this thread may. What is left waits for updates alone by now, so none of
+        those that are on their way before it can be waiting for this thread."""
         self.require_no_failure()
         first = next(iter(self._left), None)
         if first is not None and not (self._is_coming(first) and make_update(first)):

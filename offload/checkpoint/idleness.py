@@ -44,7 +44,7 @@ class Idleness:
         elif not self._is_quiet() or not training.turn.acquire(self, blocking=False):
             return False
         try:
-            if training.uses.any or self._is_updating():
+            if training.uses.any:
                 return False
             self._unit_index = chunk.flat.layout.unit_index
             with training.failures_beside():
@@ -53,10 +53,6 @@ class Idleness:
             if alive:
                 training.turn.release(self)
         return True
-
-    def _is_updating(self) -> bool:
-        """Whether an update is on its way already: it may wait for the save itself, and another one behind it would."""
-        return any(unit.update is not None and unit.update.is_running for unit in self._units)
 
     def _finish(self) -> None:
         self._residency.finish_update(self._units[self._unit_index])
