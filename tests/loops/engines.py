@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import os
 import signal
 import sys
@@ -37,21 +38,21 @@ class Interruption:
 
     def __init__(self, moment: int) -> None:
         self._left, self.struck = moment, False
+        self._counter = self._count  # Python holds no reference while it calls it: it is not to be taken away from within
 
     def __enter__(self) -> Interruption:
         if self._left:
-            sys.setprofile(self._count)
+            sys.setprofile(self._counter)
         return self
 
     def __exit__(self, *_: Any) -> None:
         sys.setprofile(None)
 
     def _count(self, frame: Any, event: str, argument: Any) -> None:
-        if event not in ("call", "c_return"):
+        if self.struck or event not in ("call", "c_return"):
             return
         self._left -= 1
         if self._left <= 0 and not _is_elsewhere(frame):
-            sys.setprofile(None)
             self.struck = True
             signal.raise_signal(signal.SIGINT)
 
@@ -334,7 +335,9 @@ class DrawnPlayer(EnginePlayer):
             return None
         if self._is_of_the_drive(error):
             return {"is": "died", "struck": True}
-        if any(isinstance(one, offload.RankError) for one in (error, error.__cause__)):
+        # Of a save that another rank gave up the folder may be gone before this one hears of it.
+        is_without_folder = isinstance(error, offload.StorageError) and error.errno == errno.ENOENT
+        if is_without_folder or any(isinstance(one, offload.RankError) for one in (error, error.__cause__)):
             return {"is": "died", "struck": False, "says": "".join(traceback.format_exception(error))}
         return None
 
