@@ -133,10 +133,6 @@ class Flat:
         itemsize = self.layout.itemsize
         return with_own_storage(self.memory.flat[slot.start * itemsize : slot.stop * itemsize]).view(self.dtype)
 
-    def slice(self, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of the flat, typed."""
-        return self.values[start:stop]
-
     def homes(self) -> list[Chunk]:
         """The whole flat in chunks: where parameters stay on the device they do so on every rank."""
         return [self._chunk(chunk) for chunk in self.layout.cut(0, self.layout.numel)]

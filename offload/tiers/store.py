@@ -108,17 +108,12 @@ class CpuStore(KeepsNothing):
         *,
         ledger: MemoryLedger | None = None,
         register: RegisterMemory | None = None,
-        memory: HostMemory | None = None,
     ) -> None:
-        """`name` is the purpose on the ledger and in messages. `memory`: what was allocated for the extents already.
-
-        Raises `BudgetError` where memory cannot be had."""
+        """`name` is the purpose on the ledger and in messages. Raises `BudgetError` where memory cannot be had."""
         self.name = name
         self._guard = ExtentGuard(name, extents)
         self.nbytes = self._guard.nbytes
-        if memory is not None and memory.nbytes != self.nbytes:
-            raise AssertionError(f"{name}: {self.nbytes} bytes of extents in {memory.nbytes} bytes of memory")
-        self._memory = memory or HostMemory(self.nbytes, name, ledger=ledger, register=register)
+        self._memory = HostMemory(self.nbytes, name, ledger=ledger, register=register)
 
     def read(self, extent: Extent, into: Tensor, *, priority: Priority = Priority.PARAMETER) -> Pending:
         return self._copy(extent, into, is_write=False)
