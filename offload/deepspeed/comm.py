@@ -25,17 +25,32 @@ def init_distributed(
     world_size: int = -1,
     **tuning: Any,
 ) -> None:
-    """Start the process group from the launcher's environment (or the arguments), if there is one and it was not started.
+    """Start the process group, if it was not started: from the launcher's environment or the arguments; without either, of one.
 
     `dist_backend` is not asked: gloo for what lies in host memory, and NCCL between GPUs.
     """
     del dist_backend
     check_keywords("deepspeed.init_distributed", tuning, _TUNING, {})
-    launched = world_size > 0 or "WORLD_SIZE" in os.environ
-    if dist.is_initialized() or not launched:
+    if dist.is_initialized():
         return
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, init_method, timeout, world_size, rank)
+    if world_size > 0 or _was_launched():
+        dist.init_process_group(_backend(), init_method, timeout, world_size, rank)
+    else:
+        dist.init_process_group(_backend(), store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+
+
+def join_launched() -> None:
+    """Start the process group where a launcher started several processes, or one, and nobody did yet."""
+    if not dist.is_initialized() and _was_launched():
+        dist.init_process_group(_backend())
+
+
+def _was_launched() -> bool:
+    return "WORLD_SIZE" in os.environ
+
+
+def _backend() -> str:
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
 def is_initialized() -> bool:

@@ -54,7 +54,7 @@ def initialize(
         raise AskedWrongly(
             f"deepspeed.initialize requires a model; it is of type {type(model).__name__}: pass a torch.nn.Module."
         )
-    comm.init_distributed()
+    comm.join_launched()
     said = _settings(args, others)
     given = optimizer is not None
     if given and not isinstance(optimizer, torch.optim.Optimizer):

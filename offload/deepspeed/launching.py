@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import runpy
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ from pathlib import Path
 
 from offload.errors import UsageError
 
+STAND_IN = Path(__file__).with_name("stand_in")
+"""A folder with a package `deepspeed` and its metadata, which is the drop-in: for the processes that a script starts."""
 _WITHOUT_EFFECT = (
     "--bind_cores_to_rank",
     "--no_local_rank",
@@ -74,6 +77,12 @@ def _add_script(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
 
 
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def _device_count() -> int:
     import torch
 
@@ -93,10 +102,20 @@ def _devices(include: str, exclude: str) -> list[int] | None:
 
 
 def run(script: str, arguments: Sequence[str], *, as_module: bool = False) -> None:
-    """As `python script arguments`, in this process."""
+    """As `python script arguments`, in this process; started by no launcher, it is the one rank."""
     from offload.deepspeed import install
 
     install()
+    inherited = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([*([inherited] if inherited else []), str(STAND_IN)])
+    if "WORLD_SIZE" not in os.environ:
+        os.environ |= {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+        }
     sys.argv = [script, *arguments]
     if as_module:
         sys.path.insert(0, os.getcwd())

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from offload.deepspeed import checkpointing, fragments, lr_schedules, ops, outputs, recovery, settings, utils, zero
+from offload.deepspeed import checkpointing, fragments, launching, lr_schedules, ops, outputs, recovery, settings, utils, zero
 from offload.deepspeed.absent import absent
 from offload.deepspeed.accelerator import Accelerator, get_accelerator, is_current_accelerator_supported
 from offload.deepspeed.engine import DeepSpeedEngine
@@ -59,6 +59,8 @@ MODULES: Mapping[str, Mapping[str, Any]] = {
     },
     "checkpoint": {},
     "checkpoint.utils": {"clone_tensors_for_torch_save": recovery.clone_tensors_for_torch_save},
+    "launcher": {},
+    "launcher.runner": {"DEEPSPEED_ENVIRONMENT_NAME": ".deepspeed_env", "main": launching.launch},
     "git_version_info": {"torch_info": {"version": "0.0", "cuda_version": "0.0", "nccl_version": "0.0"}},
     "moe": {},
     "moe.layer": {"MoE": MoE},

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import offload
 from offload.deepspeed.loss_scaler import LossScaler
 from offload.deepspeed.settings import DeepSpeedConfig
 from offload.deepspeed_config import Translation
+
+
+class Config(dict[str, Any]):
+    """See `Numbers.config`."""
+
+    def __init__(self, given: Mapping[str, Any], of_model: Any) -> None:
+        super().__init__(given)
+        self._of_model = of_model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of_model, name)
 
 
 class Numbers:
@@ -23,10 +35,9 @@ class Numbers:
         return DeepSpeedConfig.of(self._said)
 
     @property
-    def config(self) -> Any:
-        """The model's, where it has one; else the mapping that was given."""
-        model: Any = self.offload_engine.module
-        return getattr(model, "config", self._said.given)
+    def config(self) -> Config:
+        """The mapping that was given, as DeepSpeed's; its attributes are those of the model's own config."""
+        return Config(self._said.given, getattr(self.offload_engine.module, "config", None))
 
     def gradient_accumulation_steps(self) -> int:
         return self._said.batch.accumulation

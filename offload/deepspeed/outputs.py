@@ -18,7 +18,8 @@ class _Divided(torch.autograd.Function):
 
     @staticmethod
     def forward(value: torch.Tensor, divisor: Callable[[], float]) -> torch.Tensor:
-        return value.view_as(value)
+        # Not a view of it to autograd, so that loops may write to it in place, as they do to a loss.
+        return value.clone() if value.numel() == 1 else value.detach()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

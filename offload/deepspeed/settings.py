@@ -66,7 +66,7 @@ class DeepSpeedConfig:
         self.optimizer_params = dict(said.optimizer.params) if said.optimizer is not None else None
         self.scheduler_name = said.scheduler.type if said.scheduler is not None else None
         self.scheduler_params = dict(said.scheduler.params) if said.scheduler is not None else None
-        self.dataloader_drop_last, self.load_universal_checkpoint = said.drop_last, said.loads_universal
+        self.dataloader_drop_last = said.drop_last
         self.checkpoint_tag_validation_enabled = said.tag_validation != "ignore"
         self.checkpoint_tag_validation_fail = said.tag_validation == "fail"
         self.gradient_allreduce_op = "mean"

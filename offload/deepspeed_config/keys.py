@@ -160,8 +160,9 @@ SECTIONS: Mapping[str, Section] = {
         },
     ),
     "checkpoint": Section(
-        translated=("tag_validation", "load_universal"),
+        translated=("tag_validation",),
         without_effect=("parallel_write", "use_node_local_storage", "checkpoint_serialization", "writer"),
+        refused={"load_universal": Refusal("convert it first: `python -m offload import`")},
     ),
     "tensor_parallel": Section(
         refused={"autotp_size": Refusal(_WHOLE_LAYERS, (None, 0, 1))},

@@ -76,7 +76,6 @@ class Translation:
     ignores_unused: bool
     tag_validation: str
     """"fail", "warn" or "ignore"."""
-    loads_universal: bool
     activation_checkpointing: Mapping[str, Any]
     without_effect: tuple[str, ...]
 
@@ -137,7 +136,6 @@ class _Translator:
             drop_last=self._flag("dataloader_drop_last", self._top.get("dataloader_drop_last", False)),
             ignores_unused=self._ignores_unused,
             tag_validation=self._tag_validation(sections["checkpoint"]),
-            loads_universal=self._flag("checkpoint.load_universal", sections["checkpoint"].get("load_universal", False)),
             activation_checkpointing=sections["activation_checkpointing"],
             without_effect=tuple(self._without_effect),
         )

@@ -3,7 +3,8 @@
     DEEPSPEED_TESTS=/path/to/DeepSpeed/tests python -m tests.integrations.deepspeed_suite.run [--out FOLDER] [file ...]
 
 Fetches nothing. `reasons.json` says, for items that do not pass, why: the first pattern that is found in the item's name or in
-its last line decides. A word in it is "internal", "needs a GPU", "refused: ..." or "DeepSpeed: ..." (it is wrong, as ...).
+its last line decides. A word in it is "internal", "needs a GPU", "refused: ...", "DeepSpeed: ..." (it is wrong, as ...) or
+"skipped: ..." (the test skips itself); what has none is "open".
 """
 
 from __future__ import annotations
