@@ -30,7 +30,7 @@ def run(folder: Path, body: str, *arguments: object, launcher: tuple[str, ...] =
     command = [sys.executable, *launcher, str(path), *map(str, arguments)]
     done = subprocess.run(command, env=plain | settings, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-4000:] + done.stdout[-1000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
 
 
 NAMES = """
@@ -192,7 +192,7 @@ def _by_the_real_one(folder: Path, stage: int) -> Any:
         [str(PEER), str(path), str(stage)], env=kept | environment, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return next(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    return next(json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"'))
 
 
 @pytest.mark.slow
