@@ -14,9 +14,10 @@ where the device can do that. A source must stay unchanged, and a destination un
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -150,6 +151,10 @@ class Accelerator(ABC):
         if after is not None:
             after.wait()
         yield
+
+    def lock(self) -> AbstractContextManager[object]:
+        """A reentrant lock, to be held also while waiting for what this device's lanes and copies do."""
+        return threading.RLock()
 
     @abstractmethod
     def host_lane(self, name: str, *, waits_for_io: bool) -> HostLane:

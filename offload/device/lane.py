@@ -13,6 +13,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from offload.device.pending import Latch, Pending
 from offload.errors import ConfigError, EngineFailedError
@@ -72,9 +73,10 @@ class _InlineJob(LaneJob):
 class InlineLane(HostLane):
     """Jobs run in the thread that waits for them, earlier ones first."""
 
-    def __init__(self) -> None:
+    def __init__(self, lock: AbstractContextManager[object] | None = None) -> None:
+        """`lock`: a reentrant one, held while jobs run and wait (`Accelerator.lock`)."""
         self._queue: deque[_InlineJob] = deque()
-        self._lock = threading.RLock()
+        self._lock = lock if lock is not None else threading.RLock()
 
     def submit(self, job: Job) -> Pending:
         pending = _InlineJob(self, job)

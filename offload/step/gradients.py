@@ -17,7 +17,6 @@ An update that may have to be undone (`offload.step.speculation`) does not consu
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Iterable
 
@@ -86,7 +85,7 @@ class Gradients:
         """
         self._accelerator = accelerator
         self._lane: HostLane = accelerator.host_lane("gradients", waits_for_io=False)
-        self._lock = threading.RLock()
+        self._lock = accelerator.lock()
         self._chunks, self._reduced = tuple(chunks), reduced
         self._made_states(make_store)
         self._make_sums: StoreFactory | None = make_sums

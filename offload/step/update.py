@@ -63,7 +63,7 @@ class Updates:
         self._reads = not records.in_memory or gradients.spills or gradients.brings
         # On the device an update is a launch in the order of compute, not work for a thread of the host.
         self._lanes: dict[Memory, HostLane] = {
-            Memory.DEVICE: InlineLane(),
+            Memory.DEVICE: InlineLane(accelerator.lock()),
             Memory.HOST: accelerator.host_lane("update", waits_for_io=self._reads),
         }
         self.watcher: Watcher | None = None

@@ -100,6 +100,13 @@ def test_bytes_moved_are_those_of_a_real_run(
     assert real["h2d"] > 0
 
 
+def test_budgets_clipping_and_spilled_gradients_end_too() -> None:
+    budget = {"device_memory": "1MiB", "cpu_memory": "8MiB", "max_grad_norm": 1.0}
+    for fields in ({"update": "step"}, {"update": "backward"}):
+        found = foretold(dataclasses.replace(WORK, micro_batches=2), **CASES["nvme"], **budget, **fields)
+        assert found.fits and found.peak_nbytes["cpu"] <= 8 * 2**20
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_each_time_and_not_below_the_floor(case: str) -> None:
     first, second = foretold(**CASES[case]), foretold(**CASES[case])

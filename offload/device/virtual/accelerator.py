@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -12,7 +13,7 @@ from offload.device.lane import HostLane, Job, LaneJob
 from offload.device.pending import Pending
 from offload.device.virtual.machine import VirtualMachine
 from offload.device.virtual.operations import CountedOperations
-from offload.device.virtual.simulation import Event, Simulation
+from offload.device.virtual.simulation import Event, Mutex, Simulation
 
 
 class _VirtualMemory(UnitMemory):
@@ -127,6 +128,9 @@ class VirtualAccelerator(Accelerator):
 
     def mark(self) -> Pending:
         return self._machine.compute.last
+
+    def lock(self) -> AbstractContextManager[object]:
+        return Mutex(self._machine.simulation)
 
     def host_lane(self, name: str, *, waits_for_io: bool) -> HostLane:
         del waits_for_io
