@@ -33,6 +33,8 @@ class HostRoom:
     name: str
     total_nbytes: int
     free_nbytes: int
+    bounds_addresses: bool = False
+    """Whether addresses count that nothing lies at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +53,6 @@ _V2 = _GroupFiles(("memory.max", "memory.high"), "memory.current", ("active_file
 
 def host_room(proc: Path = _PROC) -> HostRoom:
     """The bound with the least left. `proc`: where the system describes this process."""
-    if (machine := imagined()) is not None:
-        return HostRoom("the machine's memory", machine.cpu_nbytes, machine.cpu_nbytes)
     return min(host_rooms(proc), key=lambda room: room.free_nbytes)
 
 
@@ -70,6 +70,8 @@ def refused_memory(nbytes: int, purpose: str, error: OSError) -> BudgetError:
 
 def host_rooms(proc: Path = _PROC) -> list[HostRoom]:
     """Every bound there is, physical memory first."""
+    if (machine := imagined()) is not None:
+        return [HostRoom("the machine's memory", machine.cpu_nbytes, machine.cpu_nbytes)]
     memory = psutil.virtual_memory()
     return [HostRoom("physical memory", memory.total, memory.available), *_group_rooms(proc), *_limit_rooms(proc)]
 
@@ -129,7 +131,7 @@ def _limit_rooms(proc: Path) -> Iterator[HostRoom]:
         limit = resource.getrlimit(getattr(resource, name))[0]
         if limit != resource.RLIM_INFINITY:
             mapped_nbytes = 1024 * int(status.get(field, "0 kB").split()[0])
-            yield HostRoom(name, limit, max(limit - mapped_nbytes, 0))
+            yield HostRoom(name, limit, max(limit - mapped_nbytes, 0), bounds_addresses=name == "RLIMIT_AS")
 
 
 def _number(path: Path) -> int | None:

@@ -15,7 +15,7 @@ from functools import partial
 
 from offload.config import Config
 from offload.device.accelerator import Accelerator
-from offload.device.host_room import host_room
+from offload.device.host_room import host_rooms
 from offload.errors import BudgetError, ConfigError
 from offload.layout import Layout
 from offload.planning.budget import Tier
@@ -189,12 +189,18 @@ def _on_host(pair: tuple[Tier, Tier]) -> tuple[Tier, Tier]:
 def _with_guessed_budgets(problem: Problem) -> Problem:
     """For choosing only: where no budget is given, a share of the memory that is free now."""
     config = problem.config
-    cpu_memory = config.cpu_memory if config.cpu_memory is not None else int(host_room().free_nbytes * _FREE_SHARE)
+    cpu_memory = config.cpu_memory if config.cpu_memory is not None else max(1, int(_free_nbytes(problem) * _FREE_SHARE))
     free = problem.accelerator.free_nbytes()
     device_memory = config.device_memory
     if device_memory is None and free is not None:
         device_memory = int(free * _FREE_SHARE / 2)  # activations need room beside the states
     return replace(problem, config=replace(config, cpu_memory=cpu_memory, device_memory=device_memory))
+
+
+def _free_nbytes(problem: Problem) -> int:
+    """Of host memory. Where the device computes on it, each unit has addresses of its own, whether it is there or not."""
+    addresses_nbytes = sum(unit.whole for unit in problem.footprint.units) if problem.accelerator.unified else 0
+    return min(room.free_nbytes - (addresses_nbytes if room.bounds_addresses else 0) for room in host_rooms())
 
 
 def _require_fit(problem: Problem, placement: Placement) -> None:

@@ -280,7 +280,7 @@ model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Lin
 optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(model.parameters(), lr=0.01)
 config = {
     "train_batch_size": 3,
-    "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2},
+    "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 1},
     "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 4}},
 }
