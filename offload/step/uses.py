@@ -24,6 +24,11 @@ class Uses:
         self._units, self._residency, self._speculation, self._calls = units, residency, speculation, calls
         self.epoch = 0
         """How often all uses were abandoned: one that began in an earlier epoch has ended."""
+        self._end_cut_short: Callable[[], None] | None = None
+
+    def ended_by(self, end_cut_short: Callable[[], None]) -> None:
+        """`end_cut_short` ends the uses of a backward that an exception cut short; until the next one takes its place."""
+        self._end_cut_short = end_cut_short
 
     def start(self, unit: Unit, *, recorded: bool) -> None:
         """The unit's parameters must be there from now on. `recorded`: part of a training step, so of its trace."""
@@ -47,6 +52,8 @@ class Uses:
 
     def hold(self, unit: Unit) -> None:
         """Keep the unit resident, whatever forwards and backwards come and go, until `release`. It opens nothing."""
+        if self._end_cut_short is not None:
+            self._end_cut_short()  # their room is the held unit's
         unit.uses.held_count += 1
         self.start(unit, recorded=False)
 

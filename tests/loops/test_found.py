@@ -8,6 +8,11 @@ from .judging import Stage
 from .programs import Model, Program, Setup, op
 
 FOUND = {
+    "units of a backward that an exception cut short had the room of what came next": Program(
+        Model(width=3, blocks=("attention",), dtype="bf16"),
+        (Setup("cpu", accelerator="deferred", prefetch=0, on_device=1.0),),
+        (op("backward", fails_at=0, error="Boom"), op("state_dict")),
+    ),
     "clipping outlived the gradients that it was for": Program(
         Model(),
         (Setup(),),
