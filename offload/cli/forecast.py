@@ -17,7 +17,7 @@ from offload.device.virtual.machine import VirtualMachine
 from offload.device.virtual.operations import CountedOperations, fused_attention
 from offload.errors import BudgetError
 
-LINKS = {"h2d": "h2d", "d2h": "d2h", "nvme_read": "nvme read", "nvme_write": "nvme write"}
+LINKS = ("h2d", "d2h", "nvme_read", "nvme_write")
 _FIRST_STEPS = 2
 """Before the one that is looked at: the first has no updates under its forward."""
 
@@ -110,13 +110,13 @@ def _forecast(engine: offload.Engine, virtual: VirtualMachine, before: _Reading,
     after, machine, stats = _Reading(virtual), virtual.machine, engine.stats()
     moved = {name: after.moved[name] - before.moved[name] for name in after.moved}
     floors = {"compute": after.compute_seconds - before.compute_seconds}
-    for name, what in (("h2d", "host to device"), ("d2h", "device to host"), ("memory", "host memory")):
+    for name, what in (("h2d", "host to device"), ("d2h", "device to host"), ("memory_bandwidth", "host memory")):
         floors[what] = moved[name] / virtual.resources[name].rate
-    nvme = [moved[name] / virtual.resources[name].rate for name in ("nvme read", "nvme write", "nvme")]
+    nvme = [moved[name] / virtual.resources[name].rate for name in ("nvme_read", "nvme_write", "nvme_both")]
     floors["NVMe"] = max(nvme)
     hidden: dict[str, float | None] = {}
-    for link, name in LINKS.items():
-        busy, under = (after.busy[name][index] - before.busy[name][index] for index in (0, 1))
+    for link in LINKS:
+        busy, under = (after.busy[link][index] - before.busy[link][index] for index in (0, 1))
         hidden[link] = under / busy if busy > 0 else None
     on_nvme = sum(line["nbytes"] for line in stats["planned"] if line["tier"] == "nvme")
     peak = {"device": virtual.peak_device_nbytes, "cpu": stats["host_peak_nbytes"], "nvme": on_nvme}
@@ -130,7 +130,7 @@ def _forecast(engine: offload.Engine, virtual: VirtualMachine, before: _Reading,
         floors=floors,
         tokens_per_second=work.tokens / seconds,
         peak_nbytes=peak,
-        moved_nbytes={link: round(moved[name]) for link, name in LINKS.items()},
+        moved_nbytes={link: round(moved[link]) for link in LINKS},
         hidden=hidden,
         placement=stats["placement"],
         values_read=virtual.values_read,

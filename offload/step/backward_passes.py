@@ -117,14 +117,7 @@ class BackwardPasses:
         self._ended = self._accumulates = False
         self.shared_gradients = SharedGradients(units)
         self.second_order = SecondOrder(units, self._uses, self._second_order_reaches, training.failures)
-        own = weakref.ref(self)  # hooks that others took the place of, and their passes, are not kept
-
-        def end_cut_short() -> None:
-            passes = own()
-            if passes is not None:
-                passes._forget_cut_short()
-
-        self._uses.ended_by(end_cut_short)
+        self._uses.ended_by(weakref.WeakMethod(self._forget_cut_short))  # hooks that others took the place of are not kept
 
     def tick(self) -> int:
         """Numbers the begins and ends of forward calls."""

@@ -24,10 +24,10 @@ class Uses:
         self._units, self._residency, self._speculation, self._calls = units, residency, speculation, calls
         self.epoch = 0
         """How often all uses were abandoned: one that began in an earlier epoch has ended."""
-        self._end_cut_short: Callable[[], None] | None = None
+        self._end_cut_short: Callable[[], Callable[[], None] | None] = lambda: None
 
-    def ended_by(self, end_cut_short: Callable[[], None]) -> None:
-        """`end_cut_short` ends the uses of a backward that an exception cut short; until the next one takes its place."""
+    def ended_by(self, end_cut_short: Callable[[], Callable[[], None] | None]) -> None:
+        """Refers to what ends the uses of a backward that an exception cut short; until the next one takes its place."""
         self._end_cut_short = end_cut_short
 
     def start(self, unit: Unit, *, recorded: bool) -> None:
@@ -52,8 +52,9 @@ class Uses:
 
     def hold(self, unit: Unit) -> None:
         """Keep the unit resident, whatever forwards and backwards come and go, until `release`. It opens nothing."""
-        if self._end_cut_short is not None:
-            self._end_cut_short()  # their room is the held unit's
+        end_cut_short = self._end_cut_short()
+        if end_cut_short is not None:
+            end_cut_short()  # their room is the held unit's
         unit.uses.held_count += 1
         self.start(unit, recorded=False)
 

@@ -106,11 +106,11 @@ class VirtualAccelerator(Accelerator):
 
     def copy_in(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
         self._machine.call()
-        return self._machine.fetch.add(self._machine.amounts({"h2d": source.nbytes, "memory": source.nbytes}))
+        return self._machine.fetch.add(self._machine.amounts({"h2d": source.nbytes, "memory_bandwidth": source.nbytes}))
 
     def copy_out(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
         self._machine.call()
-        amounts = self._machine.amounts({"d2h": source.nbytes, "memory": source.nbytes})
+        amounts = self._machine.amounts({"d2h": source.nbytes, "memory_bandwidth": source.nbytes})
         return self._machine.drain.add(amounts, after=[self._machine.compute.last])
 
     def copy_in_after_compute(self) -> None:

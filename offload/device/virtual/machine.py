@@ -14,6 +14,9 @@ from offload.device.virtual.description import Machine
 from offload.device.virtual.links import Queue, Resource, Sharing
 from offload.device.virtual.simulation import Event, Simulation
 
+RESOURCES = ("h2d", "d2h", "nvme_read", "nvme_write", "nvme_both", "memory_bandwidth", "device_bandwidth", "flops")
+"""Those fields of `Machine` that are rates."""
+
 
 class VirtualMachine:
     """The resources of a machine and the queues in front of them.
@@ -27,13 +30,8 @@ class VirtualMachine:
         self.machine, self.simulation = machine, Simulation()
         self.cpu_nbytes, self.nvme_nbytes = int(machine.cpu_nbytes), int(machine.nvme_nbytes)
         self.sharing = Sharing(self.simulation)
-        rates = {
-            "h2d": machine.h2d, "d2h": machine.d2h, "nvme read": machine.nvme_read, "nvme write": machine.nvme_write,
-            "nvme": machine.nvme_both, "memory": machine.memory_bandwidth, "device memory": machine.device_bandwidth,
-            "flops": machine.flops,
-        }  # fmt: skip
-        self.resources = {name: Resource(name, rate) for name, rate in rates.items()}
-        self.sharing.foreground = frozenset({self.resources["flops"], self.resources["device memory"]})
+        self.resources = {name: Resource(name, getattr(machine, name)) for name in RESOURCES}
+        self.sharing.foreground = frozenset({self.resources["flops"], self.resources["device_bandwidth"]})
         self.compute, self.fetch, self.drain, self.reads, self.writes = (Queue(self.sharing) for _ in range(5))
         self.device_nbytes = self.peak_device_nbytes = 0
         self.compute_seconds = 0.0
@@ -59,7 +57,7 @@ class VirtualMachine:
         """One operation on the device, behind those before it."""
         self.simulation.spend(self.machine.launch_seconds)
         self.compute_seconds += max(flops / self.machine.flops, nbytes / self.machine.device_bandwidth)
-        return self.compute.add(self.amounts({"flops": flops, "device memory": nbytes}))
+        return self.compute.add(self.amounts({"flops": flops, "device_bandwidth": nbytes}))
 
     def amounts(self, named: dict[str, float]) -> dict[Resource, float]:
         return {self.resources[name]: amount for name, amount in named.items()}
@@ -69,15 +67,15 @@ class VirtualMachine:
             self.launch(0, nbytes)
             return
         self.call()
-        self.sharing.start(self.amounts({"memory": nbytes})).wait()
+        self.sharing.start(self.amounts({"memory_bandwidth": nbytes})).wait()
 
     def transfer(self, nbytes: int, *, is_write: bool, priority: int) -> Event:
         self.call()
-        direction, queue = ("nvme write", self.writes) if is_write else ("nvme read", self.reads)
-        return queue.add(self.amounts({direction: nbytes, "nvme": nbytes, "memory": nbytes}), priority=priority)
+        direction, queue = ("nvme_write", self.writes) if is_write else ("nvme_read", self.reads)
+        return queue.add(self.amounts({direction: nbytes, "nvme_both": nbytes, "memory_bandwidth": nbytes}), priority=priority)
 
     def transferred(self) -> tuple[float, float, float, float]:
-        read, write = self.resources["nvme read"], self.resources["nvme write"]
+        read, write = self.resources["nvme_read"], self.resources["nvme_write"]
         return read.moved, write.moved, read.busy_seconds, write.busy_seconds
 
     def value_read(self, dtype: torch.dtype) -> bool | int | float:
@@ -100,14 +98,3 @@ class VirtualMachine:
         storage = tensor.untyped_storage()
         self.occupy(storage.nbytes())
         weakref.finalize(storage, self.occupy, -storage.nbytes()).atexit = False
-
-
-def new_storage(outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
-    """Those outputs that have memory of their own."""
-    known = {one.untyped_storage()._cdata for one in inputs}
-    found: dict[int, torch.Tensor] = {}
-    for one in outputs:
-        identity = one.untyped_storage()._cdata
-        if identity not in known:
-            found.setdefault(identity, one)
-    return list(found.values())

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from offload.device.virtual.machine import VirtualMachine, new_storage
+from offload.device.virtual.machine import VirtualMachine
 
 _LARGE_NBYTES = 1 << 16
 """Of host memory: below it an operation is done, not only counted."""
@@ -41,7 +41,7 @@ class CountedOperations(TorchDispatchMode):
             return self._machine.value_read(inputs[0].dtype)
         result = function(*args, **given)
         outputs = [one for one in tree_iter(result) if isinstance(one, Tensor)]
-        made = [one for one in new_storage(outputs, inputs) if one.is_meta]
+        made = [one for one in _with_new_storage(outputs, inputs) if one.is_meta]
         if made or function._schema.is_mutable:
             for one in made:
                 self._machine.track(one)
@@ -49,6 +49,17 @@ class CountedOperations(TorchDispatchMode):
             flops = count(*args, **given, out_val=result) if count is not None else 0
             self._machine.launch(flops, sum({id(one): one.nbytes for one in inputs + outputs}.values()))
         return result
+
+
+def _with_new_storage(outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    """Those outputs that have memory of their own."""
+    known = {one.untyped_storage()._cdata for one in inputs}
+    found: dict[int, Tensor] = {}
+    for one in outputs:
+        identity = one.untyped_storage()._cdata
+        if identity not in known:
+            found.setdefault(identity, one)
+    return list(found.values())
 
 
 @contextmanager
