@@ -243,7 +243,6 @@ class Updates:
             values = self._sink(chunk).begin(chunk, self._old(chunk_update))
         buffer = lease.tensor if lease is not None else self._records.view(chunk)
         assert buffer is not None
-        record = self._records.over(chunk, buffer)
         watcher = self.watcher  # once: a save that ends takes it away
         if watcher is not None:
             with self._timeline.lane_waiting("copy for checkpoint"):
@@ -252,6 +251,7 @@ class Updates:
             if uses_native(values):
                 self._step_by_table(chunk_update, buffer, values, gradients)
             else:
+                record = self._records.over(chunk, buffer)
                 pairs = zip(chunk_update.pieces, gradients, strict=True)
                 optimizer_step.update([_segment(chunk_update, piece, record, gradient, values) for piece, gradient in pairs])
         self._gradients.release(chunk)
