@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,7 +39,9 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Of one step, after the first ones. `floors`: seconds that each resource needs for it, were it the only one."""
+    """Of one step, after the first ones. `floors`: seconds that each resource needs for it, were it the only one.
+
+    Where nothing could be run, seconds are NaN and the rest is empty."""
 
     fits: bool
     reason: str
@@ -53,17 +56,18 @@ class Forecast:
 
     @property
     def floor_seconds(self) -> float:
-        return max(self.floors.values())
+        return max(self.floors.values(), default=math.nan)
 
     @property
     def bottleneck(self) -> str:
-        return max(self.floors, key=self.floors.__getitem__)
+        return max(self.floors, key=self.floors.__getitem__, default="")
 
     def as_json(self) -> dict[str, Any]:
-        """The object that `plan --json` prints."""
+        """The object that `plan --json` prints; null for NaN, which JSON does not have."""
         names = ("fits", "reason", "step_seconds", "floor_seconds", "bottleneck", "tokens_per_second", "floors")
         more = ("peak_nbytes", "moved_nbytes", "hidden", "placement", "values_read")
-        return {name: getattr(self, name) for name in names + more}
+        values = {name: getattr(self, name) for name in names + more}
+        return {name: None if value != value else value for name, value in values.items()}
 
 
 def forecast(
@@ -139,4 +143,4 @@ def _forecast(engine: offload.Engine, virtual: VirtualMachine, before: _Reading,
 
 def refused(error: BudgetError) -> Forecast:
     """Where no placement fits."""
-    return Forecast(False, str(error), float("nan"), {"compute": float("nan")}, 0.0, {}, {}, {}, {}, 0)
+    return Forecast(False, str(error), math.nan, {}, 0.0, {}, {}, {}, {}, 0)

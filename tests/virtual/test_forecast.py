@@ -178,3 +178,6 @@ def test_the_command_prints_one_object_or_a_page(capsys: pytest.CaptureFixture[s
     path.write_text(json.dumps(own))
     assert main(["plan", *shape, "--machine", str(path)]) == 1
     assert "does not fit" in capsys.readouterr().out
+    assert main(["plan", *shape, "--machine", str(path), "--parameters", "cpu", "--device-memory", "1", "--json"]) == 1
+    refused = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert refused["fits"] is False and refused["step_seconds"] is None and "device_memory" in refused["reason"]
