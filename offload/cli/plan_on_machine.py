@@ -9,11 +9,12 @@ import torch
 
 from offload.cli.arguments import config_of, positive
 from offload.cli.corpus import BYTE_VOCABULARY_SIZE
-from offload.cli.forecast import Forecast, Work, forecast, refused
+from offload.cli.forecast import Work, forecast
 from offload.cli.models import build_outline, choose_model, make_optimizer
 from offload.cli.text import format_count, format_nbytes, format_seconds, table
 from offload.device.virtual.description import described, read_machine
 from offload.errors import BudgetError, ConfigError
+from offload.rehearsal.forecast import Forecast, refused
 
 
 def add_machine_arguments(parser: argparse.ArgumentParser) -> None:

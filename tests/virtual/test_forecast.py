@@ -12,10 +12,11 @@ import torch
 import transformers
 
 import offload
-from offload.cli.forecast import Forecast, Work, forecast
+from offload.cli.forecast import Work, forecast
 from offload.cli.main import main
 from offload.device.deferred import DeferredAccelerator
 from offload.device.virtual.description import described, read_machine
+from offload.rehearsal.forecast import Forecast
 
 WORK = Work(batch=2, sequence=16, micro_batches=1, checkpointing=False)
 MACHINE = read_machine("rtx4090")

@@ -1,0 +1,138 @@
+"""What a step would take on a machine that need not exist: the engine itself, run there in virtual time.
+
+    rehearse(VirtualMachine(read_machine("rtx4090")), begin, step, tokens=8192)
+
+`begin` makes the engine, for a model on the meta device; `step` is one step of its loop. Both are the caller's: what is
+trained, with which settings and on what. Nothing here knows how an engine is made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from offload.device.virtual.machine import VirtualMachine
+from offload.device.virtual.operations import CountedOperations, fused_attention
+from offload.errors import BudgetError
+
+LINKS = ("h2d", "d2h", "nvme_read", "nvme_write")
+FIRST_STEPS = 2
+"""Before the one that is looked at: the first has no updates under its forward."""
+
+
+class Rehearsed(Protocol):
+    """What is asked of an engine."""
+
+    def stats(self) -> dict[str, Any]:
+        """As `offload.Engine.stats`."""
+        ...
+
+    def close(self) -> None:
+        """As `offload.Engine.close`."""
+        ...
+
+
+E = TypeVar("E", bound=Rehearsed)
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Of one step, after the first ones. `floors`: seconds that each resource needs for it, were it the only one.
+
+    Where nothing could be run, seconds are NaN and the rest is empty."""
+
+    fits: bool
+    reason: str
+    step_seconds: float
+    floors: dict[str, float]
+    tokens_per_second: float
+    peak_nbytes: dict[str, int]
+    moved_nbytes: dict[str, int]
+    hidden: dict[str, float | None]
+    placement: dict[str, str]
+    values_read: int
+
+    @property
+    def floor_seconds(self) -> float:
+        return max(self.floors.values(), default=math.nan)
+
+    @property
+    def bottleneck(self) -> str:
+        return max(self.floors, key=self.floors.__getitem__, default="")
+
+    def as_json(self) -> dict[str, Any]:
+        """The object that `plan --json` prints; null for NaN, which JSON does not have."""
+        names = ("fits", "reason", "step_seconds", "floor_seconds", "bottleneck", "tokens_per_second", "floors")
+        more = ("peak_nbytes", "moved_nbytes", "hidden", "placement", "values_read")
+        values = {name: getattr(self, name) for name in names + more}
+        return {name: None if value != value else value for name, value in values.items()}
+
+
+def rehearse(virtual: VirtualMachine, begin: Callable[[], E], step: Callable[[E], None], *, tokens: int) -> Forecast:
+    """Train with what `begin` returns a few steps on `virtual`, which is new; the last of them is the one that is told of.
+
+    `tokens`: of one step, for the rate. Raises what `begin` and `step` raise: `BudgetError` where no placement fits."""
+    with _inside(virtual):
+        engine = begin()
+        try:
+            for _ in range(FIRST_STEPS):
+                step(engine)
+            before = _Reading(virtual)
+            step(engine)
+            return _forecast(engine, virtual, before, tokens)
+        finally:
+            engine.close()
+
+
+@contextmanager
+def _inside(virtual: VirtualMachine) -> Iterator[None]:
+    with virtual.running(), CountedOperations(virtual), fused_attention():
+        yield
+
+
+class _Reading:
+    """The counters of a machine at one moment."""
+
+    def __init__(self, virtual: VirtualMachine) -> None:
+        self.now, self.compute_seconds = virtual.simulation.now, virtual.compute_seconds
+        self.moved = {name: resource.moved for name, resource in virtual.resources.items()}
+        self.busy = {name: (one.busy_seconds, one.hidden_seconds) for name, one in virtual.resources.items()}
+
+
+def _forecast(engine: Rehearsed, virtual: VirtualMachine, before: _Reading, tokens: int) -> Forecast:
+    after, machine, stats = _Reading(virtual), virtual.machine, engine.stats()
+    moved = {name: after.moved[name] - before.moved[name] for name in after.moved}
+    floors = {"compute": after.compute_seconds - before.compute_seconds}
+    for name, what in (("h2d", "host to device"), ("d2h", "device to host"), ("memory_bandwidth", "host memory")):
+        floors[what] = moved[name] / virtual.resources[name].rate
+    nvme = [moved[name] / virtual.resources[name].rate for name in ("nvme_read", "nvme_write", "nvme_both")]
+    floors["NVMe"] = max(nvme)
+    hidden: dict[str, float | None] = {}
+    for link in LINKS:
+        busy, under = (after.busy[link][index] - before.busy[link][index] for index in (0, 1))
+        hidden[link] = under / busy if busy > 0 else None
+    on_nvme = sum(line["nbytes"] for line in stats["planned"] if line["tier"] == "nvme")
+    peak = {"device": virtual.peak_device_nbytes, "cpu": stats["host_peak_nbytes"], "nvme": on_nvme}
+    room = {"device": machine.device_nbytes, "cpu": machine.cpu_nbytes, "nvme": machine.nvme_nbytes}
+    short = [f"{tier}: {peak[tier]} bytes of {room[tier]:.0f}" for tier in room if peak[tier] > room[tier]]
+    seconds = after.now - before.now
+    return Forecast(
+        fits=not short,
+        reason="; ".join(short),
+        step_seconds=seconds,
+        floors=floors,
+        tokens_per_second=tokens / seconds,
+        peak_nbytes=peak,
+        moved_nbytes={link: round(moved[link]) for link in LINKS},
+        hidden=hidden,
+        placement=stats["placement"],
+        values_read=virtual.values_read,
+    )
+
+
+def refused(error: BudgetError) -> Forecast:
+    """Where no placement fits."""
+    return Forecast(False, str(error), math.nan, {}, 0.0, {}, {}, {}, {}, 0)
