@@ -18,7 +18,7 @@ Placement = Literal["auto", "device", "cpu", "nvme"]
 
 _PLACEMENTS = ("auto", "device", "cpu", "nvme")
 _DTYPES = ("bf16", "fp16", "fp32")
-_UPDATES = ("step", "backward")
+_UPDATES = ("auto", "step", "backward")
 _STATE_FORMATS = ("fp32", "split", "bf16", "8bit")
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS.update({"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40})
@@ -62,7 +62,8 @@ class Config:
                       in bf16, rounded stochastically; "8bit": moments in 8 bits. All but "fp32" need bf16 parameters.
     max_grad_norm     clip the global gradient norm to this; None: no clipping
     update            "step": updates start at step() and run under the next forward; "backward": they start as soon as
-                      backward has left a unit (a step's backwards but the last go inside `engine.no_sync()`)
+                      backward has left a unit, wherever they can be undone; "auto": likewise, and leaves room on the drives for
+                      checkpoints. In any loop: what sees that an update came too early undoes it
     prefetch          how many units ahead are fetched
     loss_scale        a number; "dynamic" (default for fp16); "skip": no scaling, steps with non-finite gradients are left out;
                       None: "dynamic" for fp16, else non-finite gradients raise
@@ -77,7 +78,7 @@ class Config:
     dtype: Literal["bf16", "fp16", "fp32"] | None = None
     state_format: Literal["fp32", "split", "bf16", "8bit"] = "fp32"
     max_grad_norm: float | None = None
-    update: Literal["step", "backward"] = "step"
+    update: Literal["auto", "step", "backward"] = "step"
     prefetch: int = 1
     loss_scale: float | Literal["dynamic", "skip"] | None = None
 

@@ -29,6 +29,8 @@ from offload.planning.trace import Expected
 
 _DRIVE_RESERVE = 0.02
 """Of what is free on the drives, what is left to others by what may be there and need not."""
+_CHECKPOINTS = 2
+"""Room for which update="auto" leaves on the drives: the last one stays until the next is whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,7 @@ class Problem:
         """Whether updates may begin before `step()`. Where their results lie in memory that is no gain, and to undo
         them would take a copy; several ranks would have to agree on what they undo."""
         on_nvme = (parameters, states) == ("nvme", "nvme") and self.sharing.world_size == 1
-        return on_nvme and self.config.update == "backward"
+        return on_nvme and self.config.update != "step"
 
     def can_hold(self, parameters: Tier) -> bool:
         """Whether the stage allows parameters in that tier: without partitioned parameters they stay on the device."""
@@ -338,6 +340,8 @@ def _undoable(problem: Problem, routes: Sequence[Route], other_nbytes: int) -> l
     """Units nothing of which lies in memory, where it would be written in place, as many as the drives have room for besides
     what must be there; of the last first, which backward reaches first."""
     left = int(problem.drive_nbytes * (1 - _DRIVE_RESERVE)) - other_nbytes
+    if problem.config.update == "auto":
+        left -= _CHECKPOINTS * sum(unit.home + unit.beside.nbytes for unit in problem.footprint.units)
     found: list[UnitSizes] = []
     for unit, route in zip(reversed(problem.footprint.units), reversed(routes), strict=True):
         on_nvme = (route.parameters, route.records) == ("nvme", "nvme") and not (route.kept_parameters or route.kept_records)

@@ -1,4 +1,4 @@
-"""How often the norm changed a step lately, and so whether it pays to begin updates before it is known."""
+"""How often updates that begin before the step were in vain lately, or would have been: whether it pays to begin them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 QUIET_STEPS = 8
 """Steps without a strike after which the next is expected to have none."""
+_PATIENCE = 16
+"""What they are multiplied by at most."""
 
 
 @dataclass(slots=True)
@@ -13,12 +15,16 @@ class ClipHistory:
     """A strike is a step whose norm clips or is not finite, and any other for which updates that began early had to be undone.
 
     Updates begin early after `QUIET_STEPS` steps without one, until the next: so of nine steps at most one begins them in
-    vain, whatever the run does. The first steps of a run, and those after a checkpoint was loaded, only look on: nothing is
+    vain, whatever the run does. Where it was the first of them it takes twice as many steps the next time, and so on. The first
+    steps of a run, and those after a checkpoint was loaded, only look on: nothing is
     known of them, gradients are largest at the beginning, and dynamic loss scaling starts with overflows. Where the norm
     changes no step there is nothing to look at.
+
+    patience  what `QUIET_STEPS` are multiplied by
     """
 
     quiet_count: int = 0
+    patience: int = 1
 
     @staticmethod
     def before_the_first(norm_counts: bool) -> ClipHistory:
@@ -28,8 +34,14 @@ class ClipHistory:
     @property
     def expects_none(self) -> bool:
         """Whether the coming step is expected to have no strike."""
-        return self.quiet_count >= QUIET_STEPS
+        return self.quiet_count >= self.patience * QUIET_STEPS
 
     def record(self, struck: bool) -> None:
-        """A step is over."""
-        self.quiet_count = 0 if struck else self.quiet_count + 1
+        """A step is over, or has to be begun anew."""
+        if not struck:
+            self.quiet_count += 1
+            return
+        awaited = self.patience * QUIET_STEPS
+        if self.quiet_count >= awaited:
+            self.patience = min(2 * self.patience, _PATIENCE) if self.quiet_count == awaited else 1
+        self.quiet_count = 0

@@ -60,6 +60,7 @@ class ModelEvents:
         """An outermost backward reached the model."""
         self._training.check()
         self._gradients.micro_batches.backward_begins()
+        self._speculation.backward_begins()
 
     def backward_reaches(self, unit: Unit, version: int | None) -> None:
         """A backward is about to use the unit; `version`: of the values that it must find, None where it reads none."""

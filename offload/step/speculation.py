@@ -1,9 +1,9 @@
 """Updates that begin before `step()`: as if it were certain to come and the norm changed nothing, and undone where not.
 
-With update="backward" a unit is updated as soon as backward has left it, while the drive has little else to do. Clipping and
+But with update="step" a unit is updated as soon as backward has left it, while the drive has little else to do. Clipping and
 loss scaling need the norm of all gradients for that, and whatever runs before `step()` is to find the old weights. Mostly the
 norm changes nothing and nothing runs, so where that was so lately (`ClipHistory`) it is taken for granted, and what is needed
-to undo is kept:
+to undo is kept. A loop of several backwards is expected to have as many of them in the next step: updates begin in the last.
 
     records, parameters  written to a second place in the store, so that the first is still there (`ChunkStore.undo_write`)
     gradients            kept, in their buffers or on NVMe; read again only if the update is undone
@@ -54,12 +54,18 @@ class Speculation:
         """What they go by: (group, numbers)."""
         self._gave_up = False
         """Until the end of the step: something was undone."""
+        self._backward_count = self._expected_count = 0
+        """Outermost backwards of this step so far, and of the last one in all."""
         self.speculated_step_count = 0
         """Steps that began updates before the norm was known."""
         self.undone_step_count = 0
         """Those that had to undo them."""
 
     # ---- before the step -----------------------------------------------------------------------------------------
+
+    def backward_begins(self) -> None:
+        """An outermost one."""
+        self._backward_count += 1
 
     def backward_left(self, unit: Unit, factor: float) -> None:
         """Begin the unit's update if that can be undone and will probably not have to be. `factor` multiplies gradients."""
@@ -85,7 +91,8 @@ class Speculation:
         self._residency.launch_resident()
 
     def _may_begin(self, unit: Unit) -> bool:
-        return unit.route.undoable and self._history.expects_none and not self._gave_up
+        is_the_last = self._backward_count >= self._expected_count
+        return unit.route.undoable and is_the_last and self._history.expects_none and not self._gave_up
 
     def before_use(self, unit: Unit) -> None:
         """The unit is about to be used: by anything but the next step, if its update may still be undone."""
@@ -113,6 +120,7 @@ class Speculation:
     def norm_is_known(self, *, changes: bool) -> None:
         """`changes`: the step clips, or is left out."""
         self._history.record(changes)
+        self._expected_count = self._backward_count
         if changes:
             self.undo()
 
@@ -131,7 +139,7 @@ class Speculation:
     def end_step(self) -> None:
         """The next step may begin updates again."""
         self._forget()
-        self._gave_up = False
+        self._gave_up, self._backward_count = False, 0
 
     # ---- undoing -------------------------------------------------------------------------------------------------
 
@@ -168,7 +176,7 @@ class Speculation:
 
     def restart(self) -> None:
         """Nothing is known of the coming steps."""
-        self._history = ClipHistory.before_the_first(self._norm_counts)
+        self._history, self._expected_count = ClipHistory.before_the_first(self._norm_counts), 0
 
     def _early_updates(self) -> list[tuple[Unit, EarlyUpdate]]:
         return [(unit, unit.early) for unit in self.begun_units if unit.early is not None]

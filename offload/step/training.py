@@ -1,7 +1,7 @@
 """The loop's own calls: a step turns gradients into updates.
 
 With `update="step"` all updates are enqueued at `step()`, in the order in which the next forward needs them, and run
-under it. With `update="backward"` a unit's update is enqueued when backward has left the unit and all its gradients are
+under it. Otherwise a unit's update is enqueued when backward has left the unit and all its gradients are
 there, if it can be undone: the norm may clip or leave out the step, and whatever looks at the weights before `step()` is to see
 the old ones (`offload.step.speculation`). Where it cannot be undone it is enqueued at `step()`: the mode never changes a
 number.
@@ -54,7 +54,7 @@ class Training(FailureState):
         self.loss_scale = LossScale.of(config.loss_scale, config.dtype)
         self._max_grad_norm = config.max_grad_norm
         self._maker = UpdateMaker(parts, hyper_of) if hyper_of is not None and parts.updates is not None else None
-        begins_early = config.update == "backward" and parts.ranks.world_size == 1
+        begins_early = config.update != "step" and parts.ranks.world_size == 1
         self.speculation = Speculation(parts, self._maker, begins_early=begins_early, norm_counts=config.needs_norm_first)
         self.calls = RunningCalls(self.turn)
         self.uses = Uses(parts.units, parts.residency, self.speculation, self.calls)
@@ -91,7 +91,7 @@ class Training(FailureState):
 
     @property
     def is_within_step(self) -> bool:
-        """Whether gradients wait for `step`, or updates of a step that is not over have begun (update="backward")."""
+        """Whether gradients wait for `step`, or updates of a step that is not over have begun."""
         return bool(self.speculation.begun_units) or self.gradients.any_given
 
     def restart(self, step_count: int) -> None:
