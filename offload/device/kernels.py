@@ -71,6 +71,22 @@ def ingest_async(dst: Tensor | None, src: Tensor, start_index: int, accumulate: 
     return sums
 
 
+def sums_of_squares(parts: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
+    """Those of `ingest_async` for each (src, start_index), none of which is stored anywhere."""
+    if not all(uses_native(src) for src, _ in parts[:1]):
+        return [ingest_async(None, src, start_index, False) for src, start_index in parts]
+    counts = [touched_block_count(start_index, src.numel()) for src, start_index in parts]
+    sums = torch.empty(sum(counts), dtype=torch.float64)
+    address = sums.data_ptr()
+    for (src, start_index), count in zip(parts, counts, strict=True):
+        _check_ingest(None, src, start_index, False)
+        _native.gradient_ingest(
+            0, _native.F32, src.data_ptr(), DTYPE_CODES[src.dtype], src.numel(), start_index, False, address
+        )
+        address += 8 * count
+    return list(sums.split(counts))
+
+
 def touched_block_count(start_index: int, numel: int) -> int:
     """How many blocks the flat indices [start_index, start_index + numel) touch."""
     return -(-(start_index + numel) // BLOCK_NUMEL) - start_index // BLOCK_NUMEL if numel > 0 else 0

@@ -6,7 +6,7 @@ numbers of the optimizer change. The bits are those of `offload.device.optimizer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,58 +74,86 @@ class StepTable:
     ) -> None:
         """One step, in place. `which`: the positions of the pieces that it is of, None: of all. `record`: uint8, at least the
         record; `values`: [numel] in their dtype; by piece its gradient [its numel], and its numbers and step, from 1."""
-        self._check(which, record, values, gradients, numbers)
+        rows = self.placed(which, record, values)
+        _step(rows, self._moments, gradients, numbers, grad_factor)
+
+    def placed(self, which: Sequence[int] | None, record: Tensor, values: Tensor) -> Any:
+        """The rows of these pieces, told where the record and the values lie."""
+        self._check(record, values)
         rows = self._rows if which is None else self._rows[which]
         value_offsets = self._value_offsets if which is None else self._value_offsets[which]
         address = record.data_ptr()
         for column, offsets in self._record_offsets:
             rows[column] = (offsets if which is None else offsets[which]) + address
         rows[self._values_column] = value_offsets + values.data_ptr()
-        rows["grad"] = [gradient.data_ptr() for gradient in gradients]
-        rows["grad_dtype"] = [DTYPE_CODES[gradient.dtype] for gradient in gradients]
-        rows["step"] = [step for _, step in numbers]
-        first, first_step = numbers[0]
-        if all(one is first and step == first_step for one, step in numbers):
-            self._put_numbers(rows, first, first_step, grad_factor)
-        else:
-            for index, (hyper, step) in enumerate(numbers):
-                self._put_numbers(rows[index : index + 1], hyper, step, grad_factor)
-        _native.update_rows(rows.ctypes.data, len(rows))
+        return rows
 
-    def _put_numbers(self, rows: Any, hyper: Hyper, step: int, grad_factor: float) -> None:
-        if not self._moments.issuperset(hyper.moments):
-            raise AssertionError(f"the record has no {', '.join(hyper.moments)}")
-        rows["lr"], rows["beta1"], rows["beta2"] = hyper.lr_at(step), hyper.beta1, hyper.beta2
-        rows["eps"], rows["weight_decay"] = hyper.eps, hyper.weight_decay
-        rows["grad_factor"] = -grad_factor if hyper.maximize else grad_factor
-        rows["rule"] = _native.RULES[hyper.rule.value]
-        rows["decoupled"], rows["nesterov"] = hyper.decoupled, hyper.nesterov
+    @property
+    def moments(self) -> frozenset[str]:
+        """What the record keeps."""
+        return self._moments
 
-    # Assertions: these are the contract between our own layers, and native code behind a wrong size would corrupt memory.
-
-    def _check(
-        self,
-        which: Sequence[int] | None,
-        record: Tensor,
-        values: Tensor,
-        gradients: Sequence[Tensor],
-        numbers: Sequence[tuple[Hyper, int]],
-    ) -> None:
-        count = len(self._rows) if which is None else len(which)
-        if len(gradients) != count or len(numbers) != count or not count:
-            raise AssertionError(f"{count} pieces need as many gradients and numbers, not {len(gradients)}, {len(numbers)}")
+    def _check(self, record: Tensor, values: Tensor) -> None:
         if record.dtype != torch.uint8 or record.numel() < self.record_nbytes or not _is_flat_on_host(record):
             raise AssertionError(f"a record of {self.record_nbytes} bytes on the host is needed")
         if values.dtype != self._values_dtype or values.numel() != self._numel or not _is_flat_on_host(values):
             raise AssertionError(f"values must be [{self._numel}] of {self._values_dtype} on the host")
-        numels = self._rows["numel"].tolist() if which is None else self._rows["numel"][which].tolist()
-        for numel, gradient, (_, step) in zip(numels, gradients, numbers, strict=True):
-            if gradient.numel() != numel or not _is_flat_on_host(gradient) or step < 1:
-                raise AssertionError(f"a gradient must be [{numel}] on the host, and steps count from 1")
+
+
+class JoinedTable:
+    """Of several chunks whose records and values stay where they are, each given as (table, record, values): one native call
+    for all of them."""
+
+    def __init__(self, parts: Sequence[tuple[StepTable, Tensor, Tensor]]) -> None:
+        self._kept = [(record, values) for _, record, values in parts]  # as long as their addresses are here
+        self._rows = np.concatenate([table.placed(None, record, values) for table, record, values in parts])
+        self._moments = frozenset.intersection(*(table.moments for table, _, _ in parts))
+
+    def update(self, gradients: Sequence[Tensor], numbers: Sequence[tuple[Hyper, int]], grad_factor: float) -> None:
+        """One step of all pieces, in place; as `StepTable.update`."""
+        _step(self._rows, self._moments, gradients, numbers, grad_factor)
+
+
+def _step(
+    rows: Any, moments: Set[str], gradients: Sequence[Tensor], numbers: Sequence[tuple[Hyper, int]], grad_factor: float
+) -> None:
+    _check_gradients(rows, gradients, numbers)
+    rows["grad"] = [gradient.data_ptr() for gradient in gradients]
+    rows["grad_dtype"] = [DTYPE_CODES[gradient.dtype] for gradient in gradients]
+    rows["step"] = [step for _, step in numbers]
+    first, first_step = numbers[0]
+    if all(one is first and step == first_step for one, step in numbers):
+        _put_numbers(rows, moments, first, first_step, grad_factor)
+    else:
+        for index, (hyper, step) in enumerate(numbers):
+            _put_numbers(rows[index : index + 1], moments, hyper, step, grad_factor)
+    _native.update_rows(rows.ctypes.data, len(rows))
+
+
+def _put_numbers(rows: Any, moments: Set[str], hyper: Hyper, step: int, grad_factor: float) -> None:
+    if not moments >= set(hyper.moments):
+        raise AssertionError(f"the record has no {', '.join(hyper.moments)}")
+    rows["lr"], rows["beta1"], rows["beta2"] = hyper.lr_at(step), hyper.beta1, hyper.beta2
+    rows["eps"], rows["weight_decay"] = hyper.eps, hyper.weight_decay
+    rows["grad_factor"] = -grad_factor if hyper.maximize else grad_factor
+    rows["rule"] = _native.RULES[hyper.rule.value]
+    rows["decoupled"], rows["nesterov"] = hyper.decoupled, hyper.nesterov
+
+
+# Assertions: these are the contract between our own layers, and native code behind a wrong size would corrupt memory.
+
+
+def _check_gradients(rows: Any, gradients: Sequence[Tensor], numbers: Sequence[tuple[Hyper, int]]) -> None:
+    count = len(rows)
+    if len(gradients) != count or len(numbers) != count or not count:
+        raise AssertionError(f"{count} pieces need as many gradients and numbers, not {len(gradients)}, {len(numbers)}")
+    for numel, gradient, (_, step) in zip(rows["numel"].tolist(), gradients, numbers, strict=True):
+        if gradient.numel() != numel or not _is_flat_on_host(gradient) or step < 1:
+            raise AssertionError(f"a gradient must be [{numel}] on the host, and steps count from 1")
 
 
 def _is_flat_on_host(tensor: Tensor) -> bool:
-    return tensor.dim() == 1 and tensor.is_contiguous() and tensor.device.type == "cpu"
+    return tensor.dim() == 1 and tensor.is_contiguous() and tensor.is_cpu
 
 
 def _offsets(record_format: RecordFormat, numel: int, low: Any) -> list[tuple[str, Any]]:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from offload.device.accelerator import UnitMemory, with_own_storage
-from offload.layout import ChunkLayout, FlatLayout, Slot
+from offload.layout import ChunkLayout, FlatLayout, Piece, Slot
 from offload.model.chunk import Chunk
 from offload.model.guard import ParameterGuard
 from offload.planning.route import Route
@@ -47,7 +47,9 @@ class ParameterInfo:
     seen_version: int = 0
     """PyTorch's count of in-place writes to it, when it was last looked at."""
     flat: Flat = field(init=False, repr=False, compare=False)
-    """Where it lies. Written once, by the flat."""
+    """Where it lies. Written once, by the flat, as `pieces` is."""
+    pieces: tuple[tuple[Chunk, Piece], ...] = field(init=False, repr=False, compare=False)
+    """What of it lies in each of this rank's chunks, in order."""
 
     @property
     def fqn(self) -> str:
@@ -115,17 +117,17 @@ class Flat:
         self._slot_of = {slot.parameter_index: slot for slot in layout.slots}
         self.chunks = tuple(self._chunk(chunk) for chunk in layout.chunks)
         """What this rank updates of it, in order."""
-        self._chunks_of: dict[int, list[Chunk]] = {info.index: [] for info in parameters}
+        pieces: dict[int, list[tuple[Chunk, Piece]]] = {info.index: [] for info in parameters}
         for chunk in self.chunks:
-            for info, _ in chunk.pieces:
-                self._chunks_of[info.index].append(chunk)
+            for info, piece in chunk.pieces:
+                pieces[info.index].append((chunk, piece))
         # Each view is made from a fresh `.data` alias, so none shares a version counter with another.
         self.values = memory.flat.data.view(dtype)
         self.views = [info.shaped(self._part(slot)).data for info, slot in zip(parameters, layout.slots, strict=True)]
 
         self._view_of = {info.index: view for info, view in zip(parameters, self.views, strict=True)}
         for info in parameters:
-            info.flat = self
+            info.flat, info.pieces = self, tuple(pieces[info.index])
 
     def _part(self, slot: Slot) -> torch.Tensor:
         if not self.memory.stays:
@@ -139,7 +141,7 @@ class Flat:
 
     def chunks_of(self, info: ParameterInfo) -> Sequence[Chunk]:
         """This rank's chunks that hold a part of the parameter, in order."""
-        return self._chunks_of[info.index]
+        return [chunk for chunk, _ in info.pieces]
 
     def view_of(self, info: ParameterInfo) -> torch.Tensor:
         return self._view_of[info.index]

@@ -5,7 +5,8 @@ and `p.grad = None` mean what they mean in PyTorch.
 
 The engine knows the L2 norm of all its gradients, and can multiply all of them by one number. So what
 `torch.nn.utils.get_total_norm` and `clip_grad_norm_` do with the gradients of the whole model is done: the norm of a token is
-a `_NormOfTaken`, which becomes a number where the norms of all tokens meet. Any other operation raises.
+a `_NormOfTaken`, which becomes a number where the norms of all tokens meet. What autograd adds to a token is handed to the
+engine, which adds it to the gradient. Any other operation raises.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from offload.errors import ParameterAccessError
 
 _aten = torch.ops.aten
 _NORMS = (_aten.linalg_vector_norm.default, _aten._foreach_norm.Scalar)
+_ADDITIONS = (_aten.add_.Tensor, _aten.add.Tensor)
 _SCALINGS = (_aten.mul_.Tensor, _aten._foreach_mul_.Tensor)
 
 
@@ -33,11 +35,15 @@ class Gradients(Protocol):
     def scale(self, tokens: Sequence[TakenGradient], factor: float) -> None:
         """Multiply them, as clipping does: all by the same number before the step."""
 
+    def accumulate(self, token: TakenGradient, gradient: torch.Tensor) -> None:
+        """Backward brought another gradient of the parameter."""
+
 
 class TakenGradient(torch.Tensor):
     """See the module."""
 
     fqn: str
+    parameter_index: int
     step_index: int
     """The step that it is for."""
     factor: float
@@ -45,7 +51,9 @@ class TakenGradient(torch.Tensor):
     gradients: ref[Gradients]
 
     @staticmethod
-    def __new__(cls, fqn: str, parameter: torch.Tensor, step_index: int, gradients: ref[Gradients]) -> TakenGradient:
+    def __new__(
+        cls, fqn: str, parameter_index: int, parameter: torch.Tensor, step_index: int, gradients: ref[Gradients]
+    ) -> TakenGradient:
         token = torch.Tensor._make_wrapper_subclass(
             cls,
             parameter.size(),
@@ -54,8 +62,13 @@ class TakenGradient(torch.Tensor):
             device=parameter.device,
             requires_grad=False,
         )
-        token.fqn, token.step_index, token.factor, token.gradients = fqn, step_index, 1.0, gradients
+        token.fqn, token.parameter_index, token.step_index, token.factor = fqn, parameter_index, step_index, 1.0
+        token.gradients = gradients
         return token
+
+    def is_of(self, parameter: torch.Tensor) -> bool:
+        """Whether it may stand for a gradient of the parameter as that is now."""
+        return self.shape == parameter.shape and self.dtype == parameter.dtype and self.device == parameter.device
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"TakenGradient({self.fqn!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -73,6 +86,9 @@ class TakenGradient(torch.Tensor):
             _require_whole_l2(func, tokens[0], args, kwargs or {})
             norms = [_NormOfTaken([token], ()) for token in tokens]
             return norms if isinstance(args[0], (list, tuple)) else norms[0]
+        if func in _ADDITIONS and isinstance(args[0], TakenGradient) and _is_accumulation():
+            _gradients_of(func, [args[0]]).accumulate(args[0], args[1])
+            return args[0]
         if func in _SCALINGS and isinstance(args[1], torch.Tensor) and args[1].dim() == 0:
             tokens = _tokens_of(func, args[0])
             _gradients_of(func, tokens).scale(tokens, float(args[1]))
@@ -117,6 +133,12 @@ class _NormOfTaken(torch.Tensor):
                 "engine.clip_grad_norm_(max_norm); clip gradients of other models by themselves."
             )
         _refuse(func, tokens[0])
+
+
+def _is_accumulation() -> bool:
+    """Whether autograd is accumulating into a leaf."""
+    node = torch._C._current_autograd_node()
+    return node is not None and hasattr(node, "variable")
 
 
 def _tokens_of(func: Any, given: Any) -> list[TakenGradient]:

@@ -22,8 +22,9 @@ import torch
 from offload.errors import UsageError
 from offload.model.flat import ParameterInfo
 from offload.model.unit import Unit
+from offload.step.inputs import tensors_in
 from offload.step.model_events import ModelEvents
-from offload.step.second_order import SecondOrder
+from offload.step.second_order import SecondOrder, levels_of
 from offload.step.shared_gradients import SharedGradients, is_accumulated
 from offload.step.training import Training
 
@@ -61,9 +62,7 @@ class BackwardUse:
     def start(self, *_: Any) -> None:
         passes = self._passes()
         if passes is None:
-            raise UsageError(
-                "backward reached a forward whose engine is gone, and its parameters with it: run the forward again."
-            )
+            raise _engine_is_gone()
         passes.enter()
         if not passes.is_open(self):
             self.graph_task = torch._C._current_graph_task_id()
@@ -86,6 +85,29 @@ class BackwardUse:
         self.awaited.discard(info.index)
         if not self.awaited and not self.inputs_need_gradients:
             self.end()
+
+
+class _ValuesMet:
+    """A hook of what a covered call computed: backward is to find the values that forward found."""
+
+    __slots__ = ("_first_number", "_passes", "_unit_index", "_version")
+
+    def __init__(self, passes: BackwardPasses, unit: Unit, first_number: int) -> None:
+        self._passes, self._unit_index, self._version = weakref.ref(passes), unit.index, unit.version
+        self._first_number = first_number
+
+    def __call__(self, _: torch.Tensor) -> None:
+        passes = self._passes()
+        if passes is None:
+            raise _engine_is_gone()
+        passes.reach_covered(self._unit_index, self._version)
+        if torch.is_grad_enabled():  # the backward records a graph
+            node = torch._C._current_autograd_node()
+            passes.second_order.follow(node, self._unit_index, self._version, self._first_number)
+
+
+def _engine_is_gone() -> UsageError:
+    return UsageError("backward reached a forward whose engine is gone, and its parameters with it: run the forward again.")
 
 
 class _GraphTaskEnd:
@@ -155,6 +177,8 @@ class BackwardPasses:
                 if not self._graph_tasks:
                     self._accumulates = False
                     self._events.backward_begins()
+                    if self._events.all_stays:
+                        self._uses.cover()
                 # Runs when this graph task is done; a reentrant checkpoint's backward is a graph task inside another.
                 end = _GraphTaskEnd(self, graph_task, self._training)
                 self._graph_tasks[graph_task] = weakref.ref(end)
@@ -172,6 +196,8 @@ class BackwardPasses:
             if use.reads_values and use.epoch == self._uses.epoch:
                 self._uses.end(use.unit, recorded=True)
         if gone and not self._graph_tasks:
+            if self._events.all_stays:
+                self._uses.uncover()
             self._left_early.clear()
             self.second_order.abandon()
 
@@ -189,10 +215,30 @@ class BackwardPasses:
                 self.second_order.end()
             self._ended = True
             with self._training.failures():
+                if self._events.all_stays:
+                    self._uses.uncover()
+                self._accumulates = self._events.gradients_left() or self._accumulates
                 while self._left_early:
                     self._events.backward_leaves(self._left_early.popitem()[1])
                 if self._accumulates:  # else it is `torch.autograd.grad`'s or a transform's, no part of the step
                     self._events.backward_ended()
+
+    def watch_values(self, unit: Unit, first_number: int, output: Any) -> None:
+        """A covered call of the unit's module ended; forward numbered its functions from `first_number`."""
+        met: _ValuesMet | None = None
+        for tensor in tensors_in(output):
+            for level in levels_of(tensor):
+                if level.requires_grad and level.grad_fn is not None:
+                    met = met or _ValuesMet(self, unit, first_number)
+                    level.register_hook(met)
+
+    def reach_covered(self, unit_index: int, version: int) -> None:
+        """A gradient reaches what such a call computed."""
+        self.enter()
+        unit = self.units[unit_index]
+        if unit.version != version or self._events.memory_is_short:
+            with self._training.failures():
+                self._events.backward_reaches(unit, version)
 
     def _second_order_reaches(self, unit_index: int, version: int | None) -> None:
         self.enter()

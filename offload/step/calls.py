@@ -44,6 +44,7 @@ class Call:
     inputs    those that need gradients; `use`: that of backward, where forward makes a graph
     recorded  it is part of a training step
     started   the unit's use has started, and lasts as long as the call
+    covers    so has one of all units
     frame     that of PyTorch's function which calls the module and its hooks
     """
 
@@ -54,6 +55,7 @@ class Call:
     use: BackwardUse | None = None
     recorded: bool = False
     started: bool = False
+    covers: bool = False
     frame: FrameType | None = None
 
     def __post_init__(self) -> None:
@@ -78,6 +80,10 @@ class RunningCalls:
     def __getitem__(self, index: int) -> Call:
         return self._calls[index]
 
+    def has(self, module: nn.Module) -> bool:
+        """Whether one of them is the module's."""
+        return any(call.module is module for call in self._calls)
+
     def push(self, call: Call) -> None:
         """The innermost from now on."""
         self._calls.append(call)
@@ -92,6 +98,14 @@ class RunningCalls:
                 del self._calls[position:]
                 return call
         return None
+
+    @property
+    def are_covered(self) -> bool:
+        """Whether the calling thread is inside a call that covers all units, and that goes on."""
+        if not self._calls:
+            return False
+        outermost = self._calls[0]
+        return outermost.covers and outermost.thread == threading.get_ident() and outermost.is_running()
 
     @property
     def is_recorded(self) -> bool:

@@ -84,6 +84,12 @@ class Components:
     backend: IoBackend | None = None
     made: list[Closable] = field(default_factory=list)
 
+    @property
+    def stays(self) -> bool:
+        """Whether all parameters are where the model computes on them, for good and on one rank alone: nothing has to know when
+        a unit of them is used."""
+        return self.ranks.world_size == 1 and not any(unit.residency.nbytes for unit in self.units)
+
     def close(self) -> None:
         """Stop and give back everything, last made first. Idempotent. Raises the first failure, after all of it."""
         close_all(self.made)

@@ -45,6 +45,12 @@ def _gradient_of(chunk: Chunk) -> ChunkGradient:
     return chunk.gradient
 
 
+def _cut(ordered: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """What of a parameter's gradient, [numel], lies in the piece."""
+    slot = piece.slot
+    return ordered if piece.numel == slot.numel else ordered[piece.start - slot.start : piece.stop - slot.start]
+
+
 def _take_in(
     target: torch.Tensor,
     values: torch.Tensor,
@@ -96,6 +102,8 @@ class Gradients:
         """Whether updates copy gradients over from the device."""
         self._buffers = GradientBuffers(spilling_count, pool, accelerator)
         self._live: dict[int, ParameterInfo] = {}
+        self._unsummed: dict[int, torch.Tensor] = {}
+        """By index of its parameter, what was adopted and whose squares are not yet summed."""
         self._device_sums = DeviceSums(accelerator, self._chunks, pool) if SUMS in pool.stats.consumers else None
         self._landing = Landing(accelerator, pool, self._lane)
         self._transit = self._made_transit(transit_buffer_count) if transit_buffer_count else None
@@ -150,10 +158,9 @@ class Gradients:
                         _gradient_of(chunk).sums[info.index] = None
                 self._transit.arrive(chunks, slot, ordered, addition)
             return
-        for chunk in flat.chunks_of(info):
+        for chunk, piece in info.pieces:
             state = _gradient_of(chunk)
-            piece = Piece(slot, max(slot.start, chunk.start), min(slot.stop, chunk.stop))
-            source = ordered[piece.start - slot.start : piece.stop - slot.start]
+            source = _cut(ordered, piece)
             with self._lock:
                 state.live.add(info.index)
                 if piece.numel == 0:
@@ -165,10 +172,45 @@ class Gradients:
                 buffer = self._buffer_for_adding(state, wide=addition is Addition.SUM)
                 target = buffer[piece.start - chunk.start : piece.stop - chunk.start]
                 if info.index in state.adopted:
+                    self._unsummed.pop(info.index, None)
                     kernels.convert(target, state.adopted.pop(info.index))
                 on_device = self._device_sums.part(info.index, chunk.index) if self._device_sums is not None else None
                 summed = _take_in(target, source, piece.start, addition, flat.dtype, on_device)
                 state.sums[info.index] = summed if on_device is None else None
+
+    def adopts(self, info: ParameterInfo) -> bool:
+        """Whether autograd's own tensor is kept as the parameter's first gradient of a step."""
+        return all(self._adopts(chunk) for chunk in info.flat.chunks_of(info))
+
+    def adopt(self, found: Iterable[tuple[ParameterInfo, torch.Tensor]]) -> None:
+        """Take over these tensors, of parameters that `adopts` is true of, which nobody else will write to. What was there of
+        these parameters before is dropped."""
+        with self._lock:
+            for info, gradient in found:
+                if info.index in self._live:
+                    self.drop(info)
+                ordered = info.in_memory_order(gradient)
+                self._live[info.index] = info
+                for chunk, piece in info.pieces:
+                    state = _gradient_of(chunk)
+                    state.live.add(info.index)
+                    if piece.numel:
+                        state.adopted[info.index] = _cut(ordered, piece)
+                self._unsummed[info.index] = ordered
+
+    def _sum_up(self) -> None:
+        """Take the sums of squares of what was adopted, in one pass over it."""
+        unsummed, self._unsummed = self._unsummed, {}
+        pieces = [
+            (_gradient_of(chunk), index, piece.start)
+            for index in unsummed
+            if index in self._live
+            for chunk, piece in self._live[index].pieces
+            if piece.numel
+        ]
+        gradients = [(state.adopted[index], start) for state, index, start in pieces]
+        for (state, index, _), sums in zip(pieces, kernels.sums_of_squares(gradients), strict=True):
+            state.sums[index] = sums
 
     def _adopts(self, chunk: Chunk) -> bool:
         """Whether autograd's own tensors are kept: they lie where gradients do."""
@@ -287,6 +329,7 @@ class Gradients:
         """Forget the gradient of one parameter, unless an update has it; buffers that hold nothing else are given back."""
         if self._live.pop(info.index, None) is None:
             return
+        self._unsummed.pop(info.index, None)
         with self._lock:
             for chunk in info.flat.chunks_of(info):
                 state = _gradient_of(chunk)
@@ -309,6 +352,7 @@ class Gradients:
         for chunk in self._chunks:
             _gradient_of(chunk).settle()
         self._landing.settled()
+        self._sum_up()
         if self._device_sums is not None:
             self._device_sums.read()
 
@@ -361,6 +405,26 @@ class Gradients:
         if transfer is not None:
             transfer.wait()
         return [self._piece(state, piece) for piece in pieces]
+
+    def open_all(self, chunks: Iterable[Chunk]) -> list[torch.Tensor]:
+        """`open` of all pieces of several chunks, which lie in host memory."""
+        found = []
+        with self._lock:
+            for chunk in chunks:
+                state = _gradient_of(chunk)
+                state.settle()
+                state.opened = True
+                adopted = state.adopted
+                found += [
+                    adopted[info.index] if info.index in adopted else self._piece(state, piece) for info, piece in chunk.pieces
+                ]
+        return found
+
+    def release_all(self, chunks: Iterable[Chunk]) -> None:
+        """`release` of all of them."""
+        with self._lock:
+            for chunk in chunks:
+                self.release(chunk)
 
     def read(self, chunk: Chunk, parameter_index: int, piece: Piece) -> torch.Tensor | None:
         """One piece as it lies in its buffer, which may be read back for it; None where there is none. After `settle`."""

@@ -2,6 +2,8 @@
 
     forward      a pre-hook starts the unit's use, a hook ends it
     backward     hooks of a call's outputs and inputs say where it is (`offload.step.backward_passes`)
+    covered      where all units stay, calls inside a forward or backward of the whole model only leave word of the values that
+                 they computed with: backward is to find the same
     gradients    right before PyTorch accumulates into `p.grad` the token of an earlier gradient is taken out; right
                  after, the gradient is handed over and a token put in its place; the parts of a shared parameter's are
                  added by `offload.step.shared_gradients`
@@ -76,6 +78,9 @@ class Hooks:
         self._units, self._training, self._events, self._successor = units, training, events, successor
         self._uses, self._calls = training.uses, training.calls
         self._backwards = BackwardPasses(units, training, events)
+        self._covers, self._is_left = events.all_stays, events.is_left
+        self._first_numbers = [0] * len(units)
+        """By unit: what autograd numbered the first function of its last covered call."""
         self._removers: list[Callable[[], None]] = []
         self._root = units[0].modules[0]
         self._renormalized = {id(module.weight) for module in renormalizing(self._root).values()}
@@ -85,7 +90,7 @@ class Hooks:
             for module in _use_modules(unit, unit is self._units[0]):
                 self._hook_module(unit, module)
             for position, info in enumerate(unit.parameters):
-                if info.parameter.requires_grad or info.trainable:
+                if (info.parameter.requires_grad or info.trainable) and not self._is_left(info):
                     self._hook_parameter(unit.index, position, info)
         for module in self._root.modules():
             if module._parameters:
@@ -99,7 +104,7 @@ class Hooks:
 
     def _hook_module(self, unit: Unit, module: nn.Module) -> None:
         before = _ModuleHook(lambda module, args, kwargs: self._before_forward(unit, module, args, kwargs))
-        after = _ModuleHook(lambda module, args, kwargs, output: self._leave_module(module, output))
+        after = _ModuleHook(lambda module, args, kwargs, output: self._leave_module(unit, module, output))
         self._removers.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
         self._removers.append(module.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
 
@@ -130,6 +135,12 @@ class Hooks:
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
         inside_backward = in_backward()
+        if self._covers and self._is_covered(unit, module, inside_backward):
+            if unit.update is not None:
+                with self._training.failures():
+                    self._uses.settle(unit)
+            self._first_numbers[unit.index] = torch._C._autograd._get_sequence_nr()
+            return None
         call = self._push_call(module, inside_backward)
         if not inside_backward and len(self._calls) == 1:
             successor = self._outermost_begins()
@@ -147,13 +158,26 @@ class Hooks:
             args, kwargs = changed = self._events.cast_inputs(args, kwargs)
         with self._training.failures():
             self._uses.start(unit, recorded=call.recorded)
-        call.started = True
+            call.started = True
+            if self._covers and unit is self._units[0] and not inside_backward:
+                self._uses.cover()
+                call.covers = True
         if torch.is_grad_enabled():
             self._follow_backward(call, unit, args, kwargs, computed_again=inside_backward)
         elif not inside_backward and (call.recorded or self._calls[0].unit is not self._units[0]):
             # An evaluation of the whole model is no checkpoint's; one of a part alone cannot be told from it.
             self._backwards.passed(unit)
         return changed
+
+    def _is_covered(self, unit: Unit, module: nn.Module, inside_backward: bool) -> bool:
+        """Whether a forward or backward of the whole model has opened the unit, and nothing else has to know of its call."""
+        if module is self._root or len(unit.modules) > 1:
+            return False
+        if not inside_backward:
+            return self._calls.are_covered
+        if torch.is_grad_enabled():
+            self._backwards.enter()
+        return self._uses.covers_all and not len(self._calls)
 
     def _push_call(self, module: nn.Module, inside_backward: bool) -> Call:
         with self._training.failures():
@@ -194,7 +218,11 @@ class Hooks:
 
     # ---- after it ------------------------------------------------------------------------------------------------
 
-    def _leave_module(self, module: nn.Module, output: Any) -> None:
+    def _leave_module(self, unit: Unit, module: nn.Module, output: Any) -> None:
+        if self._covers and not self._calls.has(module):
+            if torch.is_grad_enabled() and not is_lookup(module):
+                self._backwards.watch_values(unit, self._first_numbers[unit.index], output)
+            return
         try:
             call = self._calls.pop(module)
             if call is not None and call.unit is not None and call.started and not self._training.has_failed:
@@ -208,9 +236,12 @@ class Hooks:
             self._await_backward(call, call.use, unit, output)
         with self._training.failures():
             try:
-                self._report_writes(unit)
+                for one in self._units if call.covers else (unit, *unit.uses.companions):
+                    self._report_writes(one)
             finally:
                 self._uses.end(unit, recorded=call.recorded)
+                if call.covers:
+                    self._uses.uncover()
                 if not self._calls and not in_backward():
                     self._events.forward_ended()
 
@@ -229,9 +260,9 @@ class Hooks:
                 self._uses.accompany(enclosing, unit)
 
     def _report_writes(self, unit: Unit) -> None:
-        """What this forward wrote in place to parameters that it had."""
+        """What this forward wrote in place to the unit's parameters."""
         uncounted = self._renormalized if torch.is_inference_mode_enabled() else ()  # no versions are counted there
-        for info in [info for one in (unit, *unit.uses.companions) for info in one.parameters]:
+        for info in unit.parameters:
             if (info.was_written or id(info.parameter) in uncounted) and not info.lent_count:
                 info.note_version()
                 self._events.forward_wrote(info)

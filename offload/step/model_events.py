@@ -12,6 +12,7 @@ from offload.model.unit import Unit
 from offload.step.components import Components
 from offload.step.homes import Homes
 from offload.step.inputs import cast_floating
+from offload.step.parameter_gradients import is_left, stale_gradient
 from offload.step.training import Training
 
 
@@ -24,9 +25,14 @@ class ModelEvents:
         self._training, self._gradients, self._speculation = training, training.gradients, training.speculation
         self._residency, self._intake, self._updates = parts.residency, parts.intake, parts.updates
         self._accelerator, self._timeline = parts.accelerator, parts.timeline
-        self._memory_is_short = any(unit.route.has_store for unit in parts.units) or parts.placement.uses_nvme
+        self.all_stays, self._parts = parts.stays, parts
+        self.memory_is_short = any(unit.route.has_store for unit in parts.units) or parts.placement.uses_nvme
         self._is_alone, self._trains = parts.ranks.world_size == 1, parts.gradients is not None
         self._homes, self._input_dtype = Homes(parts), input_dtype
+
+    def is_left(self, info: ParameterInfo) -> bool:
+        """See `parameter_gradients.is_left`."""
+        return is_left(self._parts, info)
 
     # ---- forward -------------------------------------------------------------------------------------------------
 
@@ -70,7 +76,7 @@ class ModelEvents:
                 f"backward reached unit {unit.name} through a forward that ran before optimizer.step() (a load, a write): its "
                 "parameters have changed since. Run the forward again after the step."
             )
-        if self._memory_is_short:
+        if self.memory_is_short:
             self._accelerator.about_to_allocate(unit.largest_gradient_nbytes)
 
     def gradient_coming(self, unit: Unit, info: ParameterInfo) -> None:
@@ -80,10 +86,7 @@ class ModelEvents:
         self._training.require_scaled_loss()
         self._speculation.before_use(unit)
         if unit.update is not None:
-            raise UsageError(
-                f"a gradient of {info.fqn!r} came from a forward that ran before optimizer.step(), whose update of it has not "
-                "ended yet. Run the forward again after the step."
-            )
+            raise stale_gradient(info.fqn)
         self._gradients.coming(info)
 
     def gradient_arrived(self, unit: Unit, info: ParameterInfo) -> None:
@@ -93,7 +96,7 @@ class ModelEvents:
         if gradient is None:
             return
         self._residency.go_on()
-        if self._memory_is_short and gradient.layout is torch.strided:
+        if self.memory_is_short and gradient.layout is torch.strided:
             self._accelerator.about_to_free(gradient.nbytes)
 
     def backward_leaves(self, unit: Unit) -> None:
@@ -101,6 +104,11 @@ class ModelEvents:
         if self._training.synchronizing:
             self._intake.leave(unit)
             self._speculation.backward_left(unit, 1.0 / self._training.loss_scale.value)
+
+    def gradients_left(self) -> bool:
+        """An outermost backward is about to be over. Whether it left gradients in their parameters."""
+        with self._timeline.working("gradients"):
+            return self._gradients.take_left()
 
     def backward_ended(self) -> None:
         """An outermost backward is over."""

@@ -1,5 +1,7 @@
 """What `p.grad` holds: a token in place of each gradient that the engine took over (`offload.model.taken_gradient`).
 
+left     where nothing is copied PyTorch accumulates undisturbed; what backward left there is taken over at its end. What it
+         adds to a token after that comes here by itself
 coming   PyTorch is about to accumulate into it: an earlier gradient's token is taken out
 arrived  PyTorch accumulated: the gradient is taken over, and a token put in its place
 adopt    a gradient that another rank computed counts here too
@@ -8,7 +10,9 @@ take_assigned  one that the user put there counts like one that backward compute
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import TypeGuard
 
 import torch
 
@@ -30,12 +34,22 @@ _NAMED = 5
 class ParameterGradients:
     """See the module. Owned by the thread that drives the model, and backward's, never both at once."""
 
-    def __init__(self, parts: Components, measure: Callable[[], float]) -> None:
-        """`measure`: gives the norm of the gradients as they stand."""
+    def __init__(
+        self,
+        parts: Components,
+        measure: Callable[[], float],
+        require_scaled_loss: Callable[[], None],
+        failures: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """`measure`: gives the norm of the gradients as they stand. `require_scaled_loss`: raises where what comes lacks the
+        loss scale. `failures`: `FailureState.failures`."""
         self._units, self._parameters = parts.units, parts.parameters
         self._gradients, self._intake = parts.gradients, parts.intake
+        self._require_scaled_loss, self._failures = require_scaled_loss, failures
         self.micro_batches = MicroBatches(parts)
-        self.clipping = TokenClipping(parts.parameters, self.live, measure)
+        self.clipping = TokenClipping(parts.parameters, self.live, measure, self._accumulate)
+        self._left = [info for info in parts.parameters if is_left(parts, info)]
+        self._trained = [info for info in parts.parameters if info.trainable]
         self.step_index = 0
         """Of the step that the gradients are for: that many were done."""
         self._consumed: dict[int, TakenGradient] = {}
@@ -54,11 +68,7 @@ class ParameterGradients:
             return
         self.micro_batches.gradient_coming(info, is_second=live)
         if isinstance(gradient, TakenGradient):
-            if gradient.factor != 1.0:
-                raise UsageError(
-                    f"backward reached {info.fqn!r} after its gradient was clipped. PyTorch would add to that; here the "
-                    "step clips. Clip after the last backward of the step."
-                )
+            _refuse_clipped(gradient)
             info.parameter.grad = None
 
     def arrived(self, unit: Unit, info: ParameterInfo) -> torch.Tensor | None:
@@ -69,6 +79,43 @@ class ParameterGradients:
         elif gradient is not None:
             self._take_over(unit, info, gradient, owned=True)
         return gradient
+
+    def take_left(self) -> bool:
+        """The end of a backward: take over what it left in `p.grad`. Whether there was any."""
+        with unguarded():
+            found = [(info, gradient) for info in self._left if _is_new(gradient := info.parameter.grad)]
+            if not found:
+                return False
+            assert self._gradients is not None
+            try:
+                self._require_scaled_loss()
+                for unit in self._units_of(info for info, _ in found):
+                    if unit.update is not None:
+                        raise stale_gradient(next(info.fqn for info, _ in found if info.unit_index == unit.index))
+                    unit.shard.become(ShardState.REDUCING)
+            except BaseException:
+                for info, _ in found:
+                    info.parameter.grad = None
+                raise
+            self._gradients.adopt(found)
+            for info, _ in found:
+                info.parameter.grad = self.clipping.token(info, self.step_index)
+        return True
+
+    def _accumulate(self, token: TakenGradient, gradient: torch.Tensor) -> None:
+        """Autograd adds to a gradient that was taken over. To one that a step has consumed nothing is added, and whatever would
+        use the sum raises (`require_new`)."""
+        info = self._parameters[token.parameter_index]
+        with self._failures(), unguarded():
+            if self._gradients is None or not self._gradients.is_live(info):
+                return
+            self._require_scaled_loss()
+            _refuse_clipped(token)
+            self.micro_batches.gradient_coming(info, is_second=True)
+            self._intake.arrive(info, gradient, owned=False, is_part=False)
+
+    def _units_of(self, infos: Iterable[ParameterInfo]) -> list[Unit]:
+        return [self._units[index] for index in dict.fromkeys(info.unit_index for info in infos)]
 
     def _take_over(self, unit: Unit, info: ParameterInfo, gradient: torch.Tensor, *, owned: bool) -> None:
         unit.shard.become(ShardState.REDUCING)
@@ -96,15 +143,14 @@ class ParameterGradients:
     def any_given(self) -> bool:
         """Whether there is a gradient that a step would use."""
         with unguarded():
-            return any(info.trainable and _is_assigned(info) for info in self._parameters) or bool(self.live())
+            return any(_is_new(info.parameter.grad) for info in self._trained) or bool(self.live())
 
     def take_assigned(self) -> None:
         """A gradient that the user assigned to `p.grad` counts like one that backward computed."""
         with unguarded():
-            assigned = [info for info in self._parameters if info.trainable and _is_assigned(info)]
-            for info in assigned:
-                gradient = info.parameter.grad
-                assert self._gradients is not None and gradient is not None
+            assigned = [(info, gradient) for info in self._trained if _is_new(gradient := info.parameter.grad)]
+            for info, gradient in assigned:
+                assert self._gradients is not None
                 self._gradients.is_live(info)
                 self._take_over(self._units[info.unit_index], info, gradient, owned=False)
 
@@ -187,6 +233,30 @@ class ParameterGradients:
                 info.parameter.grad = zeros
 
 
-def _is_assigned(info: ParameterInfo) -> bool:
-    gradient = info.parameter.grad
-    return gradient is not None and not isinstance(gradient, TakenGradient)
+def is_left(parts: Components, info: ParameterInfo) -> bool:
+    """Whether PyTorch accumulates into the parameter's `grad` undisturbed: the engine would keep the tensor as it is, and sum
+    as PyTorch does. Of a shared parameter it adds the parts itself."""
+    if parts.gradients is None or not parts.stays or not info.trainable or info.dtype != torch.float32:
+        return False
+    return parts.gradients.adopts(info) and len(parts.units[info.unit_index].modules) == 1
+
+
+def _is_new(gradient: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    """Whether it is one that was not taken over."""
+    return gradient is not None and type(gradient) is not TakenGradient
+
+
+def _refuse_clipped(token: TakenGradient) -> None:
+    if token.factor != 1.0:
+        raise UsageError(
+            f"backward reached {token.fqn!r} after its gradient was clipped. PyTorch would add to that; here the "
+            "step clips. Clip after the last backward of the step."
+        )
+
+
+def stale_gradient(fqn: str) -> UsageError:
+    """The refusal of what comes from a forward before the last step."""
+    return UsageError(
+        f"a gradient of {fqn!r} came from a forward that ran before optimizer.step(), whose update of it has not "
+        "ended yet. Run the forward again after the step."
+    )

@@ -131,6 +131,11 @@ class Residency:
             elif unit.residency.state is UnitState.RESIDENT:
                 self._updates.launch(unit)
 
+    @property
+    def updates_run_beside(self) -> bool:
+        """Whether updates compute beside the model, on a thread of their own."""
+        return self._updates is not None and self._updates.runs_beside
+
     def finish_updates(self, besides: Collection[Unit] = ()) -> None:
         """Run every update that is still enqueued, bringing in what it needs; but those of the units `besides`."""
         if self._updates is not None:

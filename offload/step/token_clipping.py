@@ -7,14 +7,19 @@ step then clips as it does after `Engine.clip_grad_norm_`, to the bit.
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections.abc import Callable, Sequence
+
+from torch import Tensor
 
 from offload.errors import ParameterAccessError, UsageError
 from offload.model.flat import ParameterInfo, some_of
 from offload.model.taken_gradient import TakenGradient
 
 _NAMED = 5
+_OWN_REFERENCES = 3
+"""To a token that nobody else has, while it is asked for the number: the table's, the variable's and the question's."""
 _EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_
 
 
@@ -26,16 +31,30 @@ class TokenClipping:
         parameters: Sequence[ParameterInfo],
         live_parameters: Callable[[], list[ParameterInfo]],
         measure: Callable[[], float],
+        accumulate: Callable[[TakenGradient, Tensor], None],
     ) -> None:
-        """`live_parameters`: whose gradients count for the coming step; `measure`: their norm."""
+        """`live_parameters`: whose gradients count for the coming step; `measure`: their norm; `accumulate`: takes what
+        autograd adds to a token."""
         self._parameters, self._live_parameters, self._measure = parameters, live_parameters, measure
-        self._norm = math.nan
+        self._accumulate, self._norm = accumulate, math.nan
+        self._tokens: dict[int, TakenGradient] = {}
+        """The last one of each parameter, by index."""
         self._any_scaled = False
         """Whether a token was multiplied since the last step."""
 
     def token(self, info: ParameterInfo, step_index: int) -> TakenGradient:
         """For `p.grad`, which keeps no engine alive."""
-        return TakenGradient(info.fqn, info.parameter, step_index, weakref.ref(self))
+        token = self._tokens.get(info.index)
+        if token is None or sys.getrefcount(token) > _OWN_REFERENCES or not token.is_of(info.parameter):
+            token = self._tokens[info.index] = TakenGradient(
+                info.fqn, info.index, info.parameter, step_index, weakref.ref(self)
+            )
+        token.step_index, token.factor = step_index, 1.0
+        return token
+
+    def accumulate(self, token: TakenGradient, gradient: Tensor) -> None:
+        """See `taken_gradient.Gradients`."""
+        self._accumulate(token, gradient)
 
     def total_norm(self, tokens: Sequence[TakenGradient]) -> float:
         """See `taken_gradient.Gradients`. Collective on several ranks."""

@@ -59,7 +59,7 @@ class Training(FailureState):
         self.calls = RunningCalls(self.turn)
         self.uses = Uses(parts.units, parts.residency, self.speculation, self.calls)
         self.lender = Lender(parts, self, self.uses)
-        self.gradients = ParameterGradients(parts, self._measure_now)
+        self.gradients = ParameterGradients(parts, self._measure_now, self.require_scaled_loss, self.failures)
         self.grad_norm: float | None = None
         self.synchronizing, self.loss_is_scaled = True, False
         self._clip_once: float | None = None

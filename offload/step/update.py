@@ -11,7 +11,7 @@ A unit between `enqueue` and `finish` is in the shard state UPDATING (`offload.m
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -23,7 +23,7 @@ from offload.device.lane import HostLane, InlineLane, ThreadLane
 from offload.device.pending import Pending
 from offload.device.records import Record
 from offload.device.segment import MASTER, Segment
-from offload.device.step_table import Span, StepTable
+from offload.device.step_table import JoinedTable, Span, StepTable
 from offload.model.chunk import Chunk
 from offload.model.unit import Unit
 from offload.model.update import ChunkUpdate, PieceUpdate, UnitUpdate
@@ -70,6 +70,9 @@ class Updates:
         self._queue: dict[Unit, UnitUpdate] = {}
         """The units that have an update, in the enqueued order. Changed by the thread that drives the model, read by any."""
         self._ahead: deque[ChunkUpdate] = deque()
+        self._joined_chunks: tuple[Chunk, ...] = ()
+        self._joined: JoinedTable | None = None
+        """Of these chunks: what a step updates together, as a rule."""
 
     @property
     def pending_units(self) -> list[Unit]:
@@ -110,8 +113,21 @@ class Updates:
         if update.job is None:
             # On the device the job gives work to compute, and a thread of the fetcher may be the one that runs it.
             lane = self._lanes[unit.route.update_in]
-            update.job = lane.submit(self._accelerator.on_compute(lambda: self._run(unit, update)))
+            if self._updates_together(unit):
+                together = [one for one in self._queue if self._updates_together(one)]
+                job = lane.submit(lambda: self._run_together(together))
+                for one in together:
+                    assert one.update is not None
+                    one.update.job = job
+            else:
+                update.job = lane.submit(self._accelerator.on_compute(lambda: self._run(unit, update)))
+        assert update.job is not None
         return update.job
+
+    def _updates_together(self, unit: Unit) -> bool:
+        """Whether the unit's update, which no lane has yet, needs nothing to be brought or taken anywhere."""
+        in_place = unit.route.emission is Emission.IN_PLACE and unit.route.update_in is Memory.HOST
+        return in_place and not self._reads and unit.update is not None and unit.update.job is None
 
     def finish(self, unit: Unit) -> None:
         """Wait until the unit's update ran, if it has one; raise its failure."""
@@ -162,6 +178,37 @@ class Updates:
             update.published.append(self._apply(chunk_update))
         if unit.route.update_in is Memory.DEVICE:
             update.published.append(self._accelerator.mark())
+
+    def _run_together(self, units: Sequence[Unit]) -> None:
+        runs = [(unit, unit.update) for unit in units if unit.update is not None]
+        updates = [one for _, update in runs for one in update.chunks]
+        if self.watcher is not None or not all(one.updates_every_slot and one.factor == updates[0].factor for one in updates):
+            for unit, update in runs:
+                self._run(unit, update)
+            return
+        chunks = tuple(one.chunk for one in updates)
+        if chunks != self._joined_chunks:
+            values = [chunk.values for chunk in chunks]
+            if not uses_native(values[0]):
+                for unit, update in runs:
+                    self._run(unit, update)
+                return
+            places = zip(chunks, map(self._records_view, chunks), values, strict=True)
+            self._joined = JoinedTable([(self._step_table(chunk, own), record, own) for chunk, record, own in places])
+            self._joined_chunks = chunks
+        assert self._joined is not None
+        gradients = self._gradients.open_all(chunks)
+        with self._timeline.lane_working("adam"):
+            numbers = [(piece.hyper, piece.step) for one in updates for piece in one.pieces]
+            self._joined.update(gradients, numbers, updates[0].factor)
+        self._gradients.release_all(chunks)
+        for one in updates:
+            one.started = one.applied = True
+
+    def _records_view(self, chunk: Chunk) -> Tensor:
+        view = self._records.view(chunk)
+        assert view is not None, "a record in memory has its place there"
+        return view
 
     def _sink(self, chunk: Chunk) -> ParameterSink:
         """Each lane has its own: one chunk is in a sink's hands at a time."""
@@ -267,13 +314,17 @@ class Updates:
 
     def _step_by_table(self, update: ChunkUpdate, record: Tensor, values: Tensor, gradients: list[Tensor]) -> None:
         chunk, pieces = update.chunk, update.pieces
-        if chunk.step_table is None:
-            chunk.step_table = StepTable(self._records.format(chunk), chunk.numel, values.dtype, _spans(chunk))
         which = None
         if not update.updates_every_slot:
             updated = {one.info.index for one in pieces}
             which = [position for position, (info, _) in enumerate(chunk.pieces) if info.index in updated]
-        chunk.step_table.update(which, record, values, gradients, [(one.hyper, one.step) for one in pieces], update.factor)
+        table = self._step_table(chunk, values)
+        table.update(which, record, values, gradients, [(one.hyper, one.step) for one in pieces], update.factor)
+
+    def _step_table(self, chunk: Chunk, values: Tensor) -> StepTable:
+        if chunk.step_table is None:
+            chunk.step_table = StepTable(self._records.format(chunk), chunk.numel, values.dtype, _spans(chunk))
+        return chunk.step_table
 
 
 def _spans(chunk: Chunk) -> list[Span]:

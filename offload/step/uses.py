@@ -2,6 +2,9 @@
 
 A forward or backward of a unit uses it, and so does who holds it (`engine.gathered`). Parameters that are read inside a
 forward without a use of their own come and go with its unit: they are its companions.
+
+Where nothing ever leaves the memory that the model computes on, one use covers all units: a forward of the whole model, or a
+backward. Inside it the calls of units are none.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ class Uses:
         self._units, self._residency, self._speculation, self._calls = units, residency, speculation, calls
         self.epoch = 0
         """How often all uses were abandoned: one that began in an earlier epoch has ended."""
+        self._cover_count = 0
+        """Uses that have started and not ended, and cover all units."""
         self._end_cut_short: Callable[[], Callable[[], None] | None] = lambda: None
 
     def ended_by(self, end_cut_short: Callable[[], Callable[[], None] | None]) -> None:
@@ -49,6 +54,36 @@ class Uses:
         if unit.uses.count == unit.uses.held_count:
             unit.close_off()
         self._residency.use_ended(unit, recorded=recorded, then=then)
+
+    @property
+    def covers_all(self) -> bool:
+        """Whether every unit is open."""
+        return self._cover_count > 0
+
+    def cover(self) -> None:
+        """Open all units, none of which ever leaves, until `uncover`. Updates that compute beside the model go on: whoever uses
+        a unit that has one waits for it (`Uses.settle`)."""
+        self._cover_count += 1
+        if self._cover_count > 1:
+            return
+        for unit in self._units:
+            if unit.update is not None and not self._residency.updates_run_beside:
+                self._residency.bring(unit)
+            unit.open_up()
+
+    def uncover(self) -> None:
+        """Close them again, if nothing else uses them."""
+        if self._cover_count == 1:
+            self._cover_count = 0
+            for unit in self._units:
+                if unit.uses.count == unit.uses.held_count:
+                    unit.close_off()
+        elif self._cover_count:
+            self._cover_count -= 1
+
+    def settle(self, unit: Unit) -> None:
+        """A covered unit is about to compute: with the values of the last step."""
+        self._residency.bring(unit)
 
     def hold(self, unit: Unit) -> None:
         """Keep the unit resident, whatever forwards and backwards come and go, until `release`. It opens nothing."""
@@ -108,6 +143,9 @@ class Uses:
         self.epoch += 1
         self._calls.abandon_uses()
         self._residency.uses_were_abandoned()
+        if self._cover_count:
+            self._cover_count = 1
+            self.uncover()
         for unit in self._units:
             if unit.uses.count > unit.uses.held_count:
                 unit.uses.count = unit.uses.held_count
