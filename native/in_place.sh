@@ -10,9 +10,10 @@ built() {
 }
 
 with_cmake() {
-    "$@" -S native -B build/in-place -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$(command -v "$python")"
-    "$@" --build build/in-place --parallel
-    cp build/in-place/offload_cuda_kernels.* offload/ 2>/dev/null || echo "offload: no CUDA kernels were built"
+    "$@" -S native -B build/in-place -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$(command -v "$python")" -DOFFLOAD_CUDA_KERNELS=ON
+    "$@" --build build/in-place --parallel --target offload_native
+    "$@" --build build/in-place --target offload_cuda_kernels && cp build/in-place/offload_cuda_kernels.*[bn] offload/ ||
+        echo "offload: no CUDA kernels were built"
     cp build/in-place/liboffload_native.so "$library.new"
 }
 

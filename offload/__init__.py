@@ -20,7 +20,7 @@ from offload.errors import (
 from offload.importing.values import read_values
 from offload.model.lion import Lion
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BudgetError",

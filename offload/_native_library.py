@@ -106,9 +106,11 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
 
 
 def installed_paths(name: str) -> list[Path]:
-    """Where a built file may lie: beside this file, or (editable install) in the package's folder in site-packages."""
+    """Where a built file may lie: beside this file, (editable install) in the package's folder in site-packages, or in the
+    package of compiled kernels, offload-cuda."""
     package_paths = list(getattr(sys.modules.get(__package__ or ""), "__path__", []))
-    folders = [Path(__file__).parent, *map(Path, package_paths), *(Path(entry) / "offload" for entry in sys.path)]
+    installed = [Path(entry) / package for package in ("offload", "offload_cuda") for entry in sys.path]
+    folders = [Path(__file__).parent, *map(Path, package_paths), *installed]
     return [folder / name for folder in dict.fromkeys(folders)]
 
 

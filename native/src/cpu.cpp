@@ -121,10 +121,10 @@ const Kernels& kernels() {
 #define OFFLOAD_COMPILER "gcc " __VERSION__
 #endif
 
-#if defined(OFFLOAD_HAVE_IO_URING)
-#define OFFLOAD_URING_TEXT "yes (liburing " OFFLOAD_HAVE_IO_URING ")"
+#if defined(__linux__)
+#define OFFLOAD_URING_TEXT "yes (by system calls)"
 #else
-#define OFFLOAD_URING_TEXT "no (liburing was not found at build time)"
+#define OFFLOAD_URING_TEXT "no (not Linux)"
 #endif
 
 #if defined(OFFLOAD_HAVE_X86)

@@ -3,11 +3,9 @@
 
 #include "io.h"
 
-#if defined(OFFLOAD_HAVE_IO_URING)
+#if defined(__linux__)
 
-#include <liburing.h>
 #include <sys/eventfd.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -21,6 +19,7 @@
 #include <thread>
 #include <vector>
 
+#include "io_ring.h"
 #include "threads.h"
 
 namespace offload {
@@ -48,18 +47,15 @@ class UringIo final : public offload_io {
 
     ~UringIo() override {
         if (wake_fd_ >= 0) ::close(wake_fd_);
-        if (ring_made_) io_uring_queue_exit(&ring_);
     }
 
     int start() {
         wake_fd_ = eventfd(0, EFD_CLOEXEC);
         if (wake_fd_ < 0) return -errno;
         // One entry more than the depth: the read of wake_fd_.
-        const int status = io_uring_queue_init(static_cast<unsigned>(queue_depth_) + 1, &ring_, 0);
+        const int status = ring_.open(static_cast<unsigned>(queue_depth_) + 1);
         if (status != 0) return status;
-        ring_made_ = true;
-        if (!knows_operations()) return -ENOSYS;
-        has_table_ = io_uring_register_buffers_sparse(&ring_, kRegisteredMax) == 0;
+        has_table_ = ring_.register_empty_table(kRegisteredMax) == 0;
         for (unsigned slot = has_table_ ? kRegisteredMax : 0; slot > 0; --slot) free_slots_.push_back(slot - 1);
         const SignalsBlocked blocked;
         thread_ = std::thread([this] { serve(); });
@@ -81,7 +77,7 @@ class UringIo final : public offload_io {
         for (char* begin = address; status == 0 && begin < address + nbytes; begin += kRegisteredNbytesMax) {
             char* const end = begin + std::min<int64_t>(kRegisteredNbytesMax, address + nbytes - begin);
             const unsigned slot = free_slots_.back();
-            status = set_slot(slot, begin, end - begin);
+            status = ring_.set_table_slot(slot, begin, static_cast<size_t>(end - begin));
             if (status != 0) break;
             made.emplace(begin, Registered{end, slot, begin == address});
             free_slots_.pop_back();
@@ -119,15 +115,9 @@ class UringIo final : public offload_io {
     }
 
   private:
-    int set_slot(unsigned slot, char* begin, int64_t nbytes) {
-        const iovec range = {begin, static_cast<size_t>(nbytes)};
-        const int status = io_uring_register_buffers_update_tag(&ring_, slot, &range, nullptr, 1);
-        return status == 1 ? 0 : status < 0 ? status : -EIO;
-    }
-
     int give_back(unsigned slot) {
         free_slots_.push_back(slot);
-        return set_slot(slot, nullptr, 0);
+        return ring_.set_table_slot(slot, nullptr, 0);
     }
 
     // The table's entry that holds the whole range, or -1. The caller holds mutex_.
@@ -138,18 +128,9 @@ class UringIo final : public offload_io {
         return begin + nbytes <= entry->second.end ? static_cast<int>(entry->second.slot) : -1;
     }
 
-    bool knows_operations() {
-        io_uring_probe* const probe = io_uring_get_probe_ring(&ring_);
-        if (probe == nullptr) return false;
-        const bool knows = io_uring_opcode_supported(probe, IORING_OP_READ) != 0 &&
-                           io_uring_opcode_supported(probe, IORING_OP_WRITE) != 0 && io_uring_opcode_supported(probe, IORING_OP_FSYNC) != 0;
-        io_uring_free_probe(probe);
-        return knows;
-    }
-
     void serve() {
         while (fill()) {
-            const int status = io_uring_submit_and_wait(&ring_, 1);
+            const int status = ring_.submit_and_wait();
             if (status < 0) pause_or_die(status);
             reap();
         }
@@ -167,9 +148,9 @@ class UringIo final : public offload_io {
         }
         if (stopping_ && !wake_prepared_ && free_.size() == blocks_.size()) return false;
         if (!wake_prepared_) {
-            io_uring_sqe* const entry = io_uring_get_sqe(&ring_);
-            io_uring_prep_read(entry, wake_fd_, &wake_count_, sizeof wake_count_, 0);
-            io_uring_sqe_set_data64(entry, kWakeData);
+            RingEntry& entry = ring_.prepare(kRingRead, wake_fd_, kWakeData);
+            entry.address = reinterpret_cast<uintptr_t>(&wake_count_);
+            entry.nbytes = sizeof wake_count_;
             wake_prepared_ = true;
         }
         return true;
@@ -179,47 +160,37 @@ class UringIo final : public offload_io {
     // prepared, so that there always is one.
     void prepare(size_t slot) {
         IoBlock& block = blocks_[slot];
-        io_uring_sqe* const entry = io_uring_get_sqe(&ring_);
-        const unsigned nbytes = static_cast<unsigned>(block.next_nbytes()); // a block is at most 1 GiB
-        const uint64_t offset = static_cast<uint64_t>(block.next_offset());
-        const int known = block.op == OFFLOAD_IO_FDATASYNC ? -1 : slot_of(block.next_buffer(), block.next_nbytes());
-        block.fixed = known >= 0;
         if (block.op == OFFLOAD_IO_FDATASYNC) {
-            io_uring_prep_fsync(entry, block.fd, IORING_FSYNC_DATASYNC);
-        } else if (block.op == OFFLOAD_IO_READ) {
-            if (block.fixed)
-                io_uring_prep_read_fixed(entry, block.fd, block.next_buffer(), nbytes, offset, known);
-            else
-                io_uring_prep_read(entry, block.fd, block.next_buffer(), nbytes, offset);
-        } else {
-            if (block.fixed)
-                io_uring_prep_write_fixed(entry, block.fd, block.next_buffer(), nbytes, offset, known);
-            else
-                io_uring_prep_write(entry, block.fd, block.next_buffer(), nbytes, offset);
+            block.fixed = false;
+            ring_.prepare(kRingFsync, block.fd, slot).op_flags = kRingDataSync;
+            return;
         }
-        io_uring_sqe_set_data64(entry, slot);
+        const bool reads = block.op == OFFLOAD_IO_READ;
+        const int known = slot_of(block.next_buffer(), block.next_nbytes());
+        block.fixed = known >= 0;
+        const uint8_t opcode = block.fixed ? (reads ? kRingReadFixed : kRingWriteFixed) : (reads ? kRingRead : kRingWrite);
+        RingEntry& entry = ring_.prepare(opcode, block.fd, slot);
+        entry.offset = static_cast<uint64_t>(block.next_offset());
+        entry.address = reinterpret_cast<uintptr_t>(block.next_buffer());
+        entry.nbytes = static_cast<uint32_t>(block.next_nbytes()); // a block is at most 1 GiB
+        if (block.fixed) entry.buffer_index = static_cast<uint16_t>(known);
     }
 
     void reap() {
         const std::lock_guard<std::mutex> lock(mutex_);
-        unsigned head = 0;
-        unsigned count = 0;
-        io_uring_cqe* completion = nullptr;
-        io_uring_for_each_cqe(&ring_, head, completion) {
-            ++count;
-            const uint64_t data = io_uring_cqe_get_data64(completion);
-            if (data == kWakeData) {
+        RingCompletion completion = {};
+        while (ring_.reap(&completion)) {
+            if (completion.data == kWakeData) {
                 wake_prepared_ = false;
                 continue;
             }
-            const size_t slot = static_cast<size_t>(data);
-            if (complete(&blocks_[slot], completion->res)) {
+            const size_t slot = static_cast<size_t>(completion.data);
+            if (complete(&blocks_[slot], completion.result)) {
                 again_.push_back(slot);
             } else {
                 free_.push_back(slot);
             }
         }
-        io_uring_cq_advance(&ring_, count);
     }
 
     // A short of memory passes. Any other refusal means that the ring itself is wrong; then nobody can know which
@@ -242,8 +213,7 @@ class UringIo final : public offload_io {
 
     void join() override { thread_.join(); }
 
-    io_uring ring_ = {};
-    bool ring_made_ = false;
+    Ring ring_;
     int wake_fd_ = -1;
     uint64_t wake_count_ = 0; // written by the kernel
     bool wake_prepared_ = false;

@@ -80,8 +80,8 @@ def _cuda_kernels() -> str:
     # Without a device: one of those that every build compiles for.
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (8, 0)
     if compiled_kernels.compiled_path(capability) is None:
-        return "torch operations, the same bits (the package was built without nvcc and NVRTC)"
-    return "compiled when the package was built"
+        return "torch operations, the same bits (without offload-cuda, and built without OFFLOAD_CUDA_KERNELS=ON)"
+    return "compiled ahead"
 
 
 def system_rows() -> list[Row]:

@@ -167,8 +167,8 @@ def _load(device: torch.device) -> DeviceKernels | None:
     except (OSError, AttributeError, RuntimeError) as error:  # no file, no driver, a driver without a function; what it refuses
         warnings.warn(
             f"the CUDA kernels cannot be used ({error}): torch operations give the same bits with about ten times the traffic "
-            "in device memory, and take up to 0.1 GiB of it more than planned. Build the package where nvcc is, or NVRTC "
-            "(pip install nvidia-cuda-nvrtc): see docs/gpu.md.",
+            "in device memory, and take up to 0.1 GiB of it more than planned. Install offload-cuda, or build the package with "
+            "-C cmake.define.OFFLOAD_CUDA_KERNELS=ON: see docs/gpu.md.",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -7,6 +7,9 @@ import errno
 import gc
 import importlib.resources
 import os
+import shutil
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -18,6 +21,8 @@ import torch.nn.functional as F
 import offload
 from offload import errors
 from tests.acceptance.models import ON_NVME, Setup, adamw, stack, vector_batches
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_every_error_is_exported() -> None:
@@ -31,8 +36,24 @@ def test_the_package_says_that_it_is_typed() -> None:
     assert (importlib.resources.files("offload") / "py.typed").is_file()
 
 
+def test_the_cuda_wheel_belongs_to_this_version() -> None:
+    text = (ROOT / "native" / "cuda_wheel" / "pyproject.toml").read_text()
+    assert f'version = "{offload.__version__}"' in text and f'"offload=={offload.__version__}"' in text
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_cuda_kernels_are_built_only_where_they_are_asked_for(tmp_path: Path, asked: bool) -> None:
+    cmake = shutil.which("cmake") or shutil.which("cmake", path=str(Path(sys.executable).parent))
+    if cmake is None or (asked and shutil.which("nvcc") is None):
+        pytest.skip("no cmake, or no nvcc, here")
+    define = ("-DOFFLOAD_CUDA_KERNELS=ON",) if asked else ()
+    subprocess.run([cmake, "-S", ROOT / "native", "-B", tmp_path, *define], check=True, capture_output=True)
+    targets = subprocess.check_output([cmake, "--build", tmp_path, "--target", "help"], text=True)
+    assert ("offload_cuda_kernels" in targets) is asked
+
+
 def test_the_loop_that_mypy_checks_is_the_readmes() -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    readme = (ROOT / "README.md").read_text()
     block = readme.split("## The loop")[1].split("```python\n")[1].split("```")[0]
     imports, loop = block.split("\n\n", 1)
     checked = Path(__file__).with_name("readme_loop.py").read_text()

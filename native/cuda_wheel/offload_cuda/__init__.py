@@ -1,0 +1,1 @@
+"""The CUDA kernels of offload, compiled when this package was built. offload finds them; there is nothing to import."""

@@ -1,0 +1,87 @@
+"""Installs a wheel beside several Pythons and versions of torch, and runs the tests of the core there.
+
+  python tests/matrix.py --wheel dist/offload-0.2.0-...whl --out docs/matrix.json python3.10:2.6.0 python3.13:2.15.0
+
+Each pair has an environment of its own, where the wheel is all there is of this project: no checkout, no compiler on PATH.
+The tests are those that need torch alone. Their counts are written to --out, from which the README says what was tested.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+NEEDED = ("numpy", "safetensors", "psutil", "aiofiles", "isal", "pytest", "hypothesis", "setuptools")
+TESTS = (
+    *("native", "layout", "planning", "tiers", "acceptance/test_bitwise.py", "acceptance/test_torch_optimizers.py"),
+    *("checkpoint/test_ends.py", "users/test_saves.py", "users/test_messages.py"),
+)
+TOOLS = ("sh", "env", "cat", "ls")
+"""All that a bare environment has on PATH."""
+
+
+def environment(python: str, torch: str, folder: Path) -> Path:
+    """The interpreter of an environment with this torch; made where it is missing."""
+    home = folder / f"{Path(python).name}-torch-{torch}"
+    own = home / "bin" / "python"
+    if not own.exists():
+        subprocess.run([python, "-m", "venv", home], check=True)
+    install = [own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*install, f"torch=={torch}", *NEEDED], check=True)
+    return own
+
+
+def run(python: str, torch: str, wheel: Path, folder: Path) -> dict[str, object]:
+    own = environment(python, torch, folder)
+    subprocess.run([own, "-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall", wheel], check=True)
+    print(f"== {python}, torch {torch}", flush=True)
+    with tempfile.TemporaryDirectory() as place:
+        shutil.copytree(ROOT / "tests", Path(place, "tests"), ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", place)
+        (bare := Path(place, "bin")).mkdir()
+        for tool in TOOLS:
+            (bare / tool).symlink_to(shutil.which(tool) or f"/bin/{tool}")
+        kept = {name: os.environ[name] for name in ("HOME", "TMPDIR") if name in os.environ}
+        started = time.monotonic()
+        done = subprocess.run(
+            [own, "-m", "pytest", "-q", "-m", "not gpu and not slow", *(f"tests/{one}" for one in TESTS)],
+            cwd=place,
+            env=kept | {"PATH": str(bare), "OMP_NUM_THREADS": "1", "OFFLOAD_ACCELERATOR": "cpu", "LANG": "C.UTF-8"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+    counted = dict[str, int]()
+    for number, word in re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout.rstrip().rsplit("\n", 1)[-1]):
+        counted[word] = int(number)
+    if done.returncode:
+        print(done.stdout[-6000:])
+    versions = "import sys, torch; print('{}.{}.{}'.format(*sys.version_info), torch.__version__)"
+    found_python, found_torch = subprocess.check_output([own, "-c", versions], text=True).split()
+    print(counted, f"{time.monotonic() - started:.0f} s", flush=True)
+    return {"python": found_python, "torch": found_torch, "wheel": wheel.name, **counted}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pairs", nargs="+", metavar="PYTHON:TORCH")
+    parser.add_argument("--wheel", type=Path, required=True)
+    parser.add_argument("--environments", type=Path, default=ROOT / ".matrix", help="kept for the next run")
+    parser.add_argument("--out", type=Path, help="a JSON file for the counts")
+    args = parser.parse_args()
+    results = [run(*pair.rsplit(":", 1), args.wheel.absolute(), args.environments.absolute()) for pair in args.pairs]
+    if args.out is not None:
+        args.out.write_text(json.dumps({"tests": list(TESTS), "results": results}, indent=2) + "\n")
+    return 1 if any(one.get("failed") or one.get("error") or not one.get("passed") for one in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
