@@ -29,6 +29,7 @@ from offload.model.unit import Unit
 from offload.model.weight_names import persistent_buffers
 from offload.model.weights import WeightSource
 from offload.planning.route import Memory
+from offload.progress import EVERY_NBYTES, Progress
 from offload.ranks.consensus import checksum
 from offload.step.chunk_stores import ParameterStore, RecordStore
 from offload.tiers.memory import MemoryLedger
@@ -39,7 +40,7 @@ _log = logging.getLogger(__name__)
 _TO_FILE, _TO_DEVICE = "initial values for files", "initial values for the device"
 _COUNTS = {_TO_FILE: 1, _TO_DEVICE: 2}
 """Buffers: to the device the last chunk is copied while the next is made."""
-_SAID_EVERY_NBYTES = 1 << 30
+_SAID_EVERY_NBYTES = EVERY_NBYTES
 
 
 def initial_buffers(
@@ -150,13 +151,16 @@ class Materializer:
         self._pool.freeze()
         try:
             self._accelerator.copy_in_after_compute()  # which zeroed the memory that is copied into
-            progress = _Progress(units)
+            total_nbytes = sum(unit.layout.nbytes for unit in units)
+            progress = Progress(
+                _log, "initialize: %.1f of %.1f GiB of parameters are in place", total_nbytes, _SAID_EVERY_NBYTES
+            )
             for unit in units:
                 self._unit(unit)
                 self._places.settle_writes()
                 if self._records is not None:
                     self._records.settle_writes()
-                progress.add(unit)
+                progress.add(unit.layout.nbytes)
             for purpose in self._in_use:
                 for _ in range(_COUNTS[purpose]):
                     self._pool.lease(purpose)  # waits for its last use
@@ -293,19 +297,3 @@ def _written(records: RecordStore, chunk: Chunk, given: Set[str]) -> list[tuple[
     """The arrays (as `RecordFormat.arrays`) of a chunk's record that do not start from zeros. `given`: moments there are."""
     arrays = records.format(chunk).arrays(chunk.numel)
     return [array for array in arrays if array[0] in (MASTER, REMAINDER) or array[0].removesuffix("_scale") in given]
-
-
-class _Progress:
-    """Says in the log how far `initialize` is, now and then."""
-
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self._nbytes = self._said_nbytes = 0
-        self._total_nbytes = sum(unit.layout.nbytes for unit in units)
-
-    def add(self, unit: Unit) -> None:
-        self._nbytes += unit.layout.nbytes
-        if self._nbytes - self._said_nbytes >= _SAID_EVERY_NBYTES:
-            self._said_nbytes = self._nbytes
-            _log.info(
-                "initialize: %.1f of %.1f GiB of parameters are in place", self._nbytes / 2**30, self._total_nbytes / 2**30
-            )

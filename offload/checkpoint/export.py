@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,9 @@ from offload.checkpoint.staged_folder import StagedFolder, sync_folder
 from offload.checkpoint.tensor_file import METADATA, TensorFile, TensorSpec, known_dtype, write_file
 from offload.device.rounding import round_into
 from offload.model.flat import ParameterInfo
+from offload.progress import Progress
+
+_log = logging.getLogger(__name__)
 
 ADAPTER_NAME = "adapter_model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -69,6 +73,8 @@ class Exporter:
 
     def __enter__(self) -> Exporter:
         self._folder.__enter__()
+        total_nbytes = sum(one.spec.nbytes for one in self._incoming.values())
+        self._progress = Progress(_log, "export: %.1f of %.1f GiB are written", total_nbytes)
         try:
             for file_name, names in self._layout():
                 folder = (self._folder.path / file_name).parent
@@ -132,6 +138,7 @@ class Exporter:
 
     def _write(self, name: str, values: torch.Tensor) -> None:
         file, spec = self._files[name], self._incoming[name].spec
+        self._progress.add(values.numel() * spec.dtype.itemsize)
         if values.dtype == spec.dtype:
             file.append(spec.name, values)
             return

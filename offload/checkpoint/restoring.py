@@ -6,6 +6,8 @@ memory: one chunk's record and values, and where a parameter's order of elements
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from offload.checkpoint.consistency import same_order
@@ -19,7 +21,10 @@ from offload.model.chunk import Chunk
 from offload.model.file_dtypes import DTYPES
 from offload.model.flat import ParameterInfo
 from offload.model.unit import Unit
+from offload.progress import Progress
 from offload.step.components import Components
+
+_log = logging.getLogger(__name__)
 
 
 class StoredParameter:
@@ -74,6 +79,8 @@ class StateWriter:
     def __init__(self, parts: Components, stored: dict[int, StoredParameter]) -> None:
         self._parts, self._stored = parts, stored
         self._buffers = ChunkBuffers(parts)
+        total_nbytes = sum(unit.layout.nbytes for unit in parts.units)
+        self._progress = Progress(_log, "load: %.1f of %.1f GiB of parameters are read", total_nbytes)
 
     def unit(self, unit: Unit) -> None:
         """Overwrite the unit's parameters and records."""
@@ -87,6 +94,7 @@ class StateWriter:
                 self._fill_values(chunk, None)
         for info in unit.parameters:
             del self._stored[info.index]  # with what it may have reordered
+        self._progress.add(unit.layout.nbytes)
 
     def close(self) -> None:
         """Give the buffers back. Idempotent."""

@@ -14,6 +14,7 @@ waits; the lane takes that next. So no second copy of anything is kept in memory
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -33,10 +34,13 @@ from offload.checkpoint.unit_file import ChunkCopy, UnitFile, file_entry, tensor
 from offload.checkpoint.unit_tensors import owned_elements
 from offload.model.chunk import Chunk
 from offload.model.unit import Unit
+from offload.progress import Progress
 from offload.step.chunk_stores import ChunkStore
 from offload.step.components import Components
 from offload.tiers.io.backend import Priority
 from offload.tiers.store import ExtentSnapshot
+
+_log = logging.getLogger(__name__)
 
 _AT_ONCE = 2
 """Chunks that are copied at the same time where training waits: one is read while another is checked and written. They hold
@@ -78,6 +82,7 @@ class Snapshot:
             unit: UnitFile(folder, unit, self._rank, moments, parts.backend) for unit in parts.units if self._writes(unit)
         }
         self._file_of = {chunk: file for unit, file in self._files.items() for chunk in unit.chunks}
+        self._progress = Progress(_log, "save: %.1f of %.1f GiB are written", sum(file.nbytes for file in self._files.values()))
         self._chunk_counts = {file: len(file.unit.chunks) for file in self._files.values()}
         """What is still to come of each file."""
         self._unfinished: list[UnitFile] = []
@@ -190,6 +195,7 @@ class Snapshot:
         self._chunk_counts[first.file] -= 1
         if self._chunk_counts[first.file] == 0:
             self._unfinished.append(first.file)
+            self._progress.add(first.file.nbytes)
         if len(self._unfinished) == _FINISHED_TOGETHER:
             for file in self._unfinished:
                 self._finish(file)

@@ -32,6 +32,13 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--vocabulary", type=positive, metavar="N", help="tokens (default: as many as the data has)")
 
 
+def add_lora_argument(parser: argparse.ArgumentParser) -> None:
+    """--lora: train adapters instead of the model's own parameters."""
+    parser.add_argument(
+        "--lora", type=positive, nargs="?", const=16, metavar="RANK", help="train LoRA adapters of all linear layers (rank 16)"
+    )
+
+
 def add_optimizer_arguments(parser: argparse.ArgumentParser) -> None:
     """The numbers of AdamW."""
     group = parser.add_argument_group("optimizer", "AdamW; weight decay is not applied to 1-D parameters")

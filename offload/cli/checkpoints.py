@@ -18,7 +18,7 @@ from offload.cli.arguments import positive
 from offload.errors import ConfigError
 
 _KEPT_FLAGS = (
-    *("sequence", "batch", "accumulate", "seed", "warmup", "clip", "gradient_checkpointing"),
+    *("sequence", "batch", "accumulate", "seed", "warmup", "clip", "gradient_checkpointing", "lora"),
     *("lr", "weight_decay", "beta1", "beta2", "eps"),
 )
 """Flags that a resumed run must repeat. --steps and --seconds may differ: they are how a run is made longer."""

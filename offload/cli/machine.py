@@ -21,6 +21,9 @@ ENVIRONMENT = (
     ("OFFLOAD_IO", "io_uring, threads or aiofiles: file I/O; default the best that works"),
     ("OFFLOAD_THREADS", "a count: threads of the native library; default physical cores"),
     ("OFFLOAD_VERIFY", "0: do not compare what is read from scratch files with what was written; default 1"),
+    ("OFFLOAD_AVERAGE", "compute: round gradients' averages over ranks to the compute dtype; default fp32"),
+    ("OFFLOAD_DEVICE_NBYTES", "bytes: device memory that the deferred accelerator (tests) is taken to have"),
+    ("OFFLOAD_SEED", "a number: in which order the deferred accelerator (tests) does its work; default 0"),
     ("OFFLOAD_NATIVE", "0: run without the native library; a path: load that one"),
 )
 

@@ -7,9 +7,11 @@ configuration, the model or a path cannot be what was asked for; 130 interrupted
 from __future__ import annotations
 
 import argparse
+import difflib
+import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import offload
 from offload.cli import bench, export, importing, info, plan, probe, train
@@ -29,18 +31,37 @@ _COMMANDS = {
 }
 
 
+_CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)")
+
+
 class _OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong in one line; the usage is a --help away."""
+    """Says what is wrong in one line, with what was probably meant; the usage is a --help away."""
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        self.set_defaults(parser=self)  # the innermost of a command line stays
 
     def error(self, message: str) -> NoReturn:
+        if (choice := _CHOICE.search(message)) is not None:
+            message += _meant(choice[1], re.findall(r"[\w.-]+", choice[2]))
         self.exit(REFUSED, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """For what no parser took."""
+        flag = unknown[0].split("=")[0]
+        self.error(f"unknown: {' '.join(unknown)}{_meant(flag, list(self._option_string_actions))}")
+
+
+def _meant(text: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(text, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands. Parsed arguments hold `run`, which takes them and returns the exit code."""
     parser = _OneLineParser(prog="python -m offload", description=offload.__doc__)
     parser.add_argument("--version", action="version", version=f"offload {offload.__version__}")
-    commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     for name, (module, text) in _COMMANDS.items():
         command = commands.add_parser(
             name, help=text, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -49,9 +70,21 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _commands() -> str:
+    width = max(map(len, _COMMANDS))
+    lines = [f"  {name.ljust(width)}  {text}" for name, (_, text) in _COMMANDS.items()]
+    return "\n".join(("python -m offload COMMAND ...; COMMAND --help says more", "", *lines))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Errors of this package are one line on stderr, without a traceback."""
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        args.parser.refuse(unknown)
+    if args.command is None:
+        print(_commands())
+        return 0
     run: Callable[[argparse.Namespace], int] = args.run
     try:
         return run(args)

@@ -62,11 +62,24 @@ def choose_model(args: argparse.Namespace, vocabulary_size: int, sequence: int) 
     return choice
 
 
-def build_model(choice: ModelChoice, seed: int) -> nn.Module:
-    """The model on the meta device, its initialisers remembered: `initialize` brings its values into the tiers."""
+def build_model(choice: ModelChoice, seed: int, lora_rank: int | None = None) -> nn.Module:
+    """The model on the meta device, its initialisers remembered: `initialize` brings its values into the tiers.
+
+    `lora_rank`: its own parameters are frozen, and adapters of this rank on all linear layers but the head are trained."""
     torch.manual_seed(seed)
     with offload.deferred_init():
-        return _construct(choice)
+        model = _construct(choice)
+        return model if lora_rank is None else _with_adapters(model, lora_rank)
+
+
+def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ConfigError(f"--lora needs the peft package ({error}): pip install 'offload[hf]'.") from error
+    adapters = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted: nn.Module = get_peft_model(model, adapters)
+    return adapted
 
 
 def build_outline(choice: ModelChoice) -> nn.Module:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -10,7 +13,8 @@ from torch import nn
 
 import offload
 from offload.build.assembly import DTYPES, LEAST_UNIT_NUMEL, choose_accelerator, lay_out
-from offload.errors import BudgetError
+from offload.cli.text import format_nbytes
+from offload.errors import BudgetError, ConfigError
 from offload.layout import Layout
 from offload.model.description import check_state_format, describe_parameters, parameter_specs
 from offload.model.optimizer_kinds import moments_of
@@ -20,6 +24,32 @@ from offload.planning.deciding import Decision
 from offload.planning.placement import Placement, RankGroup
 from offload.planning.trace import Expected
 from offload.planning.traffic import Traffic
+
+
+def check_room(
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: offload.Config, *, accumulates: bool = False
+) -> None:
+    """Before anything slow: raise `BudgetError` where the budgets cannot hold the model, `ConfigError` where the drives
+    cannot."""
+    with Outline(model, optimizer, config, accumulates=accumulates) as outline:
+        placement = outline.placement()
+        needed_nbytes, paths = placement.plan.total_nbytes("nvme"), paths_in(config)
+    for path in paths if needed_nbytes else ():
+        there = Path(path).expanduser()
+        while not there.exists():
+            there = there.parent
+        free, share = shutil.disk_usage(there).free, needed_nbytes // len(paths)
+        if share > free:
+            raise ConfigError(
+                f"--nvme {path!r}: {format_nbytes(share)} are to lie there and {format_nbytes(free)} are free: make room, "
+                "name another drive, or several (a,b)."
+            )
+
+
+def paths_in(config: offload.Config) -> list[str]:
+    """The folders of `Config.nvme`."""
+    nvme = config.nvme
+    return [] if nvme is None else [str(nvme)] if isinstance(nvme, str | os.PathLike) else [str(path) for path in nvme]
 
 
 class Outline:

@@ -12,6 +12,7 @@ from typing import TextIO
 
 _PLAIN_EVERY_SECONDS = 5.0
 _TERMINAL_EVERY_SECONDS = 0.1
+_BAR_WIDTH = 30
 
 
 class ProgressLine:
@@ -19,8 +20,8 @@ class ProgressLine:
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream if stream is not None else sys.stdout
-        self._in_place = self._stream.isatty()
-        self._every_seconds = _TERMINAL_EVERY_SECONDS if self._in_place else _PLAIN_EVERY_SECONDS
+        self.in_place = self._stream.isatty()
+        self._every_seconds = _TERMINAL_EVERY_SECONDS if self.in_place else _PLAIN_EVERY_SECONDS
         self._last = -float("inf")
         self._open = False
 
@@ -33,7 +34,7 @@ class ProgressLine:
         if not (force or self.due):
             return
         self._last = time.monotonic()
-        if self._in_place:
+        if self.in_place:
             width = shutil.get_terminal_size().columns - 1
             self._stream.write(f"\r\x1b[2K{text[:width]}")
             self._open = True
@@ -77,4 +78,14 @@ class _Shown(logging.Handler):
         self._line = line
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._line.show(record.getMessage())
+        done = record.args
+        bar = _bar(*done) if self._line.in_place and isinstance(done, tuple) and len(done) == 2 else ""
+        self._line.show(f"{record.getMessage()}{bar}")
+
+
+def _bar(done: object, total: object) -> str:
+    """Of the two numbers of an `offload.progress.Progress`."""
+    if not (isinstance(done, float) and isinstance(total, float) and total > 0):
+        return ""
+    filled = min(_BAR_WIDTH, round(_BAR_WIDTH * done / total))
+    return f" [{'#' * filled}{'.' * (_BAR_WIDTH - filled)}]"

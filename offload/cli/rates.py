@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -38,6 +38,21 @@ def seconds_per_call(call: Callable[[], None], budget_seconds: float) -> float:
         call()
         times.append(time.perf_counter() - start)
     return sorted(times)[len(times) // 2]
+
+
+def in_turns(calls: Sequence[Callable[[], None]], budget_seconds: float) -> list[float]:
+    """The shortest time of each call. They are made in turns, so that what else the machine does meets all of them."""
+    for call in calls:
+        call()
+    times: list[float] = [float("inf")] * len(calls)
+    turn_count, end = 0, time.perf_counter() + budget_seconds
+    while turn_count < 3 or time.perf_counter() < end:
+        turn_count += 1
+        for index, call in enumerate(calls):
+            start = time.perf_counter()
+            call()
+            times[index] = min(times[index], time.perf_counter() - start)
+    return times
 
 
 def stream_bytes_per_second(budget_seconds: float) -> float:

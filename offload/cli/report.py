@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -14,7 +12,6 @@ from offload.cli.corpus import TokenStream
 from offload.cli.measuring import PHASES, EngineMeter, IoTotals, Measurements
 from offload.cli.process import rss_peak_nbytes
 from offload.cli.text import format_count, format_nbytes, format_rate, format_seconds, table
-from offload.errors import ConfigError
 
 _TAIL_STEPS = 5
 _STATES = ("parameters", "optimizer states", "gradients")
@@ -81,14 +78,6 @@ def _memory(config: offload.Config, meter: EngineMeter, measurements: Measuremen
         },
         "process": {"before_nbytes": measurements.rss_before_nbytes, "peak_nbytes": rss_peak_nbytes()},
     }
-
-
-def write_json(report: dict[str, Any], path: Path) -> None:
-    """Write the report. Raises `ConfigError` where the path cannot be written."""
-    try:
-        path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--json {str(path)!r} cannot be written: {error.strerror}.") from error
 
 
 def print_report(report: dict[str, Any]) -> None:
@@ -181,7 +170,8 @@ def _time_table(report: dict[str, Any]) -> str:
         ("build", "before: build the model without memory"),
         ("initialize", "before: fill the tiers"),
         ("save", "after: the rest of the last checkpoint"),
-        ("evaluation", "after: held-out loss"),
+        ("evaluation", "held-out loss"),
+        ("export", "after: export"),
         ("close", "after: finish and close"),
         ("total", "whole command"),
     ):

@@ -1,11 +1,12 @@
 """Train a causal language model on text, with parameters and optimizer states on the device, in CPU memory or on NVMe.
 
 The model is a local Hugging Face checkpoint, a config.json, or a new Llama of a given shape. Text is cut into bytes,
-or by a local tokenizer. Ctrl-C and SIGTERM end the run after the current step; what was measured is printed all the same,
-and with --checkpoints the run is saved: the same command goes on with it, to the bit.
+or by the tokenizer that lies in the checkpoint's folder. Ctrl-C and SIGTERM end the run after the current step; what was
+measured is printed all the same, and with --checkpoints the run is saved: the same command goes on with it, to the bit.
 
   python -m offload train --data stdlib --steps 20
-  python -m offload train --model ./checkpoint --tokenizer ./checkpoint --data ./texts --dtype bf16 \\
+  python -m offload train --model ./checkpoint --data ./texts --lora --export ./adapter
+  python -m offload train --model ./checkpoint --data ./texts --dtype bf16 \\
       --parameters nvme --optimizer-states nvme --nvme /mnt/nvme0 --cpu-memory 8GiB --checkpoints ./run --save-every 500
 """
 
@@ -24,6 +25,7 @@ from torch import nn
 import offload
 from offload.cli.arguments import (
     add_config_arguments,
+    add_lora_argument,
     add_model_arguments,
     add_optimizer_arguments,
     config_of,
@@ -32,30 +34,40 @@ from offload.cli.arguments import (
     positive_number,
 )
 from offload.cli.checkpoints import Checkpoints, add_checkpoint_arguments, check_arguments
-from offload.cli.corpus import ByteStream, TokenizedStream, TokenStream, Windows, find_documents
+from offload.cli.corpus import BYTE_VOCABULARY_SIZE, ByteStream, TokenizedStream, TokenStream, Windows, find_documents
 from offload.cli.interruption import Interruption
-from offload.cli.measuring import EngineMeter, IoTotals, Measurements
+from offload.cli.live import JsonLines, StepLine, lr_of
+from offload.cli.measuring import EngineMeter, Measurements
 from offload.cli.models import ModelChoice, build_model, choose_model, make_optimizer, require_transformers
-from offload.cli.process import rss_nbytes
+from offload.cli.outline import check_room
 from offload.cli.progress import ProgressLine
-from offload.cli.report import make_report, print_report, write_json
-from offload.cli.text import format_count, format_nbytes, format_rate
+from offload.cli.report import make_report, print_report
+from offload.cli.text import format_count, format_nbytes
 from offload.errors import ConfigError, StorageError
 
-PROGRESS_LOGGERS = ("offload.build.materialize", "offload.device.host_pages")
-"""What says how far `initialize` is."""
+PROGRESS_LOGGERS = (
+    *("offload.build.materialize", "offload.device.host_pages"),
+    *("offload.checkpoint.writing", "offload.checkpoint.restoring", "offload.checkpoint.export"),
+)
+"""What says how far `initialize`, a save, a load and an export are."""
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+_BYTES = "bytes"
 _DEFAULT_STEPS = 100
 _FINAL_LR_SHARE = 0.1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
+    add_lora_argument(parser)
     _add_data_arguments(parser)
     add_optimizer_arguments(parser)
     _add_length_arguments(parser)
     add_checkpoint_arguments(parser)
     add_config_arguments(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the final report there too")
+    group = parser.add_argument_group("results")
+    group.add_argument("--export", type=Path, metavar="DIR", help="write the weights (with --lora: the adapter) as safetensors")
+    group.add_argument("--merged", action="store_true", help="with --lora and --export: the model with the adapter merged in")
+    group.add_argument("--json", type=Path, metavar="FILE", help="a JSON object a line: each step, and the final report")
     parser.set_defaults(run=run)
 
 
@@ -67,13 +79,16 @@ def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="a text file, a folder, or 'stdlib': the sources of Python's library",
     )
-    group.add_argument("--tokenizer", type=Path, metavar="DIR", help="a local tokenizer (default: bytes)")
+    group.add_argument(
+        "--tokenizer", type=Path, metavar="DIR", help="a local tokenizer, or 'bytes' (default: the checkpoint's own)"
+    )
     group.add_argument("--sequence", type=_sequence, default=256, metavar="N", help="tokens of a window (default 256)")
     group.add_argument("--batch", type=positive, default=1, metavar="N", help="windows of a micro-batch (default 1)")
     group.add_argument("--accumulate", type=positive, default=1, metavar="N", help="micro-batches of a step (default 1)")
     group.add_argument(
         "--eval-batches", type=natural, default=8, metavar="N", help="held-out batches evaluated at the end (default 8)"
     )
+    group.add_argument("--eval-every", type=positive, metavar="N", help="evaluate them after every N steps too")
     group.add_argument("--seed", type=natural, default=0, help="of initial values and of the order of the data")
 
 
@@ -99,15 +114,18 @@ def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     config = config_of(args)
     check_arguments(args)
-    if args.json is not None and not args.json.absolute().parent.is_dir():
-        raise ConfigError(f"--json {str(args.json)!r}: its folder does not exist.")
+    _check_export(args)
+    lines = JsonLines(args.json)
     interruption, progress = Interruption(), ProgressLine()
     with interruption.watching():
-        stream = _open_stream(args)
-        windows = Windows(stream, args.sequence, args.batch, args.seed)
-        choice = choose_model(args, stream.vocabulary_size, args.sequence)
+        documents, tokenizer = find_documents(args.data), _tokenizer(args)
+        vocabulary_size = BYTE_VOCABULARY_SIZE if tokenizer is None else len(tokenizer)
+        choice = choose_model(args, vocabulary_size, args.sequence)
         measurements = Measurements()
         model, optimizer = _build(args, choice, measurements)
+        check_room(model, optimizer, config, accumulates=args.accumulate > 1)
+        stream: TokenStream = ByteStream(documents) if tokenizer is None else TokenizedStream(documents, tokenizer)
+        windows = Windows(stream, args.sequence, args.batch, args.seed)
         progress.say(_introduction(choice, model, stream, config))
         with measurements.phase("initialize"), progress.showing(*PROGRESS_LOGGERS):
             engine = _initialize(model, optimizer, config, choice.weights)
@@ -115,12 +133,15 @@ def run(args: argparse.Namespace) -> int:
             meter = EngineMeter(engine, measurements)
             progress.say(_placement_line(meter))
             with interruption.between_steps():
-                _Loop(args, engine, windows, measurements, meter, interruption, progress).run(len(stream))
+                _Loop(args, engine, windows, measurements, meter, interruption, progress, lines).run(len(stream))
                 progress.close()
                 meter.read()
                 io = meter.io
                 if not interruption.requested:
-                    _evaluate(args, model, windows, measurements, interruption)
+                    evaluate(args, model, windows, measurements, interruption)
+                if args.export is not None and not interruption.requested:
+                    with measurements.phase("export"), progress.showing(*PROGRESS_LOGGERS):
+                        engine.export(args.export, merged=args.merged)
                 meter.read()
                 measurements.interrupted = interruption.requested
                 with measurements.phase("close"):
@@ -128,34 +149,42 @@ def run(args: argparse.Namespace) -> int:
                 measurements.seconds["total"] = time.perf_counter() - started
                 report = make_report(args, choice.title, model, stream, config, meter, measurements, io)
                 print_report(report)
-                if args.json is not None:
-                    write_json(report, args.json)
+                lines.write("report", report)
     return 0
 
 
 # ---- before the first step -------------------------------------------------------------------------------------------
 
 
-def _open_stream(args: argparse.Namespace) -> TokenStream:
-    documents = find_documents(args.data)
-    if args.tokenizer is None:
-        return ByteStream(documents)
+def _check_export(args: argparse.Namespace) -> None:
+    if args.merged and (args.export is None or args.lora is None):
+        raise ConfigError("--merged says how an adapter is exported: give --lora and --export DIR too.")
+    if args.export is not None and args.export.exists() and not (args.export.is_dir() and not any(args.export.iterdir())):
+        raise ConfigError(f"--export {str(args.export)!r} is there already: name a folder that is not, or an empty one.")
+
+
+def _tokenizer(args: argparse.Namespace) -> Any:
+    """What --tokenizer names, else what lies in the checkpoint's folder; None: text is cut into bytes."""
+    folder: Path | None = args.tokenizer
+    if folder is None and args.model is not None and any((args.model / name).is_file() for name in _TOKENIZER_FILES):
+        folder = args.model
+    if folder is None or str(folder) == _BYTES:
+        return None
     transformers = require_transformers()
-    if not args.tokenizer.is_dir():
-        raise ConfigError(f"--tokenizer {str(args.tokenizer)!r} is not a folder: name one with a tokenizer.json.")
+    if not folder.is_dir():
+        raise ConfigError(f"--tokenizer {str(folder)!r} is not a folder: name one with a tokenizer.json.")
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(str(args.tokenizer), local_files_only=True)
+        return transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"--tokenizer {str(args.tokenizer)!r} cannot be read: {reason}") from error
-    return TokenizedStream(documents, tokenizer)
+        raise ConfigError(f"--tokenizer {str(folder)!r} cannot be read: {reason}") from error
 
 
 def _build(
     args: argparse.Namespace, choice: ModelChoice, measurements: Measurements
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     with measurements.phase("build"):
-        model = build_model(choice, args.seed)
+        model = build_model(choice, args.seed, args.lora)
     if args.gradient_checkpointing:
         checkpointing: Callable[..., Any] = model.gradient_checkpointing_enable  # type: ignore[assignment]
         checkpointing(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -209,32 +238,37 @@ class _Loop:
         meter: EngineMeter,
         interruption: Interruption,
         progress: ProgressLine,
+        lines: JsonLines,
     ) -> None:
         self._args, self._engine, self._model, self._optimizer = args, engine, engine.module, engine.optimizer
         self._windows = windows
         self._measurements, self._meter = measurements, meter
-        self._interruption, self._progress = interruption, progress
+        self._interruption, self._progress, self._lines = interruption, progress, lines
         self._last_count = args.steps or (_DEFAULT_STEPS if args.seconds is None else None)
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, self._lr_factor)
-        self._shown_at, self._shown_tokens, self._shown_io = time.perf_counter(), 0, meter.io
 
     def run(self, token_count: int) -> None:
         """Steps until their number, the time, or a signal says stop."""
         self._model.train()
         measurements = self._measurements
         checkpoints = Checkpoints(self._args, self._engine, self._scheduler, token_count)
-        measurements.resumed_step_count = checkpoints.resume()
+        with self._progress.showing(*PROGRESS_LOGGERS):
+            measurements.resumed_step_count = checkpoints.resume()
         if measurements.resumed_step_count:
+            self._lines.goes_on = True
             self._progress.say(f"going on after step {measurements.resumed_step_count}")
         self._batches = self._windows.training_batches(measurements.resumed_step_count * self._args.accumulate)
+        line = StepLine(measurements, self._meter, self._progress, self._lines, self._last_count)
         started = time.perf_counter()
         while not (self._interruption.requested or self._is_over(started)):
+            lr = lr_of(self._optimizer)
             self._step()
-            self._show(first=measurements.step_count == 1)
+            line.step_ended(lr, self._engine.grad_norm)
             checkpoints.after_step(measurements.total_step_count)
-        measurements.seconds["training"] = time.perf_counter() - started
-        self._show(last=True)
-        with measurements.phase("save"):
+            self._evaluate_if_due()
+        measurements.seconds["training"] = time.perf_counter() - started - measurements.seconds.get("evaluation", 0.0)
+        line.show()
+        with measurements.phase("save"), self._progress.showing(*PROGRESS_LOGGERS):
             checkpoints.at_end(measurements.total_step_count)
 
     def _is_over(self, started: float) -> bool:
@@ -270,6 +304,16 @@ class _Loop:
         measurements.token_count += batch.numel()
         return value
 
+    def _evaluate_if_due(self) -> None:
+        step, every = self._measurements.total_step_count, self._args.eval_every
+        if every is None or step % every or step == self._last_count or self._interruption.requested:
+            return
+        evaluate(self._args, self._model, self._windows, self._measurements, self._interruption)
+        self._model.train()
+        loss = self._measurements.held_out_loss
+        self._lines.write("evaluation", {"step": step, "held_out_loss": loss})
+        self._progress.say(f"held-out loss after step {step}: {loss:.4f}")
+
     def _lr_factor(self, step: int) -> float:
         """Linear warm-up; then, where the number of steps is known, half a cosine down to a tenth."""
         if step < self._args.warmup:
@@ -279,34 +323,8 @@ class _Loop:
         share = min(1.0, (step - self._args.warmup) / max(1, self._last_count - self._args.warmup))
         return _FINAL_LR_SHARE + (1 - _FINAL_LR_SHARE) * 0.5 * (1 + math.cos(math.pi * share))
 
-    def _show(self, *, first: bool = False, last: bool = False) -> None:
-        measurements = self._measurements
-        if not (first or last or self._progress.due) or not measurements.losses:
-            return
-        self._meter.read()
-        now, io = time.perf_counter(), self._meter.io
-        seconds = now - self._shown_at
-        tokens = measurements.token_count - self._shown_tokens
-        if last and not tokens:
-            return
-        moved: IoTotals = io - self._shown_io
-        self._shown_at, self._shown_tokens, self._shown_io = now, measurements.token_count, io
-        of = f"/{self._last_count}" if self._last_count is not None else ""
-        parts = [
-            f"step {measurements.total_step_count}{of}",
-            f"loss {measurements.losses[-1]:.4f}",
-            f"{tokens / seconds:.0f} tokens/s",
-            f"host {format_nbytes(self._meter.host_nbytes)} (process {format_nbytes(rss_nbytes())})",
-        ]
-        if self._meter.device_peak_nbytes is not None:
-            parts.append(f"device peak {format_nbytes(self._meter.device_peak_nbytes)}")
-        if self._meter.latest["io"] is not None:
-            read, written = format_rate(moved.read_nbytes, seconds), format_rate(moved.written_nbytes, seconds)
-            parts.append(f"NVMe read {read} write {written}")
-        self._progress.show(" | ".join(parts), force=True)
 
-
-def _evaluate(
+def evaluate(
     args: argparse.Namespace, model: nn.Module, windows: Windows, measurements: Measurements, interruption: Interruption
 ) -> None:
     """Mean loss per token over the held-out batches, without gradients; over fewer of them where a signal comes."""

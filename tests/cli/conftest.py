@@ -87,7 +87,7 @@ def train(tmp_path: Path) -> Trainer:
         path = tmp_path / "report.json"
         done = run("train", *arguments, "--json", path, **environment)
         assert done.code == 0, done.err
-        return done, json.loads(path.read_text(encoding="utf-8"))
+        return done, json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
 
     return call
 

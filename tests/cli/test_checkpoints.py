@@ -80,7 +80,7 @@ def test_terminated_and_killed_runs_end_where_one_that_was_not_does(
     wait_for_step_after(process, folder, 0)
     process.send_signal(signal.SIGTERM)
     assert "ended by a signal" in ended(process, 0)
-    first: dict[str, Any] = json.loads(report.read_text())
+    first: dict[str, Any] = json.loads(report.read_text().splitlines()[-1])
     done = first["step_count"]
     assert numbers(folder)[-1] == done < STEPS and len(numbers(folder)) <= 3
     assert first["interrupted"] and first["losses"] == whole["losses"][:done]

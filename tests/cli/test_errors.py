@@ -38,7 +38,6 @@ def test_a_process_says_it_in_one_line(text: Path, nvme: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "required: COMMAND"),
         (["trian"], "invalid choice: 'trian'"),
         (["train"], "required: --data"),
         (["train", "--data", "x", "--steps", "0"], "--steps: 0 is not at least 1"),

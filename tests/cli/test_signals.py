@@ -70,7 +70,7 @@ def test_the_first_signal_ends_after_a_step_with_the_table(
     assert process.returncode == 0, err
     assert "ending after this step" in err and "Traceback" not in err
     assert "What there is and where it lived" in out and "ended by a signal" in out
-    report = json.loads(path.read_text())
+    report = json.loads(path.read_text().splitlines()[-1])
     assert report["interrupted"] is True
     assert len(report["losses"]) == report["step_count"] >= 1
     assert is_empty(nvme)

@@ -1,0 +1,148 @@
+"""What a newcomer meets first: the list of commands, what was probably meant, the environment, and a run's own words."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from offload.cli.bench import adam_rows
+from offload.cli.info import run as run_info
+from offload.cli.machine import ENVIRONMENT
+from offload.cli.main import main
+
+from .conftest import LLAMA, Trainer
+from .plain import new_model
+
+ROOT = Path(__file__).parents[2]
+SMALL = ("--hidden", 16, "--layers", 2, "--heads", 2, "--sequence", 16)
+
+
+def test_alone_it_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    said = capsys.readouterr().out
+    for name in ("train", "plan", "probe", "bench", "export", "import", "info"):
+        assert re.search(rf"^  {name} +\S", said, re.MULTILINE)
+    assert all(len(line) < 128 for line in said.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["trian"], "train"),
+        (["train", "--data", "x", "--parametrs", "nvme"], "--parameters"),
+        (["train", "--data", "x", "--seqence=16"], "--sequence"),
+        (["train", "--data", "x", "--parameters", "nvem"], "nvme"),
+        (["plan", "--layer", "3", "--mashine", "x"], "--machine"),
+        (["bench", "adm"], "adam"),
+        (["bench", "adam", "--secnds", "1"], "--seconds"),
+    ],
+)
+def test_what_was_probably_meant(capsys: pytest.CaptureFixture[str], arguments: list[str], meant: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and f"did you mean {meant}?" in said and len(said.splitlines()) == 1
+
+
+def test_nothing_is_guessed_where_nothing_is_close(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--data", "x", "--zzzzzz"])
+    assert "did you mean" not in capsys.readouterr().err
+
+
+def test_info_lists_every_variable_that_the_package_reads(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = set[str]()
+    for path in (ROOT / "offload").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        read.update(re.findall(r'"(OFFLOAD_[A-Z_]+)"', text) if "environ" in text else [])
+    assert read <= {name for name, _ in ENVIRONMENT}, read
+    monkeypatch.setenv("OFFLOAD_VERIFY", "0")
+    import argparse
+
+    assert run_info(argparse.Namespace()) == 0
+    said = capsys.readouterr().out
+    for name, _ in ENVIRONMENT:
+        assert re.search(rf"^  {name} +{re.escape(repr('0')) if name == 'OFFLOAD_VERIFY' else ''}", said, re.MULTILINE)
+
+
+def test_no_row_of_the_benchmark_is_above_what_the_machine_can_do() -> None:
+    rows = adam_rows([("stream", 280, 1.0), ("ours", 280, 0.9), ("torch", 280, 2.0)], 10)
+    assert [row[-1] for row in rows] == ["90 %", "100 %", "45 %"]
+
+
+def test_each_step_is_a_line_of_json_and_of_text(train: Trainer, text: Path, tmp_path: Path) -> None:
+    done, report = train(
+        "--data", text, *SMALL, "--steps", 5, "--eval-every", 2, "--eval-batches", 2, "--lr", 1e-3, "--clip", 1.0
+    )
+    lines = [json.loads(line) for line in (tmp_path / "report.json").read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["step", "step", "evaluation", "step", "step", "evaluation", "step", "report"]
+    steps = [line for line in lines if line["kind"] == "step"]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5] and [line["loss"] for line in steps] == report["losses"]
+    assert all(line["grad_norm"] > 0 and line["seconds"] > 0 for line in steps)
+    expected = [1e-4 + 9e-4 * (1 + torch.cos(torch.tensor(step / 5 * torch.pi)).item()) / 2 for step in range(5)]
+    assert [line["lr"] for line in steps] == pytest.approx(expected)
+    assert "held-out loss after step 2: " in done.out
+    first = next(line for line in done.out.splitlines() if line.startswith("step 1/5"))
+    assert " | lr 1.00e-03 | grad norm " in first and " left | " in first
+
+
+def test_adapters_are_trained_by_the_checkpoints_own_tokenizer_and_exported(
+    train: Trainer, model: Path, text: Path, tmp_path: Path
+) -> None:
+    from peft import PeftModel
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    folder, out, merged = tmp_path / "checkpoint", tmp_path / "adapter", tmp_path / "merged"
+    base = new_model(model, seed=5)
+    base.save_pretrained(folder)
+    words = {"<unk>": 0, "<s>": 1} | {str(number): number + 2 for number in range(10)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>").save_pretrained(folder)
+
+    flags = ("--model", folder, "--data", text, "--lora", 4, "--steps", 2, "--sequence", 16, "--lr", 1e-2, "--eval-batches", 0)
+    _, report = train(*flags, "--export", out)
+    assert report["data"]["vocabulary_size"] == len(words)
+    _, again = train(*flags, "--export", merged, "--merged")
+    assert again["losses"] == report["losses"]
+
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), out)
+    whole = AutoModelForCausalLM.from_pretrained(merged)
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        expected, found = adapted(tokens).logits, whole(tokens).logits
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        assert not torch.equal(found, base(tokens).logits), "the adapter did nothing"
+    written = load_file(out / "adapter_model.safetensors")
+    assert all(".lora_" in name for name in written) and len(written) == 2 * 7 * LLAMA["num_hidden_layers"]
+
+
+def test_what_cannot_lie_there_is_said_before_the_text_is_read(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: Path, text: Path, tmp_path: Path
+) -> None:
+    from offload.cli import outline, train
+
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", "cpu")
+    monkeypatch.setattr(train, "ByteStream", lambda documents: pytest.fail("the text was read"))
+    flags = ["train", "--model", str(model), "--data", str(text), "--parameters", "nvme", "--optimizer-states", "nvme"]
+    assert main([*flags, "--nvme", str(tmp_path), "--cpu-memory", "1000"]) == 2
+    assert "cpu_memory" in capsys.readouterr().err
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr(outline.shutil, "disk_usage", lambda path: usage)
+    assert main([*flags, "--nvme", str(tmp_path / "new")]) == 2
+    assert "are to lie there and 1000 B are free" in capsys.readouterr().err
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "something").touch()
+    flags = [*flags, "--nvme", str(tmp_path)]
+    assert main([*flags, "--export", str(tmp_path / "full")]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert main([*flags, "--merged"]) == 2
+    assert "--merged says how an adapter is exported" in capsys.readouterr().err
