@@ -6,7 +6,7 @@ VENV       ?= .venv
 VENV_FLAGS ?=
 TORCH      ?= torch==2.13.0
 
-EXTRAS     ?= dev,hf
+EXTRAS     ?= dev,hf,quantized
 DEMO_NVME  ?= .demo-scratch
 DEMO_FLAGS ?= --data stdlib --hidden 1024 --layers 24 --heads 16 --sequence 128 --steps 24 --seconds 150 --warmup 4 --lr 3e-4 \
               --clip 1 --eval-batches 4 --parameters nvme --optimizer-states nvme --nvme $(DEMO_NVME) --cpu-memory 512MiB

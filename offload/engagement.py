@@ -5,9 +5,8 @@ An engine has one at a time. It gets another where its parts are made anew: for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 
-import torch
 from torch import nn
 
 from offload.build.assembly import DTYPES
@@ -15,6 +14,7 @@ from offload.build.ownership import Taking, disown
 from offload.build.refitting import NewlyTrained
 from offload.checkpoint.checkpoint import Checkpointing
 from offload.config import Config
+from offload.deferred_init.held_tensors import Slot
 from offload.model.fingerprint import ModelFingerprint
 from offload.model.flat import ParameterInfo
 from offload.model.optimizer import OffloadOptimizer
@@ -39,12 +39,12 @@ class Engagement:
         optimizer: OffloadOptimizer | None,
         config: Config,
         parts: Components,
-        buffers: Mapping[int, torch.Tensor],
+        slots: Sequence[Slot],
         successor: Callable[[], Hooks | None],
         turn: Turn,
     ) -> None:
-        """Takes the model last of all, and wholly or not at all. `buffers`: what is to take the place of tensors that it holds,
-        by their ids. `successor`: as of `Hooks`. `turn`: the same for all of an engine's."""
+        """Takes the model last of all, and wholly or not at all. `slots`: what is to be set in it besides. `successor`: as of
+        `Hooks`. `turn`: the same for all of an engine's."""
         self.parts, self.links = parts, LinkMeter(parts.timeline, parts.backend)
         self.training = Training(parts, config, optimizer.hyper_of if optimizer is not None else None, turn)
         self.gathering = Gathering(parts, self.training)
@@ -59,7 +59,7 @@ class Engagement:
         events = ModelEvents(parts, self.training, input_dtype=input_dtype)
         self.hooks = Hooks(parts.units, self.training, events, successor)
         parts.accelerator.wait_for_all()  # the loop may run on another stream than this call
-        Taking(model, parts, buffers).take(self.training, self.hooks)
+        Taking(model, parts, slots).take(self.training, self.hooks)
 
     # ---- what steps the optimizer --------------------------------------------------------------------------------
 

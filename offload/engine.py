@@ -6,7 +6,7 @@ import math
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +28,7 @@ from offload.checkpoint.values import read_values
 from offload.config import Config, parse_nbytes
 from offload.deepspeed_config import read_settings
 from offload.deferred_init.deferred_init import end_recording
+from offload.deferred_init.held_tensors import Slot
 from offload.engagement import Engagement
 from offload.errors import EngineFailedError, ParameterAccessError, UsageError, words_of
 from offload.model.flat import ParameterInfo
@@ -93,7 +94,7 @@ def initialize(
     remove_abandoned(resolved)
     parts = assembly.build()
     try:
-        return Engine(model, chosen, resolved, parts, assembly.buffers)
+        return Engine(model, chosen, resolved, parts, assembly.slots)
     except BaseException:
         give_back(parts.made)
         raise
@@ -111,7 +112,7 @@ class Engine:
         optimizer: torch.optim.Optimizer | None,
         config: Config,
         parts: Components,
-        buffers: Mapping[int, torch.Tensor],
+        slots: Sequence[Slot],
     ) -> None:
         """Use `offload.initialize`."""
         self.module = model
@@ -122,13 +123,13 @@ class Engine:
         self._preemption: Preemption | None = None
         self._saves: Path | None = None
         try:
-            self._engage(parts, buffers)
+            self._engage(parts, slots)
         except BaseException:
             if self._optimizer is not None:
                 self._optimizer.disown()
             raise
 
-    def _engage(self, parts: Components, buffers: Mapping[int, torch.Tensor]) -> None:
+    def _engage(self, parts: Components, slots: Sequence[Slot]) -> None:
         """Take the model and the optimizer into the hands of these parts: last of all, and wholly or not at all."""
         reference = weakref.ref(self)
 
@@ -136,7 +137,7 @@ class Engine:
             engine = reference()
             return engine._fit_newly_trained() if engine is not None else None
 
-        self._engagement = Engagement(self.module, self._optimizer, self.config, parts, buffers, successor, self._turn)
+        self._engagement = Engagement(self.module, self._optimizer, self.config, parts, slots, successor, self._turn)
         if self._optimizer is not None:
             self._optimizer.stepper = self._engagement
 
@@ -535,7 +536,7 @@ class Engine:
                 made = refitted(parts, self.config, optimizer.moments, optimizer.param_groups, trained)
             except Exception as error:
                 failure, made = error, rebuild(parts, self.config, optimizer.moments)
-            self._engage(made, {})
+            self._engage(made, ())
             self._checkpointing.load(path)
         except BaseException as error:
             self._training.fail(error)
@@ -568,7 +569,7 @@ class Engine:
             moments = self._optimizer.moments if self._optimizer is not None else ()
             parts = rebuild(self._parts, self.config, moments)
             try:
-                self._engage(parts, {})
+                self._engage(parts, ())
             except BaseException:
                 give_back(parts.made)
                 raise

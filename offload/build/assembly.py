@@ -15,6 +15,7 @@ from offload.build.handshake import agree_on_least, config_facts, parameter_fact
 from offload.build.materialize import InitialValues, NoValues, initial_buffers
 from offload.config import Config
 from offload.deferred_init.deferred_init import name_parameters
+from offload.deferred_init.held_tensors import Slot, replacing_held_tensors
 from offload.device.accelerator import Accelerator
 from offload.device.cpu import CpuAccelerator
 from offload.device.cuda import CudaAccelerator
@@ -36,6 +37,7 @@ from offload.model.description import (
 from offload.model.flat import ParameterInfo
 from offload.model.optimizer_kinds import InitialState, check_optimizer, initial_state, moments_of
 from offload.model.partition import ModuleUnit, fold_for_ranks, partition, uses_of
+from offload.model.quantized import PackedWeights
 from offload.model.weights import WeightSource
 from offload.planning.deciding import Decision
 from offload.planning.placement import ALONE, Placement, RankGroup
@@ -75,6 +77,7 @@ def choose_accelerator() -> Accelerator:
 class _Described:
     module_units: list[ModuleUnit]
     infos: list[ParameterInfo]
+    packed: PackedWeights
     covered: Mapping[str, str]
 
     @property
@@ -95,8 +98,8 @@ class Assembly:
     ) -> None:
         self._model, self._optimizer, self._config, self._source = model, optimizer, config, weights
         self._ranks = ranks
-        self.buffers: dict[int, torch.Tensor] = {}
-        """After `build`: what is to take the place of tensors that the model holds, by their ids."""
+        self.slots: list[Slot] = []
+        """After `build`: what is to be set in what the model holds besides its parameters."""
 
     def build(self) -> Components:
         """The parts; the model stays as it is. On several ranks collective: what fails on one fails on all."""
@@ -126,11 +129,12 @@ class Assembly:
         config, model = self._config, self._model
         if self._optimizer is not None:
             check_optimizer(self._optimizer)
-        module_units = partition(model)
+        module_units, packed = partition(model), PackedWeights(model)
+        packed.complete(module_units)
         if self._ranks.world_size > 1:
             module_units = fold_for_ranks(module_units, LEAST_UNIT_NUMEL)
         dtype = DTYPES[config.dtype] if config.dtype is not None else None
-        infos = describe_parameters(model, module_units, self._optimizer, dtype)
+        infos = describe_parameters(model, module_units, packed, self._optimizer, dtype)
         if not infos:
             raise ConfigError(f"{type(model).__name__} has no parameters.")
         check_state_format(config, infos)
@@ -143,7 +147,7 @@ class Assembly:
         if self._optimizer is not None:
             for info in infos:
                 self._state_of(info)  # raises what the materializer would, before anything is read
-        return _Described(module_units, infos, covered)
+        return _Described(module_units, infos, packed, covered)
 
     def _lay_out(self, accelerator: Accelerator, described: _Described, expected: Expected) -> tuple[Layout, Placement]:
         """The same on all ranks: the most that every one of them can do."""
@@ -191,7 +195,8 @@ class Assembly:
             raise refusal
 
     def _finish(self, building: Building, described: _Described, expected: Expected, device: torch.device) -> Components:
-        self.buffers = initial_buffers(self._model, self._source, described.covered, device)
+        buffers = initial_buffers(self._model, self._source, described.covered, device)
+        self.slots = [*replacing_held_tensors(self._model.modules(), buffers), *described.packed.slots]
         parameters = {fqn: info.parameter for info in described.infos for fqn in info.fqns}
         values = InitialValues(self._source, described.covered, parameters, keeps_checksums=self._ranks.world_size > 1)
         return building.finish(described.module_units, described.by_unit, expected, values, self._state_of)

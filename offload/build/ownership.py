@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from offload.deferred_init.held_tensors import Slot, replacing_held_tensors
+from offload.deferred_init.held_tensors import Slot
 from offload.errors import ConfigError, UsageError
 from offload.model.flat import ParameterInfo
 from offload.model.guard import ParameterGuard
@@ -71,15 +71,15 @@ class Taking:
     Until `take` has returned, what the parameters held stays in memory.
     """
 
-    def __init__(self, model: nn.Module, parts: Components, buffers: Mapping[int, torch.Tensor]) -> None:
-        """`buffers`: what takes the place of held tensors, by their id."""
+    def __init__(self, model: nn.Module, parts: Components, slots: Sequence[Slot]) -> None:
+        """`slots`: what is to be set besides."""
         self._parts = parts
         self._infos = parts.parameters
         self._guards = [info.guard for info in self._infos]
         self._owned = [info.parameter in _owned for info in self._infos]
         self._held: dict[int, torch.Tensor] = {}
         """By parameter index: what a parameter held; of one on the meta device the Parameter that has it meanwhile."""
-        self._slots = replacing_held_tensors(model.modules(), buffers)
+        self._slots = slots
         self._former_slots: list[Slot] = [(slots, name, slots[name]) for slots, name, _ in self._slots]
         self._hooks = [
             (holder, name, frozenset(getattr(holder, name) or ()))

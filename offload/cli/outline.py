@@ -19,6 +19,7 @@ from offload.layout import Layout
 from offload.model.description import check_state_format, describe_parameters, parameter_specs
 from offload.model.optimizer_kinds import moments_of
 from offload.model.partition import fold_for_ranks, partition, uses_of
+from offload.model.quantized import PackedWeights
 from offload.planning.budget import Tier
 from offload.planning.deciding import Decision
 from offload.planning.placement import Placement, RankGroup
@@ -69,10 +70,12 @@ class Outline:
         self._accumulates = accumulates
         self._config = config
         self._sharing = RankGroup(config.stage, rank_count, rank_count)
-        units = partition(model)
+        units, packed = partition(model), PackedWeights(model)
+        packed.complete(units)
         if rank_count > 1:
             units = fold_for_ranks(units, LEAST_UNIT_NUMEL)
-        infos = describe_parameters(model, units, optimizer, None if config.dtype is None else DTYPES[config.dtype])
+        dtype = None if config.dtype is None else DTYPES[config.dtype]
+        infos = describe_parameters(model, units, packed, optimizer, dtype)
         check_state_format(config, infos)
         self._moments = moments_of(optimizer)
         members = [[info for info in infos if info.unit_index == index] for index in range(len(units))]

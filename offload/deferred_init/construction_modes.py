@@ -67,13 +67,16 @@ class AnswerAsOnCpu(TorchFunctionMode):
             Tensor.is_cpu.__get__: lambda tensor, *_: True,  # type: ignore[attr-defined]
             Tensor.data.__set__: self._set_data,  # type: ignore[attr-defined]
             Tensor.to: self._to,
-            Tensor.cpu: self._cpu,
+            Tensor.cpu: self._moved,
+            Tensor.cuda: self._moved,
+            Tensor.xpu: self._moved,
             Tensor.new_tensor: self._new_tensor,
             Tensor.__getitem__: lambda tensor, index: tensor[_tensor_indices(index)],
             Tensor.__setitem__: self._set_item,
             Tensor.tolist: lambda tensor: tape.real(tensor).tolist(),
+            Tensor.numpy: self._numpy,
         }
-        for function in (Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.__dlpack__, Tensor.__dlpack_device__):
+        for function in (Tensor.__array__, Tensor.data_ptr, Tensor.__dlpack__, Tensor.__dlpack_device__):
             self._answers[function] = self._refuser(function.__name__)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -109,16 +112,26 @@ class AnswerAsOnCpu(TorchFunctionMode):
         if isinstance(kwargs.get("other"), Tensor):
             kwargs["dtype"] = kwargs.pop("other").dtype
         if self._tape.is_deferred(tensor):
-            args = tuple(torch.device("meta") if _is_cpu_device(arg) else arg for arg in args)
-            kwargs = {name: torch.device("meta") if _is_cpu_device(arg) else arg for name, arg in kwargs.items()}
+            args = tuple(torch.device("meta") if _is_device(arg) else arg for arg in args)
+            kwargs = {name: torch.device("meta") if _is_device(arg) else arg for name, arg in kwargs.items()}
         return tensor.to(*args, **kwargs)
 
-    def _cpu(self, tensor: Tensor, **kwargs: Any) -> Tensor:
+    def _moved(self, tensor: Tensor, *_: Any, **kwargs: Any) -> Tensor:
+        """Where it lies is decided by what takes the model: a move to a device changes nothing."""
+        kwargs.pop("device", None)
         return tensor.to(torch.device("meta"), **kwargs)
 
     def _new_tensor(self, tensor: Tensor, data: Any, **kwargs: Any) -> Tensor:
         result = tensor.new_tensor(data, **{"device": "cpu", **kwargs})
         return result if result.is_meta else self._tape.lift(result)
+
+    def _numpy(self, tensor: Tensor, **kwargs: Any) -> Any:
+        """What was read from a file, to be looked at: settings of a library lie there, packed into a tensor."""
+        if not self._tape.is_read(tensor):
+            return self._refuser("numpy")(tensor)
+        array = self._tape.real(tensor).numpy(**kwargs)
+        array.flags.writeable = False
+        return array
 
     def _refuser(self, function_name: str) -> Callable[..., Any]:
         def refuse(tensor: Tensor, *_: Any, **__: Any) -> None:
@@ -140,7 +153,5 @@ def _tensor_indices(index: Any) -> Any:
     return index
 
 
-def _is_cpu_device(argument: Any) -> bool:
-    if isinstance(argument, str):
-        argument = torch.device(argument)
-    return isinstance(argument, torch.device) and argument.type == "cpu"
+def _is_device(argument: Any) -> bool:
+    return isinstance(argument, (str, torch.device)) or type(argument) is int

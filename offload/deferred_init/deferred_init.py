@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode
 
 from offload.deferred_init.construction_modes import AnswerAsOnCpu, RecordOperators, describer
-from offload.deferred_init.held_tensors import held_tensors, replacing_held_tensors
+from offload.deferred_init.held_tensors import held_tensors, kept_by_libraries, replacing_held_tensors
 from offload.deferred_init.parameter_names import ModuleWatch, Note, ParameterNotes
 from offload.deferred_init.recording import Memory, Operation, Output, Registry, Value, next_index, view_over
 from offload.deferred_init.replay import plain_torch, replay
@@ -243,6 +243,9 @@ def _close(tape: Tape, watch: ModuleWatch) -> None:
 def _materialize_held(modules: list[nn.Module]) -> None:
     for slots, name, content in replacing_held_tensors(modules, held_values(modules)):
         slots[name] = content
+    for slots, name, tensor in kept_by_libraries():
+        if is_deferred(tensor):
+            [slots[name]] = materialize([tensor])
 
 
 def _names_by_memory(modules: list[nn.Module]) -> dict[Memory, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -31,6 +32,12 @@ def replacing_held_tensors(modules: Iterable[nn.Module], replacements: Mapping[i
         for name, content in slots.items()
         if any(id(tensor) in replacements for tensor in _tensors(content))
     ]
+
+
+def kept_by_libraries() -> list[Slot]:
+    """Tensors that a library computes once and keeps for the process: the tables of bitsandbytes' codes."""
+    tables: dict[str, Any] = getattr(sys.modules.get("bitsandbytes.functional"), "name2qmap", {})
+    return [(tables, name, table) for name, table in tables.items()]
 
 
 def _tensors(content: Any) -> list[Tensor]:

@@ -38,7 +38,7 @@ from offload.deferred_init.recording import (
     tensor_leaves,
     view_over,
 )
-from offload.deferred_init.replay import generator_of, plain_torch, replay, with_generator
+from offload.deferred_init.replay import generator_of, needed_operations, plain_torch, replay, with_generator
 from offload.device.freed_memory import freed_memory
 from offload.errors import InitializerError
 
@@ -59,6 +59,8 @@ _SHAPE_ONLY = frozenset(
         *(aten.new_empty, aten.new_empty_strided, aten.new_zeros, aten.new_ones, aten.new_full),
     )
 )
+_TAGGED_NAMESPACES = ("aten", "prims", "bitsandbytes")
+"""Of operators whose tags can be relied on: what has none draws no random numbers."""
 _NO_SHAPE_FUNCTION = object()
 
 
@@ -117,6 +119,12 @@ class Tape:
             )
             self._assign(twin, Value(output.view.memory, operation, output.nbytes))
         return twin
+
+    def is_read(self, tensor: Tensor) -> bool:
+        """Whether a deferred tensor's value is what lies in a file, or made of it."""
+        value = self.registry.value(tensor)
+        operations = needed_operations([value]) if value is not None else ()
+        return any(isinstance(operation.function, FileBytes) for operation in operations)
 
     def real(self, tensor: Tensor) -> Tensor:
         """The present value of a deferred tensor, on CPU."""
@@ -259,7 +267,7 @@ class _Call:
         # Numbers and truth values, and checks which only raise.
         plain = any("Tensor" not in str(result.type) for result in self.schema.returns)
         self.answers_now = plain or not (self.schema.returns or self.written_tensors())
-        foreign = function.namespace not in ("aten", "prims")  # its tags cannot be relied on
+        foreign = function.namespace not in _TAGGED_NAMESPACES
         self.is_random = foreign or torch.Tag.nondeterministic_seeded in function.tags
         dynamic = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
         self.needs_values = any(tag in function.tags for tag in dynamic)

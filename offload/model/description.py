@@ -15,15 +15,20 @@ from offload.errors import ConfigError, InitializerError
 from offload.layout import ParameterSpec
 from offload.model.flat import ParameterInfo, dense_strides
 from offload.model.partition import ModuleUnit, renormalizing
+from offload.model.quantized import PackedWeights
 from offload.model.weight_names import persistent_buffers
 
 _TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def describe_parameters(
-    model: nn.Module, module_units: list[ModuleUnit], optimizer: torch.optim.Optimizer | None, dtype: torch.dtype | None
+    model: nn.Module,
+    module_units: list[ModuleUnit],
+    packed: PackedWeights,
+    optimizer: torch.optim.Optimizer | None,
+    dtype: torch.dtype | None,
 ) -> list[ParameterInfo]:
-    """Every parameter of the model, in the units' order. Raises `ConfigError` where the optimizer does not match it."""
+    """Every parameter of the units, in their order. Raises `ConfigError` where the optimizer does not match the model."""
     names: dict[int, list[str]] = {}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(fqn)
@@ -31,17 +36,17 @@ def describe_parameters(
     beside_statistics = _beside_statistics(model)
     infos: list[ParameterInfo] = []
     for unit_index, unit in enumerate(module_units):
-        for _, parameter in unit.parameters:
+        for own_fqn, parameter in unit.parameters:
             group_index = groups.get(id(parameter))
             # A parameter that requires a gradient but is in no group is autograd's and the user's: its `grad` is
             # ordinary.
             trainable = parameter.requires_grad and group_index is not None
             casts = dtype is not None and parameter.is_floating_point() and id(parameter) not in beside_statistics
-            run_dtype = dtype if dtype is not None and casts else parameter.dtype
+            run_dtype = packed.dtypes.get(id(parameter), dtype if dtype is not None and casts else parameter.dtype)
             infos.append(
                 ParameterInfo(
                     index=len(infos),
-                    fqns=tuple(names[id(parameter)]),
+                    fqns=tuple(names.get(id(parameter), (own_fqn,))),
                     parameter=parameter,
                     shape=parameter.shape,
                     stride=dense_strides(parameter),

@@ -18,12 +18,14 @@ class ModelFingerprint:
 
     def __init__(self, model: nn.Module, parameters: Sequence[ParameterInfo], groups: Groups) -> None:
         self._model, self._parameters, self._groups = model, parameters, groups
+        in_model = {id(parameter) for parameter in model.parameters()}
+        self._named = [info for info in parameters if id(info.parameter) in in_model]
         self._group_of = self._group_indices()
 
     def check(self) -> None:
         """A parameter added, removed, replaced or moved to another group since `initialize` is in no flat, and one that was
         added to the optimizer or unfrozen after the last forward has none with states yet: say so."""
-        known = {id(info.parameter): info for info in self._parameters}
+        known = {id(info.parameter): info for info in self._named}
         for fqn, parameter in self._model.named_parameters():
             info = known.pop(id(parameter), None)
             if info is None:
