@@ -52,7 +52,8 @@ class Config:
     nvme              a folder, or several on different drives (then striped); needed for "nvme"
     device_memory     most bytes that the engine may hold on the device (parameters, gradients, states; activations are the
                       model's own), and used: what is asked to lie further away stays there as far as they reach. None: what
-                      one unit in use and `prefetch` more take
+                      one unit in use and `prefetch` more take; where the device has a memory of its own, units fetched stay
+                      besides in what the model leaves of it, less a tenth
     cpu_memory        most bytes of host memory that the engine may hold, likewise used before NVMe; None: what the placements
                       need at least
     dtype             what forward and backward run in: "bf16", "fp16", "fp32"; None: the parameters' own dtypes, as

@@ -23,6 +23,7 @@ from offload.planning.trace import Expected
 from offload.ranks.group import Group
 from offload.step.chunk_stores import ParameterStore, RecordStore
 from offload.step.components import Closable, Components, give_back
+from offload.step.device_room import DeviceRoom
 from offload.step.fetching import DirectFetcher, Fetcher, HomeFetcher, StagedFetcher
 from offload.step.gradients import Gradients
 from offload.step.residency import Capacity, Residency
@@ -97,7 +98,7 @@ class Building:
         self._made.append(own_fetcher)
         fetcher, intake = company.fetcher(own_fetcher), company.intake(gradients)
         self._made.extend(company.attend(places, updates))
-        capacity = Capacity(placement.unit_capacity_nbytes or 0, self._has_unit_budget)
+        capacity = Capacity(placement.unit_capacity_nbytes or 0, self._has_unit_budget, self._room())
         residency = Residency(
             units, fetcher, updates,
             trace=expected.trace, capacity=capacity, prefetch=placement.prefetch, timeline=timeline,
@@ -116,6 +117,12 @@ class Building:
     def _has_unit_budget(self) -> bool:
         limits = [self._config.device_memory, self._config.cpu_memory if self._accelerator.unified else None]
         return any(limit is not None for limit in limits)
+
+    def _room(self) -> DeviceRoom | None:
+        """What follows the device's own memory where no budget bounds it. Several ranks, which fetch together, stay with the
+        least."""
+        follows = self._accelerator.memory_use() is not None and not self._has_unit_budget and self._ranks.world_size == 1
+        return DeviceRoom(self._accelerator) if follows and any(route.has_store for route in self._routes) else None
 
     def _unit(self, module_unit: ModuleUnit, layout: UnitLayout, infos: list[ParameterInfo]) -> Unit:
         by_index, route = {info.index: info for info in infos}, self._routes[layout.index]

@@ -18,11 +18,22 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 
 import torch
 
 from offload.device.lane import HostLane, Job
 from offload.device.pending import Pending, Settled
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Of device memory, as its allocator counts: bytes that this process may have in all, that are in use `now`, and that were
+    at most since `Accelerator.begin_peak`."""
+
+    total: int
+    now: int
+    peak: int
 
 
 class UnitMemory(ABC):
@@ -177,6 +188,13 @@ class Accelerator(ABC):
     def free_nbytes(self) -> int | None:
         """Free device memory in bytes, or None where that means nothing (host memory is the device's memory)."""
         return None
+
+    def memory_use(self) -> MemoryUse | None:
+        """Without waiting for the device; None where `free_nbytes` means nothing."""
+        return None
+
+    def begin_peak(self) -> None:  # noqa: B027 - where nothing is counted there is nothing to do
+        """The peak of `memory_use` counts from now on."""
 
     def peak_nbytes(self) -> int | None:
         """Peak bytes of device memory in use, as the device's allocator counts them; None where there is none."""

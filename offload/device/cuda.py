@@ -47,7 +47,7 @@ from typing import Any
 import torch
 
 from offload.device import compiled_kernels
-from offload.device.accelerator import Accelerator, ResizedMemory, UnitMemory
+from offload.device.accelerator import Accelerator, MemoryUse, ResizedMemory, UnitMemory
 from offload.device.host_pages import populate
 from offload.device.lane import HostLane, Job, ThreadLane
 from offload.device.pending import Pending
@@ -101,6 +101,7 @@ class CudaAccelerator(Accelerator):
         self._drain = torch.cuda.Stream(self.device)
         self._ranks = torch.cuda.Stream(self.device)
         self._has_warned = False
+        self._total_nbytes = self._former_peak_nbytes = 0
         compiled_kernels.prepare(self.device)
 
     def unit_memory(self, nbytes: int) -> UnitMemory:
@@ -178,8 +179,27 @@ class CudaAccelerator(Accelerator):
     def free_nbytes(self) -> int | None:
         return int(torch.cuda.mem_get_info(self.device)[0])
 
+    def memory_use(self) -> MemoryUse | None:
+        # Of blocks, not of tensors: what another stream still uses cannot be had yet.
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+        if "active_bytes" not in stats:
+            return None  # an allocator that does not count
+        active = stats["active_bytes"]["all"]
+        if not self._total_nbytes:
+            self._total_nbytes = self._free_to_allocator()
+        return MemoryUse(self._total_nbytes, active["current"], active["peak"])
+
+    def begin_peak(self) -> None:
+        self._former_peak_nbytes = self.peak_nbytes() or 0
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self._total_nbytes = self._free_to_allocator()
+
+    def _free_to_allocator(self) -> int:
+        """What the allocator has, and what the driver would give it: libraries and other processes have the rest."""
+        return int(torch.cuda.mem_get_info(self.device)[0]) + int(torch.cuda.memory_reserved(self.device))
+
     def peak_nbytes(self) -> int | None:
-        return int(torch.cuda.max_memory_allocated(self.device))
+        return max(self._former_peak_nbytes, int(torch.cuda.max_memory_allocated(self.device)))
 
     def close(self) -> None:
         # What is freed after this goes back to the stream that it was allocated on, and another may have used it last.

@@ -10,11 +10,16 @@ from __future__ import annotations
 
 import random
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
-from offload.device.accelerator import Accelerator, UnitMemory
+from offload.device.accelerator import Accelerator, MemoryUse, UnitMemory
 from offload.device.lane import HostLane, InlineLane, Job
 from offload.device.pending import Pending
 
@@ -23,14 +28,40 @@ _POISON = 0xFF
 
 @dataclass(slots=True)
 class _InUse:
-    """What a device's allocator would count."""
+    """What a device's allocator would count. `limit_nbytes`: more than that it has not; None: no limit."""
 
+    limit_nbytes: int | None = None
     nbytes: int = 0
     peak_nbytes: int = 0
+    late_peak_nbytes: int = 0
 
     def add(self, nbytes: int) -> None:
+        if nbytes > 0 and self.limit_nbytes is not None and self.nbytes + nbytes > self.limit_nbytes:
+            raise torch.OutOfMemoryError(
+                f"the deferred device has {self.limit_nbytes} bytes, {self.nbytes} are in use, and {nbytes} more do not fit."
+            )
         self.nbytes += nbytes
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+        self.late_peak_nbytes = max(self.late_peak_nbytes, self.nbytes)
+
+
+class _CountedTensors(TorchDispatchMode):
+    """Memory of tensors that operations make, until nothing refers to it. For the calling thread, backward included."""
+
+    def __init__(self, in_use: _InUse) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._in_use = in_use
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        known = {one.untyped_storage()._cdata for one in tree_iter((args, kwargs)) if isinstance(one, torch.Tensor)}
+        for one in tree_iter(result):
+            if isinstance(one, torch.Tensor) and one.untyped_storage()._cdata not in known:
+                storage = one.untyped_storage()
+                known.add(storage._cdata)
+                self._in_use.add(storage.nbytes())
+                weakref.finalize(storage, self._in_use.add, -storage.nbytes()).atexit = False
+        return result
 
 
 class _PoisonedMemory(UnitMemory):
@@ -41,7 +72,7 @@ class _PoisonedMemory(UnitMemory):
         self.nbytes = nbytes
         self.filled = True
         self._in_use = in_use
-        in_use.nbytes += nbytes  # for a moment: what is not in use is emptied at once
+        in_use.nbytes += nbytes  # no limit: for a moment, what is not in use is emptied at once
 
     def _gain(self) -> None:
         """It is there, and poisoned since it was made or emptied."""
@@ -73,19 +104,19 @@ class _Stream(InlineLane):
 
 
 class DeferredAccelerator(Accelerator):
-    """See the module. `seed` decides which streams run ahead of the waits, and when; `nbytes`: what memory it says it has."""
+    """See the module. `seed` decides which streams run ahead of the waits, and when; `nbytes`: what memory it has, more raises
+    `torch.OutOfMemoryError`."""
 
     name = "deferred"
     unified = False
 
     def __init__(self, seed: int = 0, nbytes: int | None = None) -> None:
-        self._nbytes = nbytes
         self.device = torch.device("cpu")
         self._random = random.Random(seed)
         self._fetch = _Stream()
         self._drain = _Stream()
         self._streams = [self._fetch, self._drain]
-        self._in_use = _InUse()
+        self._in_use = _InUse(nbytes)
         self.copied_in_nbytes = self.copied_out_nbytes = 0
 
     def _run_something(self) -> None:
@@ -103,7 +134,23 @@ class DeferredAccelerator(Accelerator):
         return made
 
     def free_nbytes(self) -> int | None:
-        return None if self._nbytes is None else max(self._nbytes - self._in_use.nbytes, 0)
+        limit = self._in_use.limit_nbytes
+        return None if limit is None else max(limit - self._in_use.nbytes, 0)
+
+    def memory_use(self) -> MemoryUse | None:
+        in_use = self._in_use
+        if in_use.limit_nbytes is None:
+            return None
+        return MemoryUse(in_use.limit_nbytes, in_use.nbytes, in_use.late_peak_nbytes)
+
+    def begin_peak(self) -> None:
+        self._in_use.late_peak_nbytes = self._in_use.nbytes
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Inside, what the calling thread's operations make (activations, gradients) lies in this device's memory too."""
+        with _CountedTensors(self._in_use):
+            yield
 
     def peak_nbytes(self) -> int:
         return self._in_use.peak_nbytes

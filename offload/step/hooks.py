@@ -147,6 +147,7 @@ class Hooks:
             if successor is not None:
                 self._calls.pop()
                 return successor._before_forward(successor._units[unit.index], module, args, kwargs)
+            self._events.forward_begins(unit, (args, kwargs))
         if inside_backward and torch.is_grad_enabled():
             self._backwards.enter()  # before a backward inside this one is taken for the whole
         if module not in unit.modules and unit.uses.count:

@@ -36,6 +36,10 @@ class ModelEvents:
 
     # ---- forward -------------------------------------------------------------------------------------------------
 
+    def forward_begins(self, unit: Unit, inputs: Any) -> None:
+        """An outermost one, on these inputs."""
+        self._residency.forward_begins(unit, inputs, recorded=torch.is_grad_enabled())
+
     def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The root's inputs, as the root is to see them."""
         return (args, kwargs) if self._input_dtype is None else cast_floating(args, kwargs, self._input_dtype)

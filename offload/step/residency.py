@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from offload.errors import BudgetError
 from offload.model.unit import Unit, UnitState
 from offload.planning.plan import Op, Schedule, Verb, plan, required_nbytes
 from offload.planning.trace import Edge, Event, Recorder, Trace
+from offload.step.device_room import DeviceRoom
 from offload.step.fetching import Fetcher
 from offload.step.timeline import Timeline
 from offload.step.update import Updates
@@ -24,10 +26,12 @@ from offload.step.update import Updates
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Bytes for units that are in use or on their way. `is_fixed`: a budget; else it grows where a step needs more."""
+    """Bytes for units that are in use or on their way. `is_fixed`: a budget; else it grows where a step needs more, and to
+    what `room` says."""
 
     nbytes: int
     is_fixed: bool
+    room: DeviceRoom | None = None
 
 
 class Residency:
@@ -50,7 +54,10 @@ class Residency:
             unit.residency.nbytes = fetcher.fetched_nbytes(unit)
             unit.residency.state = UnitState.ABSENT if unit.residency.nbytes else UnitState.RESIDENT
         self._nbytes = [unit.residency.nbytes for unit in units]
-        self._fixed_capacity, self.capacity_nbytes = capacity.is_fixed, capacity.nbytes
+        self._fixed_capacity, self._room = capacity.is_fixed, capacity.room
+        self.capacity_nbytes = self._least_nbytes = capacity.nbytes
+        if self._room is not None:
+            self._least_nbytes = required_nbytes(trace, self._nbytes, 0)
         self._deferred: tuple[Op, ...] = ()
         self._resident_nbytes = 0
         self.peak_resident_nbytes = 0
@@ -59,6 +66,11 @@ class Residency:
         self._follow(plan(trace, self._nbytes, self.capacity_nbytes, self._prefetch))
 
     # ---- uses ----------------------------------------------------------------------------------------------------
+
+    def forward_begins(self, unit: Unit, inputs: Any, *, recorded: bool) -> None:
+        """An outermost one, on these inputs."""
+        if self._room is not None:
+            self._room.forward_begins(unit.index, inputs, recorded=recorded, units_nbytes=self._resident_nbytes)
 
     def use_starts(self, unit: Unit, *, recorded: bool) -> None:
         """Make the unit resident with the values of the last step. `recorded`: part of a training step, so of its trace."""
@@ -92,9 +104,14 @@ class Residency:
         if not self._went_as_planned and len(trace):
             needed_nbytes = required_nbytes(trace, self._nbytes, 0)
             if not self._fixed_capacity:
+                self._least_nbytes = max(self._least_nbytes, needed_nbytes)
                 self.capacity_nbytes = max(self.capacity_nbytes, needed_nbytes)
             if needed_nbytes <= self.capacity_nbytes:
                 self._follow(plan(trace, self._nbytes, self.capacity_nbytes, self._prefetch))
+        if self._room is not None:
+            self._room.ends(self._resident_nbytes)
+            self._follow_room(self._room)
+            self._plan_for_room()
         self._cursor, self._deferred = 0, ()
         self._went_as_planned = True
 
@@ -175,9 +192,27 @@ class Residency:
         for position, event in enumerate(schedule.trace):
             self._positions.setdefault(event, []).append(position)
 
+    def _plan_for_room(self) -> None:
+        """For the next step, where another number of units stays in it."""
+        largest = max(self._nbytes, default=0)
+        wanted = min(self.capacity_nbytes, sum(self._nbytes))
+        if largest and abs(wanted - self._schedule.capacity_nbytes) >= largest:
+            self._follow(plan(self._schedule.trace, self._nbytes, wanted, self._prefetch))
+
+    def _follow_room(self, room: DeviceRoom) -> None:
+        """Have as much as the device leaves now, or at least what is needed; what is too much goes, what is used last first."""
+        self.capacity_nbytes = max(room.left(self._resident_nbytes), self._least_nbytes)
+        while self._resident_nbytes > self.capacity_nbytes:
+            candidates = [unit for unit in self._units if self._may_evict(unit)]
+            if not candidates:
+                return
+            self._evict(max(candidates, key=self._next_use))
+
     def _reach(self, event: Event) -> None:
         """Do what the schedule says comes with `event`."""
         self._deferred = ()
+        if self._room is not None:
+            self._follow_room(self._room)
         events = self._schedule.trace.events
         if self._cursor >= len(events) or events[self._cursor] != event:
             self._went_as_planned = False
@@ -195,6 +230,8 @@ class Residency:
                 self._start_fetch(unit, optional=False)
             elif self._may_evict(unit):
                 self._evict(unit)
+        if event.edge is Edge.START:
+            self._start_fetch(self._units[event.unit_index], optional=False)  # where it found no room ahead of its use
         self._deferred = ops[urgent:]
         self.go_on()
 

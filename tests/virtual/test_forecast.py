@@ -49,7 +49,7 @@ class CountedDeferred(DeferredAccelerator):
     """Counts what goes to the device and back."""
 
     def __init__(self) -> None:
-        super().__init__(seed=1)
+        super().__init__(seed=1, nbytes=int(MACHINE.device_nbytes))
         self.moved = {"h2d": 0, "d2h": 0}
 
     def copy_in(self, destination: torch.Tensor, source: torch.Tensor) -> Any:
@@ -134,7 +134,9 @@ def test_activations_count_and_checkpointing_saves_them() -> None:
     )
     assert whole > foretold(**CASES["cpu"]).peak_nbytes["device"]
     assert checkpointed < whole
-    small = foretold(long, machine=dataclasses.replace(MACHINE, device_nbytes=whole - 1), **CASES["cpu"])
+    little_less = foretold(long, machine=dataclasses.replace(MACHINE, device_nbytes=whole - 1), **CASES["cpu"])
+    assert little_less.fits and little_less.peak_nbytes["device"] < whole  # fewer units stay between their uses
+    small = foretold(long, machine=dataclasses.replace(MACHINE, device_nbytes=whole // 2), **CASES["cpu"])
     assert not small.fits and "device" in small.reason
 
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from offload.device.accelerator import Accelerator, UnitMemory
+from offload.device.accelerator import Accelerator, MemoryUse, UnitMemory
 from offload.device.lane import HostLane, Job, LaneJob
 from offload.device.pending import Pending
 from offload.device.virtual.machine import VirtualMachine
@@ -138,6 +138,13 @@ class VirtualAccelerator(Accelerator):
 
     def free_nbytes(self) -> int | None:
         return int(self._machine.machine.device_nbytes) - self._machine.device_nbytes
+
+    def memory_use(self) -> MemoryUse:
+        machine = self._machine
+        return MemoryUse(int(machine.machine.device_nbytes), machine.device_nbytes, machine.late_peak_device_nbytes)
+
+    def begin_peak(self) -> None:
+        self._machine.late_peak_device_nbytes = self._machine.device_nbytes
 
     def peak_nbytes(self) -> int | None:
         return self._machine.peak_device_nbytes

@@ -33,7 +33,8 @@ class VirtualMachine:
         self.resources = {name: Resource(name, getattr(machine, name)) for name in RESOURCES}
         self.sharing.foreground = frozenset({self.resources["flops"], self.resources["device_bandwidth"]})
         self.compute, self.fetch, self.drain, self.reads, self.writes = (Queue(self.sharing) for _ in range(5))
-        self.device_nbytes = self.peak_device_nbytes = 0
+        self.device_nbytes = self.peak_device_nbytes = self.late_peak_device_nbytes = 0
+        """Now, at most, and at most since somebody began to look."""
         self.compute_seconds = 0.0
         """What the operations given to the device take there, one after another."""
         self.values_read = 0
@@ -92,6 +93,7 @@ class VirtualMachine:
         """So many bytes of the device's memory more are in use; fewer where negative."""
         self.device_nbytes += nbytes
         self.peak_device_nbytes = max(self.peak_device_nbytes, self.device_nbytes)
+        self.late_peak_device_nbytes = max(self.late_peak_device_nbytes, self.device_nbytes)
 
     def track(self, tensor: Tensor) -> None:
         """Count the tensor's memory until nothing refers to it."""

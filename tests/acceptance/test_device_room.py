@@ -1,0 +1,131 @@
+"""Without `device_memory` units stay on the device as far as the model leaves room, and go before an allocation would fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import offload
+from offload.step.device_room import DeviceRoom
+
+from .models import adamw
+from .runs import assert_same_bits
+
+WIDTH, BLOCKS = 64, 8
+SMALL, LARGE = 8, 4096
+
+
+def blocks() -> nn.Module:
+    torch.manual_seed(3)
+    pairs = ((nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(BLOCKS))
+    return nn.Sequential(*(nn.Sequential(first, nn.Tanh(), second) for first, second in pairs))
+
+
+def batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
+
+
+def play(engine: Any, rows: list[int]) -> Iterator[tuple[int, float]]:
+    """One step of each size, on a device whose memory holds activations too: bytes copied to it, and the loss."""
+    accelerator = engine._parts.accelerator
+    for count in rows:
+        before = accelerator.copied_in_nbytes
+        with accelerator.counting():
+            x, y = (tensor.clone() for tensor in batch(count))
+            loss = F.mse_loss(engine.module(x), y)
+            loss.backward()
+            engine.step()
+            engine.zero_grad()
+            del x, y
+        engine._training.settle()
+        yield accelerator.copied_in_nbytes - before, loss.item()
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", "deferred")
+    engines = []
+
+    def start(nbytes: int | None, **fields: Any) -> Any:
+        if nbytes is None:
+            monkeypatch.delenv("OFFLOAD_DEVICE_NBYTES", raising=False)
+        else:
+            monkeypatch.setenv("OFFLOAD_DEVICE_NBYTES", str(nbytes))
+        model = blocks()
+        engines.append(
+            offload.initialize(model, adamw(model), offload.Config(parameters="cpu", optimizer_states="cpu", **fields))
+        )
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+def least(start: Any, rows: list[int]) -> int:
+    """The most device memory in use with no unit beyond those in use."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeviceRoom, "left", lambda room, units: 0)
+        engine = start(1 << 40)
+        list(play(engine, rows))
+        return int(engine._parts.accelerator.peak_nbytes())
+
+
+def test_batches_grow_until_nothing_stays_and_shrink_again(started: Any) -> None:
+    """On a device with just the room that the largest batch needs with no unit beyond those in use."""
+    growing = [SMALL, 4 * SMALL, 5 * SMALL, 20 * SMALL, LARGE]
+    rows = [*(count for count in growing for _ in range(2)), *reversed(growing)]
+    unbounded = started(None)
+    expected = list(play(unbounded, rows))
+    engine = started(least(started, rows))
+    found = list(play(engine, rows))
+    assert_same_bits([loss for _, loss in found], [loss for _, loss in expected])
+    assert_same_bits(engine.state_dict(), unbounded.state_dict())
+    units = [flat.nbytes for unit in engine._parts.layout.units for flat in unit.flats]
+    once, twice = sum(units), 2 * sum(units) - units[-1]  # for a step, for its forward and its backward: the last stays
+    moved = [nbytes for nbytes, _ in found]
+    looked_at, little_more, nothing_stays = [twice, once], [once, once], [twice, twice]
+    assert moved[:10] == [*looked_at, *looked_at, *little_more, *looked_at, *nothing_stays]
+    assert moved[10] == twice and moved[12:] == [once] * 3
+    assert engine._parts.accelerator.peak_nbytes() == engine._parts.accelerator.memory_use().total
+
+
+def test_less_memory_than_the_least_needs_is_out_of_memory(started: Any) -> None:
+    """The test above could fail."""
+    engine = started(least(started, [LARGE]) - 4096)
+    with pytest.raises(torch.OutOfMemoryError, match="deferred device"):
+        list(play(engine, [SMALL, SMALL, LARGE]))
+
+
+def test_without_giving_up_units_memory_would_run_out(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was left for a small batch, kept for a large one."""
+    nbytes = least(started, [SMALL, LARGE])
+    monkeypatch.setattr(DeviceRoom, "left", lambda room, units: 1 << 40)
+    with pytest.raises(torch.OutOfMemoryError, match="deferred device"):
+        list(play(started(nbytes), [SMALL, LARGE]))
+
+
+def test_what_the_loop_takes_beside_the_model_is_followed(started: Any) -> None:
+    """Another model's memory, taken and given back between steps on inputs of one size."""
+    beyond = 4 * sum(parameter.nbytes for parameter in blocks().parameters())
+    engine = started(least(started, [SMALL]) + beyond)
+    ((_, _), (quiet, _)) = play(engine, [SMALL] * 2)
+    other = engine._parts.accelerator.memory(beyond)
+    ((crowded, _),) = play(engine, [SMALL])
+    del other
+    ((_, _), (again, _)) = play(engine, [SMALL] * 2)
+    assert quiet == again < 0.6 * crowded
+
+
+def test_a_budget_is_a_budget(started: Any) -> None:
+    """What the user granted is kept, whatever is free."""
+    engine = started(1 << 40, device_memory="64MiB")
+    capacity = engine.stats()["resident_capacity_nbytes"]
+    list(play(engine, [SMALL] * 3))
+    assert engine.stats()["resident_capacity_nbytes"] == capacity
