@@ -26,6 +26,8 @@ from offload._native_library import (
     IoResultStructure,
     IoStatistics as IoStatistics,
     IoStatisticsStructure,
+    IoTimes as IoTimes,
+    IoTimesStructure,
     UpdateArguments as UpdateArguments,
     UpdateSegmentStructure,
     load,
@@ -337,11 +339,24 @@ class Ticket:
     that a signal raises in Python between two of its steps loses neither.
     """
 
-    __slots__ = ("ended", "name")
+    __slots__ = ("ended", "kept_times", "name")
 
     def __init__(self) -> None:
         self.name = c_uint64(0)
         self.ended = IoResultStructure(transferred_nbytes=_NOT_ENDED)
+        self.kept_times: IoTimesStructure | None = None
+
+    def keep_times(self) -> None:
+        """Have whoever sees its end keep the times too. To be called before anybody waits; a library that was built before it
+        could do that keeps none."""
+        if hasattr(_loaded(), "offload_io_wait_timed"):
+            self.kept_times = IoTimesStructure()
+
+    @property
+    def times(self) -> IoTimes | None:
+        """When it began and ended, if that was to be kept and it is over."""
+        times = self.kept_times
+        return IoTimes(times.began_ns, times.ended_ns) if times is not None and times.ended_ns else None
 
     @property
     def is_submitted(self) -> bool:
@@ -412,7 +427,10 @@ class IoEngine(_Owner):
         longest_ns = _INTERRUPTIBLE_NS if threading.current_thread() is threading.main_thread() else sys.maxsize
         while (result := ticket.result) is None:
             slice_ns = longest_ns if remaining_ns < 0 else min(remaining_ns, longest_ns)
-            status = _loaded().offload_io_wait(self._pointer, ticket.name, slice_ns, byref(ticket.ended))
+            if ticket.kept_times is None:
+                status = _loaded().offload_io_wait(self._pointer, ticket.name, slice_ns, byref(ticket.ended))
+            else:
+                status = self._wait_timed(ticket, ticket.kept_times, slice_ns)
             if status == -errno.ETIMEDOUT and remaining_ns != slice_ns:
                 remaining_ns -= slice_ns if remaining_ns > 0 else 0
             elif ticket.result is None:  # else: settled, if by another thread's wait
@@ -422,10 +440,16 @@ class IoEngine(_Owner):
     def poll(self, ticket: Ticket) -> IoResult | None:
         """As `wait`, but None at once where it is not settled."""
         if ticket.result is None:
-            status = _loaded().offload_io_poll(self._pointer, ticket.name, byref(ticket.ended))
-            if status != -errno.EAGAIN and ticket.result is None:
+            if ticket.kept_times is None:
+                status = _loaded().offload_io_poll(self._pointer, ticket.name, byref(ticket.ended))
+            else:
+                status = self._wait_timed(ticket, ticket.kept_times, 0)
+            if status not in (-errno.EAGAIN, -errno.ETIMEDOUT) and ticket.result is None:
                 _check(status, f"poll ticket {ticket.name.value}")
         return ticket.result
+
+    def _wait_timed(self, ticket: Ticket, times: IoTimesStructure, timeout_ns: int) -> int:
+        return int(_loaded().offload_io_wait_timed(self._pointer, ticket.name, timeout_ns, byref(ticket.ended), byref(times)))
 
     def stats(self) -> IoStatistics:
         """Totals since the engine was made."""

@@ -50,6 +50,13 @@ class IoResult(NamedTuple):
     failed_offset: int
 
 
+class IoTimes(NamedTuple):
+    """When a transfer began and ended, by the monotonic clock."""
+
+    began_ns: int
+    ended_ns: int
+
+
 class IoStatistics(NamedTuple):
     """Totals since the engine was made; busy: at least one transfer of that direction was in flight. `registered_nbytes`:
     memory that is registered now; `fixed_nbytes`: of the bytes moved, those from and to such memory."""
@@ -74,9 +81,16 @@ class IoResultStructure(ctypes.Structure):
     _fields_ = tuple((name, c_int64) for name in IoResult._fields)
 
 
+class IoTimesStructure(ctypes.Structure):
+    _fields_ = tuple((name, c_int64) for name in IoTimes._fields)
+
+
 class IoStatisticsStructure(ctypes.Structure):
     _fields_ = tuple((name, c_int64) for name in IoStatistics._fields)
 
+
+LATER = frozenset({"offload_io_wait_timed"})
+"""Functions that a library of this ABI version may lack: it was built before they were added."""
 
 _SIGNATURES: dict[str, tuple[object, ...]] = {
     "offload_set_simd_level": (c_int32,),
@@ -100,6 +114,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "offload_io_unregister": (c_void_p, c_void_p),
     "offload_io_submit": (c_void_p, c_int32, c_int32, c_void_p, c_int64, c_int64, c_int32, POINTER(c_uint64)),
     "offload_io_wait": (c_void_p, c_uint64, c_int64, POINTER(IoResultStructure)),
+    "offload_io_wait_timed": (c_void_p, c_uint64, c_int64, POINTER(IoResultStructure), POINTER(IoTimesStructure)),
     "offload_io_poll": (c_void_p, c_uint64, POINTER(IoResultStructure)),
     "offload_io_stats": (c_void_p, POINTER(IoStatisticsStructure)),
 }
@@ -133,7 +148,9 @@ def load() -> tuple[ctypes.CDLL | None, str]:
                 f"{path} has ABI version {version}, this package needs {ABI_VERSION}; install again to rebuild it",
             )
         for name, argument_types in _SIGNATURES.items():
-            function = getattr(library, name)
+            function = getattr(library, name, None) if name in LATER else getattr(library, name)
+            if function is None:
+                continue
             function.argtypes, function.restype = argument_types, c_int
     except (OSError, AttributeError) as error:
         return None, f"{path} cannot be used: {error}"

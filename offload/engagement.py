@@ -6,6 +6,7 @@ An engine has one at a time. It gets another where its parts are made anew: for 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from torch import nn
 
@@ -15,9 +16,12 @@ from offload.build.refitting import NewlyTrained
 from offload.checkpoint.checkpoint import Checkpointing
 from offload.config import Config
 from offload.deferred_init.held_tensors import Slot
+from offload.device.recording import MAIN, WORK
+from offload.errors import UsageError
 from offload.model.fingerprint import ModelFingerprint
 from offload.model.flat import ParameterInfo
 from offload.model.optimizer import OffloadOptimizer
+from offload.profiling.profile import Profile
 from offload.ranks.agreement import MeetingPoint
 from offload.step.components import Components
 from offload.step.gathering import Gathering
@@ -50,6 +54,8 @@ class Engagement:
         self.gathering = Gathering(parts, self.training)
         self.named = NamedStates(parts, self.training, self.gathering)
         self.checkpointing = Checkpointing(parts, self.training, self.gathering, model, optimizer)
+        self.profile: Profile | None = None
+        """The last one that was asked for."""
         self._newly_trained: NewlyTrained | None = None
         self._fingerprint: ModelFingerprint | None = None
         if optimizer is not None:
@@ -74,7 +80,14 @@ class Engagement:
         self.checkpointing.saver.raise_unseen()
         if self._fingerprint is not None:
             self._fingerprint.check()
-        self.training.step()
+        recording = self.training.recorder.to
+        if recording is None:
+            self.training.step()
+            return
+        with recording.span(MAIN, WORK, "step"):
+            self.training.step()
+        if self.profile is not None and self.profile.is_recording:
+            self.profile.step_ended()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See `Training.zero_grad`."""
@@ -83,6 +96,13 @@ class Engagement:
     def owns(self, parameter: object) -> bool:
         """Whether it is one of the model's."""
         return any(info.parameter is parameter for info in self.parts.parameters)
+
+    def begin_profile(self, config: Config, path: Path, steps: int | None) -> Profile:
+        """See `Engine.profile`."""
+        if self.profile is not None and self.profile.is_recording:
+            raise UsageError(f"a profile is being recorded, for {str(self.profile.path)!r}: close it before the next.")
+        self.profile = Profile(self.parts, config, path, steps)
+        return self.profile
 
     # ---- the end -------------------------------------------------------------------------------------------------
 
@@ -99,6 +119,8 @@ class Engagement:
     def end(self) -> None:
         """Give back everything that was taken; the first failure of it is raised after all of it."""
         parts = self.parts
+        if self.profile is not None:
+            self.profile.close()
         self.hooks.remove()
         self.training.uses.abandon()
         held = HeldInterrupt()

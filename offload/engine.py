@@ -34,6 +34,7 @@ from offload.errors import EngineFailedError, ParameterAccessError, UsageError, 
 from offload.model.flat import ParameterInfo
 from offload.model.optimizer import OffloadOptimizer
 from offload.model.weights import open_weights
+from offload.profiling.profile import Profile
 from offload.ranks.consensus import together
 from offload.ranks.transport import join_ranks
 from offload.statistics import statistics
@@ -318,6 +319,23 @@ class Engine:
         if self.closed:
             self._require_open()
         return statistics(self._engagement)
+
+    def profile(self, path: str | os.PathLike[str], steps: int | None = None) -> Profile:
+        """Record what happens from now on as a trace that Perfetto and chrome://tracing open: a row for each link and lane.
+
+        engine.profile("trace.json", steps=2)        the file is there when two more steps are over
+        with engine.profile("trace.json"): ...       when the block is left
+
+        Begin between two steps that are alike: updates of the step before run under the next forward. On several ranks each
+        writes its own ("trace.rank0.json"). `python -m offload explain trace.json` says what is hidden, who waited for what,
+        and what to change. On a GPU the times of copies and of compute are those of events on their streams. Numbers do not
+        change. Ops are also told to torch.profiler where it records, and as NVTX ranges on a GPU.
+
+        Raises `UsageError` while another one records, `ConfigError` where the path is no file's, `StorageError` (at the end)
+        where it cannot be written.
+        """
+        self._require_open()
+        return self._engagement.begin_profile(self.config, Path(path), steps)
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 

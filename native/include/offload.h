@@ -240,6 +240,12 @@ typedef struct offload_io_result {
     int64_t failed_offset;      /* the lowest file offset at which it failed; -1 if it did not */
 } offload_io_result;
 
+/* By the monotonic clock (CLOCK_MONOTONIC). */
+typedef struct offload_io_times {
+    int64_t began_ns; /* its first block was handed to the kernel */
+    int64_t ended_ns; /* its last block was over */
+} offload_io_times;
+
 typedef struct offload_io_statistics {
     int64_t read_nbytes;
     int64_t written_nbytes;
@@ -286,6 +292,10 @@ OFFLOAD_API int offload_io_submit(offload_io* io, int32_t op, int32_t fd, void* 
  * in flight any more, and the ticket is gone; -ETIMEDOUT: not settled, the ticket stays; -ENOENT: no such ticket.
  * Thread-safe; if several threads wait for one ticket, one gets the result and the others -ENOENT. */
 OFFLOAD_API int offload_io_wait(offload_io* io, uint64_t ticket, int64_t timeout_ns, offload_io_result* result);
+
+/* As offload_io_wait; `times`, unless it is null, is filled where `*result` is. */
+OFFLOAD_API int offload_io_wait_timed(offload_io* io, uint64_t ticket, int64_t timeout_ns, offload_io_result* result,
+                                      offload_io_times* times);
 
 /* As offload_io_wait without waiting; -EAGAIN: not settled. Thread-safe. */
 OFFLOAD_API int offload_io_poll(offload_io* io, uint64_t ticket, offload_io_result* result);

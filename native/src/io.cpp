@@ -65,6 +65,7 @@ int offload_io::submit(int32_t op, int fd, void* buffer, int64_t nbytes, int64_t
         if (empty) {
             request->all_cut = true;
             request->settled = true;
+            request->began_ns = request->ended_ns = offload::now_ns();
         } else {
             try {
                 queues_[priority].push_back(request);
@@ -81,7 +82,7 @@ int offload_io::submit(int32_t op, int fd, void* buffer, int64_t nbytes, int64_t
     return 0;
 }
 
-int offload_io::wait(uint64_t ticket, int64_t timeout_ns, offload_io_result* result) {
+int offload_io::wait(uint64_t ticket, int64_t timeout_ns, offload_io_result* result, offload_io_times* times) {
     std::unique_lock<std::mutex> lock(mutex_);
     const auto found = tickets_.find(ticket);
     if (found == tickets_.end()) return -ENOENT;
@@ -101,6 +102,10 @@ int offload_io::wait(uint64_t ticket, int64_t timeout_ns, offload_io_result* res
     result->status = request->status;
     result->transferred_nbytes = request->transferred_nbytes;
     result->failed_offset = request->failed_offset;
+    if (times != nullptr) {
+        times->began_ns = request->began_ns;
+        times->ended_ns = request->ended_ns;
+    }
     return 0;
 }
 
@@ -157,6 +162,7 @@ bool offload_io::take_block(IoBlock* block) {
         ++in_flight_count_[ticket.background];
         ticket.all_cut = ticket.cut_nbytes == ticket.nbytes;
         Busy& busy = busy_of(ticket.op);
+        if (ticket.began_ns == 0) ticket.began_ns = offload::now_ns();
         if (busy.in_flight_count++ == 0) busy.since_ns = offload::now_ns();
         if (ticket.all_cut) queue.pop_front(); // the map of tickets still holds it
         return true;
@@ -225,6 +231,7 @@ bool offload_io::end_block(const IoBlock& block, int64_t transferred_nbytes, int
 void offload_io::settle_if_over(IoTicket* ticket) {
     if (!ticket->all_cut || ticket->in_flight_count > 0) return;
     ticket->settled = true;
+    ticket->ended_ns = offload::now_ns();
     ticket->settled_changed.notify_all();
     if (--unsettled_count_ == 0) all_settled_.notify_all();
 }
@@ -279,9 +286,13 @@ int offload_io_unregister(offload_io* io, void* address) {
 }
 
 int offload_io_wait(offload_io* io, uint64_t ticket, int64_t timeout_ns, offload_io_result* result) {
+    return offload_io_wait_timed(io, ticket, timeout_ns, result, nullptr);
+}
+
+int offload_io_wait_timed(offload_io* io, uint64_t ticket, int64_t timeout_ns, offload_io_result* result, offload_io_times* times) {
     if (io == nullptr || result == nullptr) return -EINVAL;
     if (!io->is_ours()) return -ECHILD;
-    return io->wait(ticket, timeout_ns, result);
+    return io->wait(ticket, timeout_ns, result, times);
 }
 
 int offload_io_poll(offload_io* io, uint64_t ticket, offload_io_result* result) {

@@ -51,6 +51,8 @@ struct IoTicket {
     int64_t status = 0;
     int64_t transferred_nbytes = 0;
     int64_t failed_offset = -1;
+    int64_t began_ns = 0; // its first block was taken; 0: none was yet
+    int64_t ended_ns = 0;
     bool settled = false; // all_cut and no block in flight
     bool released = false;
     std::condition_variable settled_changed;
@@ -69,7 +71,8 @@ struct offload_io {
 
     bool is_ours() const;
     int submit(int32_t op, int fd, void* buffer, int64_t nbytes, int64_t offset, int32_t priority, uint64_t* ticket);
-    int wait(uint64_t ticket, int64_t timeout_ns, offload_io_result* result);
+    // `times` may be null.
+    int wait(uint64_t ticket, int64_t timeout_ns, offload_io_result* result, offload_io_times* times);
     void stats(offload_io_statistics* statistics);
 
     // As offload_io_register and offload_io_unregister. Where there is no such thing nothing can be registered.

@@ -98,10 +98,11 @@ class Allocation:
 
     def _store(self, tier: Tier, name: str, extents: Iterable[Extent]) -> Store:
         if tier == "nvme" and (machine := imagined()) is not None:
-            return ImaginedStore(name, extents, machine)
+            return ImaginedStore(name, extents, machine, self._accelerator.recorder)
         if tier == "nvme":
             assert self._scratch is not None and self.backend is not None
-            return NvmeStore(name.replace(" ", "-"), extents, self._scratch, self.backend)
+            recorder = self._accelerator.recorder
+            return NvmeStore(name.replace(" ", "-"), extents, self._scratch, self.backend, recorder=recorder)
         if tier == "device" and not self._accelerator.unified:
             return DeviceStore(name, extents, self._accelerator)
         # What no copy to or from the device touches stays unregistered, so that it need not be in memory before it is used.

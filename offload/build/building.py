@@ -80,7 +80,7 @@ class Building:
         trained = [pair for unit in units for pair in zip(unit.trained_chunks, unit.route.record_tiers(), strict=False)]
         records = RecordStore(trained, storage.records, self._format_of, self._is_undoable) if trained else None
         pool = storage.staging_pool()
-        timeline = Timeline()
+        timeline = Timeline(accelerator.clock_ns, accelerator.recorder)
         if imagined() is None:
             Materializer(accelerator, places, records, values, state_of, self._ledger).run(units)
         self.value_facts = values.facts()

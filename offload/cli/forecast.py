@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -29,9 +30,16 @@ class Work:
 
 
 def forecast(
-    model: nn.Module, optimizer: torch.optim.Optimizer, config: offload.Config, machine: Machine, work: Work
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: offload.Config,
+    machine: Machine,
+    work: Work,
+    trace: Path | None = None,
 ) -> Forecast:
-    """Train `model`, which lies on the meta device, a few steps on `machine`. Raises `BudgetError` where nothing fits."""
+    """Train `model`, which lies on the meta device, a few steps on `machine`; `trace`: the file for one of the last.
+
+    Raises `BudgetError` where nothing fits."""
     if work.checkpointing:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of its name, which older versions know alone
@@ -44,4 +52,7 @@ def forecast(
         engine.step()
         engine.zero_grad()
 
-    return rehearse(VirtualMachine(machine), lambda: offload.initialize(model, optimizer, config), step, tokens=work.tokens)
+    def begin() -> offload.Engine:
+        return offload.initialize(model, optimizer, config)
+
+    return rehearse(VirtualMachine(machine), begin, step, tokens=work.tokens, trace=trace)

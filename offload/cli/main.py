@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import offload
-from offload.cli import bench, export, importing, info, plan, probe, train
+from offload.cli import bench, explain, export, importing, info, plan, probe, train
 from offload.errors import ConfigError, InitializerError, OffloadError, UsageError
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
@@ -23,6 +23,7 @@ _REFUSALS = (ConfigError, InitializerError, UsageError)
 _COMMANDS = {
     "train": (train, "train a causal language model with its states on the device, in CPU memory or on NVMe"),
     "plan": (plan, "say what training would take: bytes in each tier, smallest budgets, bytes moved in a step"),
+    "explain": (explain, "say what a trace shows: what is hidden, who waits for what, and what to change"),
     "probe": (probe, "measure this machine: memory, drive, and device links"),
     "export": (export, "write a checkpoint's weights as safetensors that from_pretrained reads, without the model"),
     "import": (importing, "convert DeepSpeed's universal or torch.distributed's checkpoint into one of this package"),

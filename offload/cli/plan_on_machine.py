@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
 import torch
 
@@ -28,6 +29,7 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--checkpointing", choices=("none", "full"), default="none", help="of activations (default none)")
     group.add_argument("--nvme-read", type=float, metavar="GB/S", help="another drive than the machine's")
     group.add_argument("--nvme-write", type=float, metavar="GB/S", help="the same")
+    group.add_argument("--trace", type=Path, metavar="FILE", help="write the step as a trace (see explain)")
     group.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -44,7 +46,7 @@ def run_on_machine(args: argparse.Namespace) -> int:
         model.to(torch.bfloat16 if args.dtype == "bf16" else torch.float16)
     work = Work(args.batch, args.sequence, args.accumulate, args.checkpointing == "full")
     try:
-        found = forecast(model, make_optimizer(model, args), config_of(args), machine, work)
+        found = forecast(model, make_optimizer(model, args), config_of(args), machine, work, args.trace)
     except BudgetError as error:
         found = refused(error)
     if args.json:

@@ -15,6 +15,7 @@ where the device can do that. A source must stay unchanged, and a destination un
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -24,6 +25,7 @@ import torch
 
 from offload.device.lane import HostLane, Job
 from offload.device.pending import Pending, Settled
+from offload.device.recording import COLLECTIVES, TRANSFER, OpRecorder, Stamp
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,10 @@ class Accelerator(ABC):
     device: torch.device
     unified: bool
 
+    def __init__(self) -> None:
+        self.recorder = OpRecorder(self)
+        """What happens on it is told there."""
+
     @abstractmethod
     def unit_memory(self, nbytes: int) -> UnitMemory:
         """Device memory for one flat, filled."""
@@ -157,11 +163,18 @@ class Accelerator(ABC):
         return Settled()
 
     @contextmanager
-    def communicating(self, after: Pending | None = None) -> Iterator[None]:
-        """Device work inside is on the stream of what ranks send each other, behind `after` (a `mark`). From any thread."""
+    def communicating(self, what: str, about: object, nbytes: int, after: Pending | None = None) -> Iterator[None]:
+        """Device work inside is on the stream of what ranks send each other, behind `after` (a `mark`). From any thread.
+
+        `what` is done with `nbytes` of the unit `about`."""
         if after is not None:
             after.wait()
-        yield
+        recording = self.recorder.to
+        if recording is None:
+            yield
+            return
+        with recording.span(COLLECTIVES, TRANSFER, what, about, nbytes=nbytes):
+            yield
 
     def lock(self) -> AbstractContextManager[object]:
         """A reentrant lock, to be held also while waiting for what this device's lanes and copies do."""
@@ -170,6 +183,25 @@ class Accelerator(ABC):
     @abstractmethod
     def host_lane(self, name: str, *, waits_for_io: bool) -> HostLane:
         """The lane on which CPU work of this name runs. `waits_for_io`: its jobs block on files."""
+
+    # ---- time ----------------------------------------------------------------------------------------------------
+
+    def clock_ns(self) -> int:
+        """The time by which its work goes."""
+        return time.monotonic_ns()
+
+    def begin_stamps(self) -> None:  # noqa: B027 - most have nothing to prepare
+        """Stamps will be made."""
+
+    def stamp(self) -> Stamp:
+        """When it will have done all work given to compute so far."""
+        now_ns = self.clock_ns()
+        return lambda: now_ns
+
+    def settle_stamps(self) -> None:  # noqa: B027 - where the host computes they are known at once
+        """Wait until all stamps are known; where that would take time from what is recorded, some stay unknown."""
+
+    # ---- memory --------------------------------------------------------------------------------------------------
 
     def pin(self, address: int, nbytes: int) -> Callable[[], None] | None:
         """Register host memory that nobody has written to yet for direct copies; returns what undoes it.

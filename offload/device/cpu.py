@@ -6,10 +6,11 @@ import torch
 
 from offload.device.accelerator import Accelerator, UnitMemory
 from offload.device.freed_memory import freed_memory
-from offload.device.lane import HostLane, InlineLane, ThreadLane
+from offload.device.lane import HostLane, InlineLane, LaneRow, ThreadLane
 from offload.device.mapped import MappedMemory
 from offload.device.pages import PagePool, pages_supported
 from offload.device.pending import Pending, Settled
+from offload.device.recording import D2H, H2D, TRANSFER
 
 
 class CpuAccelerator(Accelerator):
@@ -22,6 +23,7 @@ class CpuAccelerator(Accelerator):
     unified = True
 
     def __init__(self) -> None:
+        super().__init__()
         self.device = torch.device("cpu")
         self._pages = PagePool() if pages_supported() else None
 
@@ -29,11 +31,18 @@ class CpuAccelerator(Accelerator):
         return self._pages.unit_memory(nbytes) if self._pages is not None else MappedMemory(nbytes)
 
     def copy_in(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
-        destination.copy_(source)
-        return Settled()
+        return self._copy(H2D, destination, source)
 
     def copy_out(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
-        destination.copy_(source)
+        return self._copy(D2H, destination, source)
+
+    def _copy(self, row: str, destination: torch.Tensor, source: torch.Tensor) -> Pending:
+        recording = self.recorder.to
+        if recording is None:
+            destination.copy_(source)
+        else:
+            with recording.span(row, TRANSFER, "copy", nbytes=source.nbytes):
+                destination.copy_(source)
         return Settled()
 
     def join(self, pending: Pending) -> None:
@@ -41,7 +50,8 @@ class CpuAccelerator(Accelerator):
 
     def host_lane(self, name: str, *, waits_for_io: bool) -> HostLane:
         # Work that waits for files overlaps with the model; work that only computes would compete with it.
-        return ThreadLane(name) if waits_for_io else InlineLane()
+        told = LaneRow(name, self.recorder)
+        return ThreadLane(name, told=told) if waits_for_io else InlineLane(told=told)
 
     def about_to_allocate(self, nbytes: int) -> None:
         freed_memory.about_to_allocate(nbytes)

@@ -49,8 +49,9 @@ import torch
 from offload.device import compiled_kernels
 from offload.device.accelerator import Accelerator, MemoryUse, ResizedMemory, UnitMemory
 from offload.device.host_pages import populate
-from offload.device.lane import HostLane, Job, ThreadLane
+from offload.device.lane import HostLane, Job, LaneRow, ThreadLane
 from offload.device.pending import Pending
+from offload.device.recording import COLLECTIVES, D2H, H2D, Stamp
 from offload.errors import ConfigError
 
 _ALREADY_REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered: our own fault, never the system's
@@ -70,6 +71,19 @@ class _EventPending(Pending):
 
     def done(self) -> bool:
         return bool(self.event.query())
+
+
+class _Copied:
+    """The times of a copy, by events around it on its stream."""
+
+    def __init__(self, began: Stamp, ended: Stamp) -> None:
+        self._began, self._ended = began, ended
+
+    def keep_times(self) -> None:
+        """They are kept."""
+
+    def times_ns(self) -> tuple[int, int] | None:
+        return self._began(), self._ended()
 
 
 class _StreamOrderedMemory(ResizedMemory):
@@ -96,28 +110,38 @@ class CudaAccelerator(Accelerator):
     def __init__(self) -> None:
         if not torch.cuda.is_available():
             raise ConfigError("accelerator 'cuda' was asked for, but torch finds no CUDA device: use 'cpu'.")
+        super().__init__()
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._fetch = torch.cuda.Stream(self.device)
         self._drain = torch.cuda.Stream(self.device)
         self._ranks = torch.cuda.Stream(self.device)
         self._has_warned = False
         self._total_nbytes = self._former_peak_nbytes = 0
+        self._reference: tuple[torch.cuda.Event, int]
         compiled_kernels.prepare(self.device)
 
     def unit_memory(self, nbytes: int) -> UnitMemory:
         return _StreamOrderedMemory(nbytes, self.device, self._fetch)
 
     def copy_in(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
-        with torch.cuda.stream(self._fetch):
-            destination.copy_(source, non_blocking=True)
+        self._copy(H2D, self._fetch, destination, source)
         return _EventPending(self._fetch, source)
 
     def copy_out(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
         self._drain.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._drain):
-            destination.copy_(source, non_blocking=True)
+        self._copy(D2H, self._drain, destination, source)
         source.record_stream(self._drain)
         return _EventPending(self._drain, destination)
+
+    def _copy(self, row: str, stream: torch.cuda.Stream, destination: torch.Tensor, source: torch.Tensor) -> None:
+        recording = self.recorder.to
+        with torch.cuda.stream(stream):
+            if recording is None:
+                destination.copy_(source, non_blocking=True)
+                return
+            began = self._stamp_on(stream)
+            destination.copy_(source, non_blocking=True)
+            recording.transfer(row, "copy", source.nbytes, _Copied(began, self._stamp_on(stream)))
 
     def copy_in_after_compute(self) -> None:
         self._fetch.wait_stream(torch.cuda.current_stream(self.device))
@@ -144,17 +168,40 @@ class CudaAccelerator(Accelerator):
         return _EventPending(torch.cuda.current_stream(self.device))
 
     @contextmanager
-    def communicating(self, after: Pending | None = None) -> Iterator[None]:
+    def communicating(self, what: str, about: object, nbytes: int, after: Pending | None = None) -> Iterator[None]:
+        recording = self.recorder.to
         with torch.cuda.stream(self._ranks):
             if isinstance(after, _EventPending):
                 self._ranks.wait_event(after.event)
             elif after is not None:
                 after.wait()
+            if recording is None:
+                yield
+                return
+            began = self._stamp_on(self._ranks)
             yield
+            recording.transfer(COLLECTIVES, what, nbytes, _Copied(began, self._stamp_on(self._ranks)), about=about)
+
+    def begin_stamps(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        event.synchronize()
+        self._reference = event, self.clock_ns()
+
+    def stamp(self) -> Stamp:
+        return self._stamp_on(torch.cuda.current_stream(self.device))
+
+    def _stamp_on(self, stream: torch.cuda.Stream) -> Stamp:
+        (reference, reference_ns), event = self._reference, torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return lambda: reference_ns + round(reference.elapsed_time(event) * 1e6)
+
+    def settle_stamps(self) -> None:
+        self.wait_for_all()
 
     def host_lane(self, name: str, *, waits_for_io: bool) -> HostLane:
         del waits_for_io
-        return ThreadLane(name, begin=lambda: torch.cuda.set_device(self.device))
+        return ThreadLane(name, begin=lambda: torch.cuda.set_device(self.device), told=LaneRow(name, self.recorder))
 
     def pin(self, address: int, nbytes: int) -> Callable[[], None] | None:
         cudart: Any = torch.cuda.cudart()

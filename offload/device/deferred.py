@@ -20,8 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from offload.device.accelerator import Accelerator, MemoryUse, UnitMemory
-from offload.device.lane import HostLane, InlineLane, Job
+from offload.device.lane import HostLane, InlineLane, Job, LaneRow
 from offload.device.pending import Pending
+from offload.device.recording import D2H, H2D, TRANSFER
 
 _POISON = 0xFF
 
@@ -99,8 +100,8 @@ class _Deferred(Pending):
 class _Stream(InlineLane):
     """Serves as a device stream and, with the same laziness, as a host lane."""
 
-    def submit(self, job: Job) -> Pending:
-        return _Deferred(super().submit(job))
+    def submit(self, job: Job, about: object = None, nbytes: int = 0) -> Pending:
+        return _Deferred(super().submit(job, about, nbytes))
 
 
 class DeferredAccelerator(Accelerator):
@@ -111,10 +112,10 @@ class DeferredAccelerator(Accelerator):
     unified = False
 
     def __init__(self, seed: int = 0, nbytes: int | None = None) -> None:
+        super().__init__()
         self.device = torch.device("cpu")
         self._random = random.Random(seed)
-        self._fetch = _Stream()
-        self._drain = _Stream()
+        self._fetch, self._drain = (_Stream(told=LaneRow("copy", self.recorder, row=row, kind=TRANSFER)) for row in (H2D, D2H))
         self._streams = [self._fetch, self._drain]
         self._in_use = _InUse(nbytes)
         self.copied_in_nbytes = self.copied_out_nbytes = 0
@@ -158,19 +159,24 @@ class DeferredAccelerator(Accelerator):
     def copy_in(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
         self._run_something()
         self.copied_in_nbytes += source.nbytes
-        return self._fetch.submit(lambda: _copy(destination, source))
+        return self._submit(self._fetch, destination, source)
 
     def copy_out(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
         self._run_something()
         self.copied_out_nbytes += source.nbytes
-        return self._drain.submit(lambda: _copy(destination, source))
+        return self._submit(self._drain, destination, source)
+
+    def _submit(self, stream: _Stream, destination: torch.Tensor, source: torch.Tensor) -> Pending:
+        recording = self.recorder.to
+        about = recording.about_here() if recording is not None else None
+        return stream.submit(lambda: _copy(destination, source), about, source.nbytes)
 
     def join(self, pending: Pending) -> None:
         pending.wait()
 
     def host_lane(self, name: str, *, waits_for_io: bool) -> HostLane:
-        del name, waits_for_io
-        return _Stream()
+        del waits_for_io
+        return _Stream(told=LaneRow(name, self.recorder))
 
     def close(self) -> None:
         for stream in self._streams:

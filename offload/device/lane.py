@@ -16,17 +16,29 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from offload.device.pending import Latch, Pending
+from offload.device.recording import WORK, OpRecorder, lane_row
 from offload.errors import ConfigError, EngineFailedError
 
 Job = Callable[[], None]
+
+
+class LaneRow:
+    """Where the jobs of a lane are told of while somebody records."""
+
+    __slots__ = ("kind", "name", "recorder", "row")
+
+    def __init__(self, name: str, recorder: OpRecorder, *, row: str | None = None, kind: str = WORK) -> None:
+        """`row`: where it is not that of a lane of this name."""
+        self.name, self.recorder, self.kind = name, recorder, kind
+        self.row = lane_row(name) if row is None else row
 
 
 class HostLane(ABC):
     """A first-in first-out lane of jobs. `submit` may be called from any thread; a job never waits for a later one."""
 
     @abstractmethod
-    def submit(self, job: Job) -> Pending:
-        """Queue `job`; the result settles when it ran, with its exception if it raised one."""
+    def submit(self, job: Job, about: object = None, nbytes: int = 0) -> Pending:
+        """Queue `job`; the result settles when it ran, with its exception if it raised one. It is about a unit, or bytes."""
 
     @abstractmethod
     def close(self) -> None:
@@ -36,16 +48,23 @@ class HostLane(ABC):
 class LaneJob(Pending):
     """A job in a lane: runs once, keeps the exception that it raised."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, told: LaneRow | None = None, about: object = None, nbytes: int = 0) -> None:
         self._job: Job | None = job
         self._failure: Exception | None = None
+        self._told, self._about, self._nbytes = told, about, nbytes
 
     def run(self) -> None:
         job, self._job = self._job, None
         if job is None:
             raise AssertionError("a job runs once")
+        told = self._told
+        recording = told.recorder.to if told is not None else None
         try:
-            job()
+            if told is None or recording is None:
+                job()
+            else:
+                with recording.span(told.row, told.kind, told.name, self._about, nbytes=self._nbytes):
+                    job()
         except Exception as error:
             self._failure = error
         except BaseException as error:
@@ -58,8 +77,8 @@ class LaneJob(Pending):
 
 
 class _InlineJob(LaneJob):
-    def __init__(self, lane: InlineLane, job: Job) -> None:
-        super().__init__(job)
+    def __init__(self, lane: InlineLane, job: Job, told: LaneRow | None, about: object, nbytes: int) -> None:
+        super().__init__(job, told, about, nbytes)
         self._lane = lane
 
     def wait(self) -> None:
@@ -73,13 +92,14 @@ class _InlineJob(LaneJob):
 class InlineLane(HostLane):
     """Jobs run in the thread that waits for them, earlier ones first."""
 
-    def __init__(self, lock: AbstractContextManager[object] | None = None) -> None:
+    def __init__(self, lock: AbstractContextManager[object] | None = None, told: LaneRow | None = None) -> None:
         """`lock`: a reentrant one, held while jobs run and wait (`Accelerator.lock`)."""
+        self._told = told
         self._queue: deque[_InlineJob] = deque()
         self._lock = lock if lock is not None else threading.RLock()
 
-    def submit(self, job: Job) -> Pending:
-        pending = _InlineJob(self, job)
+    def submit(self, job: Job, about: object = None, nbytes: int = 0) -> Pending:
+        pending = _InlineJob(self, job, self._told, about, nbytes)
         with self._lock:
             self._queue.append(pending)
         return pending
@@ -114,8 +134,8 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 class _ThreadJob(LaneJob):
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
+    def __init__(self, job: Job, told: LaneRow | None = None, about: object = None, nbytes: int = 0) -> None:
+        super().__init__(job, told, about, nbytes)
         self._settled = Latch()
 
     def run(self, after: LaneJob | None = None) -> None:
@@ -147,16 +167,16 @@ class ThreadLane(HostLane):
     The thread knows the queue alone: it ends too when the lane is dropped without `close()`.
     """
 
-    def __init__(self, name: str, begin: Job | None = None) -> None:
+    def __init__(self, name: str, begin: Job | None = None, told: LaneRow | None = None) -> None:
         """`begin` runs on the thread before its first job."""
-        self._name = f"offload-{name}"
+        self._name, self._told = f"offload-{name}", told
         self._begin = begin
         self._queue: _Jobs = queue.SimpleQueue()
         self._lock, self._serving = threading.Lock(), threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def submit(self, job: Job) -> Pending:
-        pending = _ThreadJob(job)
+    def submit(self, job: Job, about: object = None, nbytes: int = 0) -> Pending:
+        pending = _ThreadJob(job, self._told, about, nbytes)
         with self._lock:
             if self._thread is None or self._thread.ident is None:
                 work = (self._queue, self._serving, _ThreadJob(self._begin or (lambda: None)))

@@ -26,6 +26,13 @@ class Pending(ABC):
     def done(self) -> bool:
         """Whether it settled (well or not). Never blocks."""
 
+    def keep_times(self) -> None:  # noqa: B027 - most have none
+        """`times_ns` will be asked for. To be called before anybody waits."""
+
+    def times_ns(self) -> tuple[int, int] | None:
+        """When what moves its bytes began and ended; None while it is not over, zeros where that was not kept."""
+        return 0, 0
+
 
 class Settled(Pending):
     """An operation that was over before it could be waited for."""

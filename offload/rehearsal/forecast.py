@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from offload.device.virtual.machine import VirtualMachine
@@ -28,6 +29,10 @@ class Rehearsed(Protocol):
 
     def stats(self) -> dict[str, Any]:
         """As `offload.Engine.stats`."""
+        ...
+
+    def profile(self, path: Path, steps: int) -> object:
+        """As `offload.Engine.profile`."""
         ...
 
     def close(self) -> None:
@@ -71,16 +76,22 @@ class Forecast:
         return {name: None if value != value else value for name, value in values.items()}
 
 
-def rehearse(virtual: VirtualMachine, begin: Callable[[], E], step: Callable[[E], None], *, tokens: int) -> Forecast:
+def rehearse(
+    virtual: VirtualMachine, begin: Callable[[], E], step: Callable[[E], None], *, tokens: int, trace: Path | None = None
+) -> Forecast:
     """Train with what `begin` returns a few steps on `virtual`, which is new; the last of them is the one that is told of.
 
-    `tokens`: of one step, for the rate. Raises what `begin` and `step` raise: `BudgetError` where no placement fits."""
+    `tokens`: of one step, for the rate. `trace`: the file for a trace of that step.
+
+    Raises what `begin` and `step` raise: `BudgetError` where no placement fits."""
     with _inside(virtual):
         engine = begin()
         try:
             for _ in range(FIRST_STEPS):
                 step(engine)
             before = _Reading(virtual)
+            if trace is not None:
+                engine.profile(trace, steps=1)
             step(engine)
             return _forecast(engine, virtual, before, tokens)
         finally:

@@ -14,7 +14,7 @@ import itertools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class BackwardUse:
         self.graph_task = -1
         self.epoch = -1
         self.awaited: set[int] = set()
+        self.told: Callable[[], None] | None = None
         self.thread = threading.get_ident()
         self.first_number = torch._C._autograd._get_sequence_nr()
         self.began, self.ended = passes.tick(), 0
@@ -193,6 +194,8 @@ class BackwardPasses:
             self.shared_gradients.forget(graph_task)
         for use in [use for use in self._open if use.graph_task in gone]:
             del self._open[use]
+            if use.told is not None:
+                use.told()
             if use.reads_values and use.epoch == self._uses.epoch:
                 self._uses.end(use.unit, recorded=True)
         if gone and not self._graph_tasks:
@@ -259,10 +262,14 @@ class BackwardPasses:
                 self._uses.start(use.unit, recorded=True)
             use.epoch = self._uses.epoch
             self._open[use] = None
+        if (recording := self._training.recorder.to) is not None:
+            use.told = recording.use("backward", use.unit)
 
     def end_use(self, use: BackwardUse) -> None:
         """Backward is through with the call."""
         del self._open[use]
+        if use.told is not None:
+            use.told()
         with self._training.failures():
             if use.reads_values and use.epoch == self._uses.epoch:
                 self._uses.end(use.unit, recorded=True, then=lambda: self._left(use.unit))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -45,6 +45,7 @@ class Call:
     recorded  it is part of a training step
     started   the unit's use has started, and lasts as long as the call
     covers    so has one of all units
+    told      to be called when it is over, where somebody records
     frame     that of PyTorch's function which calls the module and its hooks
     """
 
@@ -56,6 +57,7 @@ class Call:
     recorded: bool = False
     started: bool = False
     covers: bool = False
+    told: Callable[[], None] | None = None
     frame: FrameType | None = None
 
     def __post_init__(self) -> None:

@@ -108,7 +108,7 @@ class StagedFetcher(Fetcher):
         updates = self._updates
         update = updates.launch(unit) if updates is not None and unit.update is not None else None
         unit.fetch = fetch = Fetch()
-        fetch.job = self._lane.submit(lambda: self._bring(unit, fetch.copies, update))
+        fetch.job = self._lane.submit(lambda: self._bring(unit, fetch.copies, update), unit)
 
     def finish(self, unit: Unit) -> None:
         fetch, unit.fetch = unit.fetch, None

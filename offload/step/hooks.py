@@ -163,6 +163,8 @@ class Hooks:
             if self._covers and unit is self._units[0] and not inside_backward:
                 self._uses.cover()
                 call.covers = True
+        if (recording := self._training.recorder.to) is not None:
+            call.told = recording.use("recompute" if inside_backward else "forward", unit)
         if torch.is_grad_enabled():
             self._follow_backward(call, unit, args, kwargs, computed_again=inside_backward)
         elif not inside_backward and (call.recorded or self._calls[0].unit is not self._units[0]):
@@ -191,6 +193,7 @@ class Hooks:
                 self._training.turn.begin_anew()
                 self._backwards.forward_begins()
                 self._uses.abandon()
+                self._training.recorder.look()
                 self._training.turn.begin(FORWARD, call.is_running)
         return call
 
@@ -226,6 +229,8 @@ class Hooks:
             return
         try:
             call = self._calls.pop(module)
+            if call is not None and call.told is not None:
+                call.told()
             if call is not None and call.unit is not None and call.started and not self._training.has_failed:
                 self._after_forward(call, call.unit, output)
         finally:

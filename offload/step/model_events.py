@@ -95,7 +95,7 @@ class ModelEvents:
 
     def gradient_arrived(self, unit: Unit, info: ParameterInfo) -> None:
         """PyTorch accumulated into the parameter's `grad`."""
-        with self._timeline.working("gradients"):
+        with self._timeline.working("gradients", unit):
             gradient = self._gradients.arrived(unit, info)
         if gradient is None:
             return

@@ -222,7 +222,7 @@ class Reduction(Intake):
         }
         dtypes = {index: _DTYPES[int(prefix[0])] for index, prefix in said.items()}
         ready = state.ready if contributes else None
-        with self._accelerator.communicating(ready):
+        with self._accelerator.communicating("reduce", unit, unit.layout.nbytes, ready):
             for position, flat in enumerate(unit.flats):
                 if flat.layout.trainable and any(info.index in present for info in flat.parameters):
                     buffer = state.buffers.get(position) if contributes else None

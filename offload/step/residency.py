@@ -278,7 +278,7 @@ class Residency:
         if self._updates is not None:
             self._updates.finish(unit)
         if unit.residency.state is UnitState.FETCHING:
-            with self._timeline.waiting("fetch"):
+            with self._timeline.waiting("fetch", unit):
                 self._fetcher.finish(unit)
             unit.residency.become(UnitState.RESIDENT)
 

@@ -39,7 +39,7 @@ class ShardExchange:
     def gather(self, unit_index: int, wanters: frozenset[int]) -> Pending | None:
         unit = self._units[unit_index]
         wanted_here = self._ranks.index in wanters
-        with self._accelerator.communicating():
+        with self._accelerator.communicating("gather", unit, unit.layout.nbytes):
             if self._ranks.has_devices and len(wanters) == self._ranks.world_size:
                 for flat, own in self._own_shards(unit, wanted_here, on_host=False):
                     self._ranks.gather_on_device(flat.memory.flat, own)

@@ -29,7 +29,7 @@ class SpreadUpdates(Updates):
         following = next(((other, one) for other, one in self._queue.items() if one.spreading is None), None)
         if following is not None:
             self._spread(*following)
-        with self._timeline.waiting("gather"):
+        with self._timeline.waiting("gather", unit):
             asked.wait()
         if asked.result is not None:
             self._accelerator.join(asked.result)
@@ -37,7 +37,7 @@ class SpreadUpdates(Updates):
 
     def _spread(self, unit: Unit, update: UnitUpdate) -> Request:
         if update.spreading is None:
-            with self._timeline.waiting("update"):
+            with self._timeline.waiting("update", unit):
                 self.apply(unit)
             update.spreading = self._rendezvous.ask_gather(unit.index)
         return update.spreading

@@ -4,14 +4,42 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 
+from offload.device.recording import (
+    COLLECTIVES,
+    D2H,
+    H2D,
+    MAIN,
+    NOBODY,
+    NVME_READ,
+    NVME_WRITE,
+    WAIT,
+    WORK,
+    OpRecorder,
+    Recording,
+    lane_row,
+)
 from offload.tiers.io import IoBackend, IoStats
 
 _FETCH, _UPDATE, _ADAM = "fetch", "update", "adam"
 RECORD_WRITES = "write records"
+_UPDATES, _FETCHES, _GRADIENTS = lane_row("update"), lane_row("fetch"), lane_row("gradients")
+_AWAITS: dict[str, tuple[str, ...]] = {
+    _UPDATE: (_UPDATES, lane_row("device update"), H2D, D2H),
+    _FETCH: (H2D, _FETCHES, NVME_READ, COLLECTIVES),
+    "gather": (COLLECTIVES, _UPDATES),
+    "reduction": (COLLECTIVES,),
+    "gradients": (D2H, _GRADIENTS, COLLECTIVES),
+    "read records": (NVME_READ, D2H, _GRADIENTS),
+    "read parameters": (NVME_READ, NVME_WRITE, H2D),
+    RECORD_WRITES: (NVME_WRITE,),
+    "copy for checkpoint": (lane_row("checkpoint"),),
+}
+"""By what is waited for: the rows on which that happens."""
 
 
 @dataclass(slots=True)
@@ -24,59 +52,39 @@ class _Sums:
 class Timeline:
     """Sums of wall-clock seconds by phase, since the last `take`. Thread-safe; a phase may run on one thread at a time."""
 
-    def __init__(self, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
-        self._clock_ns = clock_ns
+    def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns, recorder: OpRecorder = NOBODY) -> None:
+        """`recorder`: is told of every phase, too."""
+        self.clock_ns, self.recorder = clock_ns, recorder
         self._lock = threading.Lock()
         self._sums = _Sums()
         self._update_waits = 0
         self._lane_phases: list[str] = []
         self._since_ns = 0
 
-    @contextmanager
-    def _span(self, name: str) -> Iterator[None]:
-        start_ns = self._clock_ns()
-        try:
-            yield
-        finally:
-            seconds = (self._clock_ns() - start_ns) / 1e9
-            with self._lock:
-                self._sums.seconds[name] = self._sums.seconds.get(name, 0.0) + seconds
+    def waiting(self, what: str, about: object = None) -> AbstractContextManager[None]:
+        """The model's own thread waits for `what`, of the unit `about`."""
+        return _Phase(self, f"wait: {what}", what, about, waits=what == _UPDATE)
 
-    @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """The model's own thread waits for `what`."""
-        with self._span(f"wait: {what}"):
-            self._change(waits=int(what == _UPDATE))
-            try:
-                yield
-            finally:
-                self._change(waits=-int(what == _UPDATE))
-
-    def working(self, what: str) -> AbstractContextManager[None]:
-        """The model's own thread does the engine's work `what`."""
-        return self._span(f"work: {what}")
+    def working(self, what: str, about: object = None) -> AbstractContextManager[None]:
+        """The model's own thread does the engine's work `what`, with the unit `about`."""
+        return _Phase(self, f"work: {what}", what, about)
 
     def lane_waiting(self, what: str) -> AbstractContextManager[None]:
         """The update lane waits for `what`."""
-        return self._lane_phase(f"lane wait: {what}", what)
+        return _Phase(self, f"lane wait: {what}", what, on_lane=True)
 
     def lane_working(self, what: str) -> AbstractContextManager[None]:
         """The update lane does `what`."""
-        return self._lane_phase(f"lane work: {what}", what)
+        return _Phase(self, f"lane work: {what}", what, on_lane=True)
 
-    @contextmanager
-    def _lane_phase(self, name: str, what: str) -> Iterator[None]:
-        with self._span(name):
-            self._change(enters=what)
-            try:
-                yield
-            finally:
-                self._change(leaves=what)
+    def _add(self, name: str, passed_ns: int) -> None:
+        with self._lock:
+            self._sums.seconds[name] = self._sums.seconds.get(name, 0.0) + passed_ns / 1e9
 
     def _change(self, waits: int = 0, enters: str | None = None, leaves: str | None = None) -> None:
         """Account for the time since the last change, then change who waits or what the lane is at."""
         with self._lock:
-            now_ns = self._clock_ns()
+            now_ns = self.clock_ns()
             self._account(now_ns)
             self._update_waits += waits
             if enters is not None:
@@ -96,9 +104,51 @@ class Timeline:
 
     def _take(self) -> _Sums:
         with self._lock:
-            self._account(self._clock_ns())
+            self._account(self.clock_ns())
             sums, self._sums = self._sums, _Sums()
         return sums
+
+
+class _Phase:
+    """One phase of a thread: adds to the sums, and is told of where somebody records."""
+
+    __slots__ = ("_about", "_name", "_on_lane", "_start_ns", "_timeline", "_told", "_waits", "_what")
+
+    def __init__(
+        self, timeline: Timeline, name: str, what: str, about: object = None, *, waits: bool = False, on_lane: bool = False
+    ) -> None:
+        """`waits`: the model waits for an update. `on_lane`: of updates, else of the thread that drives the model."""
+        self._timeline, self._name, self._what, self._about = timeline, name, what, about
+        self._waits, self._on_lane = waits, on_lane
+
+    def __enter__(self) -> None:
+        timeline = self._timeline
+        self._told = self._tell(timeline.recorder.to) if timeline.recorder.to is not None else None
+        self._start_ns = timeline.clock_ns()
+        if self._on_lane:
+            timeline._change(enters=self._what)
+        elif self._waits:
+            timeline._change(waits=1)
+
+    def __exit__(self, *_: object) -> None:
+        timeline = self._timeline
+        if self._on_lane:
+            timeline._change(leaves=self._what)
+        elif self._waits:
+            timeline._change(waits=-1)
+        timeline._add(self._name, timeline.clock_ns() - self._start_ns)
+        if self._told is not None:
+            self._told()
+
+    def _tell(self, recording: Recording) -> Callable[[], None]:
+        """Returns what is to be called when the phase is over."""
+        what, awaits = self._what, _AWAITS.get(self._what, ())
+        is_wait = " wait: " in f" {self._name}"
+        if self._on_lane:
+            return partial(recording.end, recording.begin(_UPDATES, WAIT if is_wait else WORK, what, awaits=awaits))
+        if is_wait:
+            return partial(recording.end_compute, recording.begin_compute(WAIT, what, self._about, awaits))
+        return partial(recording.end, recording.begin(MAIN, WORK, what, self._about))
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ class Training(FailureState):
         self._units, self._residency, self._parameters = parts.units, parts.residency, parts.parameters
         self._taken, self._updates, self._intake = parts.gradients, parts.updates, parts.intake
         self._places, self._records = parts.parameter_store, parts.records
-        self._accelerator, self._timeline = parts.accelerator, parts.timeline
+        self._accelerator, self._timeline, self.recorder = parts.accelerator, parts.timeline, parts.accelerator.recorder
         self.loss_scale = LossScale.of(config.loss_scale, config.dtype)
         self._max_grad_norm = config.max_grad_norm
         self._maker = UpdateMaker(parts, hyper_of) if hyper_of is not None and parts.updates is not None else None

@@ -19,7 +19,7 @@ from torch import Tensor
 from offload.device import optimizer_step
 from offload.device.accelerator import Accelerator
 from offload.device.flat import uses_native
-from offload.device.lane import HostLane, InlineLane, ThreadLane
+from offload.device.lane import HostLane, InlineLane, LaneRow, ThreadLane
 from offload.device.pending import Pending
 from offload.device.records import Record
 from offload.device.segment import MASTER, Segment
@@ -63,7 +63,7 @@ class Updates:
         self._reads = not records.in_memory or gradients.spills or gradients.brings
         # On the device an update is a launch in the order of compute, not work for a thread of the host.
         self._lanes: dict[Memory, HostLane] = {
-            Memory.DEVICE: InlineLane(accelerator.lock()),
+            Memory.DEVICE: InlineLane(accelerator.lock(), LaneRow("device update", accelerator.recorder)),
             Memory.HOST: accelerator.host_lane("update", waits_for_io=self._reads),
         }
         self.watcher: Watcher | None = None
@@ -104,7 +104,7 @@ class Updates:
     def read_ahead(self) -> None:
         """Start reading the first records before any unit is launched."""
         if self._ahead:
-            self._lanes[Memory.HOST].submit(self._accelerator.on_compute(self._read_ahead))
+            self._lanes[Memory.HOST].submit(self._accelerator.on_compute(self._read_ahead), "read ahead")
 
     def launch(self, unit: Unit) -> Pending:
         """Hand the unit's update to the lane, once; settles when its new parameters are in place."""
@@ -115,12 +115,12 @@ class Updates:
             lane = self._lanes[unit.route.update_in]
             if self._updates_together(unit):
                 together = [one for one in self._queue if self._updates_together(one)]
-                job = lane.submit(lambda: self._run_together(together))
+                job = lane.submit(lambda: self._run_together(together), "units in memory")
                 for one in together:
                     assert one.update is not None
                     one.update.job = job
             else:
-                update.job = lane.submit(self._accelerator.on_compute(lambda: self._run(unit, update)))
+                update.job = lane.submit(self._accelerator.on_compute(lambda: self._run(unit, update)), unit)
         assert update.job is not None
         return update.job
 
@@ -135,11 +135,11 @@ class Updates:
         if update is None:
             return
         job = self.launch(unit)
-        with self._timeline.waiting("update"):
+        with self._timeline.waiting("update", unit):
             job.wait()
-        self._leave_queue(unit)
-        for pending in update.published:
-            self._accelerator.join(pending)
+            self._leave_queue(unit)
+            for pending in update.published:
+                self._accelerator.join(pending)
 
     def apply(self, unit: Unit) -> None:
         """Block until this rank's part of the unit's update, if it has one, is in place. From any thread."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from torch import Tensor
 
 from offload.device.pending import Pending
+from offload.device.recording import NVME_READ, NVME_WRITE, OpRecorder
 from offload.device.virtual.presence import Imagined
 from offload.layout import Extent
 from offload.tiers.extent_guard import ExtentGuard
@@ -17,16 +18,24 @@ from offload.tiers.store import KeepsNothing
 class ImaginedStore(KeepsNothing):
     """Extents of which only the sizes are known."""
 
-    def __init__(self, name: str, extents: Iterable[Extent], machine: Imagined) -> None:
-        self.name, self._machine = name, machine
+    def __init__(self, name: str, extents: Iterable[Extent], machine: Imagined, recorder: OpRecorder) -> None:
+        """`recorder`: is told of transfers."""
+        self.name, self._machine, self._recorder = name, machine, recorder
         self._guard = ExtentGuard(name, extents)
         self.nbytes = self._guard.nbytes
 
     def read(self, extent: Extent, into: Tensor, *, priority: Priority = Priority.PARAMETER) -> Pending:
-        return self._machine.transfer(extent.nbytes, is_write=False, priority=priority)
+        return self._transfer(NVME_READ, extent, priority)
 
     def write(self, extent: Extent, source: Tensor, *, priority: Priority = Priority.STATE) -> Pending:
-        return self._machine.transfer(extent.nbytes, is_write=True, priority=priority)
+        return self._transfer(NVME_WRITE, extent, priority)
+
+    def _transfer(self, row: str, extent: Extent, priority: Priority) -> Pending:
+        moving = self._machine.transfer(extent.nbytes, is_write=row == NVME_WRITE, priority=priority)
+        recording = self._recorder.to
+        if recording is not None:
+            recording.transfer(row, self.name, extent.nbytes, moving, place=(self, extent))
+        return moving
 
     def view(self, extent: Extent) -> Tensor | None:
         return None

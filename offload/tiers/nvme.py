@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from offload.device.pending import AllOf, Pending
+from offload.device.recording import NOBODY, NVME_READ, NVME_WRITE, OpRecorder
 from offload.layout import EXTENT_ALIGN, Extent
 from offload.tiers.aside import Asides, Files
 from offload.tiers.extent_guard import ExtentGuard
@@ -49,8 +50,9 @@ class NvmeStore:
         backend: IoBackend,
         *,
         stripe_nbytes: int = STRIPE_NBYTES,
+        recorder: OpRecorder = NOBODY,
     ) -> None:
-        """Reserves the whole space on disk. `name` stands for the files in messages.
+        """Reserves the whole space on disk. `name` stands for the files in messages. `recorder`: is told of transfers.
 
         Raises `ConfigError` where a path has too little room, `StorageError` where reserving it failed."""
         if stripe_nbytes <= 0 or stripe_nbytes % EXTENT_ALIGN:
@@ -60,7 +62,7 @@ class NvmeStore:
         self._guard = ExtentGuard(name, extents)
         self.nbytes = self._guard.nbytes
         self._stripe_nbytes = stripe_nbytes
-        self._backend = backend
+        self._backend, self._recorder = backend, recorder
         self._checksums: dict[Extent, list[int]] | None = {} if verification_is_on() else None
         self._files: tuple[ScratchFile, ...] = scratch.create(
             name, striped_nbytes(self.nbytes, scratch.path_count, stripe_nbytes)
@@ -134,11 +136,16 @@ class NvmeStore:
 
     def _submit(self, transfer: Any, extent: Extent, tensor: Tensor, priority: Priority, files: Files) -> Pending:
         """`transfer`: the backend's `read` or `write`."""
+        recording = self._recorder.to
         parts: list[Pending] = []
         try:
             for piece in self._pieces(extent):
                 part = _part(tensor, piece)
                 parts.append(transfer(files[piece.file_index], part, piece.file_offset_nbytes, priority=priority))
+                if recording is not None:
+                    row = NVME_WRITE if transfer == self._backend.write else NVME_READ
+                    drive = f", drive {piece.file_index + 1}" if len(files) > 1 else ""
+                    recording.transfer(row + drive, self.name, part.nbytes, parts[-1], place=(self, extent))
         except BaseException:
             AllOf(parts).wait()  # nothing may be in flight when the caller takes its tensor back
             raise

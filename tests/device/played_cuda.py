@@ -15,6 +15,7 @@ import contextlib
 import random
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -135,8 +136,8 @@ class Detector:
 
 
 def join(clock: Clock, other: Clock) -> None:
-    for actor, time in other.items():
-        clock[actor] = max(clock.get(actor, 0), time)
+    for actor, moment in other.items():
+        clock[actor] = max(clock.get(actor, 0), moment)
 
 
 _detector = Detector()
@@ -181,10 +182,16 @@ def synchronize(device: Any = None) -> None:
 
 
 class Event:
-    def __init__(self, blocking: bool = False) -> None:
+    def __init__(self, blocking: bool = False, enable_timing: bool = False) -> None:
         self.clock: Clock = {}
+        self.has_time, self.recorded_ns = enable_timing, 0
+
+    def elapsed_time(self, later: Event) -> float:
+        assert self.has_time and later.has_time, "events without timing have no time"
+        return (later.recorded_ns - self.recorded_ns) / 1e6
 
     def record(self, stream: Stream) -> None:
+        self.recorded_ns = time.monotonic_ns()
         join(_detector.clock(stream), _detector.snapshot())
         self.clock = dict(_detector.clock(stream))
 
@@ -242,7 +249,7 @@ def _memories(value: Any) -> Iterator[torch.Tensor]:
 class _WatchedLane(ThreadLane):
     """A lane's thread is watched too, and what happened before a job was handed over happened before it."""
 
-    def submit(self, job: Callable[[], None]) -> Pending:
+    def submit(self, job: Callable[[], None], about: object = None, nbytes: int = 0) -> Pending:
         before = _detector.snapshot()
 
         def watched() -> None:
@@ -250,7 +257,7 @@ class _WatchedLane(ThreadLane):
             with Watch():
                 job()
 
-        return super().submit(watched)
+        return super().submit(watched, about, nbytes)
 
 
 class PlayedAccelerator(CudaAccelerator):
@@ -263,7 +270,7 @@ class PlayedAccelerator(CudaAccelerator):
     def host_lane(self, name: str, *, waits_for_io: bool) -> HostLane:
         made = super().host_lane(name, waits_for_io=waits_for_io)
         assert isinstance(made, ThreadLane)
-        return _WatchedLane(name, begin=made._begin)
+        return _WatchedLane(name, begin=made._begin, told=made._told)
 
     def copy_in(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
         self._note(source)

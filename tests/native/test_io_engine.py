@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -417,3 +418,23 @@ def test_background_work_is_all_done(tmp_path: Path, kind: str) -> None:
     finally:
         engine.close()
         os.close(fd)
+
+
+@pytest.mark.skipif(not hasattr(_native._loaded(), "offload_io_wait_timed"), reason="built before it kept times")
+@pytest.mark.parametrize("seen_by", ["wait", "poll"])
+def test_a_ticket_keeps_its_times_where_that_is_asked(engine: IoEngine, fd: int, seen_by: str) -> None:
+    data = _noise(3 * BLOCK)
+    tickets = []
+    for index in range(8):
+        before = time.monotonic_ns()
+        tickets.append((before, engine.submit("write", fd, data.ctypes.data, len(data), index * len(data))))
+        tickets[-1][1].keep_times()
+    plain = engine.submit("write", fd, data.ctypes.data, len(data), 0)
+    for _, ticket in tickets:
+        assert ticket.times is None
+        while (engine.wait(ticket) if seen_by == "wait" else engine.poll(ticket)) is None:
+            pass
+    after = time.monotonic_ns()
+    for before, ticket in tickets:
+        assert ticket.times is not None and before <= ticket.times.began_ns <= ticket.times.ended_ns <= after
+    assert engine.wait(plain).status == 0 and plain.times is None

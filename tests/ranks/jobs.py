@@ -20,7 +20,9 @@ from torch import nn
 
 import offload
 from offload.build import assembly
+from offload.device.recording import COLLECTIVES
 from offload.planning.plan import Verb
+from offload.profiling.trace_events import read_trace
 from offload.ranks.transport import Ranks
 
 from ..acceptance.models import adamw, byte_batches, gpt2, llama, vector_batches
@@ -293,6 +295,24 @@ def counted(fields: dict[str, Any], steps: int) -> dict[str, Any]:
                 verb: [after[verb][key] - before.get(verb, {key: 0})[key] for key in ("count", "nbytes")] for verb in after
             },
             "flat_nbytes": [flat.nbytes for flat in flats],
+        }
+
+
+def profiled(fields: dict[str, Any], path: str) -> dict[str, Any]:
+    """The file that this rank wrote, and the bytes that its profile has on the collectives' row."""
+    rank, world = place()
+    model = llama(layers=2)
+    with offload.initialize(model, adamw(model), offload.Config(**fields)) as engine:
+        batches = byte_batches(3 * world)
+        _step(model, [batches[rank]], engine, syncs=True)
+        profile = engine.profile(path, steps=2)
+        for step in (1, 2):
+            _step(model, [batches[step * world + rank]], engine, syncs=True)
+        trace = read_trace(profile.path)
+        return {
+            "name": profile.path.name,
+            "rank": trace.facts["rank"],
+            "collectives": sorted({(one.name, one.unit) for one in trace.events if one.row == COLLECTIVES}),
         }
 
 

@@ -9,8 +9,9 @@ from contextlib import AbstractContextManager
 import torch
 
 from offload.device.accelerator import Accelerator, MemoryUse, UnitMemory
-from offload.device.lane import HostLane, Job, LaneJob
+from offload.device.lane import HostLane, Job, LaneJob, LaneRow
 from offload.device.pending import Pending
+from offload.device.recording import D2H, H2D, Stamp
 from offload.device.virtual.machine import VirtualMachine
 from offload.device.virtual.operations import CountedOperations
 from offload.device.virtual.simulation import Event, Mutex, Simulation
@@ -31,8 +32,8 @@ class _VirtualMemory(UnitMemory):
 
 
 class _LaneJob(LaneJob):
-    def __init__(self, simulation: Simulation, job: Job) -> None:
-        super().__init__(job)
+    def __init__(self, simulation: Simulation, job: Job, told: LaneRow, about: object, nbytes: int) -> None:
+        super().__init__(job, told, about, nbytes)
         self.end = Event(simulation)
 
     def wait(self) -> None:
@@ -46,14 +47,14 @@ class _LaneJob(LaneJob):
 class VirtualLane(HostLane):
     """A thread of its own, in virtual time."""
 
-    def __init__(self, name: str, machine: VirtualMachine) -> None:
-        self._name, self._machine, self._simulation = name, machine, machine.simulation
+    def __init__(self, name: str, machine: VirtualMachine, told: LaneRow) -> None:
+        self._name, self._machine, self._simulation, self._told = name, machine, machine.simulation, told
         self._jobs: queue.SimpleQueue[_LaneJob | None] = queue.SimpleQueue()
         self._more: Event | None = None
         self._is_running = False
 
-    def submit(self, job: Job) -> Pending:
-        pending = _LaneJob(self._simulation, job)
+    def submit(self, job: Job, about: object = None, nbytes: int = 0) -> Pending:
+        pending = _LaneJob(self._simulation, job, self._told, about, nbytes)
         self._put(pending)
         return pending
 
@@ -91,6 +92,10 @@ class VirtualLane(HostLane):
             self._put(None)
 
 
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
 class VirtualAccelerator(Accelerator):
     """See the module. Host memory is reserved addresses that nobody writes to."""
 
@@ -98,6 +103,7 @@ class VirtualAccelerator(Accelerator):
     unified = False
 
     def __init__(self, machine: VirtualMachine) -> None:
+        super().__init__()
         self.device = torch.device("meta")
         self._machine = machine
 
@@ -106,12 +112,19 @@ class VirtualAccelerator(Accelerator):
 
     def copy_in(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
         self._machine.call()
-        return self._machine.fetch.add(self._machine.amounts({"h2d": source.nbytes, "memory_bandwidth": source.nbytes}))
+        amounts = self._machine.amounts({"h2d": source.nbytes, "memory_bandwidth": source.nbytes})
+        return self._told(H2D, source.nbytes, self._machine.fetch.add(amounts))
 
     def copy_out(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
         self._machine.call()
         amounts = self._machine.amounts({"d2h": source.nbytes, "memory_bandwidth": source.nbytes})
-        return self._machine.drain.add(amounts, after=[self._machine.compute.last])
+        return self._told(D2H, source.nbytes, self._machine.drain.add(amounts, after=[self._machine.compute.last]))
+
+    def _told(self, row: str, nbytes: int, copy: Event) -> Event:
+        recording = self.recorder.to
+        if recording is not None:
+            recording.transfer(row, "copy", nbytes, copy)
+        return copy
 
     def copy_in_after_compute(self) -> None:
         self._machine.fetch.add({}, after=[self._machine.compute.last])
@@ -134,7 +147,14 @@ class VirtualAccelerator(Accelerator):
 
     def host_lane(self, name: str, *, waits_for_io: bool) -> HostLane:
         del waits_for_io
-        return VirtualLane(name, self._machine)
+        return VirtualLane(name, self._machine, LaneRow(name, self.recorder))
+
+    def clock_ns(self) -> int:
+        return _nanoseconds(self._machine.simulation.now)
+
+    def stamp(self) -> Stamp:
+        event, now = self._machine.compute.last, self._machine.simulation.now
+        return lambda: _nanoseconds(max(now, event.settled_at)) if event.done() else 0
 
     def free_nbytes(self) -> int | None:
         return int(self._machine.machine.device_nbytes) - self._machine.device_nbytes

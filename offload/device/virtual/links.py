@@ -160,6 +160,7 @@ class Queue:
             awaited[0].follow(self._look_again)
             return
         _, _, one = heapq.heappop(self._waiting)
+        one.end.began_at = self._sharing.simulation.now
         self._sharing.start(one.amounts, one.least_seconds).follow(lambda: self._ended(one))
 
     def _look_again(self) -> None:

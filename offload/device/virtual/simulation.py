@@ -41,6 +41,8 @@ class Event(Pending):
         self._followers: list[Act] | None = []
         self.settled_at = float("inf")
         """Virtual seconds; infinite before it settled."""
+        self.began_at = float("inf")
+        """When what it is the end of began."""
 
     def wait(self) -> None:
         if self._followers is not None:
@@ -48,6 +50,9 @@ class Event(Pending):
 
     def done(self) -> bool:
         return self._followers is None
+
+    def times_ns(self) -> tuple[int, int] | None:
+        return (round(self.began_at * 1e9), round(self.settled_at * 1e9)) if self._followers is None else None
 
     def settle(self) -> None:
         """It happens now. Runs what follows it, in order."""

@@ -12,6 +12,7 @@ import errno
 import itertools
 import os
 import threading
+import time
 import weakref
 from collections.abc import Awaitable, Callable
 
@@ -40,6 +41,7 @@ class _AioPending(Pending):
         self.open_block_count = 0  # the three below belong to the event loop's thread
         self.done_nbytes = 0
         self.failed: tuple[int, int] | None = None  # lowest failed offset, errno
+        self._times_ns = [0, 0]
         self._settled = Latch()
 
     def block_ended(self, block: Transfer, code: int) -> bool:
@@ -54,8 +56,17 @@ class _AioPending(Pending):
             return True
         return False
 
+    def block_begins(self) -> None:
+        """(Event loop's thread.)"""
+        self._times_ns[0] = self._times_ns[0] or time.monotonic_ns()
+
     def settle(self) -> None:
+        self._times_ns[1] = time.monotonic_ns()
         self._settled.set()
+
+    def times_ns(self) -> tuple[int, int] | None:
+        began_ns, ended_ns = self._times_ns
+        return (began_ns, ended_ns) if self.done() else None
 
     def wait(self) -> None:
         self._settled.wait()
@@ -175,6 +186,7 @@ async def _work(queue: _Queue, executor: concurrent.futures.ThreadPoolExecutor, 
             queue.put_nowait((_STOP_PRIORITY, 0, None))  # for the next worker
             return
         pending, block = item
+        pending.block_begins()
         code = await _move(block, executor)
         last = pending.block_ended(block, code)
         block.view.release()

@@ -69,6 +69,12 @@ class _NativePending(Pending):
         self._let_go()
         return True
 
+    def keep_times(self) -> None:
+        self._ticket.keep_times()
+
+    def times_ns(self) -> tuple[int, int] | None:
+        return self._ticket.times or (0, 0) if self.done() else None
+
     def _let_go(self) -> None:
         self._tensor = None
         _in_flight.discard(self)

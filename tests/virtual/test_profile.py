@@ -1,0 +1,45 @@
+"""A trace of a step in virtual time is that step: its seconds, its bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import offload
+from offload.cli.forecast import forecast
+from offload.cli.main import main
+from offload.device.recording import D2H, H2D
+from offload.profiling.explanation import explain
+from offload.profiling.trace_events import read_trace
+
+from .test_forecast import CASES, MACHINE, WORK, adamw, foretold, tiny
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_trace_is_of_the_very_step(case: str, tmp_path: Path) -> None:
+    expected = foretold(**CASES[case])
+    with torch.device("meta"):
+        model = tiny()
+    config = offload.Config(dtype="bf16", nvme=".", **CASES[case])
+    found = forecast(model, adamw(model), config, MACHINE, WORK, tmp_path / "trace.json")
+    assert found == expected  # who looks on changes nothing
+    trace = read_trace(tmp_path / "trace.json")
+    assert trace.duration_ns == pytest.approx(found.step_seconds * 1e9, abs=2)
+    said = explain(trace)
+    assert said.work[H2D].nbytes == found.moved_nbytes["h2d"] and said.work[D2H].nbytes == found.moved_nbytes["d2h"]
+    assert sum(
+        one.exposed_seconds for name, one in said.work.items() if name != "NVMe"
+    ) + said.compute_seconds == pytest.approx(said.step_seconds)
+    assert said.floor_seconds <= said.step_seconds
+
+
+def test_the_plan_writes_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.json"
+    shape = ["--hidden", "64", "--layers", "2", "--vocabulary", "256", "--dtype", "bf16", "--sequence", "16"]
+    assert main(["plan", *shape, "--machine", "rtx4090", "--json", "--trace", str(path)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert main(["explain", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_seconds"] == pytest.approx(found["step_seconds"], rel=1e-6)
