@@ -89,16 +89,19 @@ class Sharing:
 
     def _share_out(self) -> None:
         """Give everyone a share: the most wanted resource first, so that each is looked at once."""
-        resources = {resource: None for activity in self._active for resource in activity.use}
+        wanted: dict[Resource, float] = {}
         for activity in self._active:
             activity.share = 1.0
-        while resources:
-            wanted = {one: sum(activity.use.get(one, 0.0) * activity.share for activity in self._active) for one in resources}
+            for resource, part in activity.use.items():
+                wanted[resource] = wanted.get(resource, 0.0) + part
+        while wanted:
             scarcest = max(wanted, key=wanted.__getitem__)
             if wanted[scarcest] <= 1.0:
                 break
             _fill([activity for activity in self._active if scarcest in activity.use], scarcest)
-            del resources[scarcest]
+            del wanted[scarcest]
+            for resource in wanted:
+                wanted[resource] = sum(one.use.get(resource, 0.0) * one.share for one in self._active)
         self._round += 1
         if self._active:
             current = self._round
@@ -138,18 +141,41 @@ class Queue:
         self._waiting: list[tuple[int, int, _Queued]] = []
         self._order = itertools.count()
         self._is_busy = False
-        self.last = sharing.simulation.after(0.0)
+        self._last = sharing.simulation.after(0.0)
+        self._open: _Queued | None = None
+        """The last one, while it waits and nobody knows its end: the next may be a part of it."""
+
+    @property
+    def last(self) -> Event:
         """Settles when what was added last is done, and with one priority all before it."""
+        self._open = None
+        return self._last
 
     def add(
         self, amounts: Mapping[Resource, float], *, after: Iterable[Event] = (), least_seconds: float = 0.0, priority: int = 0
     ) -> Event:
         """Begin once it is its turn and `after` have settled; the event settles when it is done."""
-        self.last = end = Event(self._sharing.simulation)
-        one = _Queued(amounts, least_seconds, [event for event in after if not event.done()], end)
+        self._put(dict(amounts), [event for event in after if not event.done()], least_seconds, priority)
+        return self.last
+
+    def append(self, amounts: Mapping[Resource, float]) -> None:
+        """`add`, of something that nobody waits for alone: what is appended while the queue is behind is one activity."""
+        last, alone = self._open, max((amount / resource.rate for resource, amount in amounts.items()), default=0.0)
+        if last is None:
+            one = self._put(dict(amounts), [], alone, 0)
+            self._open = None if one.has_begun else one
+            return
+        last.least_seconds += alone
+        for resource, amount in amounts.items():
+            last.amounts[resource] = last.amounts.get(resource, 0.0) + amount
+
+    def _put(self, amounts: dict[Resource, float], after: list[Event], least_seconds: float, priority: int) -> _Queued:
+        self._last = end = Event(self._sharing.simulation)
+        one = _Queued(amounts, least_seconds, after, end)
         heapq.heappush(self._waiting, (priority, next(self._order), one))
+        self._open = None
         self._go_on()
-        return end
+        return one
 
     def _go_on(self) -> None:
         if self._is_busy or not self._waiting:
@@ -161,6 +187,9 @@ class Queue:
             return
         _, _, one = heapq.heappop(self._waiting)
         one.end.began_at = self._sharing.simulation.now
+        one.has_begun = True
+        if one is self._open:
+            self._open = None
         self._sharing.start(one.amounts, one.least_seconds).follow(lambda: self._ended(one))
 
     def _look_again(self) -> None:
@@ -172,9 +201,10 @@ class Queue:
         self._look_again()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Queued:
-    amounts: Mapping[Resource, float]
+    amounts: dict[Resource, float]
     least_seconds: float
     after: list[Event]
     end: Event
+    has_begun: bool = False

@@ -54,11 +54,11 @@ class VirtualMachine:
         """The calling thread asked for something."""
         self.simulation.spend(self.machine.call_seconds)
 
-    def launch(self, flops: float, nbytes: float) -> Event:
+    def launch(self, flops: float, nbytes: float) -> None:
         """One operation on the device, behind those before it."""
         self.simulation.spend(self.machine.launch_seconds)
         self.compute_seconds += max(flops / self.machine.flops, nbytes / self.machine.device_bandwidth)
-        return self.compute.add(self.amounts({"flops": flops, "device_bandwidth": nbytes}))
+        self.compute.append(self.amounts({"flops": flops, "device_bandwidth": nbytes}))
 
     def amounts(self, named: dict[str, float]) -> dict[Resource, float]:
         return {self.resources[name]: amount for name, amount in named.items()}

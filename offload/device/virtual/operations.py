@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from offload.device.virtual.machine import VirtualMachine
@@ -25,22 +25,22 @@ class CountedOperations(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._machine = machine
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled inside; the wrapper that would keep dynamo out costs more than what is counted.
+        return False
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        given = dict(kwargs or {})
-        inputs = [one for one in tree_iter((args, given)) if isinstance(one, Tensor)]
+        given = kwargs or {}
+        if _only_views(function):
+            return function(*args, **given)
+        inputs = _tensors((*args, *given.values()))
         if not any(one.is_meta for one in inputs):
-            if inputs and max(one.nbytes for one in inputs) >= _LARGE_NBYTES and function._schema.is_mutable:
-                self._machine.pass_over(inputs[0], sum(one.nbytes for one in inputs))
-                return args[0]
-            result = function(*args, **given)
-            for output in tree_iter(result):
-                if isinstance(output, Tensor) and output.is_meta:
-                    self._machine.track(output)
-            return result
+            return self._on_host(function, inputs, args, given)
         if function is torch.ops.aten._local_scalar_dense.default:
             return self._machine.value_read(inputs[0].dtype)
         result = function(*args, **given)
-        outputs = [one for one in tree_iter(result) if isinstance(one, Tensor)]
+        outputs = _tensors((result,))
         made = [one for one in _with_new_storage(outputs, inputs) if one.is_meta]
         if made or function._schema.is_mutable:
             for one in made:
@@ -49,6 +49,34 @@ class CountedOperations(TorchDispatchMode):
             flops = count(*args, **given, out_val=result) if count is not None else 0
             self._machine.launch(flops, sum({id(one): one.nbytes for one in inputs + outputs}.values()))
         return result
+
+    def _on_host(self, function: Any, inputs: list[Tensor], args: Any, given: Mapping[str, Any]) -> Any:
+        if inputs and max(one.nbytes for one in inputs) >= _LARGE_NBYTES and function._schema.is_mutable:
+            self._machine.pass_over(inputs[0], sum(one.nbytes for one in inputs))
+            return args[0]
+        result = function(*args, **given)
+        for output in _tensors((result,)):
+            if output.is_meta:
+                self._machine.track(output)
+        return result
+
+
+@functools.cache
+def _only_views(function: Any) -> bool:
+    """Whether it makes no memory and writes none: what it returns are parts of what it is given."""
+    returns = function._schema.returns
+    return bool(returns) and all(one.alias_info is not None and not one.alias_info.is_write for one in returns)
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """Those among the arguments or results of an operation, which lie in lists at most."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found.extend(one for one in value if isinstance(one, Tensor))
+    return found
 
 
 def _with_new_storage(outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
