@@ -21,7 +21,7 @@ from offload.device.cpu import CpuAccelerator
 from offload.device.cuda import CudaAccelerator
 from offload.device.deferred import DeferredAccelerator
 from offload.device.host_room import host_room
-from offload.device.virtual.accelerator import VirtualAccelerator
+from offload.device.virtual.accelerator import accelerator_on
 from offload.device.virtual.machine import VirtualMachine
 from offload.device.virtual.presence import imagined
 from offload.errors import BudgetError, ConfigError
@@ -61,7 +61,7 @@ def choose_accelerator() -> Accelerator:
 
     On a machine that exists only in numbers: its own."""
     if isinstance(machine := imagined(), VirtualMachine):
-        return VirtualAccelerator(machine)
+        return accelerator_on(machine)
     name = os.environ.get(ACCELERATOR_VARIABLE, "") or ("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda":
         return CudaAccelerator()

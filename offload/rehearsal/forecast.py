@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from offload.device.virtual.machine import VirtualMachine
+from offload.device.virtual.machine import CORES, VirtualMachine
 from offload.device.virtual.operations import CountedOperations, fused_attention
 from offload.errors import BudgetError
 
@@ -119,6 +119,8 @@ def _forecast(engine: Rehearsed, virtual: VirtualMachine, before: _Reading, toke
     floors = {"compute": after.compute_seconds - before.compute_seconds}
     for name, what in (("h2d", "host to device"), ("d2h", "device to host"), ("memory_bandwidth", "host memory")):
         floors[what] = moved[name] / virtual.resources[name].rate
+    if machine.kind == "cpu":  # they compute the model, and all passes over memory
+        floors["compute"] = moved[CORES]
     nvme = [moved[name] / virtual.resources[name].rate for name in ("nvme_read", "nvme_write", "nvme_both")]
     floors["NVMe"] = max(nvme)
     hidden: dict[str, float | None] = {}
@@ -126,7 +128,9 @@ def _forecast(engine: Rehearsed, virtual: VirtualMachine, before: _Reading, toke
         busy, under = (after.busy[link][index] - before.busy[link][index] for index in (0, 1))
         hidden[link] = under / busy if busy > 0 else None
     on_nvme = sum(line["nbytes"] for line in stats["planned"] if line["tier"] == "nvme")
-    peak = {"device": virtual.peak_device_nbytes, "cpu": stats["host_peak_nbytes"], "nvme": on_nvme}
+    in_use = virtual.memory.peak_nbytes  # with host memory, where the model computes on it
+    on_device, on_host = (0, in_use) if machine.is_unified else (in_use, stats["host_peak_nbytes"])
+    peak = {"device": on_device, "cpu": on_host, "nvme": on_nvme}
     room = {"device": machine.device_nbytes, "cpu": machine.cpu_nbytes, "nvme": machine.nvme_nbytes}
     short = [f"{tier}: {peak[tier]} bytes of {room[tier]:.0f}" for tier in room if peak[tier] > room[tier]]
     seconds = after.now - before.now

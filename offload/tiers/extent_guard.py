@@ -183,8 +183,12 @@ class ExtentGuard:
             return  # kept in _unseen
 
 
+_HOST = ("cpu", "meta")
+"""Kinds of device that host memory is on: the second on a machine in numbers."""
+
+
 def _check_tensor(what: str, extent: Extent, tensor: Tensor) -> None:
-    if tensor.dtype != uint8 or tensor.dim() != 1 or not tensor.is_contiguous() or tensor.device.type != "cpu":
+    if tensor.dtype != uint8 or tensor.dim() != 1 or not tensor.is_contiguous() or tensor.device.type not in _HOST:
         raise AssertionError(
             f"{what}: needs a contiguous 1-D uint8 tensor on the CPU, not {tensor.dtype} {tuple(tensor.shape)} "
             f"with strides {tensor.stride()} on {tensor.device}"

@@ -16,6 +16,7 @@ import mmap
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 
@@ -112,6 +113,12 @@ class HostMemory:
         if nbytes == 0:
             return
         mapped_nbytes = round_up(nbytes, PAGE_NBYTES)
+        if (machine := imagined()) is not None and (stand_in := machine.host_memory(nbytes)) is not None:
+            self._tensor = stand_in
+            if ledger is not None:
+                ledger.add(purpose, mapped_nbytes)
+                weakref.finalize(stand_in.untyped_storage(), ledger.add, purpose, -mapped_nbytes).atexit = False
+            return
         try:
             mapping, start = _map(mapped_nbytes, direct_io=direct_io)
             self._tensor = torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes, offset=start)

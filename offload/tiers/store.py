@@ -139,9 +139,15 @@ class CpuStore(KeepsNothing):
         operation = self._guard.begin(extent, tensor, is_write=is_write)
         try:
             stored = self._range(extent)
-            if stored.data_ptr() != tensor.data_ptr():  # else: used in place through view()
+            if not _same_place(stored, tensor):  # else: used in place through view()
                 target, source = (stored, tensor) if is_write else (tensor, stored)
                 target.copy_(source)
         finally:
             self._guard.abandon(operation)
         return Settled()
+
+
+def _same_place(one: Tensor, other: Tensor) -> bool:
+    if one.is_meta:  # on a machine in numbers
+        return one.untyped_storage()._cdata == other.untyped_storage()._cdata and one.storage_offset() == other.storage_offset()
+    return one.data_ptr() == other.data_ptr()

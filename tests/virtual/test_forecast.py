@@ -14,12 +14,13 @@ import transformers
 import offload
 from offload.cli.forecast import Work, forecast
 from offload.cli.main import main
+from offload.device.cpu import CpuAccelerator
 from offload.device.deferred import DeferredAccelerator
 from offload.device.virtual.description import described, read_machine
 from offload.rehearsal.forecast import Forecast
 
 WORK = Work(batch=2, sequence=16, micro_batches=1, checkpointing=False)
-MACHINE = read_machine("rtx4090")
+MACHINE, UNIFIED = read_machine("rtx4090"), read_machine("gb10")
 CASES = {
     "cpu": {"parameters": "cpu", "optimizer_states": "cpu"},
     "records on nvme": {"parameters": "cpu", "optimizer_states": "nvme"},
@@ -45,6 +46,12 @@ def foretold(work: Work = WORK, machine: Any = MACHINE, **fields: Any) -> Foreca
     return forecast(model, adamw(model), offload.Config(dtype="bf16", nvme=".", **fields), machine, work)
 
 
+class CountedCpu(CpuAccelerator):
+    """Nothing goes to the device and back."""
+
+    moved = {"h2d": 0, "d2h": 0}  # noqa: RUF012
+
+
 class CountedDeferred(DeferredAccelerator):
     """Counts what goes to the device and back."""
 
@@ -61,12 +68,12 @@ class CountedDeferred(DeferredAccelerator):
         return super().copy_out(destination, source)
 
 
-def really_moved(folder: Path, monkeypatch: pytest.MonkeyPatch, micro_batches: int, **fields: Any) -> dict[str, int]:
-    """By link, the bytes of one step on the deferred accelerator, after two others."""
-    made: list[CountedDeferred] = []
+def really_moved(folder: Path, monkeypatch: pytest.MonkeyPatch, micro_batches: int, kind: Any, **fields: Any) -> dict[str, int]:
+    """By link, the bytes of one step on that kind of accelerator, after two others."""
+    made: list[Any] = []
 
-    def choose() -> CountedDeferred:
-        made.append(CountedDeferred())
+    def choose() -> Any:
+        made.append(kind())
         return made[-1]
 
     monkeypatch.setattr("offload.build.assembly.choose_accelerator", choose)
@@ -93,12 +100,31 @@ def test_bytes_moved_are_those_of_a_real_run(
     case: str, micro_batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fields = CASES[case]
-    real = really_moved(tmp_path, monkeypatch, micro_batches, **fields)
+    real = really_moved(tmp_path, monkeypatch, micro_batches, CountedDeferred, **fields)
     monkeypatch.undo()
     found = foretold(dataclasses.replace(WORK, micro_batches=micro_batches), **fields)
     links = ("h2d", "d2h") if micro_batches > 1 else tuple(real)  # what else is in flight when a step ends is not the same
     assert {link: found.moved_nbytes[link] for link in links} == {link: real[link] for link in links}
     assert real["h2d"] > 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_the_cores_nothing_is_copied_and_the_drive_moves_what_a_real_run_moves(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = really_moved(tmp_path, monkeypatch, 1, CountedCpu, **CASES[case])
+    monkeypatch.undo()
+    found = foretold(machine=dataclasses.replace(UNIFIED, kind="cpu"), **CASES[case])
+    assert found.moved_nbytes == real and real["h2d"] == real["d2h"] == 0
+    assert found.step_seconds >= found.floor_seconds > 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_where_device_and_host_have_one_memory_nothing_is_staged(case: str) -> None:
+    found = foretold(machine=UNIFIED, **CASES[case])
+    beside = foretold(**CASES[case])
+    assert found.moved_nbytes["h2d"] == found.moved_nbytes["d2h"] == found.peak_nbytes["device"] == 0 < found.peak_nbytes["cpu"]
+    assert found.peak_nbytes["cpu"] < beside.peak_nbytes["cpu"] + beside.peak_nbytes["device"]
 
 
 def test_budgets_clipping_and_spilled_gradients_end_too() -> None:
@@ -141,7 +167,7 @@ def test_activations_count_and_checkpointing_saves_them() -> None:
 
 
 def test_described_machines_say_where_their_numbers_come_from() -> None:
-    assert {"rtx3090", "rtx4090", "rtx5090", "a100", "h100", "h200"} <= set(described())
+    assert {"rtx3090", "rtx4090", "rtx5090", "a100", "h100", "h200", "gb10"} <= set(described())
     for name in described():
         assert read_machine(name).name == name
 

@@ -7,28 +7,62 @@ import threading
 from contextlib import AbstractContextManager
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from offload.device.accelerator import Accelerator, MemoryUse, UnitMemory
-from offload.device.lane import HostLane, Job, LaneJob, LaneRow
-from offload.device.pending import Pending
+from offload.device.lane import HostLane, InlineLane, Job, LaneJob, LaneRow
+from offload.device.pages import PAGE_NBYTES
+from offload.device.pending import Pending, Settled
 from offload.device.recording import D2H, H2D, Stamp
-from offload.device.virtual.machine import VirtualMachine
+from offload.device.virtual.machine import DeviceMemory, VirtualMachine
 from offload.device.virtual.operations import CountedOperations
 from offload.device.virtual.simulation import Event, Mutex, Simulation
+from offload.layout import round_up
 
 
 class _VirtualMemory(UnitMemory):
     """Counted as any tensor on the device is, and besides as it is filled and emptied."""
 
-    def __init__(self, machine: VirtualMachine, nbytes: int) -> None:
+    def __init__(self, memory: DeviceMemory, nbytes: int) -> None:
         self.flat = torch.empty(nbytes, dtype=torch.uint8, device="meta")
-        self.nbytes, self.filled, self._machine = nbytes, True, machine
+        self.nbytes, self.filled, self._memory = nbytes, True, memory
 
     def _gain(self) -> None:
-        self._machine.occupy(self.nbytes)
+        self._memory.occupy(self.nbytes)
 
     def _lose(self) -> None:
-        self._machine.occupy(-self.nbytes)
+        self._memory.occupy(-self.nbytes)
+
+
+class _FreePages:
+    """Pages that a process on the CPU keeps for the next unit (`offload.device.pages`)."""
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._memory, self._nbytes = memory, 0
+
+    def take(self, nbytes: int) -> None:
+        missing = max(nbytes - self._nbytes, 0)
+        self._memory.occupy(missing)
+        self._nbytes += missing - nbytes
+
+    def give_back(self, nbytes: int) -> None:
+        self._nbytes += nbytes
+
+
+class _VirtualPages(UnitMemory):
+    """A flat's addresses, empty at first."""
+
+    def __init__(self, free: _FreePages, nbytes: int) -> None:
+        with _disable_current_modes():  # addresses take no memory
+            self.flat = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        self.nbytes, self.filled, self._free = nbytes, False, free
+        self._pages_nbytes = round_up(nbytes, PAGE_NBYTES)
+
+    def _gain(self) -> None:
+        self._free.take(self._pages_nbytes)
+
+    def _lose(self) -> None:
+        self._free.give_back(self._pages_nbytes)
 
 
 class _LaneJob(LaneJob):
@@ -69,6 +103,7 @@ class VirtualLane(HostLane):
 
     def _work(self) -> None:
         self._simulation.join_in()
+        self._machine.is_lane()
         with CountedOperations(self._machine):
             self._serve()
         self._is_running = False
@@ -97,7 +132,7 @@ def _nanoseconds(seconds: float) -> int:
 
 
 class VirtualAccelerator(Accelerator):
-    """See the module. Host memory is reserved addresses that nobody writes to."""
+    """A device beside the host. See the module; host memory is reserved addresses that nobody writes to."""
 
     name = "virtual"
     unified = False
@@ -108,7 +143,7 @@ class VirtualAccelerator(Accelerator):
         self._machine = machine
 
     def unit_memory(self, nbytes: int) -> UnitMemory:
-        return _VirtualMemory(self._machine, nbytes)
+        return _VirtualMemory(self._machine.memory, nbytes)
 
     def copy_in(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
         self._machine.call()
@@ -157,14 +192,67 @@ class VirtualAccelerator(Accelerator):
         return lambda: _nanoseconds(max(now, event.settled_at)) if event.done() else 0
 
     def free_nbytes(self) -> int | None:
-        return int(self._machine.machine.device_nbytes) - self._machine.device_nbytes
+        return int(self._machine.machine.device_nbytes) - self._machine.memory.nbytes
 
-    def memory_use(self) -> MemoryUse:
-        machine = self._machine
-        return MemoryUse(int(machine.machine.device_nbytes), machine.device_nbytes, machine.late_peak_device_nbytes)
+    def memory_use(self) -> MemoryUse | None:
+        memory = self._machine.memory
+        return MemoryUse(int(self._machine.machine.device_nbytes), memory.nbytes, memory.late_peak_nbytes)
 
     def begin_peak(self) -> None:
-        self._machine.late_peak_device_nbytes = self._machine.device_nbytes
+        memory = self._machine.memory
+        memory.late_peak_nbytes = memory.nbytes
 
     def peak_nbytes(self) -> int | None:
-        return self._machine.peak_device_nbytes
+        return self._machine.memory.peak_nbytes
+
+
+class VirtualUnified(VirtualAccelerator):
+    """A device that computes on host memory: nothing is staged, a copy is one within it."""
+
+    unified = True
+
+    def copy_in(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
+        return self._copied(source)
+
+    def copy_out(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
+        return self._copied(source)
+
+    def _copied(self, source: torch.Tensor) -> Pending:
+        self._machine.pass_over(source, 2 * source.nbytes)
+        return self.mark()
+
+    def free_nbytes(self) -> int | None:
+        return None
+
+    def memory_use(self) -> MemoryUse | None:
+        return None
+
+    def peak_nbytes(self) -> int | None:
+        return None
+
+
+class VirtualCpu(VirtualUnified):
+    """The CPU, as `offload.device.cpu` has it: operations are over when they return."""
+
+    def __init__(self, machine: VirtualMachine) -> None:
+        super().__init__(machine)
+        self._pages = _FreePages(machine.memory)
+
+    def unit_memory(self, nbytes: int) -> UnitMemory:
+        return _VirtualPages(self._pages, nbytes)
+
+    def join(self, pending: Pending) -> None:
+        pending.wait()
+
+    def mark(self) -> Pending:
+        return Settled()
+
+    def host_lane(self, name: str, *, waits_for_io: bool) -> HostLane:
+        row = LaneRow(name, self.recorder)
+        return VirtualLane(name, self._machine, row) if waits_for_io else InlineLane(self.lock(), row)
+
+
+def accelerator_on(machine: VirtualMachine) -> VirtualAccelerator:
+    """The one of that machine's kind."""
+    kinds = {"gpu": VirtualAccelerator, "unified": VirtualUnified, "cpu": VirtualCpu}
+    return kinds[machine.machine.kind](machine)

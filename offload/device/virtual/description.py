@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from offload.errors import ConfigError
 
 FOLDER = Path(__file__).parent / "machines"
+
+Kind = Literal["gpu", "unified", "cpu"]
+"""What computes: a device with memory of its own, a device on host memory, or the cores that everything else runs on."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,26 +23,50 @@ class Machine:
     """Rates are a second: bytes, or floating-point operations. Sizes are bytes that training may use."""
 
     name: str
+    kind: Kind
     device_nbytes: float
+    """Where the device has no memory of its own, infinite: `cpu_nbytes` bounds it."""
     cpu_nbytes: float
     nvme_nbytes: float
     flops: float
     """Of matrix products in 16 bits, as training reaches them."""
+    flops_32: float
+    """The same in 32 bits."""
     device_bandwidth: float
+    """Of the memory that the model computes on, as its operations reach it."""
     h2d: float
+    """Infinite, as `d2h`, where the device computes on host memory."""
     d2h: float
     memory_bandwidth: float
+    """Of host memory: what everything that reads or writes there has together."""
     nvme_read: float
     nvme_write: float
     nvme_both: float
     """Reads and writes at once, together."""
+    nvme_drives: float
+    """How many drives those rates and `nvme_nbytes` are of."""
+    nvme_endurance: float
+    """Bytes that may be written to the drives, as their makers rate them."""
     launch_seconds: float
     """Of the host's thread, to give the device one operation."""
     call_seconds: float
-    """Of the host's thread, for each copy, transfer or pass over memory that the engine asks for."""
+    """Of the host's thread, for each copy, transfer or pass over memory that the engine asks for, with what leads to it."""
+
+    @property
+    def is_unified(self) -> bool:
+        """Whether the model computes on host memory."""
+        return self.kind != "gpu"
+
+    def as_json(self, sources: dict[str, str]) -> dict[str, Any]:
+        """The object that `read_machine` reads. `sources`: by field, where its number comes from."""
+        numbers = {field: value for field in NUMBERS if math.isfinite(value := getattr(self, field))}
+        valued = {field: {"value": value, "source": sources.get(field, "")} for field, value in numbers.items()}
+        return {"name": self.name, "kind": self.kind, **valued}
 
 
-NUMBERS = tuple(field.name for field in dataclasses.fields(Machine) if field.name != "name")
+NUMBERS = tuple(field.name for field in dataclasses.fields(Machine) if field.name not in ("name", "kind"))
+_OF_A_DEVICE = ("device_nbytes", "h2d", "d2h")
+"""Infinite where the device computes on host memory."""
 
 
 def described() -> list[str]:
@@ -48,23 +77,42 @@ def described() -> list[str]:
 def read_machine(name: str, **overrides: float | None) -> Machine:
     """The machine of that name, or of that JSON file; `overrides` that are not None take the place of its numbers.
 
-    A file is an object with `name` and, for each other field of `Machine`, a number or an object with `value` and `source`.
-    Raises `ConfigError`."""
+    A file is an object with `name`, `kind` ("gpu" where it is missing) and, for each other field of `Machine`, a number or
+    an object with `value` and `source`. Raises `ConfigError`."""
     path = FOLDER / f"{name}.json" if name in described() else Path(name)
     if not path.is_file():
-        raise ConfigError(f"there is no machine {name!r}: expected {', '.join(described())}, or the path of a JSON file.")
+        raise ConfigError(f"there is no machine {name!r}: expected this, {', '.join(described())}, or the path of a JSON file.")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{str(path)!r} cannot be read as a machine: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{str(path)!r} cannot be read as a machine: it is no JSON object.")
-    unknown = sorted(set(content) - {"name", "description", *NUMBERS})
+    unknown = sorted(set(content) - {"name", "kind", "description", *NUMBERS})
     if unknown:
         raise ConfigError(f"{str(path)!r}: a machine has no {unknown[0]!r}; expected {', '.join(NUMBERS)}.")
-    numbers = {field: _number(content.get(field), path, field) for field in NUMBERS if overrides.get(field) is None}
-    given = {field: value for field, value in overrides.items() if value is not None}
-    return Machine(name=str(content.get("name", path.stem)), **{**numbers, **given})
+    kind = content.get("kind", "gpu")
+    if kind not in KINDS:
+        raise ConfigError(f"{str(path)!r}: kind is {kind!r}, expected {', '.join(KINDS)}.")
+    assumed = dict.fromkeys(_OF_A_DEVICE, math.inf) if kind != "gpu" else {}
+    numbers = {
+        field: assumed[field] if field in assumed and field not in content else _number(content.get(field), path, field)
+        for field in NUMBERS
+    }
+    return changed(Machine(name=str(content.get("name", path.stem)), kind=kind, **numbers), **overrides)
+
+
+def changed(machine: Machine, **overrides: float | None) -> Machine:
+    """The same with other numbers, where they are not None."""
+    return dataclasses.replace(machine, **{field: value for field, value in overrides.items() if value is not None})  # type: ignore[arg-type]
+
+
+def write_machine(machine: Machine, sources: dict[str, str], path: str | Path) -> None:
+    """A file that `read_machine` reads. Raises `ConfigError`."""
+    try:
+        Path(path).write_text(json.dumps(machine.as_json(sources), indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"the machine cannot be written to {str(path)!r}: {error.strerror}") from error
 
 
 def _number(value: Any, path: Path, field: str) -> float:

@@ -1,7 +1,8 @@
-"""A machine that runs in virtual time: its resources, the queues in front of them, and the memory of its device."""
+"""A machine that runs in virtual time: its resources, the queues in front of them, and the memory that is in use."""
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,15 +16,16 @@ from offload.device.virtual.links import Queue, Resource, Sharing
 from offload.device.virtual.simulation import Event, Simulation
 
 RESOURCES = ("h2d", "d2h", "nvme_read", "nvme_write", "nvme_both", "memory_bandwidth", "device_bandwidth", "flops")
-"""Those fields of `Machine` that are rates."""
+"""Those fields of `Machine` that are rates, but for `flops_32`."""
+CORES = "cores"
+"""Where they compute the model, too: seconds of all of them."""
 
 
 class VirtualMachine:
-    """The resources of a machine and the queues in front of them.
+    """The resources of a machine and the queues in front of them: one for each field of `Machine` that is a rate; on a machine
+    that computes on its cores, those.
 
-    h2d, d2h, nvme read, nvme write, nvme   links; `nvme` is for both directions together
-    memory, device memory                   what everything that reads or writes there shares
-    flops                                   of the device
+    Host memory that a model computes on is on the meta device; host memory beside a device is addresses that nobody writes to.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -31,14 +33,18 @@ class VirtualMachine:
         self.cpu_nbytes, self.nvme_nbytes = int(machine.cpu_nbytes), int(machine.nvme_nbytes)
         self.sharing = Sharing(self.simulation)
         self.resources = {name: Resource(name, getattr(machine, name)) for name in RESOURCES}
+        self.resources[CORES] = Resource(CORES, 1.0)
         self.sharing.foreground = frozenset({self.resources["flops"], self.resources["device_bandwidth"]})
         self.compute, self.fetch, self.drain, self.reads, self.writes = (Queue(self.sharing) for _ in range(5))
-        self.device_nbytes = self.peak_device_nbytes = self.late_peak_device_nbytes = 0
-        """Now, at most, and at most since somebody began to look."""
+        self.memory = DeviceMemory()
+        """That of the device; where the model computes on host memory, that and all else that lies there."""
         self.compute_seconds = 0.0
         """What the operations given to the device take there, one after another."""
+        self.calls = 0
+        """How often the engine asked for a copy, a transfer or a pass."""
         self.values_read = 0
         """How often the model asked for a value on the device, which there is none of."""
+        self._lanes: set[int] = set()
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -50,25 +56,51 @@ class VirtualMachine:
         finally:
             presence.leave()
 
+    def is_lane(self) -> None:
+        """The calling thread does host work: it computes on the cores, not on the device."""
+        self._lanes.add(threading.get_ident())
+
+    # ---- work ----------------------------------------------------------------------------------------------------
+
     def call(self) -> None:
         """The calling thread asked for something."""
+        self.calls += 1
         self.simulation.spend(self.machine.call_seconds)
 
-    def launch(self, flops: float, nbytes: float) -> None:
-        """One operation on the device, behind those before it."""
-        self.simulation.spend(self.machine.launch_seconds)
-        self.compute_seconds += max(flops / self.machine.flops, nbytes / self.machine.device_bandwidth)
-        self.compute.append(self.amounts({"flops": flops, "device_bandwidth": nbytes}))
+    def launch(self, flops: float, nbytes: float, *, wide: bool = False) -> None:
+        """One operation of the model, behind those before it. `wide`: in 32 bits."""
+        machine = self.machine
+        if threading.get_ident() in self._lanes:
+            self._pass_on_host(nbytes)
+            return
+        self.simulation.spend(machine.launch_seconds)
+        if wide:
+            flops *= machine.flops / machine.flops_32
+        seconds = max(flops / machine.flops, nbytes / machine.device_bandwidth)
+        self.compute_seconds += seconds
+        amounts = {"flops": flops, "device_bandwidth": nbytes}
+        if machine.is_unified:
+            amounts["memory_bandwidth"] = nbytes
+        if machine.kind == "cpu":
+            self.sharing.start(self.amounts({**amounts, CORES: seconds})).wait()
+        else:
+            self.compute.append(self.amounts(amounts))
 
     def amounts(self, named: dict[str, float]) -> dict[Resource, float]:
         return {self.resources[name]: amount for name, amount in named.items()}
 
     def pass_over(self, place: Tensor, nbytes: int) -> None:
-        if place.is_meta:
-            self.launch(0, nbytes)
-            return
         self.call()
-        self.sharing.start(self.amounts({"memory_bandwidth": nbytes})).wait()
+        if place.is_meta and self.machine.kind != "cpu" and threading.get_ident() not in self._lanes:
+            self.launch(0, nbytes)
+        else:
+            self._pass_on_host(nbytes)
+
+    def _pass_on_host(self, nbytes: float) -> None:
+        amounts = {"memory_bandwidth": nbytes}
+        if self.machine.kind == "cpu":
+            amounts[CORES] = nbytes / self.machine.memory_bandwidth
+        self.sharing.start(self.amounts(amounts)).wait()
 
     def transfer(self, nbytes: int, *, is_write: bool, priority: int) -> Event:
         self.call()
@@ -87,16 +119,27 @@ class VirtualMachine:
             return True
         return 1.0 if dtype.is_floating_point else 1
 
-    # ---- device memory -------------------------------------------------------------------------------------------
+    # ---- memory --------------------------------------------------------------------------------------------------
 
-    def occupy(self, nbytes: int) -> None:
-        """So many bytes of the device's memory more are in use; fewer where negative."""
-        self.device_nbytes += nbytes
-        self.peak_device_nbytes = max(self.peak_device_nbytes, self.device_nbytes)
-        self.late_peak_device_nbytes = max(self.late_peak_device_nbytes, self.device_nbytes)
+    def host_memory(self, nbytes: int) -> Tensor | None:
+        """Where the model computes on it, it is on the meta device and counts with what the model takes."""
+        return torch.empty(nbytes, dtype=torch.uint8, device="meta") if self.machine.is_unified else None
 
     def track(self, tensor: Tensor) -> None:
         """Count the tensor's memory until nothing refers to it."""
         storage = tensor.untyped_storage()
-        self.occupy(storage.nbytes())
-        weakref.finalize(storage, self.occupy, -storage.nbytes()).atexit = False
+        self.memory.occupy(storage.nbytes())
+        weakref.finalize(storage, self.memory.occupy, -storage.nbytes()).atexit = False
+
+
+class DeviceMemory:
+    """Bytes in use: now, at most, and at most since somebody began to look."""
+
+    def __init__(self) -> None:
+        self.nbytes = self.peak_nbytes = self.late_peak_nbytes = 0
+
+    def occupy(self, nbytes: int) -> None:
+        """So many more are in use; fewer where negative."""
+        self.nbytes += nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+        self.late_peak_nbytes = max(self.late_peak_nbytes, self.nbytes)

@@ -47,7 +47,8 @@ class CountedOperations(TorchDispatchMode):
                 self._machine.track(one)
             count = flop_registry.get(function._overloadpacket)
             flops = count(*args, **given, out_val=result) if count is not None else 0
-            self._machine.launch(flops, sum({id(one): one.nbytes for one in inputs + outputs}.values()))
+            is_wide = bool(flops) and inputs[0].dtype is torch.float32
+            self._machine.launch(flops, _touched_nbytes(function, inputs, outputs), wide=is_wide)
         return result
 
     def _on_host(self, function: Any, inputs: list[Tensor], args: Any, given: Mapping[str, Any]) -> Any:
@@ -59,6 +60,18 @@ class CountedOperations(TorchDispatchMode):
             if output.is_meta:
                 self._machine.track(output)
         return result
+
+
+_LOOKUPS = frozenset(
+    {torch.ops.aten.embedding.default, torch.ops.aten.index_select.default, torch.ops.aten.gather.default,
+     torch.ops.aten.index.Tensor}
+)  # fmt: skip
+
+
+def _touched_nbytes(function: Any, inputs: list[Tensor], outputs: list[Tensor]) -> int:
+    if function in _LOOKUPS:  # what is looked up is read, not all that could be
+        return 2 * sum(one.nbytes for one in outputs)
+    return sum({id(one): one.nbytes for one in inputs + outputs}.values())
 
 
 @functools.cache

@@ -18,6 +18,10 @@ class Imagined(Protocol):
     cpu_nbytes: int
     nvme_nbytes: int
 
+    def host_memory(self, nbytes: int) -> Tensor | None:
+        """What stands for so many bytes of host memory: uint8 [nbytes]. None where addresses do that nobody writes to."""
+        ...
+
     def pass_over(self, place: Tensor, nbytes: int) -> None:
         """One pass over `nbytes`, by whoever computes on the memory in which `place` lies."""
         ...
