@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from offload.device.virtual.presence import imagined
+
 QUIET_STEPS = 8
 """Steps without a strike after which the next is expected to have none."""
 _PATIENCE = 16
@@ -28,8 +30,8 @@ class ClipHistory:
 
     @staticmethod
     def before_the_first(norm_counts: bool) -> ClipHistory:
-        """`norm_counts`: whether the norm may change what a step does."""
-        return ClipHistory(0 if norm_counts else QUIET_STEPS)
+        """`norm_counts`: whether the norm may change what a step does. In virtual time a run's later steps are of interest."""
+        return ClipHistory(0 if norm_counts and imagined() is None else QUIET_STEPS)
 
     @property
     def expects_none(self) -> bool:

@@ -32,23 +32,22 @@ class CountedOperations(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         given = kwargs or {}
-        if _only_views(function):
+        if only_views(function):
             return function(*args, **given)
-        inputs = _tensors((*args, *given.values()))
+        inputs = tensors_in((*args, *given.values()))
         if not any(one.is_meta for one in inputs):
             return self._on_host(function, inputs, args, given)
         if function is torch.ops.aten._local_scalar_dense.default:
             return self._machine.value_read(inputs[0].dtype)
         result = function(*args, **given)
-        outputs = _tensors((result,))
+        outputs = tensors_in((result,))
         made = [one for one in _with_new_storage(outputs, inputs) if one.is_meta]
         if made or function._schema.is_mutable:
             for one in made:
                 self._machine.track(one)
-            count = flop_registry.get(function._overloadpacket)
-            flops = count(*args, **given, out_val=result) if count is not None else 0
+            flops = flops_of(function, args, given, result)
             is_wide = bool(flops) and inputs[0].dtype is torch.float32
-            self._machine.launch(flops, _touched_nbytes(function, inputs, outputs), wide=is_wide)
+            self._machine.launch(flops, touched_nbytes(function, inputs, outputs), wide=is_wide)
         return result
 
     def _on_host(self, function: Any, inputs: list[Tensor], args: Any, given: Mapping[str, Any]) -> Any:
@@ -56,7 +55,7 @@ class CountedOperations(TorchDispatchMode):
             self._machine.pass_over(inputs[0], sum(one.nbytes for one in inputs))
             return args[0]
         result = function(*args, **given)
-        for output in _tensors((result,)):
+        for output in tensors_in((result,)):
             if output.is_meta:
                 self._machine.track(output)
         return result
@@ -68,20 +67,37 @@ _LOOKUPS = frozenset(
 )  # fmt: skip
 
 
-def _touched_nbytes(function: Any, inputs: list[Tensor], outputs: list[Tensor]) -> int:
+_SAME = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+"""What is counted as another operation is."""
+
+
+def flops_of(function: Any, args: Any, keywords: Mapping[str, Any], result: Any) -> int:
+    """Floating-point operations; 0 where they are not what takes the time."""
+    packet = function._overloadpacket
+    count = flop_registry.get(_SAME.get(packet, packet))
+    return int(count(*args, **keywords, out_val=result)) if count is not None else 0
+
+
+def touched_nbytes(function: Any, inputs: list[Tensor], outputs: list[Tensor]) -> int:
+    """Bytes that it reads and writes."""
     if function in _LOOKUPS:  # what is looked up is read, not all that could be
         return 2 * sum(one.nbytes for one in outputs)
     return sum({id(one): one.nbytes for one in inputs + outputs}.values())
 
 
 @functools.cache
-def _only_views(function: Any) -> bool:
+def only_views(function: Any) -> bool:
     """Whether it makes no memory and writes none: what it returns are parts of what it is given."""
     returns = function._schema.returns
     return bool(returns) and all(one.alias_info is not None and not one.alias_info.is_write for one in returns)
 
 
-def _tensors(values: Iterable[Any]) -> list[Tensor]:
+def tensors_in(values: Iterable[Any]) -> list[Tensor]:
     """Those among the arguments or results of an operation, which lie in lists at most."""
     found: list[Tensor] = []
     for value in values:
