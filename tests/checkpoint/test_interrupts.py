@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,22 +10,15 @@ from typing import Any
 import pytest
 
 from offload.device.lane import ThreadLane
+from tests.warm import WarmProcess
 
 from .interrupting import PLACEMENTS
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def interrupted(folder: Path, interrupts: int, seed: int) -> dict[str, dict[str, Any]]:
     """What came of so many interrupts in each placement."""
     arguments = {"folder": str(folder), "interrupts": interrupts, "seed": seed, "placements": list(PLACEMENTS)}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.checkpoint.interrupting", json.dumps(arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=1800,
-    )
+    done = WarmProcess.run(["-m", "tests.checkpoint.interrupting", json.dumps(arguments)], 1800)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found: dict[str, dict[str, Any]] = {}
     for line in done.stdout.splitlines():

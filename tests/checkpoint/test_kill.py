@@ -5,8 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import subprocess
-import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -16,11 +14,10 @@ import pytest
 
 import offload
 from offload.checkpoint.staged_folder import StagedFolder, remove_leftovers, take_back
+from tests.warm import WarmProcess
 
 from ..acceptance.models import ON_CPU, adamw, stack
 from ..acceptance.runs import refused
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -32,13 +29,7 @@ def saves(tmp_path: Path) -> Path:
 
 def killed(**arguments: Any) -> tuple[dict[str, Any], list[int]]:
     """The worker's last line, and at which step each of its runs was resumed."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.checkpoint.killing", json.dumps(arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    done = WarmProcess.run(["-m", "tests.checkpoint.killing", json.dumps(arguments)], 900)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     *steps, last = done.stdout.split("\n")[:-1]
     return json.loads(last), [int(step) for step in steps]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,11 +14,10 @@ import pytest
 import torch
 
 import offload
+from tests.warm import WarmProcess
 
 from ..acceptance.models import ON_CPU, ON_NVME, adamw, stack
 from ..acceptance.runs import assert_same_bits, refused
-
-ROOT = Path(__file__).resolve().parents[2]
 
 LOOP = """
 import json, os, sys, time, torch, offload
@@ -53,13 +50,11 @@ print("ended by itself", flush=True)
 """
 
 
-def start(folder: Path, last: int, pause: float, placement: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", LOOP, str(folder), str(last), str(pause), placement]
-    environment = os.environ | {"OFFLOAD_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def start(folder: Path, last: int, pause: float, placement: str) -> WarmProcess:
+    return WarmProcess(["-c", LOOP, str(folder), str(last), str(pause), placement])
 
 
-def finished(process: subprocess.Popen[str]) -> list[str]:
+def finished(process: WarmProcess) -> list[str]:
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     return out.split("\n")[:-1]

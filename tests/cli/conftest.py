@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-ENVIRONMENT = {"OFFLOAD_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+from tests.warm import ENVIRONMENT, WarmProcess
+
 TIMEOUT_SECONDS = 300
 
 TEXT = "".join(f"line {number}: the quick brown fox jumps over {number * number} lazy dogs\n" for number in range(400))
@@ -40,12 +41,17 @@ class Finished:
 
 
 def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "offload", *map(str, arguments)]
+    """For `WarmProcess`, or after an interpreter's name."""
+    return ["-m", "offload", *map(str, arguments)]
 
 
 def run(*arguments: object, **environment: str) -> Finished:
+    """With an environment of its own in a new process: it may be read when libraries are loaded."""
+    if not environment:
+        done = WarmProcess.run(command(*arguments), TIMEOUT_SECONDS)
+        return Finished(done.returncode, done.stdout, done.stderr)
     done = subprocess.run(
-        command(*arguments),
+        [sys.executable, *command(*arguments)],
         env=os.environ | ENVIRONMENT | environment,
         capture_output=True,
         text=True,

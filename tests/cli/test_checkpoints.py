@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,9 @@ from typing import Any
 import pytest
 
 from offload.cli.main import main
+from tests.warm import WarmProcess
 
-from .conftest import ENVIRONMENT, TIMEOUT_SECONDS, Trainer, command, is_empty
+from .conftest import TIMEOUT_SECONDS, Trainer, command, is_empty
 
 STEPS = 120
 DROPPING = {  # dropout: the states of the random generators count too
@@ -36,14 +36,8 @@ def flags(text: Path, folder: Path, nvme: Path) -> tuple[object, ...]:
     return (*shape, *places, "--steps", STEPS, "--checkpoints", folder, "--save-every", 7, "--eval-batches", 2)
 
 
-def started(*arguments: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command("train", *arguments),
-        env=os.environ | ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def started(*arguments: object) -> WarmProcess:
+    return WarmProcess(command("train", *arguments))
 
 
 def numbers(folder: Path) -> list[int]:
@@ -51,7 +45,7 @@ def numbers(folder: Path) -> list[int]:
     return sorted(int(name.removeprefix("step-")) for name in names if name.startswith("step-"))
 
 
-def wait_for_step_after(process: subprocess.Popen[str], folder: Path, step: int) -> None:
+def wait_for_step_after(process: WarmProcess, folder: Path, step: int) -> None:
     """Until a checkpoint after that step is there, while the process still trains."""
     end = time.monotonic() + TIMEOUT_SECONDS
     while not numbers(folder) or numbers(folder)[-1] <= step:
@@ -63,7 +57,7 @@ def contents(checkpoint: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.suffix == ".safetensors"}
 
 
-def ended(process: subprocess.Popen[str], code: int) -> str:
+def ended(process: WarmProcess, code: int) -> str:
     out, err = process.communicate(timeout=TIMEOUT_SECONDS)
     assert process.returncode == code, err
     return out

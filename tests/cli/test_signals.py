@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import ENVIRONMENT, TIMEOUT_SECONDS, command, is_empty
+from tests.warm import WarmProcess
+
+from .conftest import TIMEOUT_SECONDS, command, is_empty
 
 
 @contextmanager
-def endless_run(text: Path, nvme: Path, report: Path) -> Iterator[subprocess.Popen[str]]:
+def endless_run(text: Path, nvme: Path, report: Path) -> Iterator[WarmProcess]:
     arguments = (
         "train",
         "--data",
@@ -35,13 +35,7 @@ def endless_run(text: Path, nvme: Path, report: Path) -> Iterator[subprocess.Pop
         report,
     )
     places = ("--parameters", "nvme", "--optimizer-states", "nvme", "--nvme", nvme)
-    process = subprocess.Popen(
-        command(*arguments, *places),
-        env=os.environ | ENVIRONMENT | {"PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = WarmProcess(command(*arguments, *places), PYTHONUNBUFFERED="1")
     try:
         yield process
     finally:
@@ -49,7 +43,7 @@ def endless_run(text: Path, nvme: Path, report: Path) -> Iterator[subprocess.Pop
         process.communicate()
 
 
-def wait_for_line(process: subprocess.Popen[str], beginning: str) -> None:
+def wait_for_line(process: WarmProcess, beginning: str) -> None:
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith(beginning):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pty
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,9 @@ import torch
 
 import offload
 from offload.cli.outline import Outline
+from tests.warm import WarmProcess
 
-from .conftest import ENVIRONMENT, LLAMA, TEXT, TIMEOUT_SECONDS, Trainer, command, is_empty, run
+from .conftest import LLAMA, TEXT, TIMEOUT_SECONDS, Trainer, command, is_empty, run
 from .plain import adamw, held_out_loss, losses, new_model, windows
 
 ON_NVME = ("--parameters", "nvme", "--optimizer-states", "nvme")
@@ -143,12 +143,8 @@ def test_bf16_with_updates_in_backward_ends_by_time(train: Trainer, text: Path) 
 
 def test_a_terminal_shows_one_line_that_is_refreshed(text: Path) -> None:
     ours, theirs = pty.openpty()
-    with subprocess.Popen(
-        command("train", "--data", text, "--hidden", 16, "--layers", 1, "--heads", 1, "--sequence", 16, "--steps", 3),
-        env=os.environ | ENVIRONMENT,
-        stdout=theirs,
-        stderr=subprocess.PIPE,
-    ) as process:
+    arguments = ("--data", text, "--hidden", 16, "--layers", 1, "--heads", 1, "--sequence", 16, "--steps", 3)
+    with WarmProcess(command("train", *arguments), stdout=theirs) as process:
         os.close(theirs)
         shown = b""
         while True:

@@ -52,6 +52,19 @@ def test_cuda_kernels_are_built_only_where_they_are_asked_for(tmp_path: Path, as
     assert ("offload_cuda_kernels" in targets) is asked
 
 
+_IMPORTS = """
+import sys, torch
+before = set(sys.modules)
+import offload.cli.main
+print(*{"torch._dynamo", "sympy", "transformers", "accelerate", "peft", "lightning"} & (set(sys.modules) - before))
+"""
+
+
+def test_importing_it_takes_little_longer_than_importing_torch() -> None:
+    """Torch's compiler, which takes as long again, comes with the first optimizer; other libraries when they are asked for."""
+    assert not subprocess.check_output([sys.executable, "-c", _IMPORTS], text=True).strip()
+
+
 def test_the_loop_that_mypy_checks_is_the_readmes() -> None:
     readme = (ROOT / "README.md").read_text()
     block = readme.split("## The loop")[1].split("```python\n")[1].split("```")[0]
