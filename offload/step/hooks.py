@@ -242,7 +242,7 @@ class Hooks:
             self._await_backward(call, call.use, unit, output)
         with self._training.failures():
             try:
-                for one in self._units if call.covers else (unit, *unit.uses.companions):
+                for one in (*self._units[1:], unit) if call.covers else (unit, *unit.uses.companions):
                     self._report_writes(one)
             finally:
                 self._uses.end(unit, recorded=call.recorded)
