@@ -71,18 +71,18 @@ def ingest_async(dst: Tensor | None, src: Tensor, start_index: int, accumulate: 
     return sums
 
 
-def sums_of_squares(parts: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
-    """Those of `ingest_async` for each (src, start_index), none of which is stored anywhere."""
-    if not all(uses_native(src) for src, _ in parts[:1]):
-        return [ingest_async(None, src, start_index, False) for src, start_index in parts]
-    counts = [touched_block_count(start_index, src.numel()) for src, start_index in parts]
+def ingest_all(parts: Sequence[tuple[Tensor | None, Tensor, int]]) -> list[Tensor]:
+    """`ingest_async` of each (dst, src, start_index), nothing of which is added to."""
+    if not parts or not uses_native(parts[0][1]):
+        return [ingest_async(dst, src, start_index, False) for dst, src, start_index in parts]
+    counts = [touched_block_count(start_index, src.numel()) for _, src, start_index in parts]
     sums = torch.empty(sum(counts), dtype=torch.float64)
     address = sums.data_ptr()
-    for (src, start_index), count in zip(parts, counts, strict=True):
-        _check_ingest(None, src, start_index, False)
-        _native.gradient_ingest(
-            0, _native.F32, src.data_ptr(), DTYPE_CODES[src.dtype], src.numel(), start_index, False, address
-        )
+    for (dst, src, start_index), count in zip(parts, counts, strict=True):
+        _check_ingest(dst, src, start_index, False)
+        dst_address, dst_code = (0, _native.F32) if dst is None else (dst.data_ptr(), DTYPE_CODES[dst.dtype])
+        src_code = DTYPE_CODES[src.dtype]
+        _native.gradient_ingest(dst_address, dst_code, src.data_ptr(), src_code, src.numel(), start_index, False, address)
         address += 8 * count
     return list(sums.split(counts))
 

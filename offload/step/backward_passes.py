@@ -270,11 +270,14 @@ class BackwardPasses:
         del self._open[use]
         if use.told is not None:
             use.told()
+        unit = use.unit
         with self._training.failures():
+            if unit.index in self._events.left_parameters and self._events.gradients_left(unit):
+                self._accumulates = True
             if use.reads_values and use.epoch == self._uses.epoch:
-                self._uses.end(use.unit, recorded=True, then=lambda: self._left(use.unit))
+                self._uses.end(unit, recorded=True, then=lambda: self._left(unit))
             else:
-                self._left(use.unit)
+                self._left(unit)
 
     def _left(self, unit: Unit) -> None:
         if unit.uses.count:

@@ -102,8 +102,8 @@ class Gradients:
         """Whether updates copy gradients over from the device."""
         self._buffers = GradientBuffers(spilling_count, pool, accelerator)
         self._live: dict[int, ParameterInfo] = {}
-        self._unsummed: dict[int, torch.Tensor] = {}
-        """By index of its parameter, what was adopted and whose squares are not yet summed."""
+        self._unsummed: dict[int, None] = {}
+        """Indices of parameters whose gradient was adopted, and its squares are not yet summed."""
         self._device_sums = DeviceSums(accelerator, self._chunks, pool) if SUMS in pool.stats.consumers else None
         self._landing = Landing(accelerator, pool, self._lane)
         self._transit = self._made_transit(transit_buffer_count) if transit_buffer_count else None
@@ -180,11 +180,17 @@ class Gradients:
 
     def adopts(self, info: ParameterInfo) -> bool:
         """Whether autograd's own tensor is kept as the parameter's first gradient of a step."""
-        return all(self._adopts(chunk) for chunk in info.flat.chunks_of(info))
+        return all(self._adopts(chunk) for chunk, _ in info.pieces)
 
-    def adopt(self, found: Iterable[tuple[ParameterInfo, torch.Tensor]]) -> None:
-        """Take over these tensors, of parameters that `adopts` is true of, which nobody else will write to. What was there of
-        these parameters before is dropped."""
+    @property
+    def are_taken_together(self) -> bool:
+        """Whether `take` may be called: gradients are computed where they are summed."""
+        return not self._reduced and self._transit is None and self._device_sums is None
+
+    def take(self, found: Iterable[tuple[ParameterInfo, torch.Tensor]]) -> None:
+        """`add` of several parameters' gradients, in one pass: the first of a step, which nobody else will write to. What was
+        there of these parameters before is dropped."""
+        moves: dict[Chunk, list[tuple[int, Piece, torch.Tensor]]] = {}
         with self._lock:
             for info, gradient in found:
                 if info.index in self._live:
@@ -192,11 +198,32 @@ class Gradients:
                 ordered = info.in_memory_order(gradient)
                 self._live[info.index] = info
                 for chunk, piece in info.pieces:
-                    state = _gradient_of(chunk)
-                    state.live.add(info.index)
-                    if piece.numel:
-                        state.adopted[info.index] = _cut(ordered, piece)
-                self._unsummed[info.index] = ordered
+                    moves.setdefault(chunk, []).append((info.index, piece, _cut(ordered, piece)))
+            for chunk, arriving in moves.items():
+                if self._adopts(chunk):
+                    self._adopt(_gradient_of(chunk), arriving)
+                else:
+                    self._copy(_gradient_of(chunk), arriving)
+
+    def _adopt(self, state: ChunkGradient, arriving: list[tuple[int, Piece, torch.Tensor]]) -> None:
+        for index, piece, source in arriving:
+            state.live.add(index)
+            if piece.numel:
+                state.adopted[index] = source
+            self._unsummed[index] = None
+
+    def _copy(self, state: ChunkGradient, arriving: list[tuple[int, Piece, torch.Tensor]]) -> None:
+        state.live.update(index for index, _, _ in arriving)
+        filled = [one for one in arriving if one[1].numel]
+        if not filled:
+            return
+        buffer, start = self._buffer_for_adding(state, wide=False), state.chunk.start
+        for index, piece, _ in filled:
+            if index in state.adopted:
+                kernels.convert(buffer[piece.start - start : piece.stop - start], state.adopted.pop(index))
+        parts = [(buffer[piece.start - start : piece.stop - start], source, piece.start) for _, piece, source in filled]
+        for (index, _, _), sums in zip(filled, kernels.ingest_all(parts), strict=True):
+            state.sums[index] = sums
 
     def _sum_up(self) -> None:
         """Take the sums of squares of what was adopted, in one pass over it."""
@@ -208,8 +235,8 @@ class Gradients:
             for chunk, piece in self._live[index].pieces
             if piece.numel
         ]
-        gradients = [(state.adopted[index], start) for state, index, start in pieces]
-        for (state, index, _), sums in zip(pieces, kernels.sums_of_squares(gradients), strict=True):
+        gradients = [(None, state.adopted[index], start) for state, index, start in pieces]
+        for (state, index, _), sums in zip(pieces, kernels.ingest_all(gradients), strict=True):
             state.sums[index] = sums
 
     def _adopts(self, chunk: Chunk) -> bool:

@@ -78,7 +78,7 @@ class Hooks:
         self._units, self._training, self._events, self._successor = units, training, events, successor
         self._uses, self._calls = training.uses, training.calls
         self._backwards = BackwardPasses(units, training, events)
-        self._covers, self._is_left = events.all_stays, events.is_left
+        self._covers = events.all_stays
         self._first_numbers = [0] * len(units)
         """By unit: what autograd numbered the first function of its last covered call."""
         self._removers: list[Callable[[], None]] = []
@@ -89,8 +89,9 @@ class Hooks:
         for unit in self._units:
             for module in _use_modules(unit, unit is self._units[0]):
                 self._hook_module(unit, module)
+            left = {info.index for info in self._events.left_parameters.get(unit.index, ())}
             for position, info in enumerate(unit.parameters):
-                if (info.parameter.requires_grad or info.trainable) and not self._is_left(info):
+                if (info.parameter.requires_grad or info.trainable) and info.index not in left:
                     self._hook_parameter(unit.index, position, info)
         for module in self._root.modules():
             if module._parameters:

@@ -12,7 +12,7 @@ from offload.model.unit import Unit
 from offload.step.components import Components
 from offload.step.homes import Homes
 from offload.step.inputs import cast_floating
-from offload.step.parameter_gradients import is_left, stale_gradient
+from offload.step.parameter_gradients import stale_gradient
 from offload.step.training import Training
 
 
@@ -25,14 +25,10 @@ class ModelEvents:
         self._training, self._gradients, self._speculation = training, training.gradients, training.speculation
         self._residency, self._intake, self._updates = parts.residency, parts.intake, parts.updates
         self._accelerator, self._timeline = parts.accelerator, parts.timeline
-        self.all_stays, self._parts = parts.stays, parts
+        self.all_stays, self.left_parameters = parts.stays, self._gradients.left
         self.memory_is_short = any(unit.route.has_store for unit in parts.units) or parts.placement.uses_nvme
         self._is_alone, self._trains = parts.ranks.world_size == 1, parts.gradients is not None
         self._homes, self._input_dtype = Homes(parts), input_dtype
-
-    def is_left(self, info: ParameterInfo) -> bool:
-        """See `parameter_gradients.is_left`."""
-        return is_left(self._parts, info)
 
     # ---- forward -------------------------------------------------------------------------------------------------
 
@@ -109,10 +105,15 @@ class ModelEvents:
             self._intake.leave(unit)
             self._speculation.backward_left(unit, 1.0 / self._training.loss_scale.value)
 
-    def gradients_left(self) -> bool:
-        """An outermost backward is about to be over. Whether it left gradients in their parameters."""
+    def gradients_left(self, unit: Unit | None = None) -> bool:
+        """Backward is about to leave the unit, or (None) to be over. Whether it left gradients in their parameters."""
         with self._timeline.working("gradients"):
-            return self._gradients.take_left()
+            nbytes = self._gradients.take_left(None if unit is None else [unit])
+        if nbytes and unit is not None:
+            self._residency.go_on()
+            if self.memory_is_short:
+                self._accelerator.about_to_free(nbytes)
+        return nbytes > 0
 
     def backward_ended(self) -> None:
         """An outermost backward is over."""

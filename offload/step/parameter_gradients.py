@@ -10,13 +10,14 @@ take_assigned  one that the user put there counts like one that backward compute
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeGuard
 
 import torch
 
-from offload.errors import UsageError
+from offload.errors import BudgetError, UsageError
 from offload.layout import Piece
 from offload.model.chunk import Chunk
 from offload.model.flat import ParameterInfo, some_of
@@ -29,6 +30,8 @@ from offload.step.token_clipping import TokenClipping
 
 _NAMED = 5
 """How many names an error message lists."""
+_TOGETHER_NBYTES = 1 << 20
+"""Of small gradients that may wait for each other."""
 
 
 class ParameterGradients:
@@ -48,7 +51,8 @@ class ParameterGradients:
         self._require_scaled_loss, self._failures = require_scaled_loss, failures
         self.micro_batches = MicroBatches(parts)
         self.clipping = TokenClipping(parts.parameters, self.live, measure, self._accumulate)
-        self._left = [info for info in parts.parameters if is_left(parts, info)]
+        self.left = left_parameters(parts)
+        """The parameters into whose `grad` PyTorch accumulates undisturbed, by unit."""
         self._trained = [info for info in parts.parameters if info.trainable]
         self.step_index = 0
         """Of the step that the gradients are for: that many were done."""
@@ -80,27 +84,37 @@ class ParameterGradients:
             self._take_over(unit, info, gradient, owned=True)
         return gradient
 
-    def take_left(self) -> bool:
-        """The end of a backward: take over what it left in `p.grad`. Whether there was any."""
+    def take_left(self, units: Iterable[Unit] | None = None) -> int:
+        """Backward left these units, or (None) is over: take over what it left in `p.grad`. Returns its bytes."""
+        lists = self.left.values() if units is None else (self.left.get(unit.index, ()) for unit in units)
         with unguarded():
-            found = [(info, gradient) for info in self._left if _is_new(gradient := info.parameter.grad)]
+            found = [(info, gradient) for infos in lists for info in infos if _is_new(gradient := info.parameter.grad)]
             if not found:
-                return False
+                return 0
             assert self._gradients is not None
             try:
-                self._require_scaled_loss()
-                for unit in self._units_of(info for info, _ in found):
-                    if unit.update is not None:
-                        raise stale_gradient(next(info.fqn for info, _ in found if info.unit_index == unit.index))
-                    unit.shard.become(ShardState.REDUCING)
+                self._expect(found)
             except BaseException:
-                for info, _ in found:
-                    info.parameter.grad = None
+                self._drop_left()
                 raise
-            self._gradients.adopt(found)
+            self._gradients.take(found)
             for info, _ in found:
                 info.parameter.grad = self.clipping.token(info, self.step_index)
-        return True
+        return sum(info.numel * info.dtype.itemsize for info, _ in found)
+
+    def _expect(self, found: Sequence[tuple[ParameterInfo, torch.Tensor]]) -> None:
+        self._require_scaled_loss()
+        for unit in self._units_of(info for info, _ in found):
+            if unit.update is not None:
+                raise stale_gradient(next(info.fqn for info, _ in found if info.unit_index == unit.index))
+            unit.shard.become(ShardState.REDUCING)
+        for info, _ in found:
+            self.micro_batches.gradient_coming(info, is_second=False)
+
+    def _drop_left(self) -> None:
+        for info in itertools.chain.from_iterable(self.left.values()):
+            if _is_new(info.parameter.grad):
+                info.parameter.grad = None
 
     def _accumulate(self, token: TakenGradient, gradient: torch.Tensor) -> None:
         """Autograd adds to a gradient that was taken over. To one that a step has consumed nothing is added, and whatever would
@@ -111,8 +125,12 @@ class ParameterGradients:
                 return
             self._require_scaled_loss()
             _refuse_clipped(token)
-            self.micro_batches.gradient_coming(info, is_second=True)
-            self._intake.arrive(info, gradient, owned=False, is_part=False)
+            try:
+                self.micro_batches.gradient_coming(info, is_second=True)
+            except BudgetError:
+                self._drop_left()
+                raise
+            self._intake.arrive(info, gradient, owned=False, is_part=self.micro_batches.began_now(info))
 
     def _units_of(self, infos: Iterable[ParameterInfo]) -> list[Unit]:
         return [self._units[index] for index in dict.fromkeys(info.unit_index for info in infos)]
@@ -233,12 +251,25 @@ class ParameterGradients:
                 info.parameter.grad = zeros
 
 
-def is_left(parts: Components, info: ParameterInfo) -> bool:
-    """Whether PyTorch accumulates into the parameter's `grad` undisturbed: the engine would keep the tensor as it is, and sum
-    as PyTorch does. Of a shared parameter it adds the parts itself."""
-    if parts.gradients is None or not parts.stays or not info.trainable or info.dtype != torch.float32:
-        return False
-    return parts.gradients.adopts(info) and len(parts.units[info.unit_index].modules) == 1
+def left_parameters(parts: Components) -> dict[int, list[ParameterInfo]]:
+    """By unit the parameters into whose `grad` PyTorch accumulates undisturbed, as the engine would. They are taken over
+    together, at the end of backward where the tensors that autograd made are kept; else when backward leaves their unit: what
+    waits for that is no more than one gradient may take, or than is worth a word. Of a shared parameter the engine adds the
+    parts itself."""
+    gradients = parts.gradients
+    if gradients is None or parts.ranks.world_size > 1 or not gradients.are_taken_together:
+        return {}
+    most = max(_TOGETHER_NBYTES, *(unit.largest_gradient_nbytes for unit in parts.units))
+    found = {}
+    for unit in parts.units:
+        trained = [info for info in unit.parameters if info.trainable]
+        if parts.stays:
+            trained = [info for info in trained if gradients.adopts(info)]
+        elif sum(info.numel * info.dtype.itemsize for info in trained) > most:
+            continue
+        if len(unit.modules) == 1:
+            found[unit.index] = [info for info in trained if info.dtype == torch.float32]
+    return found
 
 
 def _is_new(gradient: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
