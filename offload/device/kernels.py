@@ -79,10 +79,14 @@ def ingest_all(parts: Sequence[tuple[Tensor | None, Tensor, int]]) -> list[Tenso
     sums = torch.empty(sum(counts), dtype=torch.float64)
     address = sums.data_ptr()
     for (dst, src, start_index), count in zip(parts, counts, strict=True):
-        _check_ingest(dst, src, start_index, False)
+        numel = src.numel()
+        if start_index % START_MULTIPLE or not src.is_contiguous() or not src.is_cpu:
+            raise AssertionError(f"what begins at {start_index} is no contiguous gradient on the host")
+        if dst is not None and (dst.numel() != numel or not dst.is_contiguous() or not dst.is_cpu):
+            raise AssertionError(f"its place must be contiguous, [{numel}] on the host")
         dst_address, dst_code = (0, _native.F32) if dst is None else (dst.data_ptr(), DTYPE_CODES[dst.dtype])
         src_code = DTYPE_CODES[src.dtype]
-        _native.gradient_ingest(dst_address, dst_code, src.data_ptr(), src_code, src.numel(), start_index, False, address)
+        _native.gradient_ingest(dst_address, dst_code, src.data_ptr(), src_code, numel, start_index, False, address)
         address += 8 * count
     return list(sums.split(counts))
 

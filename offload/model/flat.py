@@ -46,18 +46,18 @@ class ParameterInfo:
     """How many `engine.gathered` that are open were given it."""
     seen_version: int = 0
     """PyTorch's count of in-place writes to it, when it was last looked at."""
+    numel: int = field(init=False)
     flat: Flat = field(init=False, repr=False, compare=False)
     """Where it lies. Written once, by the flat, as `pieces` is."""
     pieces: tuple[tuple[Chunk, Piece], ...] = field(init=False, repr=False, compare=False)
     """What of it lies in each of this rank's chunks, in order."""
 
+    def __post_init__(self) -> None:
+        self.numel = self.shape.numel()
+
     @property
     def fqn(self) -> str:
         return self.fqns[0]
-
-    @property
-    def numel(self) -> int:
-        return self.shape.numel()
 
     @property
     def view(self) -> torch.Tensor:
@@ -75,7 +75,8 @@ class ParameterInfo:
     def in_memory_order(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` of this parameter's shape as [numel], contiguous, in the order of the slot. A copy only if needed."""
         if tuple(tensor.stride()) == self.stride and tensor.layout is torch.strided:
-            return tensor.detach().as_strided((self.numel,), (1,), tensor.storage_offset())
+            dense = tensor.detach() if tensor.requires_grad else tensor
+            return dense.as_strided((self.numel,), (1,), tensor.storage_offset())
         ordered = torch.empty_strided(self.shape, self.stride, dtype=tensor.dtype, device=tensor.device)
         dense = tensor.detach()
         ordered.copy_(dense.to_dense() if dense.layout is not torch.strided else dense)

@@ -275,7 +275,7 @@ class ParameterGuard:
     """Switches one parameter between guarded and plain. Not thread-safe: the thread that drives the model owns it."""
 
     def __init__(self, fqn: str, parameter: nn.Parameter, bring_in: Callable[[], None]) -> None:
-        self._fqn, self._parameter, self._bring_in = fqn, parameter, bring_in
+        self._parameter, self._key = parameter, id(parameter)
         self._plain_class = type(parameter)
         self._guard_class = _guard_class(type(parameter))
         self._readable_watch = Watch(fqn, bring_in, True)
@@ -285,13 +285,13 @@ class ParameterGuard:
 
     def close_off(self, *, readable: bool) -> None:
         """Guard the parameter. `readable`: its memory is there and may be read (but not written)."""
-        _watches[id(self._parameter)] = self._readable_watch if readable else self._absent_watch
+        _watches[self._key] = self._readable_watch if readable else self._absent_watch
         self._parameter.__class__ = self._guard_class
 
     def open_up(self) -> None:
         """Make the parameter plain. Its memory must be there."""
         self._parameter.__class__ = self._plain_class
-        _watches.pop(id(self._parameter), None)
+        _watches.pop(self._key, None)
 
     def release(self) -> None:
         """`open_up`, and keep no weak reference to the parameter."""
