@@ -175,7 +175,7 @@ class Hooks:
 
     def _is_covered(self, unit: Unit, module: nn.Module, inside_backward: bool) -> bool:
         """Whether a forward or backward of the whole model has opened the unit, and nothing else has to know of its call."""
-        if module is self._root or len(unit.modules) > 1:
+        if module is self._root or len(unit.modules) > 1 or self._training.recorder.to is not None:
             return False
         if not inside_backward:
             return self._calls.are_covered

@@ -51,7 +51,7 @@ class Uses:
         for companion in unit.uses.companions:
             self.end(companion, recorded=recorded)
         unit.uses.count -= 1
-        if unit.uses.count == unit.uses.held_count:
+        if unit.uses.count == unit.uses.held_count and not self._cover_count:
             unit.close_off()
         self._residency.use_ended(unit, recorded=recorded, then=then)
 

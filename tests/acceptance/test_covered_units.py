@@ -4,6 +4,7 @@ over, and one native call updates everything. Nothing that a loop can see is ano
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -205,3 +206,14 @@ def test_units_that_a_step_left_out_stay_as_they_are_and_the_others_are_updated_
         is_frozen = name.startswith("blocks.5.") or name == "blocks.2.0.weight"
         assert torch.equal(value, middle[name]) == is_frozen, name
         assert not torch.equal(value, before[name])
+
+
+def test_a_profile_shows_every_unit_and_changes_no_bit(engine: Any, tmp_path: Path) -> None:
+    expected = loop(engine, 2, 3)
+    model = made()
+    with offload.initialize(model, torch.optim.AdamW(model.parameters(), lr=0.01), {}) as recorded:
+        with recorded.profile(tmp_path / "trace.json"):
+            found = loop(recorded, 2, 3)
+        text = (tmp_path / "trace.json").read_text()
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+    assert all(f"blocks.{index}" in text for index in range(BLOCKS))
