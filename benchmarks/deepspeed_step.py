@@ -70,6 +70,7 @@ def configuration(arguments: dict[str, Any], largest_numel: int) -> dict[str, An
             "stage3_max_reuse_distance": 0,
         },
         "steps_per_print": 1 << 30,
+        "bf16": {"enabled": bool(arguments.get("bf16"))},
     }  # fmt: skip
 
 

@@ -26,6 +26,12 @@ NAMES = {
     "nvme, backward": 'the same, `update="backward"`, nothing to clip',
     "deepspeed cpu": "DeepSpeed ZeRO-3, parameters and states in CPU memory",
     "deepspeed nvme": "DeepSpeed ZeRO-3, parameters and states on NVMe",
+    "deepspeed nvme, bf16": "DeepSpeed ZeRO-3, bf16, parameters and states on NVMe",
+}
+NAMES |= {
+    f"nvme, bf16, {form}{more}": f"offload, bf16, {form} states, on NVMe{how}"
+    for form in ("fp32", "split", "8bit")
+    for more, how in (("", ""), (", backward", ', `update="backward"`'))
 }
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -46,20 +52,40 @@ def train_step(report: dict[str, Any]) -> str:
         "GPT-2-shaped, one sequence of 64 tokens (125M also of 128), fp32, clip 1.0, no GPU; medians of steps, each model in "
         "one run. " + machine_line(report)
     )
-    columns = "| model | how | s/step | x plain | floor s | hidden: NVMe read, write, Adam | peak RSS |"
+    columns = (
+        "| model | how | s/step | x plain | floor s | hidden: NVMe read, write, Adam | peak RSS "
+        "| bytes per parameter, by formula | CPU s by kind |"
+    )
     rows = []
     for result in report["results"]:
         size = f" ({result['parameters'] / 1e6:.0f} M)" if "parameters" in result else ""
         start = f"| {result['shape']}{size} | {NAMES[result['case']]} "
         if "failed" in result:
-            rows.append(f"{start}| {result['failed']} | - | - | - | - |")
+            rows.append(f"{start}| {result['failed']} | - | - | - | - | - | - |")
             continue
         ratio, floor = result.get("ratio_to_plain"), result.get("floor_seconds")
         rows.append(
             f"{start}| {result['median_seconds']:.2f} | {f'{ratio:.2f}' if ratio else '-'} | "
-            f"{f'{floor:.2f}' if floor else '-'} | {hidden(result)} | {gib(result['peak_rss_nbytes'])} |"
+            f"{f'{floor:.2f}' if floor else '-'} | {hidden(result)} | {gib(result['peak_rss_nbytes'])} "
+            f"| {by_formula(result)} | {by_kind(result)} |"
         )
     return introduction + "\n\n" + table(columns, rows)
+
+
+def by_formula(result: dict[str, Any]) -> str:
+    """Bytes of a parameter between drive and memory, beside those that were moved."""
+    told = result.get("nbytes_by_formula")
+    if told is None or "read_nbytes_per_step" not in result:
+        return "-"
+    moved = [result[f"{way}_nbytes_per_step"] / result["parameters"] for way in ("read", "written")]
+    most = told["read"] + told["written"] + 2 * told["spilled"]
+    return f"{told['read'] + told['written']:.1f} to {most:.1f}; moved {sum(moved):.1f}"
+
+
+def by_kind(result: dict[str, Any]) -> str:
+    """Seconds of processor time of a step, the largest kind first."""
+    kinds = result.get("cpu_seconds", {})
+    return ", ".join(f"{kind} {seconds:.2f}" for kind, seconds in sorted(kinds.items(), key=lambda one: -one[1])) or "-"
 
 
 def hidden(result: dict[str, Any]) -> str:

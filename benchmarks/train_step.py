@@ -7,7 +7,9 @@ GPT-2-shaped models, one sequence of 128 tokens (64 from 1B on, and at 125M agai
 compared for each parameter), fp32, gradient norm clipped to 1.0. Every case is a process of its own, so its peak
 resident size (VmHWM) is its own; the ratios are to plain PyTorch with fused AdamW on the same model where it fits. Beside
 each step stands the floor: the largest of compute, memory and NVMe time at rates measured in the same run; and for each
-link the share of its work that was hidden, from the engine's own timeline. --memory-sweep measures the step against
+link the share of its work that was hidden, from the engine's own timeline; and the seconds of processor time by kind
+(cpu_kinds.py). Rows in bf16 have the formats of states beside each other, with the bytes that a parameter takes on the way
+to the drive and back by formula. --memory-sweep measures the step against
 `cpu_memory`, from the least with which it works to what keeps everything in memory.
 """
 
@@ -23,6 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from cpu_kinds import CpuSeconds
 from machine import describe_machine, status_nbytes
 
 SHAPES = {
@@ -48,6 +51,15 @@ CASES: dict[str, dict[str, Any]] = {
     "nvme": {"parameters": "nvme", "optimizer_states": "nvme"},
     "nvme, backward": {"parameters": "nvme", "optimizer_states": "nvme", "update": "backward", "max_grad_norm": NO_STRIKE},
 }
+FORMATS = ("fp32", "split", "8bit")
+"""Of states beside bf16 parameters: each has its row, on NVMe, with updates at the step and in backward."""
+for _format in FORMATS:
+    _fields = {"dtype": "bf16", "state_format": _format}
+    CASES[f"nvme, bf16, {_format}"] = CASES["nvme"] | _fields
+    CASES[f"nvme, bf16, {_format}, backward"] = CASES["nvme, backward"] | _fields
+CASES["compute, bf16"] = {}
+LOOKS_ON |= {case: LOOKS_ON["nvme, backward"] for case in CASES if case.endswith(", backward")}
+BF16 = tuple(case for case in CASES if case.startswith("nvme, bf16"))
 
 
 def model_config(shape: str) -> dict[str, Any]:
@@ -91,14 +103,19 @@ def measure(case: str, shape: str, steps: int, nvme: str, overrides: dict[str, A
         return memory_limits(shape, nvme)
     torch.manual_seed(0)
     engine = None
-    if case in ("plain", "compute"):
+    cpu: CpuSeconds | None = None
+    if case.split(",")[0] in ("plain", "compute"):
         model = build(shape)
+        if case.endswith("bf16"):
+            model = model.to(torch.bfloat16)
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     else:
         with offload.deferred_init():
             model = build(shape)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         config = offload.Config(**({"nvme": nvme, "max_grad_norm": CLIP} | CASES[case] | overrides))
+        cpu = CpuSeconds()
+        cpu.native_threads()
         engine = offload.initialize(model, optimizer, config)
         optimizer = engine.optimizer
     numel = sum(parameter.numel() for parameter in model.parameters())
@@ -113,13 +130,15 @@ def measure(case: str, shape: str, steps: int, nvme: str, overrides: dict[str, A
         loss.backward()
         if case == "plain":
             torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        if case != "compute":
+        if not case.startswith("compute"):
             optimizer.step()
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - start)
         losses.append(loss.item())
-        if index == uncounted - 1 and engine is not None:
+        if index == uncounted - 1 and engine is not None and cpu is not None:
             before = engine.stats()
+            cpu.threads_are_there()
+            cpu.begin()
     result: dict[str, Any] = {
         "case": case,
         "shape": shape,
@@ -130,7 +149,9 @@ def measure(case: str, shape: str, steps: int, nvme: str, overrides: dict[str, A
         "losses": losses,
         "peak_rss_nbytes": status_nbytes("VmHWM"),
     }
-    if engine is not None:
+    if engine is not None and cpu is not None:
+        result["cpu_seconds"] = cpu.end(steps)
+        result["nbytes_by_formula"] = formula(case)
         after = engine.stats()
         kept = ("placement", "planned", "host_peak_nbytes", "io_backend", "speculated_steps", "undone_steps")
         result["engine"] = {key: after[key] for key in kept}
@@ -177,8 +198,8 @@ def nvme_rates(folder: str) -> dict[str, float]:
 
     nbytes, count = 16 * 2**20, 64
     extents = [Extent(index * nbytes, nbytes) for index in range(2 * count)]
-    scratch, backend = ScratchFolder([folder]), open_backend()
-    store = NvmeStore("rates", extents, scratch, backend)
+    backend = open_backend()
+    store = NvmeStore("rates", extents, ScratchFolder([folder]), backend)
     buffers = HostMemory(8 * nbytes, "rates", prefault=True, direct_io=True).tensor.split(nbytes)
 
     def run(operations: list[tuple[Any, Extent]]) -> float:
@@ -201,7 +222,6 @@ def nvme_rates(folder: str) -> dict[str, float]:
     finally:
         store.close()
         backend.close()
-        scratch.close()
     return {"read": read, "write": write, "both": both}
 
 
@@ -209,12 +229,38 @@ def floor(result: dict[str, Any], compute: float, memory: float, nvme: dict[str,
     """What compute, memory and NVMe need at least, in seconds: no step can be shorter than its slowest link.
 
     Bytes that go one way and the other at once take the rate of both; what one way has more of, its own."""
-    terms = {"compute": compute, "memory": 28 * result["parameters"] / memory}
+    terms = {"compute": compute, "memory": memory_nbytes(result["case"]) * result["parameters"] / memory}
     if "read_nbytes_per_step" in result:
         read, written = result["read_nbytes_per_step"], result["written_nbytes_per_step"]
         both = min(read, written)
         terms["nvme"] = 2 * both / nvme["both"] + (read - both) / nvme["read"] + (written - both) / nvme["write"]
     return terms
+
+
+def record_nbytes(case: str) -> tuple[float, float]:
+    """Of a parameter: of its values, and of its optimizer record."""
+    from offload.device.records import RecordFormat
+    from offload.device.segment import StateFormat
+
+    if "bf16" not in case:
+        return 4.0, RecordFormat(StateFormat.FP32, own_master=False).nbytes(64) / 64
+    return 2.0, RecordFormat(StateFormat(CASES[case]["state_format"])).nbytes(64) / 64
+
+
+def memory_nbytes(case: str) -> float:
+    """That Adam reads and writes of each parameter: the gradient, the record, the values; what is written without having been
+    read costs its line twice."""
+    values, record = record_nbytes(case)
+    return values + 2 * record + 2 * values
+
+
+def formula(case: str) -> dict[str, float] | None:
+    """Bytes of each parameter between drive and memory with everything on NVMe: values read for forward and backward and
+    written by the update, records read and written; gradients where all of them are spilled."""
+    if not case.startswith("nvme"):
+        return None
+    values, record = record_nbytes(case)
+    return {"read": 2 * values + record, "written": values + record, "spilled": values}
 
 
 class Compute:
@@ -224,23 +270,24 @@ class Compute:
     IN_MEMORY = ("tiny", "125M", "125M, 64 tokens", "1B")
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[float, int]] = {}
+        self._known: dict[tuple[str, str], tuple[float, int]] = {}
 
-    def seconds(self, arguments: dict[str, Any], parameters: int | None = None) -> float:
-        """Of one step. `parameters`: of the model, where it has to be scaled."""
-        shape = arguments["shape"]
+    def seconds(self, arguments: dict[str, Any], of: str, parameters: int | None = None) -> float:
+        """Of one step. `of`: the case that it is the floor of. `parameters`: of the model, where it has to be scaled."""
+        shape, case = arguments["shape"], "compute, bf16" if "bf16" in of else "compute"
         measured = shape if shape in self.IN_MEMORY else self.IN_MEMORY[-1]
-        if measured not in self._known:
-            result = child({**arguments, "shape": measured, "case": "compute"})
-            self._known[measured] = (float(result["median_seconds"]), int(result["parameters"]))
-        seconds, numel = self._known[measured]
+        if (measured, case) not in self._known:
+            result = child({**arguments, "shape": measured, "case": case})
+            self._known[measured, case] = (float(result["median_seconds"]), int(result["parameters"]))
+        seconds, numel = self._known[measured, case]
         return seconds if parameters is None or measured == shape else seconds * parameters / numel
 
 
 def peer(python: str, arguments: dict[str, Any], case: str) -> dict[str, Any]:
     """The step by DeepSpeed, in the interpreter that has it; what it failed with, where it did."""
     request = {
-        "shape": model_config(arguments["shape"]), "steps": arguments["steps"], "offload": case.removeprefix("deepspeed "),
+        "shape": model_config(arguments["shape"]), "steps": arguments["steps"], "bf16": case.endswith(", bf16"),
+        "offload": case.removeprefix("deepspeed ").removesuffix(", bf16"),
         "memory_nbytes": describe_machine()["memory_nbytes"],
         "nvme": arguments["nvme"], "clip": CLIP,
     }  # fmt: skip
@@ -258,12 +305,12 @@ def peer(python: str, arguments: dict[str, Any], case: str) -> dict[str, Any]:
 
 PEER_SECONDS = 900
 RUNS: dict[str, tuple[str, ...]] = {
-    "tiny": ("plain", "cpu", "nvme", "nvme, backward"),
+    "tiny": ("plain", "cpu", "nvme", "nvme, backward", *BF16, "deepspeed nvme, bf16"),
     "125M": ("plain", "cpu", "nvme", "nvme, backward", "deepspeed cpu", "deepspeed nvme"),
     "125M, 64 tokens": ("nvme", "nvme, backward"),
-    "1B": ("plain", "nvme", "nvme, backward", "deepspeed nvme"),
+    "1B": ("plain", "nvme", "nvme, backward", "deepspeed nvme", *BF16, "deepspeed nvme, bf16"),
     "2B": ("nvme", "nvme, backward", "deepspeed nvme"),
-    "3B": ("nvme", "nvme, backward"),
+    "3B": ("nvme", "nvme, backward", *BF16, "deepspeed nvme, bf16"),
 }
 
 
@@ -313,7 +360,8 @@ def sweep(options: argparse.Namespace, folder: str, rates: dict[str, Any]) -> li
 
 def finished(result: dict[str, Any], compute: Compute, common: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]:
     """The result with its floor."""
-    terms = floor(result, compute.seconds(common, result["parameters"]), rates["memory"], rates["nvme"])
+    seconds = compute.seconds(common, result["case"], result["parameters"])
+    terms = floor(result, seconds, rates["memory"], rates["nvme"])
     return result | {"floor": terms, "floor_seconds": max(terms.values()), "ratio_to_plain": None}
 
 

@@ -1,0 +1,154 @@
+"""Seconds of processor time by what they are spent on, in one process: where the engine's own work goes.
+
+The functions of `KINDS` are wrapped; what a thread spends in one counts for its kind, without what it spends in others inside.
+Threads of the native library and of file I/O run no Python: their time is the system's count for the thread. What is left is
+the model's, autograd's and the loop's.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PYTHON = "engine's other Python"
+KINDS: dict[str, tuple[str, ...]] = {
+    "gradients": (
+        "offload.step.gradients.Gradients.add",
+        "offload.step.gradients.Gradients.take",
+        "offload.step.gradients.Gradients.settle",
+    ),
+    "norm": ("offload.step.training.Training._measure_norm",),
+    "spilling": (
+        "offload.step.gradient_buffers.GradientBuffers._spill",
+        "offload.step.gradient_buffers.GradientBuffers._read_back",
+    ),
+    "Adam": ("offload._native.update_rows",),
+    "checksums": ("offload._native.checksum",),
+    "I/O hand-over": (
+        "offload.tiers.nvme.NvmeStore.read",
+        "offload.tiers.nvme.NvmeStore.write",
+        "offload.tiers.extent_guard.Operation.wait",
+    ),
+    "device memory": ("offload._native.pages_move",),
+    PYTHON: (
+        "offload.step.hooks.Hooks._before_forward",
+        "offload.step.hooks.Hooks._leave_module",
+        "offload.step.backward_passes.BackwardUse.start",
+        "offload.step.backward_passes.BackwardUse.end",
+        "offload.step.backward_passes.BackwardPasses.before_accumulation",
+        "offload.step.backward_passes.BackwardPasses.after_accumulation",
+        "offload.step.backward_passes.BackwardPasses.reach_covered",
+        "offload.step.backward_passes.BackwardPasses.graph_task_done",
+        "offload.engagement.Engagement.step",
+        "offload.engagement.Engagement.zero_grad",
+        "offload.step.update.Updates._run",
+        "offload.step.update.Updates._run_together",
+        "offload.step.update.Updates._read_ahead",
+    ),
+}
+"""By kind: functions, of which the innermost counts."""
+NATIVE, IO, MODEL = "native threads (Adam, gradients)", "I/O threads", "model, autograd, loop"
+
+
+class CpuSeconds:
+    """Counts from `begin` on. Make it before the engine; call `threads_are_there` once that was made."""
+
+    def __init__(self) -> None:
+        self._own = threading.local()
+        self._lock = threading.Lock()
+        self._sums: Counter[str] = Counter()
+        self._groups: dict[str, set[int]] = {}
+        for kind, names in KINDS.items():
+            for name in names:
+                self._wrap(name, kind)
+        self._before: dict[str, float] = {}
+        self._process = 0.0
+
+    def native_threads(self) -> None:
+        """Have the native library start its threads, and know them."""
+        from offload import _native
+
+        before = _thread_ids()
+        if _native.available():
+            _native.default_threads()
+        self._groups[NATIVE] = _thread_ids() - before
+        self._groups["known"] = _thread_ids()
+
+    def threads_are_there(self) -> None:
+        """The engine has started its own: those without Python are of file I/O."""
+        python = {thread.native_id for thread in threading.enumerate()}
+        self._groups[IO] = {one for one in _thread_ids() - self._groups["known"] if one not in python}
+
+    def begin(self) -> None:
+        """Count from now on."""
+        with self._lock:
+            self._sums.clear()
+        self._before = {kind: self._group_seconds(kind) for kind in (NATIVE, IO)}
+        self._process = time.process_time()
+
+    def end(self, steps: int) -> dict[str, float]:
+        """Seconds for each of so many steps, by kind; their sum is the process's."""
+        total = time.process_time() - self._process
+        found = {kind: self._group_seconds(kind) - before for kind, before in self._before.items()}
+        with self._lock:
+            found |= dict(self._sums)
+        found[MODEL] = total - sum(found.values())
+        return {kind: seconds / steps for kind, seconds in found.items()}
+
+    def _group_seconds(self, group: str) -> float:
+        return sum(_seconds_of(thread) for thread in self._groups.get(group, ()))
+
+    def _wrap(self, name: str, kind: str) -> None:
+        holder, last = _holder_of(name)
+        function: Callable[..., Any] = getattr(holder, last)
+
+        @functools.wraps(function)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            stack = self._own.__dict__.setdefault("stack", [])
+            self._switch(stack)
+            stack.append(kind)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._switch(stack)
+                stack.pop()
+
+        setattr(holder, last, counted)
+
+    def _switch(self, stack: list[str]) -> None:
+        """The time since the last switch of this thread is the kind's that it was at."""
+        now, before = time.thread_time(), self._own.__dict__.get("since", 0.0)
+        if stack:
+            with self._lock:
+                self._sums[stack[-1]] += now - before
+        self._own.since = now
+
+
+def _holder_of(name: str) -> tuple[Any, str]:
+    parts = name.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        try:
+            holder = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[cut:-1]:
+            holder = getattr(holder, part)
+        return holder, parts[-1]
+    raise LookupError(name)
+
+
+def _thread_ids() -> set[int]:
+    return {int(one.name) for one in Path("/proc/self/task").iterdir()}
+
+
+def _seconds_of(thread: int) -> float:
+    try:
+        return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0]) / 1e9
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
