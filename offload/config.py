@@ -201,11 +201,20 @@ def expanded(path: str | os.PathLike[str]) -> Path:
     return Path(os.path.abspath(os.path.expanduser(path)))
 
 
+def without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises `ValueError` where a key is in it twice, of which readers would take the last."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"given twice: {', '.join(sorted({one for one in names if names.count(one) > 1}))}")
+    return found
+
+
 def read_json(path: Path) -> Mapping[str, Any]:
     """The object in a JSON file of settings."""
     path = expanded(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=without_doubles)
     except OSError as error:
         raise ConfigError(f"config file {str(path)!r} cannot be read ({error.strerror}): expected a JSON file.") from error
     except ValueError as error:

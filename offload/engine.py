@@ -58,6 +58,7 @@ def initialize(
     *,
     weights: str | os.PathLike[str] | None = None,
     mesh: DeviceMesh | None = None,
+    sync_module_states: bool = False,
 ) -> Engine:
     """Move `model`'s parameters and `optimizer`'s states into their tiers and return the engine that trains them.
 
@@ -74,6 +75,8 @@ def initialize(
     mesh       the ranks that train together, as a `DeviceMesh`: one dimension (all share the shards) or two, (replicate,
                shard): shards within a node, copies across. None: all ranks of the process group, which is started from
                torchrun's environment if it was not; without either, one rank
+    sync_module_states  parameters and buffers begin with rank 0's values on every rank. False: ranks that differ in them are
+               a `ConfigError`; seed them alike
 
     On several ranks this and every other call is collective: all ranks make it.
 
@@ -89,7 +92,7 @@ def initialize(
         check_free(model, optimizer)
         resolved, chosen = read_settings(config, model, optimizer, ranks.world_size)
         source = open_weights(weights) if weights is not None else None
-        return resolved, chosen, Assembly(model, chosen, resolved, source, ranks)
+        return resolved, chosen, Assembly(model, chosen, resolved, source, ranks, sync_module_states=sync_module_states)
 
     resolved, chosen, assembly = together(ranks, prepare, lambda _: {})
     remove_abandoned(resolved)

@@ -95,9 +95,11 @@ class Assembly:
         config: Config,
         weights: WeightSource | None,
         ranks: Group,
+        *,
+        sync_module_states: bool = False,
     ) -> None:
         self._model, self._optimizer, self._config, self._source = model, optimizer, config, weights
-        self._ranks = ranks
+        self._ranks, self._shares = ranks, sync_module_states and ranks.world_size > 1
         self.slots: list[Slot] = []
         """After `build`: what is to be set in what the model holds besides its parameters."""
 
@@ -196,10 +198,22 @@ class Assembly:
 
     def _finish(self, building: Building, described: _Described, expected: Expected, device: torch.device) -> Components:
         buffers = initial_buffers(self._model, self._source, described.covered, device)
+        if self._shares:
+            held = {id(buffer): buffers.get(id(buffer), buffer) for buffer in self._model.buffers()}
+            buffers |= {key: self._of_first_rank(buffer) for key, buffer in held.items()}
         self.slots = [*replacing_held_tensors(self._model.modules(), buffers), *described.packed.slots]
         parameters = {fqn: info.parameter for info in described.infos for fqn in info.fqns}
-        values = InitialValues(self._source, described.covered, parameters, keeps_checksums=self._ranks.world_size > 1)
+        share = self._of_first_rank if self._shares else None
+        values = InitialValues(
+            self._source, described.covered, parameters, keeps_checksums=self._ranks.world_size > 1, share=share
+        )
         return building.finish(described.module_units, described.by_unit, expected, values, self._state_of)
+
+    def _of_first_rank(self, value: torch.Tensor) -> torch.Tensor:
+        """Rank 0's, on every rank; the tensor given stays as it is. Collective."""
+        shared = value.detach().to("cpu", memory_format=torch.contiguous_format, copy=True)
+        self._ranks.broadcast(shared.reshape(-1), 0)
+        return shared.to(value.device)
 
     def _state_of(self, info: ParameterInfo) -> InitialState:
         assert self._optimizer is not None

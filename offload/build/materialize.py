@@ -69,12 +69,14 @@ class InitialValues:
         parameters: Mapping[str, nn.Parameter] = MappingProxyType({}),
         *,
         keeps_checksums: bool = False,
+        share: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         """`names` in `source` and `parameters`: by fqn.
 
         keeps_checksums  so that ranks can tell whether they start from the same values
+        share            what makes one rank's values everybody's; None: each takes its own
         """
-        self._source, self._names = source, names
+        self._source, self._names, self._share = source, names, share
         self._loaded: dict[Value, Callable[[], torch.Tensor]] = {}
         """What is recorded of parameters that come from `source`: adapters are computed from what that holds."""
         if source is not None:
@@ -104,6 +106,8 @@ class InitialValues:
             tensors = [info.parameter for info in replayed]
             for info, value in zip(replayed, materialize(tensors, self._loaded), strict=True):
                 values[info.index] = value
+        if self._share is not None:
+            values = {info.index: self._share(values[info.index]) for info in infos}
         if self._checksums is not None:
             self._checksums.update({info.fqn: checksum(values[info.index]) for info in infos})
         return values

@@ -74,16 +74,6 @@ def barrier(group: Any = None) -> None:
         dist.barrier(group)
 
 
-def broadcast_values(tensor: torch.Tensor) -> None:
-    """Rank 0's values, wherever the tensor lies. Collective."""
-    if not dist.is_initialized():
-        return
-    dense = tensor.detach().contiguous()
-    dist.broadcast(dense, src=0)
-    if dense.data_ptr() != tensor.data_ptr():
-        tensor.data.copy_(dense)
-
-
 def gathered_objects(value: T) -> list[T]:
     """What each rank gives, by rank. Collective."""
     if not dist.is_initialized():

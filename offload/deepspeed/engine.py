@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from offload.deepspeed import comm, fragments
 from offload.deepspeed.absent import AskedWrongly
 from offload.deepspeed.loss_scaler import LossScaler
 from offload.deepspeed.numbers import Numbers
+from offload.deepspeed.ops import BaseOptimizer
 from offload.deepspeed.outputs import divided
 from offload.deepspeed.owners import forget
 from offload.deepspeed.saving import Saving
@@ -57,10 +58,10 @@ class DeepSpeedEngine(Saving, Numbers, nn.Module):  # type: ignore[misc]
     def _adapt_optimizer(self, optimizer: Any) -> None:
         """What scripts look for on DeepSpeed's optimizers."""
         shown = vars(optimizer)
-        shown.update(optimizer=optimizer, loss_scaler=self.loss_scaler, loss_scale_config=self.loss_scaler)
+        shown.update(optimizer=BaseOptimizer(optimizer), loss_scaler=self.loss_scaler, loss_scale_config=self.loss_scaler)
         shown.update(dynamic_loss_scale=self.loss_scaler.dynamic, overflow=False, _global_grad_norm=0.0)
         shown.update(clip_grad=self.gradient_clipping(), custom_loss_scaler=False)
-        shown.update(backward=self._scaled_backward, needs_scaler=self.fp16_enabled)
+        shown.update(backward=self._scaled_backward, needs_scaler=lambda: self._said.half is not None)
         if self._said.config.stage == 2:  # at stage 3 the optimizer's call drops them, as at 0 and 1
             shown["zero_grad"] = self.zero_grad
         self._show_scale()
@@ -74,10 +75,18 @@ class DeepSpeedEngine(Saving, Numbers, nn.Module):  # type: ignore[misc]
     # ---- the loop ------------------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        outputs = self.module(*inputs, **keywords)
+        with self._autocast():
+            outputs = self.module(*inputs, **keywords)
         if self.gradient_accumulation_steps() == self._summing or not torch.is_grad_enabled():
             return outputs
         return divided(outputs, self._divisor)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """As the config's "torch_autocast" says; where it says nothing, what is around the engine ends at it."""
+        chosen, kind = self._said.autocast, self.device.type
+        if chosen is None and not torch.is_autocast_enabled(kind):
+            return nullcontext()
+        return torch.autocast(kind, chosen, enabled=chosen is not None, cache_enabled=False)
 
     def _divisor(self) -> float:
         """Of gradients that a backward of the script's own brings; `backward` divides the loss itself."""

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import offload
-from offload.deepspeed import checkpointing, comm, lr_schedules
+from offload.deepspeed import checkpointing, comm, lr_schedules, utils
 from offload.deepspeed.absent import AskedWrongly, check_keywords
 from offload.deepspeed.engine import DeepSpeedEngine
 from offload.deepspeed.owners import answer, forget, own
@@ -65,10 +65,9 @@ def initialize(
     superseded = [key for key in superseded if (given if key == "optimizer" else lr_scheduler is not None)]
     said.warn(2, tuple(superseded))
     end_recording()
-    _share_values(model)
     forget(model.parameters())
     classes = {id(one): type(one) for one in model.parameters()}
-    engine = offload.initialize(model, optimizer, _config_of(said))
+    engine = offload.initialize(model, optimizer, _config_of(said), sync_module_states=True)
     if said.config.stage == 3:
         answer(model.parameters(), comm.get_world_size(), classes)
     try:
@@ -82,25 +81,23 @@ def initialize(
     except BaseException:
         engine.close()
         raise
+    _mark_leaves(model, said.leaf_modules)
     if said.activation_checkpointing:
         checkpointing.configure(None, **said.activation_checkpointing)
     atexit.register(_close_at_exit, weakref.ref(engine))
     return made, made.optimizer, loader, scheduler
 
 
+def _mark_leaves(model: nn.Module, said: Mapping[str, Any]) -> None:
+    marks = (("classes", utils.set_z3_leaf_modules), ("names", utils.set_z3_leaf_modules_by_name))
+    for key, mark in (*marks, ("name_suffixes", utils.set_z3_leaf_modules_by_suffix)):
+        if said.get(key):
+            mark(model, said[key], raise_if_not_found=False)
+
+
 def _config_of(said: Translation) -> offload.Config:
     """fp16's scale is set by the drop-in's own rule; a step that overflows is left out in any case."""
     return said.config if said.half is None else dataclasses.replace(said.config, loss_scale="skip")
-
-
-def _share_values(model: nn.Module) -> None:
-    """Rank 0's values are everybody's, as in DeepSpeed: ranks need not be seeded alike. Of a deferred model see `zero.Init`."""
-    if comm.get_world_size() == 1:
-        return
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            if not tensor.is_meta:
-                comm.broadcast_values(tensor)
 
 
 def _settings(args: Any, others: Mapping[str, Any]) -> Translation:

@@ -158,10 +158,13 @@ class WarmupCosineLR(_Schedule):
         self._begin(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
 
     def get_lr(self) -> list[float]:
-        ratio = self._ratio() if self.last_batch_iteration >= 0 else 0.0
+        ratio = self.get_lr_ratio()
         return [lr * ratio for lr in self.org_lrs]
 
-    def _ratio(self) -> float:
+    def get_lr_ratio(self) -> float:
+        """What each group's own rate is multiplied by."""
+        if self.last_batch_iteration < 0:
+            return 0.0
         if self._is_warming_up:
             return self.warmup_min_ratio + self._warmup_share() * (1.0 - self.warmup_min_ratio)
         done = self.last_batch_iteration - self.warmup_num_steps + 1

@@ -60,6 +60,28 @@ class FusedLion(DeepSpeedCPULion):
     """The same."""
 
 
+class BaseOptimizer:
+    """`engine.optimizer.optimizer`: the engine's optimizer, of the class that it was made as."""
+
+    def __init__(self, optimizer: Any) -> None:
+        vars(self)["_optimizer"] = optimizer
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return getattr(vars(self)["_optimizer"], "source_class", BaseOptimizer)
+
+    @property
+    def adam_w_mode(self) -> bool:
+        """Whether weight decay is apart from the gradient."""
+        return issubclass(self.__class__, torch.optim.AdamW)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_optimizer"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(vars(self)["_optimizer"], name, value)
+
+
 class OpBuilder:
     """Asked by name whether an operator can be had. Nothing is compiled at run time: what there is comes with the package."""
 

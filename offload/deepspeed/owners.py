@@ -85,6 +85,11 @@ def note_gathered(parameters: Iterable[nn.Parameter], is_gathered: bool) -> None
             vars(parameter)["ds_status"].is_gathered = is_gathered
 
 
+def are_gathered(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether all of them lie in a `GatheredParameters` block of now."""
+    return all(vars(one)["ds_status"].is_gathered for one in parameters if "ds_status" in vars(one))
+
+
 def owner_of(parameters: Iterable[nn.Parameter]) -> offload.Engine | None:
     """The open engine that has all of them; None where none has any. Raises `ParameterAccessError` for a mixture."""
     engines = engines_of(parameters)

@@ -12,7 +12,7 @@ from torch import nn
 import offload
 from offload.config import expanded
 from offload.deepspeed.folder import read_latest
-from offload.deepspeed.owners import owner_of
+from offload.deepspeed.owners import are_gathered, owner_of
 from offload.errors import ConfigError
 
 
@@ -47,13 +47,13 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, tag: str | None = None) -> nn.Module:
-    """Load them into a model, on the CPU; into the tiers where an engine has it."""
+    """Load them into a model, on the CPU; into the tiers where an engine has it, or where it is gathered now."""
     values = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     engine = owner_of(model.parameters())
-    if engine is not None:
+    if engine is not None and not are_gathered(model.parameters()):
         engine.load_state_dict(values)
         return model
-    model = model.cpu()
+    model = model if engine is not None else model.cpu()
     model.load_state_dict(values, strict=False)
     return model
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from offload.config import read_json
+from offload.config import read_json, without_doubles
 from offload.deepspeed import comm
 from offload.deepspeed.absent import AskedWrongly
 from offload.deepspeed_config import Batch, Translation, translate
@@ -30,7 +30,7 @@ def read_config(given: Any) -> Mapping[str, Any]:
         if not Path(given).is_file():
             raise
         try:
-            read = hjson.loads(Path(given).read_text(encoding="utf-8"))
+            read = hjson.loads(Path(given).read_text(encoding="utf-8"), object_pairs_hook=without_doubles)
         except ValueError:
             raise error from None
         if not isinstance(read, Mapping):
@@ -69,7 +69,8 @@ class DeepSpeedConfig:
         self.dataloader_drop_last = said.drop_last
         self.checkpoint_tag_validation_enabled = said.tag_validation != "ignore"
         self.checkpoint_tag_validation_fail = said.tag_validation == "fail"
-        self.gradient_allreduce_op = "mean"
+        self.gradient_allreduce_op = "sum" if said.sums_gradients else "mean"
+        self.torch_autocast_enabled, self.torch_autocast_dtype = said.autocast is not None, said.autocast
 
     def _set_batch(self, batch: Batch) -> None:
         self.train_batch_size, self.gradient_accumulation_steps = batch.train, batch.accumulation

@@ -17,6 +17,7 @@ TOP = ""
 ZERO = "zero_optimization"
 OFFLOAD_OPTIMIZER = "zero_optimization.offload_optimizer"
 OFFLOAD_PARAM = "zero_optimization.offload_param"
+LEAF_MODULE = "zero_optimization.leaf_module"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ SECTIONS: Mapping[str, Section] = {
             *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
             *("optimizer", "scheduler", "fp16", "bf16", "bfloat16", "gradient_clipping", "zero_optimization"),
             *("steps_per_print", "dataloader_drop_last", "data_types", "checkpoint", "tensor_parallel", "compile"),
-            *("activation_checkpointing", "managed_gradient_accumulation", "gradient_allreduce_op"),
+            *("activation_checkpointing", "managed_gradient_accumulation", "gradient_allreduce_op", "torch_autocast"),
         ),
         without_effect=(
             *("aio", "comet", "comms_logger", "csv_monitor", "datastates", "disable_allgather"),
@@ -82,19 +83,18 @@ SECTIONS: Mapping[str, Section] = {
             "quantize_training": Refusal(_LEAVE_OUT),
             "sequence_parallel_size": Refusal(_WHOLE_LAYERS, (None, 1)),
             "sparse_attention": Refusal("it is a matter of the model: choose it there"),
-            "torch_autocast": Refusal('put torch.autocast around the forward, or use "bf16"'),
             "weight_quantization": Refusal(_LEAVE_OUT),
         },
     ),
     ZERO: Section(
         translated=(
             *("stage", "offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_params", "cpu_offload_param"),
-            "ignore_unused_parameters",
+            *("ignore_unused_parameters", "leaf_module"),
         ),
         without_effect=(
             *("allgather_bucket_size", "allgather_partitions", "compute_grad_norm", "contiguous_gradients"),
             *("cpu_offload_use_pin_memory", "elastic_checkpoint", "enable_sanity_checks"),
-            *("leaf_module", "legacy_stage1", "load_from_fp32_weights", "log_trace_cache_warnings"),
+            *("legacy_stage1", "load_from_fp32_weights", "log_trace_cache_warnings"),
             *("max_live_parameters", "max_reuse_distance", "memory_efficient_linear", "model_persistence_threshold"),
             *("module_granularity_threshold", "overlap_comm", "override_module_apply", "param_persistence_threshold"),
             *("parameter_alignment", "pipeline_loading_checkpoint", "prefetch_bucket_size", "reduce_bucket_size"),
@@ -150,6 +150,8 @@ SECTIONS: Mapping[str, Section] = {
         without_effect=("synchronize_checkpoint_boundary", "profile", "profile_activation_memory", "granularity"),
         is_open=True,
     ),
+    "torch_autocast": Section(translated=("enabled", "dtype"), without_effect=("lower_precision_safe_modules",)),
+    LEAF_MODULE: Section(translated=("classes", "names", "name_suffixes")),
     "optimizer": Section(translated=("type", "params"), without_effect=("legacy_fusion", "torch_adam")),
     "scheduler": Section(translated=("type", "params")),
     "data_types": Section(

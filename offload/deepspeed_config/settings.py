@@ -55,6 +55,11 @@ def read_settings(
             f"gradient_accumulation_steps={said.batch.accumulation} of DeepSpeed's config is done by its engine: use "
             "offload.deepspeed.initialize, or divide the loss and step every so many backwards in your loop, and leave it out."
         )
+    if said.autocast is not None:
+        raise ConfigError(
+            "torch_autocast of DeepSpeed's config is done by its engine: use offload.deepspeed.initialize, or put "
+            "torch.autocast around the forward in your loop, and leave it out."
+        )
     scaling = (
         []
         if said.half is None

@@ -11,8 +11,10 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
+import torch
+
 from offload.config import Config
-from offload.deepspeed_config.keys import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, SECTIONS, TOP, ZERO
+from offload.deepspeed_config.keys import LEAF_MODULE, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, SECTIONS, TOP, ZERO
 from offload.deepspeed_config.optimizers import Maker
 from offload.errors import ConfigError
 
@@ -21,6 +23,7 @@ _SUBSECTIONS = ("data_types", "checkpoint", "tensor_parallel", "compile", "activ
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _CLIPPING = 1.0
 """Where a config says nothing, since DeepSpeed 0.19.8."""
+_AUTOCAST_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _TAG_VALIDATIONS = ("ignore", "warn", "fail")
 _AUTO: Mapping[str, Any] = {
     "gradient_clipping": 1.0,
@@ -57,6 +60,10 @@ class Half:
     min_loss_scale: float = 1.0
 
 
+_AUTOCAST_SCALING = Half(loss_scale_window=2000, hysteresis=1)
+"""What torch.amp.GradScaler does."""
+
+
 @dataclass(frozen=True, slots=True)
 class Translation:
     """`without_effect`: keys that were given and make no difference here, as dotted paths."""
@@ -77,6 +84,10 @@ class Translation:
     tag_validation: str
     """"fail", "warn" or "ignore"."""
     activation_checkpointing: Mapping[str, Any]
+    autocast: torch.dtype | None
+    """What torch.autocast around the forward computes in."""
+    leaf_modules: Mapping[str, Any]
+    """Modules that `z3_leaf_module` answers for: by "classes", "names" or "name_suffixes"."""
     without_effect: tuple[str, ...]
 
     def warn(self, stacklevel: int, besides: tuple[str, ...] = ()) -> None:
@@ -103,6 +114,7 @@ class _Translator:
         self._ignores_unused = True
         self._half: Half | None = None
         self._stage = 0
+        self._leaf_modules: dict[str, Any] = {}
         self._own = {key: value for key, value in mapping.items() if key in OWN_KEYS}
         foreign = {key: _plain(value) for key, value in mapping.items() if key not in OWN_KEYS and value is not None}
         if "bfloat16" in foreign:
@@ -124,6 +136,7 @@ class _Translator:
         return Translation(
             given=self._given,
             config=Config(**(defaults | self._own | fields_)),
+            autocast=self._autocast(),
             half=self._half,
             optimizer=self._maker("optimizer"),
             scheduler=self._maker("scheduler"),
@@ -137,6 +150,7 @@ class _Translator:
             ignores_unused=self._ignores_unused,
             tag_validation=self._tag_validation(sections["checkpoint"]),
             activation_checkpointing=sections["activation_checkpointing"],
+            leaf_modules=self._leaf_modules,
             without_effect=tuple(self._without_effect),
         )
 
@@ -183,6 +197,7 @@ class _Translator:
             return {"stage": int(value)}
         zero = self._section(ZERO, value)
         self._ignores_unused = self._flag(f"{ZERO}.ignore_unused_parameters", zero.get("ignore_unused_parameters", True))
+        self._leaf_modules = self._section(LEAF_MODULE, zero.get("leaf_module"))
         stage = zero.get("stage", 0)
         if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
             raise ConfigError(f"{ZERO}.stage={stage!r} is unknown: expected 0, 1, 2 or 3.")
@@ -231,6 +246,18 @@ class _Translator:
             return {}
         self._half = self._scaling(half)
         return {"dtype": "fp16"} | ({"loss_scale": self._half.loss_scale} if self._half.loss_scale else {})
+
+    def _autocast(self) -> torch.dtype | None:
+        section = self._enabled("torch_autocast")
+        if section is None:
+            return None
+        said = section.get("dtype", "bfloat16")
+        name = str(said).removeprefix("torch.")
+        if name not in _AUTOCAST_DTYPES:
+            raise ConfigError(f"torch_autocast.dtype={said!r} is unknown: expected {' or '.join(_AUTOCAST_DTYPES)}.")
+        if name == "float16" and self._half is None:
+            self._half = _AUTOCAST_SCALING
+        return _AUTOCAST_DTYPES[name]
 
     def _enabled(self, name: str) -> dict[str, Any] | None:
         """The section, where it is on; of one that is off no key counts."""

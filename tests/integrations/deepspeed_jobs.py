@@ -46,6 +46,24 @@ def init_block() -> list[float]:
     return losses
 
 
+def first_ranks_values() -> dict[str, Any]:
+    """Of a model that each rank initialises otherwise, one parameter on rank 0 alone."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    with deepspeed.zero.Init():
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+        with torch.no_grad():
+            model[0].weight.fill_(1.0 + rank)
+    with deepspeed.zero.GatheredParameters(model[2].weight, modifier_rank=0):
+        if rank == 0:
+            torch.nn.init.constant_(model[2].weight, 5.0)
+    model[1].running_mean.fill_(rank + 2.0)
+    engine = deepspeed.initialize(model=model, config=_config(zero_optimization={"stage": 3}))[0]
+    shown = {name: value.tolist() for name, value in engine.module_state_dict().items()}
+    engine.destroy()
+    return shown
+
+
 def values(stage: int) -> list[Any]:
     """From weights drawn differently: what is read and set is the same on both."""
     torch.manual_seed(dist.get_rank())

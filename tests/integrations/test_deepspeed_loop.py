@@ -139,3 +139,86 @@ def test_tags_that_differ_between_ranks(two: Crew, tmp_path: Path) -> None:
 def test_initialize_inside_the_block_on_two_ranks(two: Crew) -> None:
     first, second = two.do("init_block")
     assert first == second and first[1] < first[0]
+
+
+def test_initial_values_are_rank_zeros(two: Crew) -> None:
+    first, second = two.do("first_ranks_values")
+    assert first == second
+    assert (
+        first["0.weight"] == [[1.0] * 3] * 4 and first["2.weight"] == [[5.0] * 4] * 2 and first["1.running_mean"] == [2.0] * 4
+    )
+
+
+class Asked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.dtypes = small(), []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.inner(x)
+        self.dtypes.append(found.dtype)
+        return found.float().square().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_torch_autocast_of_the_config(start: Start, dtype: torch.dtype) -> None:
+    """As the forward in torch.autocast by hand; with float16 the loss is scaled as torch.amp.GradScaler does."""
+    engine = start({"torch_autocast": {"enabled": True, "dtype": str(dtype)}}, model=Asked())
+    plain = small()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.0)
+    for seed in range(3):
+        loss = engine(data(seed))
+        engine.backward(loss)
+        engine.step()
+        with torch.autocast("cpu", dtype):
+            expected = plain(data(seed))
+        expected.float().square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert loss.item() == pytest.approx(expected.float().square().mean().item(), rel=1e-3)
+    assert engine.module.dtypes == [dtype] * 3 and next(engine.parameters()).dtype is torch.float32
+    assert engine.cur_scale == (2.0**16 if dtype is torch.float16 else 1.0) and engine.skipped_steps == 0
+
+
+def test_an_autocast_around_the_engine_ends_at_it(start: Start) -> None:
+    engine = start(model=Asked())
+    with torch.autocast("cpu", torch.bfloat16):
+        engine(data(0))
+    assert engine.module.dtypes == [torch.float32]
+    with refused(offload.ConfigError, "torch_autocast.dtype='int8'", "bfloat16"):
+        start({"torch_autocast": {"enabled": True, "dtype": "int8"}})
+
+
+def test_the_base_optimizer_is_what_it_was_made_as(start: Start) -> None:
+    base = start().optimizer.optimizer
+    assert isinstance(base, torch.optim.AdamW) and isinstance(base, deepspeed.ops.adam.FusedAdam) and base.adam_w_mode
+    base.param_groups[0]["lr"] = 0.5
+    assert start().optimizer.optimizer.param_groups[0]["lr"] == 0.01
+    plain = {"type": "Adam", "params": {"lr": 0.01, "adam_w_mode": False}}
+    assert not start({"optimizer": plain}).optimizer.optimizer.adam_w_mode
+
+
+def test_leaf_modules_of_the_config(start: Start) -> None:
+    leaves = {"classes": ["torch.nn.modules.activation.Tanh"], "name_suffixes": ["2"], "names": ["nowhere"]}
+    engine = start({"zero_optimization": {"stage": 3, "leaf_module": leaves}})
+    assert [deepspeed.utils.z3_leaf_module(one) for one in engine.module] == [False, True, True]
+
+
+def test_a_key_that_is_given_twice(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"train_batch_size": 3, "train_batch_size": 4}')
+    with refused(offload.ConfigError, "config.json", "given twice: train_batch_size"):
+        deepspeed.initialize(model=small(), config=str(path))
+
+
+def test_weights_of_a_checkpoint_into_gathered_parameters(start: Start, tmp_path: Path) -> None:
+    engine = start({"zero_optimization": {"stage": 3}})
+    engine.save_checkpoint(str(tmp_path))
+    saved = engine.module_state_dict()
+    engine.backward(engine(data(0)).square().mean())
+    engine.step()
+    with deepspeed.zero.GatheredParameters(engine.parameters()):
+        model = deepspeed.utils.zero_to_fp32.load_state_dict_from_zero_checkpoint(engine.module, str(tmp_path))
+        assert_same_bits(dict(model.state_dict()), saved)
+    assert_same_bits(engine.module_state_dict(), saved)

@@ -12,6 +12,7 @@ import importlib.machinery
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import time
 import traceback
@@ -157,8 +158,26 @@ def _wait(processes: Any, answers: Any) -> list[tuple[int, str, str]]:
     return said
 
 
+def _let_run_on_cpu() -> None:
+    """What the tests say for GPUs alone, though a CPU can do it: a DDP with device_ids to compare with, and bf16."""
+    from torch.nn.parallel import DistributedDataParallel as DDP
+    from unit import util  # of DeepSpeed's tests
+
+    make = DDP.__init__
+
+    def init(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **keywords: Any) -> None:
+        on_cpu = all(one.device.type == "cpu" for one in module.parameters())
+        make(self, module, None if on_cpu else device_ids, None if on_cpu else output_device, *args, **keywords)
+
+    DDP.__init__ = init
+    util.bf16_required_version_check = lambda accelerator_check=True: True
+
+
 def pytest_configure(config: pytest.Config) -> None:
     from unit import common  # of DeepSpeed's tests
+
+    if not torch.cuda.is_available():
+        _let_run_on_cpu()
 
     common.DistributedExec._launch_procs = lambda test, count, init_method: _launch(test, count, init_method)
     common.DistributedExec._close_pool = lambda *_, **__: None
@@ -193,7 +212,20 @@ def pytest_runtest_logstart(nodeid: str, location: Any) -> None:
     (_outcomes.parent / "current").write_text(nodeid)
 
 
-_failed_setup: set[str] = set()
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Any:
+    """What hangs in this process, and not in the ranks that `_launch` watches."""
+
+    def end(number: int, frame: Any) -> None:
+        pytest.fail(f"HUNG: it took {2 * ITEM_SECONDS:g} s", pytrace=False)
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, 2 * ITEM_SECONDS)
+    try:
+        return (yield)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
