@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+import offload
 from offload.deepspeed import comm
 from offload.deepspeed.absent import AskedWrongly
 from offload.deepspeed.utils import logger
-from offload.errors import CheckpointError, StorageError
+from offload.errors import CheckpointError, OffloadError, StorageError
 
 LATEST = "latest"
+UNIVERSAL = "latest_universal"
 
 
 def agreed_tag(tag: str, validation: str) -> str:
@@ -44,20 +49,37 @@ def write_latest(folder: Path, tag: str) -> None:
         ) from error
 
 
-def read_latest(folder: Path) -> str | None:
-    """The newest one's tag; None where no file says it."""
+def read_latest(folder: Path, *, universal: bool = False) -> str | None:
+    """The newest one's tag, of universal ones' where that is asked for; None where no file says it."""
+    file = folder / (UNIVERSAL if universal else LATEST)
     try:
-        return (folder / LATEST).read_text(encoding="utf-8").strip()
+        return file.read_text(encoding="utf-8").strip()
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise StorageError(error.errno, f"{str(folder / LATEST)!r} cannot be read ({error.strerror}).") from error
+        raise StorageError(error.errno, f"{str(file)!r} cannot be read ({error.strerror}).") from error
 
 
-def check_whose(path: Path) -> None:
-    """Raise `CheckpointError` for a checkpoint that DeepSpeed itself wrote."""
-    if path.is_dir() and any(path.glob("*model_states.pt")):
-        raise CheckpointError(
-            f"{str(path)!r} was written by DeepSpeed: make a universal checkpoint of it with DeepSpeed's ds_to_universal, and "
-            "convert that with `python -m offload import`."
-        )
+@contextmanager
+def own_checkpoint(path: Path, names: Sequence[str]) -> Iterator[Path]:
+    """A checkpoint of this package with what `path` holds: itself, or what one of DeepSpeed's is converted into, beside it,
+    while the block lasts. `names`: of the trained parameters, in the order of the optimizer's groups. Collective."""
+    if not path.is_dir() or not any(path.glob("*model_states.pt")):
+        yield path
+        return
+    made = path.with_name(f".{path.name}-imported")
+    failure: list[OffloadError] = []
+    if comm.get_rank() == 0:
+        try:
+            offload.import_checkpoint(path, made, names=names)
+        except OffloadError as error:
+            failure.append(error)
+    said = next((one for one in comm.gathered_objects(str(failure[0]) if failure else None) if one is not None), None)
+    if said is not None:
+        raise CheckpointError(said) from (failure[0] if failure else None)
+    try:
+        yield made
+        comm.barrier()
+    finally:
+        if comm.get_rank() == 0:
+            shutil.rmtree(made, ignore_errors=True)

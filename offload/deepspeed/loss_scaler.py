@@ -80,5 +80,7 @@ class LossScaler:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in asdict(self):
-            setattr(self, name, state[name])
+        """Of a dynamic one; what DeepSpeed's says of a fixed scale is the config's matter here."""
+        if self.dynamic and "cur_iter" in state:
+            for name in asdict(self).keys() & state.keys():
+                setattr(self, name, state[name])

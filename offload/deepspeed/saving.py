@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import offload
 from offload.config import expanded
 from offload.deepspeed import comm
 from offload.deepspeed.absent import AskedWrongly
-from offload.deepspeed.folder import agreed_tag, check_whose, read_latest, write_latest
+from offload.deepspeed.folder import agreed_tag, own_checkpoint, read_latest, write_latest
 from offload.deepspeed.loss_scaler import LossScaler
 from offload.deepspeed.packing import packed, unpacked
 from offload.deepspeed.utils import logger
@@ -28,6 +28,7 @@ class Saving:
 
     offload_engine: offload.Engine
     module: nn.Module
+    optimizer: Any
     _said: Translation
     lr_scheduler: Any
     global_rank: int
@@ -148,6 +149,9 @@ class Saving:
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Go on from a checkpoint, to the bit; returns its folder and its client_state. Collective.
 
+        One of DeepSpeed's own (ordinary, of any stage, or universal) is converted beside itself first, and what it says of
+        rates, scheduler and scaler is taken over.
+
         `tag=None`: the one that `load_dir`/latest names; (None, None) where there is no such file.
         load_optimizer_states=False  values, and what counts steps; moments stay as they are
         load_module_only             values alone
@@ -155,31 +159,48 @@ class Saving:
         """
         if custom_load_fn is not None:
             raise UsageError("custom_load_fn is not called here: read the values yourself, and call load_module_state_dict.")
-        name = str(tag) if tag is not None else read_latest(expanded(load_dir))
+        universal = self._said.loads_universal
+        name = str(tag) if tag is not None else read_latest(expanded(load_dir), universal=universal)
         if name is None:
             logger.warning("there is no file 'latest' in %r: nothing is loaded. Name a tag, or the right folder.", load_dir)
             return None, None
         path = expanded(load_dir) / name
-        check_whose(path)
-        if load_module_only or not load_optimizer_states or not load_module_strict:
-            state = self.offload_engine.load_values(path, strict=load_module_strict)
-        else:
-            state = self.offload_engine.load_checkpoint(path)
+        with own_checkpoint(path, self._trained_names()) as own:
+            if load_module_only or not load_optimizer_states or not load_module_strict:
+                state = self.offload_engine.load_values(own, strict=load_module_strict)
+            else:
+                state = self.offload_engine.load_checkpoint(own)
         if "global_steps" not in state:  # saved by an offload.Engine's own call
             return str(path), state
         if not load_module_only:
             self._resume(state, load_lr_scheduler_states)
+            if load_optimizer_states:
+                self._take_numbers(state.get("param_groups") or ())
         return str(path), state["client_state"]
 
     def _resume(self, state: Mapping[str, Any], with_scheduler: bool) -> None:
         self.global_steps, self.global_samples = state["global_steps"], state["global_samples"]
         self.skipped_steps = state["skipped_steps"]
         self.micro_steps = self.global_steps * self._said.batch.accumulation
-        if "loss_scaler" in state:
+        if state.get("loss_scaler"):
             self.loss_scaler.load_state_dict(unpacked(state["loss_scaler"]))
             self._show_scale()
         if with_scheduler and self.lr_scheduler is not None and state["lr_scheduler"] is not None:
             self.lr_scheduler.load_state_dict(unpacked(state["lr_scheduler"]))
+
+    def _trained_names(self) -> list[str]:
+        """In the order of the optimizer's groups."""
+        names = {id(one): name for name, one in self.module.named_parameters()}
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        return [names[id(one)] for group in groups for one in group["params"] if id(one) in names]
+
+    def _take_numbers(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Rates and the like of groups that DeepSpeed saved, by name."""
+        for group, said in zip(self.optimizer.param_groups if self.optimizer is not None else (), groups, strict=False):
+            for name in group.keys() & said.keys() - {"params"}:
+                value = tuple(said[name]) if isinstance(said[name], list) else said[name]
+                if type(value) is type(group[name]):
+                    group[name] = value
 
     def _show_scale(self) -> None:
         raise NotImplementedError

@@ -162,9 +162,8 @@ SECTIONS: Mapping[str, Section] = {
         },
     ),
     "checkpoint": Section(
-        translated=("tag_validation",),
+        translated=("tag_validation", "load_universal"),
         without_effect=("parallel_write", "use_node_local_storage", "checkpoint_serialization", "writer"),
-        refused={"load_universal": Refusal("convert it first: `python -m offload import`")},
     ),
     "tensor_parallel": Section(
         refused={"autotp_size": Refusal(_WHOLE_LAYERS, (None, 0, 1))},

@@ -83,6 +83,8 @@ class Translation:
     ignores_unused: bool
     tag_validation: str
     """"fail", "warn" or "ignore"."""
+    loads_universal: bool
+    """`load_checkpoint` without a tag takes the one that the file "latest_universal" names."""
     activation_checkpointing: Mapping[str, Any]
     autocast: torch.dtype | None
     """What torch.autocast around the forward computes in."""
@@ -149,6 +151,7 @@ class _Translator:
             drop_last=self._flag("dataloader_drop_last", self._top.get("dataloader_drop_last", False)),
             ignores_unused=self._ignores_unused,
             tag_validation=self._tag_validation(sections["checkpoint"]),
+            loads_universal=self._flag("checkpoint.load_universal", sections["checkpoint"].get("load_universal", False)),
             activation_checkpointing=sections["activation_checkpointing"],
             leaf_modules=self._leaf_modules,
             without_effect=tuple(self._without_effect),

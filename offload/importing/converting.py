@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,30 +27,33 @@ from offload.checkpoint.staged_folder import MANIFEST_NAME, StagedFolder
 from offload.checkpoint.tensor_file import METADATA, TensorFile, TensorSpec, known_dtype, write_file
 from offload.device.rounding import round_into
 from offload.errors import CheckpointError
-from offload.importing import deepspeed_universal, torch_distributed
+from offload.importing import deepspeed_universal, deepspeed_zero, torch_distributed
 from offload.importing.source import Source, SourceParameter, SourceTensor, check_source, reading, refused
 from offload.model.file_dtypes import DTYPE_CODES
 
 KINDS: dict[str, Callable[[Path], Source]] = {
     deepspeed_universal.KIND: deepspeed_universal.open_source,
+    deepspeed_zero.KIND: deepspeed_zero.open_source,
     torch_distributed.KIND: torch_distributed.open_source,
 }
 _RECOGNISED: dict[str, Callable[[Path], bool]] = {
     deepspeed_universal.KIND: deepspeed_universal.recognises,
+    deepspeed_zero.KIND: deepspeed_zero.recognises,
     torch_distributed.KIND: torch_distributed.recognises,
 }
 _FILE_NBYTES = 2**30
 _STEP_NUMEL = 2**20
 
 
-def import_checkpoint(source: Path, target: Path, kind: str | None = None) -> Source:
+def import_checkpoint(source: Path, target: Path, kind: str | None = None, names: Sequence[str] | None = None) -> Source:
     """Convert the folder `source` into a checkpoint at `target`; returns what was found in it.
 
-    kind  a key of `KINDS`; None: the one that the folder looks like
+    kind   a key of `KINDS`; None: the one that the folder looks like
+    names  of the parameters in the order of the optimizer's groups, for a source that tells them by position alone
 
     Host memory: one shard of the source, 1 Mi elements beside it. Raises `CheckpointError`, `StorageError`.
     """
-    found = open_source(source, kind)
+    found = open_source(source, kind, names)
     with StagedFolder(target, replace=True) as folder:
         manifest = _Converter(folder.path, found).convert()
         write_file(folder.path / MANIFEST_NAME, encode(manifest))
@@ -56,17 +61,17 @@ def import_checkpoint(source: Path, target: Path, kind: str | None = None) -> So
     return found
 
 
-def open_source(path: Path, kind: str | None) -> Source:
+def open_source(path: Path, kind: str | None, names: Sequence[str] | None = None) -> Source:
     """What is in the folder, before its tensors are read. Raises `CheckpointError`."""
     with reading(path):
         chosen = kind or next((name for name, recognises in _RECOGNISED.items() if recognises(path)), None)
         if chosen is not None:
-            found = KINDS[chosen](path)
+            found = deepspeed_zero.open_source(path, names) if chosen == deepspeed_zero.KIND else KINDS[chosen](path)
             check_source(found, path)
             return found
     raise CheckpointError(
-        f"{str(path)!r} is no checkpoint that can be imported: expected a folder with 'zero' in it (DeepSpeed's universal "
-        f"checkpoint: run its ds_to_universal first) or with {torch_distributed.METADATA!r} (torch.distributed.checkpoint)."
+        f"{str(path)!r} is no checkpoint that can be imported: expected a folder with '*model_states.pt' (DeepSpeed's), with "
+        f"'zero' (DeepSpeed's universal checkpoint) or with {torch_distributed.METADATA!r} (torch.distributed.checkpoint)."
     )
 
 
@@ -85,6 +90,7 @@ class _Converter:
             buffers=[],
             random=[],
             files=[],
+            client_state=_as_json(source.progress),
             imported=source.kind,
         )
 
@@ -131,6 +137,17 @@ class _Converter:
             )
             for spec in specs
         }
+
+
+def _as_json(progress: Mapping[str, object]) -> dict[str, Any]:
+    """What of it can be kept in a manifest: a scheduler's state with more than plain values is left out."""
+    kept: dict[str, Any] = {}
+    for key, value in progress.items():
+        try:
+            kept[key] = json.loads(json.dumps(value, allow_nan=False))
+        except (TypeError, ValueError):
+            kept[key] = None
+    return kept
 
 
 def _parts(name: str, tensor: SourceTensor) -> Iterator[torch.Tensor]:

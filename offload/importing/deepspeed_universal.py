@@ -9,42 +9,18 @@ more than tensors and plain values it is not read.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from offload.errors import CheckpointError
-from offload.importing.restricted_load import load_plain, load_unchecked, require_whole_tensors
-from offload.importing.source import (
-    Source,
-    SourceParameter,
-    SourceTensor,
-    as_shape,
-    as_step,
-    check_moments,
-    in_parts,
-    refused,
-)
+from offload.importing.deepspeed_model import DeepSpeedModel, frozen_parameter, read_model
+from offload.importing.deepspeed_zero import CLASSES, progress
+from offload.importing.restricted_load import load_naming, load_plain
+from offload.importing.source import Source, SourceParameter, SourceTensor, as_step, check_moments, in_parts, refused
 
 KIND = "deepspeed-universal"
-
-
-@dataclass(slots=True)
-class _Model:
-    """What is known from `*model_states.pt`."""
-
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
-    """Name of a tied parameter -> the name that its values are stored under."""
-    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    frozen: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    """Untrained parameters as stage 3 keeps them: each rank's part of the elements, padded at the end."""
-    step_count: int | None = None
-    unread: str | None = None
 
 
 def recognises(path: Path) -> bool:
@@ -54,27 +30,36 @@ def recognises(path: Path) -> bool:
 
 def open_source(path: Path) -> Source:
     """Raises `CheckpointError`."""
-    model = _read_model(path)
+    model = read_model(path)
     folders = {entry.name: entry for entry in sorted((path / "zero").iterdir()) if (entry / "fp32.pt").is_file()}
     if not folders:
         raise refused(path, "no folder in its 'zero' holds an fp32.pt")
     names = [name for name in folders if name not in model.buffers and name not in model.aliases]
     parameters = [_parameter(folders[name], model) for name in names]
-    parameters += [_frozen(name, parts, model, path) for name, parts in model.frozen.items() if name not in folders]
+    parameters += [frozen_parameter(name, parts, model, path) for name, parts in model.frozen.items() if name not in folders]
     steps = [parameter.step for parameter in parameters]
     buffers = [(fqn, _whole(tensor)) for fqn, tensor in model.buffers.items()]
     step_count = model.step_count if model.step_count is not None else max(steps, default=0)
-    return Source(KIND, parameters, buffers, step_count, _missing(model))
+    return Source(KIND, parameters, buffers, step_count, _missing(model), _progress(path, model))
 
 
-def _missing(model: _Model) -> list[str]:
+def _progress(path: Path, model: DeepSpeedModel) -> dict[str, object]:
+    try:
+        common = load_naming(path / "zero" / "optimizer_state.pt", CLASSES)
+    except CheckpointError:
+        return dict(model.progress)
+    said = common if isinstance(common, Mapping) else {}
+    return progress(model, said.get("loss_scaler"), said.get("param_groups"))
+
+
+def _missing(model: DeepSpeedModel) -> list[str]:
     missing = ["the states of random generators", "the position in the data", "the loss scale", "the numbers in param_groups"]
     if model.unread is not None:
         missing.append(f"buffers and which parameters are tied ({model.unread})")
     return missing
 
 
-def _parameter(folder: Path, model: _Model) -> SourceParameter:
+def _parameter(folder: Path, model: DeepSpeedModel) -> SourceParameter:
     fqn = folder.name
     names = [fqn, *(alias for alias, stored in model.aliases.items() if stored == fqn)]
     parameter = SourceParameter(names, _tensor(folder / "fp32.pt", fqn, model))
@@ -87,19 +72,7 @@ def _parameter(folder: Path, model: _Model) -> SourceParameter:
     return parameter
 
 
-def _frozen(fqn: str, fragments: list[torch.Tensor], model: _Model, path: Path) -> SourceParameter:
-    shape = model.shapes.get(fqn, ())
-    numel = math.prod(shape)
-    if fqn not in model.shapes or sum(fragment.numel() for fragment in fragments) < numel:
-        raise refused(path, f"the parts of the untrained parameter {fqn!r} do not make up its shape")
-
-    def parts() -> Iterator[torch.Tensor]:
-        yield torch.cat([fragment.reshape(-1) for fragment in fragments])[:numel]
-
-    return SourceParameter([fqn], SourceTensor(shape, fragments[0].dtype, parts))
-
-
-def _step(folder: Path, model: _Model) -> int:
+def _step(folder: Path, model: DeepSpeedModel) -> int:
     path = folder / "step.pt"
     if path.is_file():
         return as_step(load_plain(path), "its content", path)
@@ -108,7 +81,7 @@ def _step(folder: Path, model: _Model) -> int:
     return model.step_count
 
 
-def _tensor(path: Path, fqn: str, model: _Model) -> SourceTensor:
+def _tensor(path: Path, fqn: str, model: DeepSpeedModel) -> SourceTensor:
     tensor = _load(path)
     shape = tuple(tensor.shape)
     known = model.shapes.get(fqn)
@@ -142,74 +115,3 @@ def _load(path: Path) -> torch.Tensor:
 
 def _whole(tensor: torch.Tensor) -> SourceTensor:
     return SourceTensor(tuple(tensor.shape), tensor.dtype, lambda: in_parts(tensor))
-
-
-def _read_model(path: Path) -> _Model:
-    model = _Model()
-    found = sorted(path.glob("*model_states.pt"), key=_rank_of)
-    if not found:
-        model.unread = "there is no *model_states.pt"
-        return model
-    for file in found:
-        try:
-            content = load_unchecked(file)
-        except CheckpointError as error:
-            model.unread = str(error)
-            break
-        require_whole_tensors(content, file)
-        if isinstance(content, Mapping):
-            if file == found[0]:
-                _take_model(content, model, file)
-            _take_fragments(content.get("frozen_param_fragments"), model)
-    if model.step_count is None:
-        model.step_count = _optimizer_steps(path / "zero" / "optimizer_state.pt")
-    return model
-
-
-def _rank_of(path: Path) -> tuple[int, str]:
-    """`zero_pp_rank_<rank>_mp_rank_<..>_model_states.pt`, in the order of ranks."""
-    match = re.search(r"zero_pp_rank_(\d{1,9})_", path.name)
-    return (int(match[1]) if match is not None else 0), path.name
-
-
-def _take_fragments(fragments: object, model: _Model) -> None:
-    if isinstance(fragments, Mapping):
-        for name, fragment in fragments.items():
-            if isinstance(fragment, torch.Tensor):
-                model.frozen.setdefault(str(name), []).append(fragment)
-
-
-def _take_model(content: Mapping[str, Any], model: _Model, path: Path) -> None:
-    for group in [*_items(content.get("param_shapes")), content.get("frozen_param_shapes")]:
-        if isinstance(group, Mapping):
-            model.shapes.update({str(name): as_shape(shape, repr(name), path) for name, shape in group.items()})
-    aliases = content.get("shared_params")
-    if isinstance(aliases, Mapping):
-        model.aliases = {str(alias): str(stored) for alias, stored in aliases.items()}
-    module, names = content.get("module"), content.get("buffer_names")
-    if isinstance(module, Mapping) and isinstance(names, list):
-        if not all(isinstance(name, str) for name in names):
-            raise refused(path, f"its buffer_names are {names!r}, which are no names")
-        model.buffers = {name: module[name] for name in names if isinstance(module.get(name), torch.Tensor)}
-    if content.get("global_steps") is not None:
-        skipped = content.get("skipped_steps") or 0
-        model.step_count = as_step(content["global_steps"], "global_steps", path) - as_step(skipped, "skipped_steps", path)
-        if model.step_count < 0:
-            raise refused(path, f"it skipped {skipped} of {content['global_steps']} steps")
-
-
-def _items(value: object) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def _optimizer_steps(path: Path) -> int | None:
-    """The step count that stage 3 keeps for all parameters at once, where it can be read."""
-    try:
-        content = load_plain(path)
-    except CheckpointError:
-        return None
-    for key in ("optimizer_state_dict", "state"):
-        content = content.get(key) if isinstance(content, Mapping) else None
-    states = content.values() if isinstance(content, Mapping) else ()
-    steps = {as_step(one["step"], "step", path) for one in states if isinstance(one, Mapping) and "step" in one}
-    return steps.pop() if len(steps) == 1 else None

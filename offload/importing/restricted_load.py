@@ -12,7 +12,7 @@ import pathlib
 import pickle
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,32 @@ def load_unchecked(path: Path) -> Any:
         raise refused(path, f"it cannot be read ({error.strerror})") from error
     except Exception as error:  # a malformed pickle may fail in any way
         raise refused(path, f"it is not a file of tensors that can be read safely ({_reason(error)})") from None
+    return content
+
+
+class Unknown:
+    """An object of a class that was not looked up: what its pickle says of it. `state`: its attributes."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+        self.state: dict[str, Any] = {}
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = {str(name): value for name, value in state.items()} if isinstance(state, Mapping) else {}
+
+    def __new__(cls, *arguments: Any) -> Unknown:
+        made = object.__new__(cls)
+        made.__init__(*arguments)  # type: ignore[misc]
+        return made
+
+
+def load_naming(path: Path, classes: Sequence[str]) -> Any:
+    """As `load_plain`, where the pickle may name `classes` ("package.module.Class"): an `Unknown` is made for each object."""
+    _require_regular(path)
+    stand_ins = [(type("Unknown", (Unknown,), {}), name) for name in classes]  # one each: torch knows them by the class
+    with torch.serialization.safe_globals(stand_ins):  # type: ignore[arg-type]
+        content = load_unchecked(path)
+    require_whole_tensors(content, path)
     return content
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +53,8 @@ class Source:
     buffers: list[tuple[str, SourceTensor]] = field(default_factory=list)
     step_count: int = 0
     missing: list[str] = field(default_factory=list)
+    progress: Mapping[str, object] = field(default_factory=dict)
+    """What `offload.deepspeed` goes on from: counts of steps, states of scheduler and scaler; empty where nothing says it."""
 
 
 _MALFORMED = (

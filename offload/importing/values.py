@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 
 from offload.checkpoint import values as own
 from offload.checkpoint.numbering import checked_folder
 from offload.checkpoint.staged_folder import MANIFEST_NAME
-from offload.importing.converting import open_source
+from offload.importing.converting import import_checkpoint as convert, open_source
 from offload.importing.source import SourceTensor
 
 
@@ -31,6 +32,19 @@ def read_values(dir: str | os.PathLike[str], *, trained_only: bool = False) -> d
             found.update(dict.fromkeys(parameter.fqns, _whole(parameter.value)))
     found.update({name: _whole(tensor) for name, tensor in source.buffers if not trained_only})
     return found
+
+
+def import_checkpoint(
+    source: str | os.PathLike[str], target: str | os.PathLike[str], *, names: Sequence[str] | None = None
+) -> None:
+    """Convert another project's checkpoint in the folder `source` into one at `target`, as `python -m offload import` does.
+
+    names  of the trained parameters in the order of the optimizer's groups, for sources that tell moments by position alone
+           (DeepSpeed's stage 0)
+
+    Host memory: one shard of the source. Raises `CheckpointError`, `StorageError`.
+    """
+    convert(checked_folder(source, "import_checkpoint"), checked_folder(target, "import_checkpoint"), None, names)
 
 
 def _whole(tensor: SourceTensor) -> torch.Tensor:
