@@ -31,13 +31,13 @@ def read_values(
             for position, parameter in enumerate(opened.manifest.parameters):
                 if keeps(position) and (parameter.group is not None or not trained_only):
                     pieces = sorted(parameter.pieces, key=lambda piece: piece.start)
-                    parts = [_part(opened, parameter.fqns[0], piece.value) for piece in pieces]
+                    parts = [whole_tensor(opened, parameter.fqns[0], piece.value) for piece in pieces]
                     whole = torch.cat(parts) if parts else torch.empty(0, dtype=DTYPES[parameter.dtype])
                     value = whole.as_strided(parameter.shape, parameter.stride)
                     found.update(dict.fromkeys(parameter.fqns, value))
             for position, buffer in enumerate(opened.manifest.buffers):
                 if keeps(position) and not trained_only:
-                    found[buffer.fqn] = _part(opened, buffer.fqn, buffer.data).reshape(buffer.shape)
+                    found[buffer.fqn] = whole_tensor(opened, buffer.fqn, buffer.data).reshape(buffer.shape)
         except (KeyError, ValueError, RuntimeError) as error:
             if isinstance(error, CheckpointError):
                 raise
@@ -45,6 +45,6 @@ def read_values(
         return found, opened.manifest.client_state
 
 
-def _part(opened: OpenedCheckpoint, name: str, tensor: TensorEntry) -> torch.Tensor:
+def whole_tensor(opened: OpenedCheckpoint, name: str, tensor: TensorEntry) -> torch.Tensor:
     slabs = [slab.clone().view(DTYPES[tensor.dtype]) for slab in opened.checked_slabs(f"value of {name!r}", tensor)]
     return torch.cat(slabs) if slabs else torch.empty(0, dtype=DTYPES[tensor.dtype])

@@ -4,6 +4,11 @@ Needs neither the model nor a GPU, and little memory: byte ranges are read, chec
 another. What is written is the same, byte for byte, as the run that saved the checkpoint would have exported.
 
   python -m offload export ckpt/step-1000 out/ --dtype bf16
+
+With --format deepspeed-universal: masters, moments and steps as a universal checkpoint, which DeepSpeed loads at any stage
+({"checkpoint": {"load_universal": true}}).
+
+  python -m offload export ckpt/global_step1000 ckpt/global_step1000_universal --format deepspeed-universal
 """
 
 from __future__ import annotations
@@ -13,8 +18,12 @@ from pathlib import Path
 
 from offload.build.assembly import DTYPES
 from offload.checkpoint.offline_export import export_checkpoint
+from offload.checkpoint.universal_export import export_universal
 from offload.cli.text import format_nbytes
 from offload.config import parse_nbytes
+from offload.errors import UsageError
+
+_WEIGHTS, _UNIVERSAL = "safetensors", "deepspeed-universal"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,11 +33,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=tuple(DTYPES), help="of the weights; fp32 is the master's precision (default: what the model ran in)"
     )
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file (default 5GB)")
+    parser.add_argument("--format", choices=(_WEIGHTS, _UNIVERSAL), default=_WEIGHTS, help=f"(default {_WEIGHTS})")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """`export`. Returns 0."""
+    if args.format == _UNIVERSAL:
+        if args.dtype is not None:
+            raise UsageError(f"--dtype {args.dtype} with --format {_UNIVERSAL}: it is in fp32. Leave --dtype out.")
+        print(f"{export_universal(args.checkpoint, args.out)} parameters with their states: {args.out}")
+        return 0
     dtype = DTYPES[args.dtype] if args.dtype is not None else None
     count = export_checkpoint(args.checkpoint, args.out, dtype, parse_nbytes(args.max_shard_size, "--max-shard-size"))
     files = sorted(args.out.glob("*.safetensors"))
