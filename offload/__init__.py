@@ -17,7 +17,7 @@ from offload.errors import (
     StorageError,
     UsageError,
 )
-from offload.importing.values import import_checkpoint, read_values
+from offload.importing.values import export_universal_checkpoint, import_checkpoint, read_values
 from offload.model.lion import Lion
 
 __version__ = "0.2.0"
@@ -39,6 +39,7 @@ __all__ = [
     "StorageError",
     "UsageError",
     "deferred_init",
+    "export_universal_checkpoint",
     "import_checkpoint",
     "initialize",
     "read_values",

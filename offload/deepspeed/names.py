@@ -58,6 +58,7 @@ MODULES: Mapping[str, Mapping[str, Any]] = {
         "DeepSpeedAccelerator": Accelerator,
     },
     "checkpoint": {},
+    "checkpoint.ds_to_universal": {"main": recovery.convert_to_universal},
     "checkpoint.utils": {"clone_tensors_for_torch_save": recovery.clone_tensors_for_torch_save},
     "launcher": {},
     "launcher.runner": {"DEEPSPEED_ENVIRONMENT_NAME": ".deepspeed_env", "main": launching.launch},

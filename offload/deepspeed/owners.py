@@ -87,7 +87,8 @@ def note_gathered(parameters: Iterable[nn.Parameter], is_gathered: bool) -> None
 
 def are_gathered(parameters: Iterable[nn.Parameter]) -> bool:
     """Whether all of them lie in a `GatheredParameters` block of now."""
-    return all(vars(one)["ds_status"].is_gathered for one in parameters if "ds_status" in vars(one))
+    found = [vars(one)["ds_status"].is_gathered for one in parameters if "ds_status" in vars(one)]
+    return bool(found) and all(found)
 
 
 def owner_of(parameters: Iterable[nn.Parameter]) -> offload.Engine | None:

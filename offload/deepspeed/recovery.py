@@ -11,7 +11,7 @@ from torch import nn
 
 import offload
 from offload.config import expanded
-from offload.deepspeed.folder import read_latest
+from offload.deepspeed.folder import UNIVERSAL, read_latest
 from offload.deepspeed.owners import are_gathered, owner_of
 from offload.errors import ConfigError
 
@@ -56,6 +56,13 @@ def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, 
     model = model if engine is not None else model.cpu()
     model.load_state_dict(values, strict=False)
     return model
+
+
+def convert_to_universal(args: Any) -> None:
+    """`ds_to_universal`: what `save_checkpoint` left in args.input_folder, as a universal checkpoint in args.output_folder."""
+    folder = expanded(args.output_folder)
+    offload.export_universal_checkpoint(args.input_folder, folder)
+    (folder.parent / UNIVERSAL).write_text(folder.name)
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:

@@ -1,4 +1,4 @@
-"""The weights in a folder as tensors: of a checkpoint of ours, or of another project's."""
+"""Folders of checkpoints, ours and other projects': the weights as tensors, one kind made into another."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from offload.checkpoint import values as own
 from offload.checkpoint.numbering import checked_folder
 from offload.checkpoint.staged_folder import MANIFEST_NAME
+from offload.checkpoint.universal_export import export_universal
 from offload.importing.converting import import_checkpoint as convert, open_source
 from offload.importing.source import SourceTensor
 
@@ -45,6 +46,16 @@ def import_checkpoint(
     Host memory: one shard of the source. Raises `CheckpointError`, `StorageError`.
     """
     convert(checked_folder(source, "import_checkpoint"), checked_folder(target, "import_checkpoint"), None, names)
+
+
+def export_universal_checkpoint(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Write what `Engine.save_checkpoint` left at `source`, of Adam, as DeepSpeed's universal checkpoint at `target`,
+    as `python -m offload export --format deepspeed-universal` does. Host memory: the largest parameter in fp32.
+
+    Raises `CheckpointError`, `StorageError`.
+    """
+    name = "export_universal_checkpoint"
+    export_universal(checked_folder(source, name), checked_folder(target, name))
 
 
 def _whole(tensor: SourceTensor) -> torch.Tensor:

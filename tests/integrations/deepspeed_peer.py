@@ -56,23 +56,26 @@ class Tower(nn.Module):
         return self.head(self.adapter(x))
 
 
-def groups(model: nn.Module) -> list[dict[str, Any]]:
+def groups(model: nn.Module, one_decay: bool) -> list[dict[str, Any]]:
     named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
     plain = [one for name, one in named if "norm" in name or name.endswith("bias")]
     return [
         {"params": [one for _, one in named if not any(one is other for other in plain)], "weight_decay": 0.1},
-        {"params": plain, "weight_decay": 0.0},
+        {"params": plain, "weight_decay": 0.1 if one_decay else 0.0},
     ]
 
 
 def main(given: dict[str, Any]) -> dict[str, Any]:
     """given: config; width, depth; steps; first (the number of the first step); load, save: [folder, tag];
-    load_keywords; threads; quiet (a result without its weights)."""
+    load_keywords; threads; one_decay: both groups have the first one's weight decay."""
     torch.set_num_threads(given.get("threads", 1))
     torch.manual_seed(0)
     model = Tower(given.get("width", 9), given.get("depth", 2))
     engine, _, _, _ = deepspeed.initialize(
-        model=model, model_parameters=groups(model), config=given["config"], dist_init_required=None
+        model=model,
+        model_parameters=groups(model, given.get("one_decay", False)),
+        config=given["config"],
+        dist_init_required=None,
     )
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if "load" in given:

@@ -159,7 +159,8 @@ def _wait(processes: Any, answers: Any) -> list[tuple[int, str, str]]:
 
 
 def _let_run_on_cpu() -> None:
-    """What the tests say for GPUs alone, though a CPU can do it: a DDP with device_ids to compare with, and bf16."""
+    """What the tests say for GPUs alone, though a CPU can do it: a DDP with device_ids to compare with, the number of the
+    device as a device, and bf16."""
     from torch.nn.parallel import DistributedDataParallel as DDP
     from unit import util  # of DeepSpeed's tests
 
@@ -170,6 +171,7 @@ def _let_run_on_cpu() -> None:
         make(self, module, None if on_cpu else device_ids, None if on_cpu else output_device, *args, **keywords)
 
     DDP.__init__ = init
+    type(offload.deepspeed.get_accelerator()).current_device = lambda accelerator: accelerator.current_device_name()
     util.bf16_required_version_check = lambda accelerator_check=True: True
 
 
