@@ -149,6 +149,7 @@ check: install
 	run "mypy"        $(PY) -m mypy --strict offload tests/users/readme_loop.py ; \
 	run "layers"      $(VENV)/bin/lint-imports ; \
 	run "tables"      $(PY) benchmarks/render.py --check ; \
+	run "names"       $(PY) docs/deepspeed_page.py --check ; \
 	run "clang-format" $(VENV)/bin/clang-format --dry-run -Werror $(CXX_SOURCES) ; \
 	[ -z "$$failed" ] || { echo "make check: something failed above" >&2; exit 1; }
 

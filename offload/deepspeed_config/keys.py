@@ -1,10 +1,10 @@
 """Every key that DeepSpeed 0.19 reads, in one of three classes.
 
-    translated       decides what is computed or where it lies, and is done
+    translated       decides what is computed or where it lies, and is done; its text says how
     without effect   tunes buffers, buckets, overlap, logs: results do not depend on it here, and nothing needs tuning
     refused          asks for other numbers, or for a feature that is not here; harmless values are accepted
 
-Older names that configurations still carry are among them. The docs (docs/deepspeed.md) list the same; a test compares.
+Older names that configurations still carry are among them. The tables of docs/deepspeed.md are made of this.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Refusal:
 class Section:
     """`is_open`: keys that are not listed are without effect as long as no refused one asks for anything."""
 
-    translated: tuple[str, ...] = ()
+    translated: Mapping[str, str] = field(default_factory=dict)
     without_effect: tuple[str, ...] = ()
     refused: Mapping[str, Refusal] = field(default_factory=dict)
     is_open: bool = False
@@ -47,18 +47,39 @@ class Section:
         return (*self.translated, *self.without_effect, *self.refused)
 
 
+_BATCH = "the missing ones follow from the others and the number of ranks; contradictions raise"
+_DROP_INS = "of the drop-in; without effect elsewhere"
+_SECTION = "see its keys"
 _LEAVE_OUT = "leave it out"
 _WHOLE_LAYERS = "every rank computes whole layers here: leave it out; parameters and states that do not fit go to cpu or nvme"
 _OWN_LOOP = "it belongs to the data or the loop: do it there, and leave it out"
 
 SECTIONS: Mapping[str, Section] = {
     TOP: Section(
-        translated=(
-            *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
-            *("optimizer", "scheduler", "fp16", "bf16", "bfloat16", "gradient_clipping", "zero_optimization"),
-            *("steps_per_print", "dataloader_drop_last", "data_types", "checkpoint", "tensor_parallel", "compile"),
-            *("activation_checkpointing", "managed_gradient_accumulation", "gradient_allreduce_op", "torch_autocast"),
-        ),
+        translated={
+            "train_batch_size": _BATCH,
+            "train_micro_batch_size_per_gpu": _BATCH,
+            "gradient_accumulation_steps": f"{_BATCH}; done by the drop-in, left to the loop by `offload.initialize`, which "
+            "refuses a number above 1",
+            "optimizer": "made where none is passed: Adam (AdamW unless `adam_w_mode` is false), AdamW, Adagrad, Lion, SGD, "
+            "with DeepSpeed's defaults",
+            "scheduler": "made and stepped by the drop-in; `offload.initialize` refuses it",
+            "fp16": '`enabled`: `dtype` "fp16", and DeepSpeed\'s rule for the scale; `offload.initialize` has its own',
+            "bf16": '`enabled`: `dtype` "bf16"',
+            "bfloat16": "the older name of `bf16`",
+            "gradient_clipping": "`max_grad_norm`; 0 is none; left out it is 1.0, as since DeepSpeed 0.19.8",
+            "zero_optimization": "the section; `true` is stage 1",
+            "steps_per_print": _DROP_INS,
+            "dataloader_drop_last": _DROP_INS,
+            "data_types": _SECTION,
+            "checkpoint": _SECTION,
+            "tensor_parallel": _SECTION,
+            "compile": _SECTION,
+            "activation_checkpointing": "as `deepspeed.checkpointing.configure`",
+            "managed_gradient_accumulation": "false: every `step()` updates",
+            "gradient_allreduce_op": '"mean"; below stage 3 also "sum": averages times the number of ranks',
+            "torch_autocast": "`torch.autocast` around the engine's forward; `offload.initialize` leaves it to the loop",
+        },
         without_effect=(
             *("aio", "comet", "comms_logger", "csv_monitor", "datastates", "disable_allgather"),
             *("disable_python_gc", "dump_state", "flops_profiler", "graph_harvesting", "log_level", "memory_breakdown"),
@@ -87,10 +108,16 @@ SECTIONS: Mapping[str, Section] = {
         },
     ),
     ZERO: Section(
-        translated=(
-            *("stage", "offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_params", "cpu_offload_param"),
-            *("ignore_unused_parameters", "leaf_module"),
-        ),
+        translated={
+            "stage": "`stage`; 0 if missing",
+            "offload_optimizer": "`optimizer_states`",
+            "offload_param": "`parameters`, at stage 3; below, parameters stay on the device",
+            "cpu_offload": 'the older form of `offload_optimizer` on "cpu"',
+            "cpu_offload_params": 'the older form of `offload_param` on "cpu"',
+            "cpu_offload_param": 'the older form of `offload_param` on "cpu"',
+            "ignore_unused_parameters": "false at stages 1 and 2: a step whose loss leaves a trained parameter out raises",
+            "leaf_module": "marks modules for `z3_leaf_module`; nothing else depends on it",
+        },
         without_effect=(
             *("allgather_bucket_size", "allgather_partitions", "compute_grad_norm", "contiguous_gradients"),
             *("cpu_offload_use_pin_memory", "elastic_checkpoint", "enable_sanity_checks"),
@@ -117,26 +144,33 @@ SECTIONS: Mapping[str, Section] = {
         },
     ),
     OFFLOAD_OPTIMIZER: Section(
-        translated=("device", "nvme_path"),
+        translated={"device": '"none" is "device", "cpu", "nvme"', "nvme_path": "`nvme`; two different ones are striped"},
         without_effect=(
             *("buffer_count", "cpuadam_cores_perc", "fast_init", "pin_memory", "pipeline", "pipeline_read"),
             *("pipeline_write", "ratio", "super_offload"),
         ),
     ),
     OFFLOAD_PARAM: Section(
-        translated=("device", "nvme_path"),
+        translated={"device": '"none" is "device", "cpu", "nvme"', "nvme_path": "`nvme`; two different ones are striped"},
         without_effect=("buffer_count", "buffer_size", "max_in_cpu", "pin_memory"),
     ),
     "fp16": Section(
-        translated=(
-            *("enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis"),
-            "min_loss_scale",
-        ),
+        translated={
+            "enabled": "of a section that is off no key counts",
+            "loss_scale": "`loss_scale`; 0 is the dynamic one",
+            **dict.fromkeys(
+                ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale"),
+                "as there; `offload.initialize` refuses other values than DeepSpeed's defaults",
+            ),
+        },
         without_effect=("auto_cast",),
         refused={"fp16_master_weights_and_grads": Refusal("masters are fp32: leave it out")},
     ),
     "bf16": Section(
-        translated=("enabled", "check_grad_overflow"),
+        translated={
+            "enabled": "of a section that is off no key counts",
+            "check_grad_overflow": "true if missing: steps with non-finite gradients are left out, else they raise",
+        },
         without_effect=("immediate_grad_update", "check_overflow"),
         refused={
             "bf16_master_weights_and_grads": Refusal(
@@ -146,14 +180,22 @@ SECTIONS: Mapping[str, Section] = {
         },
     ),
     "activation_checkpointing": Section(
-        translated=("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization", "number_checkpoints"),
+        translated={
+            "partition_activations": "nothing to partition over",
+            "cpu_checkpointing": "what a checkpoint keeps lies in CPU memory",
+            "contiguous_memory_optimization": "torch's matter; needs `number_checkpoints`",
+            "number_checkpoints": "see `contiguous_memory_optimization`",
+        },
         without_effect=("synchronize_checkpoint_boundary", "profile", "profile_activation_memory", "granularity"),
         is_open=True,
     ),
-    "torch_autocast": Section(translated=("enabled", "dtype"), without_effect=("lower_precision_safe_modules",)),
-    LEAF_MODULE: Section(translated=("classes", "names", "name_suffixes")),
-    "optimizer": Section(translated=("type", "params"), without_effect=("legacy_fusion", "torch_adam")),
-    "scheduler": Section(translated=("type", "params")),
+    "torch_autocast": Section(
+        translated={"enabled": "whether", "dtype": "bfloat16, or float16 with torch.amp.GradScaler's rule for the loss scale"},
+        without_effect=("lower_precision_safe_modules",),
+    ),
+    LEAF_MODULE: Section(translated=dict.fromkeys(("classes", "names", "name_suffixes"), "which modules")),
+    "optimizer": Section(translated={"type": "which", "params": "its numbers"}, without_effect=("legacy_fusion", "torch_adam")),
+    "scheduler": Section(translated={"type": "DeepSpeed's five, or one of torch.optim.lr_scheduler", "params": "its numbers"}),
     "data_types": Section(
         without_effect=("keep_in_fp32_modules", "grad_accum_dtype"),
         refused={
@@ -162,7 +204,10 @@ SECTIONS: Mapping[str, Section] = {
         },
     ),
     "checkpoint": Section(
-        translated=("tag_validation", "load_universal"),
+        translated={
+            "tag_validation": '"Fail" raises on all ranks where tags differ; "Warn" and "Ignore" take rank 0\'s',
+            "load_universal": "`load_checkpoint` without a tag takes the one in `latest_universal`",
+        },
         without_effect=("parallel_write", "use_node_local_storage", "checkpoint_serialization", "writer"),
     ),
     "tensor_parallel": Section(
