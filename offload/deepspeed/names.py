@@ -57,7 +57,7 @@ MODULES: Mapping[str, Mapping[str, Any]] = {
         "is_current_accelerator_supported": is_current_accelerator_supported,
         "DeepSpeedAccelerator": Accelerator,
     },
-    "checkpoint": {},
+    "checkpoint": {"UNIVERSAL_CHECKPOINT_INFO": "universal_checkpoint_info"},
     "checkpoint.ds_to_universal": {"main": recovery.convert_to_universal},
     "checkpoint.utils": {"clone_tensors_for_torch_save": recovery.clone_tensors_for_torch_save},
     "launcher": {},

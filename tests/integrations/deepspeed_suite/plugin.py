@@ -7,6 +7,7 @@ the rest of a file. Every item's outcome becomes a line of JSON in the file that
 
 from __future__ import annotations
 
+import contextlib
 import importlib.abc
 import importlib.machinery
 import json
@@ -187,6 +188,26 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 time_sleep = time.sleep
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makemodule() -> Any:
+    """Their classes that are fixtures, as functions: pytest knows no other ones since 8.4."""
+    from unit.common import DistributedFixture
+
+    module = yield
+    with contextlib.suppress(Exception, pytest.skip.Exception):  # what fails here fails again when it is collected
+        for name, kind in list(vars(module.obj).items()):
+            if isinstance(kind, type) and issubclass(kind, DistributedFixture) and kind is not DistributedFixture:
+                setattr(module.obj, name, pytest.fixture(_calling(kind), name=name))
+    return module
+
+
+def _calling(kind: type) -> Any:
+    def fixture(request: Any) -> Any:
+        return kind()(request)
+
+    return fixture
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
