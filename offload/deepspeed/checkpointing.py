@@ -50,7 +50,7 @@ def configure(
         section = dict(read_config(deepspeed_config).get("activation_checkpointing") or {}) | section
     contiguous = contiguous_checkpointing or section.get("contiguous_memory_optimization")
     if contiguous and num_checkpoints is None and section.get("number_checkpoints") is None:
-        raise AskedWrongly("contiguous_memory_optimization needs number_checkpoints (num_checkpoints).")
+        raise AskedWrongly("contiguous_memory_optimization needs number_checkpoints (num_checkpoints), the number of layers.")
     asked = checkpoint_in_cpu if checkpoint_in_cpu is not None else section.get("cpu_checkpointing")
     _settings.configured, _settings.in_cpu = True, bool(asked)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import offload
 import offload.deepspeed as deepspeed
@@ -231,3 +232,46 @@ def test_the_launcher_starts_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     start = ("-c", "from offload.deepspeed.launching import launch; launch()", "--num_gpus", "2", "--master_port", "23987")
     run(tmp_path, LAUNCHED, launcher=start)
     assert [json.loads((tmp_path / f"rank-{rank}").read_text()) for rank in (0, 1)] == [[0, 2], [1, 2]]
+
+
+LAUNCHED_BY_ACCELERATE = """
+import json, torch
+from accelerate import Accelerator
+accelerator = Accelerator()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+data = torch.utils.data.DataLoader(torch.randn(16, 4, generator=torch.Generator().manual_seed(1)), batch_size=2)
+model, optimizer, data = accelerator.prepare(model, optimizer, data)
+losses = []
+for batch in data:
+    loss = model(batch).square().mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+print()
+print(json.dumps({"losses": losses, "type": accelerator.distributed_type.value, "engine": type(model).__module__}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_accelerate_launch_with_deepspeed(tmp_path: Path, stage: int) -> None:
+    """Unmodified. One process: on a machine without a GPU Accelerate itself counts one, however many it starts."""
+    options = f"--use_deepspeed --zero_stage {stage} --offload_optimizer_device cpu --gradient_clipping 1.0 --num_processes 1 "
+    options += "--num_machines 1 --mixed_precision no --dynamo_backend no --main_process_port 29777"
+    launcher = ("-m", "offload.deepspeed", "--module", "accelerate.commands.launch", *options.split())
+    (shown,) = run(tmp_path, LAUNCHED_BY_ACCELERATE, launcher=launcher)
+    assert (shown["type"], shown["engine"]) == ("DEEPSPEED", "offload.deepspeed.engine")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), []
+    for batch in torch.randn(16, 4, generator=torch.Generator().manual_seed(1)).split(2):
+        loss = model(batch).square().mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert shown["losses"] == pytest.approx(losses, rel=1e-5)
