@@ -44,6 +44,8 @@ def forecast(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of its name, which older versions know alone
             model.gradient_checkpointing_enable()  # type: ignore[operator]
+            if not all(parameter.requires_grad for parameter in model.parameters()):
+                model.enable_input_require_grads()  # type: ignore[operator]
 
     def step(engine: offload.Engine) -> None:
         for _ in range(work.micro_batches):

@@ -82,10 +82,11 @@ def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
     return adapted
 
 
-def build_outline(choice: ModelChoice) -> nn.Module:
-    """The model on the meta device, without values: shapes are all there is."""
+def build_outline(choice: ModelChoice, lora_rank: int | None = None) -> nn.Module:
+    """The model on the meta device, without values: shapes are all there is. `lora_rank`: as of `build_model`."""
     with torch.device("meta"):
-        return _construct(choice)
+        model = _construct(choice)
+        return model if lora_rank is None else _with_adapters(model, lora_rank)
 
 
 def _construct(choice: ModelChoice) -> nn.Module:

@@ -1,5 +1,5 @@
-"""Say what training a model would take, without building it: bytes in each tier, the smallest budgets that work, and the
-bytes that a step moves over each link.
+"""Say what training a model would take, without building it: bytes in each tier, the smallest budgets that work, the bytes
+that a step moves over each link; and on a machine, this one or another: whether it fits, seconds a step, what bounds them.
 
   python -m offload plan --model ./config.json --dtype bf16 --parameters nvme --optimizer-states nvme --nvme /mnt/nvme0
   python -m offload plan --hidden 4096 --layers 32 --vocabulary 32000 --dtype bf16 --device-memory 24GiB --cpu-memory 64GiB
@@ -10,24 +10,34 @@ bytes that a step moves over each link.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
+import torch
+
+import offload
 from offload.cli.arguments import (
     add_config_arguments,
+    add_lora_argument,
     add_model_arguments,
     add_optimizer_arguments,
     config_of,
     positive,
 )
 from offload.cli.corpus import BYTE_VOCABULARY_SIZE
-from offload.cli.models import build_outline, choose_model, make_optimizer
+from offload.cli.forecast import Work, forecast
+from offload.cli.models import ModelChoice, build_outline, choose_model, make_optimizer
 from offload.cli.outline import Outline
-from offload.cli.plan_on_machine import add_machine_arguments, run_on_machine
+from offload.cli.plan_on_machine import add_machine_arguments, as_json, granted, machine_of, page, with_drives
 from offload.cli.text import format_count, format_nbytes, table
+from offload.cli.what_if import wishes_of
+from offload.device.virtual.description import Machine
+from offload.device.virtual.machine import VirtualMachine
 from offload.errors import BudgetError, ConfigError
 from offload.planning.budget import Tier
 from offload.planning.deciding import PAIRINGS
 from offload.planning.placement import Placement
 from offload.planning.traffic import Traffic
+from offload.rehearsal.forecast import Forecast, refused
 
 _TIERS: tuple[Tier, ...] = ("device", "cpu", "nvme")
 
@@ -44,34 +54,67 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="ranks of one node that train together (default 1): what each needs",
     )
+    add_lora_argument(parser)
     add_machine_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command. Returns 0, or raises `BudgetError` where the budgets cannot hold the placement."""
-    if args.machine is not None:
-        return run_on_machine(args)
+    """The command. Returns 0, or 1 where it does not fit the machine; raises `BudgetError` where the budgets cannot hold the
+    placement."""
     config = config_of(args)
     vocabulary = args.vocabulary or (BYTE_VOCABULARY_SIZE if args.model is None else 0)
-    choice = choose_model(args, vocabulary, sequence=2048)
-    model = build_outline(choice)
-    accumulates = args.accumulate > 1
-    with Outline(model, make_optimizer(model, args), config, args.ranks, accumulates=accumulates) as outline:
-        print(f"model: {choice.title}, {format_count(outline.parameter_numel)} parameters in {outline.unit_count} units")
-        ranks = "one rank" if args.ranks == 1 else f"{args.ranks} ranks, stage {config.stage}; bytes are those of one rank"
-        print(f"device: {outline.device_name}, {ranks}\n")
-        try:
-            placement = outline.placement()
-        except BudgetError:
-            print(_alternatives_table(outline, None), flush=True)
-            raise
-        print(_plan_table(placement, outline.parameter_numel))
-        print("\n" + _smallest_table(outline, placement, args.ranks))
-        if args.ranks == 1:  # what goes over the wire is counted by the engine: stats()["ranks"]
-            print("\n" + _traffic_table(outline, placement, args.accumulate))
-        print("\n" + _alternatives_table(outline, placement))
-    return 0
+    choice = choose_model(args, vocabulary, args.sequence)
+
+    model = build_outline(choice, args.lora)
+    optimizer = make_optimizer(model, args)  # raises what its flags have wrong
+    if args.ranks > 1:
+        with Outline(model, optimizer, config, args.ranks, accumulates=args.accumulate > 1) as outline:
+            _print_bytes(outline, choice.title, args)
+        return 0
+    machine = machine_of(args)
+    config = granted(args, config, machine)
+
+    def outline_with(budgets: dict[str, int]) -> Outline:
+        return Outline(model, optimizer, replace(config, **budgets), accumulates=args.accumulate > 1)  # type: ignore[arg-type]
+
+    if not args.json:
+        with VirtualMachine(machine).running(), outline_with({}) as outline:
+            _print_bytes(outline, choice.title, args)
+    found, wishes = _forecast(args, config, machine, choice), None
+    if found.peak_nbytes:
+        numbers = {"batch": args.batch, "sequence": args.sequence, "micro_batches": args.accumulate}
+        wishes = wishes_of(found, machine, outline_with, more=with_drives(machine, int(machine.nvme_drives) + 1), **numbers)
+    print(as_json(found, machine, args.tokens, wishes) if args.json else f"\n{page(found, machine, args.tokens, wishes)}")
+    return 0 if found.fits else 1
+
+
+def _forecast(args: argparse.Namespace, config: offload.Config, machine: Machine, choice: ModelChoice) -> Forecast:
+    model = build_outline(choice, args.lora)
+    if args.dtype in ("bf16", "fp16"):
+        model.to(torch.bfloat16 if args.dtype == "bf16" else torch.float16)
+    work = Work(args.batch, args.sequence, args.accumulate, args.checkpointing == "full")
+    try:
+        return forecast(model, make_optimizer(model, args), config, machine, work, args.trace)
+    except BudgetError as error:
+        return refused(error)
+
+
+def _print_bytes(outline: Outline, title: str, args: argparse.Namespace) -> None:
+    """What lies where, and what moves at most."""
+    print(f"model: {title}, {format_count(outline.parameter_numel)} parameters in {outline.unit_count} units")
+    ranks = "one rank" if args.ranks == 1 else f"{args.ranks} ranks, stage {args.stage}; bytes are those of one rank"
+    print(f"device: {outline.device_name}, {ranks}\n")
+    try:
+        placement = outline.placement()
+    except BudgetError:
+        print(_alternatives_table(outline, None), flush=True)
+        raise
+    print(_plan_table(placement, outline.parameter_numel))
+    print("\n" + _smallest_table(outline, placement, args.ranks))
+    if args.ranks == 1:  # what goes over the wire is counted by the engine: stats()["ranks"]
+        print("\n" + _traffic_table(outline, placement, args.accumulate))
+    print("\n" + _alternatives_table(outline, placement))
 
 
 def _plan_table(placement: Placement, parameter_numel: int) -> str:

@@ -5,6 +5,7 @@ a device where there is one; and say which I/O backend would be used, and why no
 from __future__ import annotations
 
 import argparse
+import json
 
 import torch
 
@@ -14,7 +15,9 @@ from offload.cli.info import section
 from offload.cli.machine import Row, accelerator_rows, backend_rows, native_rows, system_rows
 from offload.cli.rates import Direction, Drive, link_rates, stream_bytes_per_second
 from offload.cli.text import format_rate
+from offload.cli.this_machine import measure_machine
 from offload.config import parse_nbytes
+from offload.device.virtual.description import write_machine
 from offload.tiers.io import open_backend
 
 _DIRECTIONS: tuple[Direction, ...] = ("write", "read", "both")
@@ -23,6 +26,8 @@ _DIRECTIONS: tuple[Direction, ...] = ("write", "read", "both")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nvme", metavar="PATH[,PATH...]", help="folders on the drives to measure")
     add_drive_arguments(parser)
+    parser.add_argument("--machine-file", metavar="FILE", help="write what was measured, for plan --machine FILE")
+    parser.add_argument("--json", action="store_true", help="print that object, and nothing else")
     parser.add_argument("--seconds", type=positive_number, default=2.0, metavar="S", help="for each rate (default 2)")
     parser.set_defaults(run=run)
 
@@ -30,6 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """The command. Returns 0."""
     paths = paths_of(args.nvme) or []
+    if args.json or args.machine_file is not None:
+        measured = measure_machine(paths, args.seconds / 4)
+        if args.machine_file is not None:
+            write_machine(measured.machine, measured.sources, args.machine_file)
+        if args.json:
+            print(json.dumps(measured.machine.as_json(measured.sources)))
+            return 0
     print(section("Machine", system_rows()) + "\n\n" + section("Native library", native_rows()))
     how = "native stream, 4 arrays read and 3 written" if _native.available() else "torch.add: the native library is missing"
     memory: list[Row] = [(how, format_rate(stream_bytes_per_second(args.seconds), 1.0))]

@@ -20,6 +20,7 @@ from offload.device.virtual.operations import CountedOperations, fused_attention
 from offload.errors import BudgetError
 
 LINKS = ("h2d", "d2h", "nvme_read", "nvme_write")
+_IN_USE = "parameters in use"
 FIRST_STEPS = 2
 """Before the one that is looked at: the first has no updates under its forward."""
 
@@ -57,7 +58,15 @@ class Forecast:
     peak_nbytes: dict[str, int]
     moved_nbytes: dict[str, int]
     hidden: dict[str, float | None]
+    exposed_seconds: dict[str, float]
+    """By link, in which it was busy and the model was not."""
     placement: dict[str, str]
+    planned: list[dict[str, Any]]
+    """What lies where, as `Engine.stats` has it."""
+    model_tier: str
+    """The memory that the model computes on."""
+    own_nbytes: int
+    """What the model takes there itself, about: activations, gradients, inputs."""
     values_read: int
 
     @property
@@ -71,8 +80,9 @@ class Forecast:
     def as_json(self) -> dict[str, Any]:
         """The object that `plan --json` prints; null for NaN, which JSON does not have."""
         names = ("fits", "reason", "step_seconds", "floor_seconds", "bottleneck", "tokens_per_second", "floors")
-        more = ("peak_nbytes", "moved_nbytes", "hidden", "placement", "values_read")
-        values = {name: getattr(self, name) for name in names + more}
+        more = ("peak_nbytes", "moved_nbytes", "hidden", "exposed_seconds", "placement", "planned")
+        last = ("own_nbytes", "values_read")
+        values = {name: getattr(self, name) for name in names + more + last}
         return {name: None if value != value else value for name, value in values.items()}
 
 
@@ -124,13 +134,15 @@ def _forecast(engine: Rehearsed, virtual: VirtualMachine, before: _Reading, toke
     nvme = [moved[name] / virtual.resources[name].rate for name in ("nvme_read", "nvme_write", "nvme_both")]
     floors["NVMe"] = max(nvme)
     hidden: dict[str, float | None] = {}
+    exposed: dict[str, float] = {}
     for link in LINKS:
         busy, under = (after.busy[link][index] - before.busy[link][index] for index in (0, 1))
-        hidden[link] = under / busy if busy > 0 else None
+        hidden[link], exposed[link] = under / busy if busy > 0 else None, busy - under
     on_nvme = sum(line["nbytes"] for line in stats["planned"] if line["tier"] == "nvme")
     in_use = virtual.memory.peak_nbytes  # with host memory, where the model computes on it
     on_device, on_host = (0, in_use) if machine.is_unified else (in_use, stats["host_peak_nbytes"])
     peak = {"device": on_device, "cpu": on_host, "nvme": on_nvme}
+    model_tier = "cpu" if machine.is_unified else "device"
     room = {"device": machine.device_nbytes, "cpu": machine.cpu_nbytes, "nvme": machine.nvme_nbytes}
     short = [f"{tier}: {peak[tier]} bytes of {room[tier]:.0f}" for tier in room if peak[tier] > room[tier]]
     seconds = after.now - before.now
@@ -143,11 +155,22 @@ def _forecast(engine: Rehearsed, virtual: VirtualMachine, before: _Reading, toke
         peak_nbytes=peak,
         moved_nbytes={link: round(moved[link]) for link in LINKS},
         hidden=hidden,
+        exposed_seconds=exposed,
         placement=stats["placement"],
+        planned=stats["planned"],
+        model_tier=model_tier,
+        own_nbytes=max(peak[model_tier] - _of_the_engine(stats, model_tier), 0),
         values_read=virtual.values_read,
     )
 
 
+def _of_the_engine(stats: dict[str, Any], tier: str) -> int:
+    """What it holds there at most: as planned, and the units that stay in what is left."""
+    planned = sum(line["nbytes"] for line in stats["planned"] if line["tier"] == tier)
+    in_use = sum(line["nbytes"] for line in stats["planned"] if (line["tier"], line["purpose"]) == (tier, _IN_USE))
+    return int(planned + max(stats["resident_peak_nbytes"] - in_use, 0))
+
+
 def refused(error: BudgetError) -> Forecast:
     """Where no placement fits."""
-    return Forecast(False, str(error), math.nan, {}, 0.0, {}, {}, {}, {}, 0)
+    return Forecast(False, str(error), math.nan, {}, 0.0, {}, {}, {}, {}, {}, [], "", 0, 0)

@@ -17,6 +17,8 @@ from offload.cli.main import main
 from offload.device.cpu import CpuAccelerator
 from offload.device.deferred import DeferredAccelerator
 from offload.device.virtual.description import described, read_machine
+from offload.device.virtual.machine import VirtualMachine
+from offload.device.virtual.operations import CountedOperations
 from offload.rehearsal.forecast import Forecast
 
 WORK = Work(batch=2, sequence=16, micro_batches=1, checkpointing=False)
@@ -208,8 +210,16 @@ def test_the_command_prints_one_object_or_a_page(capsys: pytest.CaptureFixture[s
     assert found["fits"] is True and found["step_seconds"] >= found["floor_seconds"]
     assert set(found["peak_nbytes"]) == {"device", "cpu", "nvme"}
     assert set(found["moved_nbytes"]) == set(found["hidden"]) == {"h2d", "d2h", "nvme_read", "nvme_write"}
-    assert main(["plan", *shape, "--machine", "rtx4090", "--nvme-read", "1"]) == 0
+    assert set(found["largest"]) == {"parameters", "batch", "sequence"} and found["days"] is None
+    assert {line["what"] for line in found["buys"]} <= {
+        "One more GiB of memory",
+        "One more GiB of device memory",
+        "One more drive",
+    }
+    assert all(line["floor_seconds_after"] <= line["floor_seconds_before"] for line in found["buys"])
+    assert main(["plan", *shape, "--machine", "rtx4090", "--nvme-read", "1", "--tokens", "1e9"]) == 0
     page = capsys.readouterr().out
+    assert "days for 1.0 G tokens" in page
     assert "It fits." in page and "tokens/s" in page
     own["device_nbytes"] = 1000
     path.write_text(json.dumps(own))
@@ -218,3 +228,34 @@ def test_the_command_prints_one_object_or_a_page(capsys: pytest.CaptureFixture[s
     assert main(["plan", *shape, "--machine", str(path), "--parameters", "cpu", "--device-memory", "1", "--json"]) == 1
     refused = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert refused["fits"] is False and refused["step_seconds"] is None and "device_memory" in refused["reason"]
+
+
+def test_this_machine_is_measured_and_written_down(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    assert main(["probe", "--nvme", str(tmp_path), "--seconds", "0.04", "--machine-file", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(path.read_text())
+    machine = read_machine(str(path))
+    assert machine.kind == ("gpu" if torch.cuda.is_available() else "cpu") and machine.call_seconds > 0
+    shape = ["--hidden", "64", "--layers", "2", "--vocabulary", "256", "--sequence", "16", "--nvme", str(tmp_path)]
+    assert main(["plan", *shape, "--machine", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] and found["moved_nbytes"]["h2d"] == found["moved_nbytes"]["d2h"] == 0
+
+
+def test_adapters_move_what_is_frozen_and_train_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["plan", "--hidden", "64", "--layers", "2", "--vocabulary", "256", "--dtype", "bf16", "--sequence", "16", "--json"]
+    places = ["--machine", "rtx4090", "--parameters", "cpu", "--optimizer-states", "cpu", "--checkpointing", "full"]
+    peaks = []
+    for adapters in ([], ["--lora", "4"]):
+        assert main([*shape, *places, *adapters]) == 0
+        peaks.append(json.loads(capsys.readouterr().out)["peak_nbytes"]["cpu"])
+    assert peaks[1] < peaks[0] / 2
+
+
+def test_each_expert_that_a_layer_routes_to_has_its_share_of_the_tokens() -> None:
+    virtual, rows = VirtualMachine(MACHINE), []
+    with virtual.running(), CountedOperations(virtual):
+        chosen = torch.zeros(4, 2, 16, dtype=torch.bool, device="meta")  # experts, choices, tokens
+        assert len(chosen.sum(dim=(1, 2)).gt(0).nonzero()) == 4
+        rows = [len(torch.where(chosen[index])[0]) for index in range(4)]
+    assert rows == [8] * 4 and virtual.values_read == 5

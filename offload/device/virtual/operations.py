@@ -39,6 +39,8 @@ class CountedOperations(TorchDispatchMode):
             return self._on_host(function, inputs, args, given)
         if function is torch.ops.aten._local_scalar_dense.default:
             return self._machine.value_read(inputs[0].dtype)
+        if function is torch.ops.aten.nonzero.default:
+            return self._found(inputs[0])
         result = function(*args, **given)
         outputs = tensors_in((result,))
         made = [one for one in _with_new_storage(outputs, inputs) if one.is_meta]
@@ -49,6 +51,13 @@ class CountedOperations(TorchDispatchMode):
             is_wide = bool(flops) and inputs[0].dtype is torch.float32
             self._machine.launch(flops, touched_nbytes(function, inputs, outputs), wide=is_wide)
         return result
+
+    def _found(self, mask: Tensor) -> Tensor:
+        """Where a mask holds, which nobody knows here: of a part of a larger one as much as it is of that, else everywhere. So
+        each of the experts that a layer routes to has an equal share of the tokens."""
+        self._machine.values_read += 1
+        share = mask.nbytes / mask.untyped_storage().nbytes()
+        return torch.empty(max(round(mask.numel() * share), 1), mask.dim(), dtype=torch.int64, device="meta")
 
     def _on_host(self, function: Any, inputs: list[Tensor], args: Any, given: Mapping[str, Any]) -> Any:
         if inputs and max(one.nbytes for one in inputs) >= _LARGE_NBYTES and function._schema.is_mutable:
@@ -79,6 +88,10 @@ _SAME = {
 def flops_of(function: Any, args: Any, keywords: Mapping[str, Any], result: Any) -> int:
     """Floating-point operations; 0 where they are not what takes the time."""
     packet = function._overloadpacket
+    if packet is torch.ops.aten._grouped_mm:
+        return int(
+            2 * args[0].numel() * args[1].shape[-1]
+        )  # each row of the first with one matrix of the second, or summed over
     count = flop_registry.get(_SAME.get(packet, packet))
     return int(count(*args, **keywords, out_val=result)) if count is not None else 0
 

@@ -1,0 +1,106 @@
+"""What of a plan could be larger, and what more memory or another drive would buy: by the planner's own arithmetic.
+
+Nothing is run for it. What activations take grows with the tokens of a micro-batch, what lies on the drives with the
+parameters. A floor is the seconds that the slowest resource needs for the bytes of the placement that would be chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from offload.cli.outline import Outline
+from offload.device.virtual.description import Machine, changed
+from offload.device.virtual.machine import VirtualMachine
+from offload.errors import BudgetError
+from offload.planning.placement import Placement
+from offload.rehearsal.forecast import Forecast
+
+GIB = 2**30
+_ROUND = 128
+"""Sequences are told in multiples of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bought:
+    """`before`, `after`: the floor, in seconds."""
+
+    what: str
+    before: float
+    after: float
+
+    def as_json(self) -> dict[str, Any]:
+        """For `plan --json`."""
+        return {"what": self.what, "floor_seconds_before": self.before, "floor_seconds_after": self.after}
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """`largest`: of parameters, batch and sequence, each with the others as they are."""
+
+    largest: dict[str, int] = field(default_factory=dict)
+    buys: list[Bought] = field(default_factory=list)
+
+
+MakeOutline = Callable[[dict[str, int]], Outline]
+"""From budgets (fields of `Config`) to an outline on the machine that is imagined."""
+
+
+def wishes_of(
+    found: Forecast,
+    machine: Machine,
+    outline_with: MakeOutline,
+    *,
+    batch: int,
+    sequence: int,
+    micro_batches: int,
+    more: Machine,
+) -> Wishes:
+    """`more`: the machine with one drive more."""
+    with VirtualMachine(machine).running(), outline_with({}) as outline:
+        placement = outline.placement()
+        largest = _largest(found, machine, outline, placement, batch, sequence)
+    budgets = {"cpu_memory": int(machine.cpu_nbytes * 0.8)}
+    if not machine.is_unified:
+        budgets["device_memory"] = max(int(machine.device_nbytes - found.own_nbytes), 1)
+    before = _floor(machine, budgets, outline_with, found, micro_batches)
+    if before is None:
+        return Wishes(largest)
+    buys = []
+    for name, field_name in (("memory", "cpu_memory"), ("device memory", "device_memory")):
+        if field_name in budgets:
+            wider = {**budgets, field_name: budgets[field_name] + GIB}
+            grown = changed(machine, cpu_nbytes=machine.cpu_nbytes + GIB, device_nbytes=machine.device_nbytes + GIB)
+            after = _floor(grown, wider, outline_with, found, micro_batches)
+            buys += [Bought(f"One more GiB of {name}", before, after)] if after is not None else []
+    after = _floor(more, budgets, outline_with, found, micro_batches)
+    if after is not None and placement.uses_nvme:
+        buys.append(Bought("One more drive", before, after))
+    return Wishes(largest, buys)
+
+
+def _largest(
+    found: Forecast, machine: Machine, outline: Outline, placement: Placement, batch: int, sequence: int
+) -> dict[str, int]:
+    field_name, room = ("cpu_memory", machine.cpu_nbytes) if machine.is_unified else ("device_memory", machine.device_nbytes)
+    least = outline.smallest_nbytes(placement, field_name) or 0
+    times = (room - least) / max(found.own_nbytes, 1)
+    largest = {"batch": max(int(batch * times), 0), "sequence": max(int(sequence * times) // _ROUND * _ROUND, 0)}
+    on_drive = outline.placement("nvme", "nvme").plan.total_nbytes("nvme")
+    return {"parameters": int(outline.parameter_numel * machine.nvme_nbytes / on_drive), **largest} if on_drive else largest
+
+
+def _floor(
+    machine: Machine, budgets: dict[str, int], outline_with: MakeOutline, found: Forecast, micro_batches: int
+) -> float | None:
+    """Seconds; None where nothing fits. What computing takes stays as it was found."""
+    with VirtualMachine(machine).running(), outline_with(budgets) as outline:
+        try:
+            traffic = outline.traffic(outline.placement(), micro_batches, scheduled=True)
+        except BudgetError:
+            return None
+    read, written = traffic.read_nbytes, traffic.written_nbytes
+    nvme = max(read / machine.nvme_read, written / machine.nvme_write, (read + written) / machine.nvme_both)
+    links = max(traffic.to_device_nbytes / machine.h2d, traffic.from_device_nbytes / machine.d2h)
+    return max(nvme, links, found.floors["compute"], found.floors["host memory"])
