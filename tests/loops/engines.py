@@ -6,6 +6,7 @@ import contextlib
 import copy
 import errno
 import os
+import shutil
 import signal
 import sys
 import traceback
@@ -214,7 +215,7 @@ class EnginePlayer(Player):
         if number is not None:
             state = self._saved_beside(lambda: self.engine.load_checkpoint(self.path(number)))
         else:
-            state = self._saved_beside(lambda: self.engine.resume_or_start(self.folder / "checkpoints"))
+            state = self._saved_beside(self._newest)
         if state is None:
             assert not self.facts.sure or self.facts.damaged, "a checkpoint that was saved is not there"
             return None
@@ -223,6 +224,19 @@ class EnginePlayer(Player):
         likely = next((self.facts.saved[one] for one in numbers if position in self.facts.saved[one]), None)
         assert likely is not None, f"loaded what was saved at {position}, expected one of {self.facts.saved}"
         return position
+
+    def _newest(self) -> Any:
+        """Where all are damaged, the user removes them, as the error says: there is none."""
+        folder = self.folder / "checkpoints"
+        try:
+            return self.engine.resume_or_start(folder)
+        except offload.CheckpointError as error:
+            if not self.facts.damaged or self.program.ranks > 1 or "To start anew, name an empty folder" not in str(error):
+                raise
+            shutil.rmtree(folder)
+            self.facts.saved.clear()
+            self.facts.sure.clear()
+            return None
 
     def load_at(self, position: int | None) -> int | None:
         raise AssertionError("what is drawn loads by number")
@@ -323,10 +337,11 @@ class DrawnPlayer(EnginePlayer):
         refusal = now.legitimate(error)
         if refusal is not None:
             self.facts = before
-            if refusal.drops_gradients:
+            zeroed = refusal.drops_gradients or self.dropped  # a closure drops them before its forward
+            if zeroed:
                 self.do_zero_grad()
             refused = {"is": "refused", "class": type(error).__name__, "why": refusal.why}
-            return refused | {"zeroed": refusal.drops_gradients, "forwards": list(self.forwards)}
+            return refused | {"zeroed": zeroed, "forwards": list(self.forwards)}
         return {"is": "wrong", "says": "".join(traceback.format_exception(error))}
 
     def died_of(self, error: BaseException) -> Outcome | None:

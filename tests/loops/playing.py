@@ -89,6 +89,8 @@ class Player(ABC):
         self.graphs: list[Graph] = []
         self.forwards: list[tuple[int, int]] = []
         """That the operation ran: (block, or -1 for all of the model; batch)."""
+        self.dropped = False
+        """Whether the operation dropped the gradients."""
         self.facts = Facts(program.setups[0])
         self.position = 0
 
@@ -154,6 +156,7 @@ class Player(ABC):
     def perform(self, operation: Operation) -> Any:
         """Do it; its value is what an oracle compares."""
         self.forwards.clear()
+        self.dropped = False
         return getattr(self, f"do_{operation.name}")(**operation.values)
 
     def _losses(self, batch: int) -> list[torch.Tensor]:
@@ -293,6 +296,7 @@ class Player(ABC):
     def do_zero_grad(self, to_none: bool = True) -> Any:
         self.optimizer.zero_grad(set_to_none=to_none)
         if to_none:
+            self.dropped = True
             self.facts.taken = self.facts.live = self.facts.synced = False
         else:
             self.facts.live = self.facts.live or self.facts.taken

@@ -126,6 +126,21 @@ FOUND = {
             op("backward", fails_at=0),
         ),
     ),
+    "the reference of a closure that is refused in its forward kept what that closure had dropped": Program(
+        Model(width=3, frozen=(0,)),
+        (Setup(prefetch=0, on_device=1.0),),
+        (
+            op("backward", fails_at=0, error="Boom"),
+            op("add_group"),
+            op("closure", batch=0, fails=False),
+            op("clip", max_norm=0.05),
+        ),
+    ),
+    "the only checkpoint was damaged, and nobody removed it": Program(
+        Model(width=3),
+        (Setup(states="nvme", prefetch=0, drive="failing", fault="flip", failing=1),),
+        (op("save", number=0, beside=False), op("resume", setup=0)),
+    ),
 } | {
     f"one backward through what is used twice found no room, {where}": Program(
         Model(width=3, blocks=blocks, reused=True, tie=tie, checkpointing="reentrant"),

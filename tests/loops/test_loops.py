@@ -15,36 +15,20 @@ from __future__ import annotations
 import os
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from .drawing import programs
 from .judging import Stage
-from .programs import Program
+from .searching import play, shrunk
 
 QUICK_ALONE, QUICK_PAIRS = 170, 30
 SOAK = int(os.environ.get("OFFLOAD_LOOPS_COUNT", "10000"))
 SEED = int(os.environ.get("OFFLOAD_LOOPS_SEED", "1"))
-AT_ONCE = 10
-"""Programs from one seed: after so many hypothesis varies what it drew before, instead of drawing anew."""
 
 
 def search(stage: Stage, ranks: int, count: int, first_seed: int) -> None:
-    """Draw so many programs and judge each."""
-
-    def judge(program: Program) -> None:
-        found = stage.verdict(program)
-        assert found is None, f"{found}\n\nThe program:\n\n{program!r}"
-
-    rules = settings(
-        max_examples=AT_ONCE,
-        database=None,
-        phases=(Phase.generate, Phase.shrink),
-        suppress_health_check=list(HealthCheck),
-        derandomize=False,  # the seed is given
-        print_blob=False,
-    )
-    for number in range(first_seed, first_seed + count // AT_ONCE):
-        seed(number)(rules(given(programs(ranks))(judge)))()
+    """Play so many programs; if any fail, shrink one of them, and name all."""
+    failures = play(stage, ranks, count, first_seed)
+    seeds = sorted({one.seed for one in failures})
+    assert not failures, f"{len(failures)} of {count} programs failed, of the seeds {seeds}. {shrunk(stage, failures[0])}"
 
 
 def test_any_loop(stage: Stage) -> None:
