@@ -37,19 +37,25 @@ class Uses:
 
     def start(self, unit: Unit, *, recorded: bool) -> None:
         """The unit's parameters must be there from now on. `recorded`: part of a training step, so of its trace."""
-        self._speculation.before_use(unit)
-        self._residency.use_starts(unit, recorded=recorded)
+        self._begin(unit, recorded=recorded)
         uses = unit.uses
-        uses.count += 1
         if uses.count - uses.held_count == 1:
             unit.open_up()
         for companion in uses.companions:
             self.start(companion, recorded=recorded)
 
+    def _begin(self, unit: Unit, *, recorded: bool) -> None:
+        self._speculation.before_use(unit)
+        self._residency.use_starts(unit, recorded=recorded)
+        unit.uses.count += 1
+
     def end(self, unit: Unit, *, recorded: bool, then: Callable[[], None] | None = None) -> None:
         """`then`: what the end of the use leads to, before other units take the room."""
         for companion in unit.uses.companions:
             self.end(companion, recorded=recorded)
+        self._end(unit, recorded=recorded, then=then)
+
+    def _end(self, unit: Unit, *, recorded: bool, then: Callable[[], None] | None = None) -> None:
         unit.uses.count -= 1
         if unit.uses.count == unit.uses.held_count and not self._cover_count:
             unit.close_off()
@@ -86,16 +92,17 @@ class Uses:
         self._residency.bring(unit)
 
     def hold(self, unit: Unit) -> None:
-        """Keep the unit resident, whatever forwards and backwards come and go, until `release`. It opens nothing."""
+        """Keep the unit resident, whatever forwards and backwards come and go, until `release`. It opens nothing, and nothing
+        comes with it: what is not computed reads no companions."""
         end_cut_short = self._end_cut_short()
         if end_cut_short is not None:
             end_cut_short()  # their room is the held unit's
         unit.uses.held_count += 1
-        self.start(unit, recorded=False)
+        self._begin(unit, recorded=False)
 
     def release(self, unit: Unit) -> None:
         unit.uses.held_count -= 1
-        self.end(unit, recorded=False)
+        self._end(unit, recorded=False)
 
     @property
     def any(self) -> bool:
