@@ -11,6 +11,7 @@ in any order that training could disturb. The folder must be one that all ranks 
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from contextlib import ExitStack
@@ -84,11 +85,14 @@ class RankFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        if value is not None and not self._part_written:
+        was_given_up = value is not None and self._staged is None and self._is_removed(value)
+        if value is not None and not self._part_written and not was_given_up:
             self._say_failed(value)
         if self._staged is not None:
             self._staged.__exit__()
         self._close()
+        if was_given_up:
+            raise self._given_up() from value
 
     def commit(self, part: Manifest) -> None:
         """All of this rank's files are durable. Returns when the whole checkpoint is. Raises what kept it from that."""
@@ -137,16 +141,19 @@ class RankFolder:
 
     def _await_name(self) -> None:
         while True:
-            status = os.fstat(self._fileno)
-            try:
-                if os.path.samestat(os.stat(self.target), status):
-                    return
-            except FileNotFoundError:
-                pass  # not named yet
-            if status.st_nlink == 0:
-                raise RankError(f"rank 0 could not complete the checkpoint {str(self.target)!r}: see its error.")
+            has_left = not self._lies_at(self.path)
+            if self._lies_at(self.target):
+                return
+            if has_left:
+                raise self._given_up()
             self._require_nobody_failed()
             time.sleep(_POLL_SECONDS)
+
+    def _lies_at(self, path: Path) -> bool:
+        try:
+            return os.path.samestat(os.stat(path), os.fstat(self._fileno))
+        except FileNotFoundError:
+            return False
 
     def _require_nobody_failed(self) -> None:
         for index in range(self._ranks.world_size):
@@ -158,6 +165,14 @@ class RankFolder:
         failure = self._meeting.failure
         if failure is not None:
             raise RankError(f"the checkpoint {str(self.target)!r} was not completed: {failure}") from failure
+
+    def _is_removed(self, error: BaseException) -> bool:
+        """Whether it came of this, that the folder lost its name: the first rank has failed, or was interrupted."""
+        is_missing = isinstance(error, OSError) and error.errno in (errno.ENOENT, errno.ESTALE)
+        return is_missing and self._fileno >= 0 and not self._lies_at(self.path)
+
+    def _given_up(self) -> RankError:
+        return RankError(f"rank 0 could not complete the checkpoint {str(self.target)!r}: see its error.")
 
     def _say_failed(self, error: BaseException) -> None:
         try:

@@ -34,6 +34,8 @@ _NEW = re.compile(rf"\.offload-new-{_TOKEN}")
 _GARBAGE = re.compile(rf"\.offload-(saving|removing)-{_TOKEN}")
 _ASIDE = re.compile(rf"\.offload-aside-{_TOKEN}-(.+)", re.DOTALL)
 _NEW_LIFETIME_SECONDS = 3600
+_LATE_FILES = 3
+"""Of other ranks, which had found the folder before it lost its name."""
 OUR_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.(safetensors|json)|MANIFEST\.json(\.new)?")
 """What a folder made here may hold; a folder with anything else in it is never removed."""
 MANIFEST_NAME = "MANIFEST.json"
@@ -132,7 +134,7 @@ class StagedFolder:
     def __exit__(self, *_: object) -> None:
         try:
             if self.path != self.target:
-                _empty_and_remove(self.path)
+                _remove_for_all(self.path)
         except OSError as error:
             _log.warning("left in place for the next save: %s (%s)", self.path, error.strerror)
         finally:
@@ -237,8 +239,7 @@ def retire(path: Path) -> None:
     if foreign:
         _log.warning("kept: %s, which holds %s", path, foreign[0])
         return
-    removing = path.parent / f"{PREFIX}removing-{secrets.token_hex(8)}"
-    os.rename(path, removing)  # first of all: nothing half removed is ever under a checkpoint's name
+    removing = _renamed_for_removal(path)  # first of all: nothing half removed is ever under a checkpoint's name
     sync_folder(path.parent)
     remove_quietly(removing)
 
@@ -256,6 +257,24 @@ def remove_quietly(path: Path) -> None:
         return  # somebody else removed it
     except OSError as error:
         _log.warning("left in place: %s (%s)", path, error.strerror)
+
+
+def _renamed_for_removal(path: Path) -> Path:
+    removing = path.parent / f"{PREFIX}removing-{secrets.token_hex(8)}"
+    os.rename(path, removing)
+    return removing
+
+
+def _remove_for_all(path: Path) -> None:
+    """Remove a folder that other ranks may be writing to: what they are about to make they find no folder for."""
+    removing = _renamed_for_removal(path)
+    for _ in range(_LATE_FILES):
+        try:
+            return _empty_and_remove(removing)
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY:
+                raise
+    _empty_and_remove(removing)
 
 
 def _is_folder_of_ours(path: Path) -> bool:

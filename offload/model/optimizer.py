@@ -13,10 +13,18 @@ import torch
 
 from offload.device.rules import Hyper
 from offload.errors import UsageError
-from offload.model.optimizer_kinds import check_group, hyper_of_group, moments_of
+from offload.model.optimizer_kinds import check_group, hyper_of_group, moments_of, state_names
 
 MARKER = "offload"
 """The entry of an optimizer's state_dict that says where the state is."""
+
+_ELSEWHERE = (
+    b"moments and step counts of this state_dict lie in the tiers of an offload engine: "
+    b"engine.save_checkpoint(dir) saves them, engine.load_checkpoint(dir) loads them"
+)
+"""Stands for every value of the state, so that no other optimizer can take the state_dict for a fresh one's and begin anew:
+torch's own ask a step count that is no tensor for a number when they load, and that error repeats these bytes. Plain bytes
+pass through copies, `torch.save` and `torch.load` with weights_only."""
 
 
 class Stepper(Protocol):
@@ -135,12 +143,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
         numbers = itertools.count()
         groups = [group | {"params": [next(numbers) for _ in group["params"]]} for group in self.param_groups]
         marker = {"step_count": self.stepper.step_count, "state": "in the engine's tiers: engine.save_checkpoint(dir) saves it"}
-        return {"state": {}, "param_groups": copy.deepcopy(groups), MARKER: marker}
+        state = {number: dict.fromkeys(state_names(self.source_class), _ELSEWHERE) for number in range(next(numbers))}
+        return {"state": state, "param_groups": copy.deepcopy(groups), MARKER: marker}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the numbers of the param_groups to what `state_dict` returned after as many steps as the engine has done."""
         marker = state_dict.get(MARKER)
-        if not isinstance(marker, Mapping) or state_dict.get("state"):
+        if not isinstance(marker, Mapping) or any(set(one.values()) != {_ELSEWHERE} for one in state_dict["state"].values()):
             raise UsageError(
                 "optimizer.load_state_dict() cannot reach state that lies in the tiers: load it into the torch optimizer "
                 "before offload.initialize (its moments and step counts are taken over), or use engine.load_checkpoint(dir)."

@@ -54,6 +54,13 @@ def kind_of(optimizer_class: type) -> OptimizerKind | None:
     return _KINDS.get(optimizer_class)
 
 
+def state_names(optimizer_class: type) -> tuple[str, ...]:
+    """What an optimizer of that class calls its state of one parameter."""
+    kind = kind_of(optimizer_class)
+    assert kind is not None
+    return *kind.state_names.values(), *(("step",) if kind.counts_steps else ())
+
+
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raise `ConfigError` for an optimizer that has no exact counterpart here."""
     kind = kind_of(type(optimizer))
@@ -162,11 +169,13 @@ def initial_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, fqn
     found = {moment: state[name] for moment, name in kind.state_names.items() if state.get(name) is not None}
     if not state or (kind.rule is Rule.SGD and not found):
         return InitialState({}, 0)
-    missing = [name for moment, name in kind.state_names.items() if moment not in found]
-    missing += ["step"] if kind.counts_steps and "step" not in state else []
+    names = state_names(type(optimizer))
+    missing = [name for name in names if state.get(name) is None]
     if missing:
-        expected = ", ".join([*kind.state_names.values(), *(["step"] if kind.counts_steps else [])])
-        raise ConfigError(f"the optimizer's state of {fqn!r} has no {', '.join(missing)}: expected {expected}.")
+        raise ConfigError(f"the optimizer's state of {fqn!r} has no {', '.join(missing)}: expected {', '.join(names)}.")
+    foreign = next((name for name in names if isinstance(state[name], bytes)), None)
+    if foreign is not None:
+        raise ConfigError(f"the optimizer's {foreign} of {fqn!r} says: {state[foreign].decode()}")
     if kind.rule is Rule.ADAGRAD and found["exp_avg_sq"].is_meta:
         # Adagrad makes its sums when it is made; of a parameter on the meta device only their value is known.
         value = next(

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from offload.checkpoint.staged_folder import StagedFolder
+
 from ..acceptance.models import ON_CPU, adamw, stack
 
 
@@ -56,3 +58,22 @@ def test_order(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rep
     else:
         assert not removed
         assert ("sync", tmp_path) in done[:committed]  # the parent was made on the way
+
+
+def test_a_folder_that_is_given_up_takes_what_others_still_make_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several ranks one removes the folder, while another's file is about to be made in it."""
+    rmdir, late = os.rmdir, ["late.json", "later.json"]
+
+    def overtaken(path: Path, **rest: Any) -> None:
+        if late:
+            (Path(path) / late.pop()).touch()
+        rmdir(path, **rest)
+
+    folder = StagedFolder(tmp_path / "step-1", replace=True)
+    with pytest.raises(ValueError, match="enough"), folder:
+        (folder.path / "unit.safetensors").touch()
+        monkeypatch.setattr(os, "rmdir", overtaken)
+        raise ValueError("enough")
+    assert not late and os.listdir(tmp_path) == []

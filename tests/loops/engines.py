@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import errno
 import os
 import shutil
 import signal
@@ -350,9 +349,7 @@ class DrawnPlayer(EnginePlayer):
             return None
         if self._is_of_the_drive(error):
             return {"is": "died", "struck": True}
-        # Of a save that another rank gave up the folder may be gone before this one hears of it.
-        is_without_folder = isinstance(error, offload.StorageError) and error.errno == errno.ENOENT
-        if is_without_folder or any(isinstance(one, offload.RankError) for one in (error, error.__cause__)):
+        if any(isinstance(one, offload.RankError) for one in (error, error.__cause__)):
             return {"is": "died", "struck": False, "says": "".join(traceback.format_exception(error))}
         return None
 

@@ -20,6 +20,7 @@ from torch import nn
 
 import offload
 from offload.build import assembly
+from offload.checkpoint.writing import Snapshot
 from offload.device.recording import COLLECTIVES
 from offload.planning.plan import Verb
 from offload.profiling.trace_events import read_trace
@@ -584,6 +585,37 @@ def killed_in_a_save(fields: dict[str, Any], folder: str, wait: bool) -> None:
         if place()[0] == 1:
             os.fsync = lambda fileno: os.kill(os.getpid(), signal.SIGKILL)
         engine.save_checkpoint(folder, wait=wait).wait()
+
+
+def given_up_save(fields: dict[str, Any], folder: str, wait: bool, first_writes: bool) -> list[str]:
+    """The first rank gives a save up and removes its folder before the other writes (`first_writes`: its manifest, else its
+    files). Returns this rank's error; training goes on, and so do saves."""
+    copy = Snapshot.copy
+
+    def failing(self: Snapshot, *_: Any) -> None:
+        raise ValueError("enough")
+
+    def late(self: Snapshot, *arguments: Any) -> None:
+        if first_writes:
+            copy(self, *arguments)
+        while os.path.exists(self._folder):
+            time.sleep(0.01)
+        if not first_writes:
+            copy(self, *arguments)
+
+    model = llama(layers=2)
+    with offload.initialize(model, adamw(model), offload.Config(**fields)) as engine:
+        _train_on(engine, model, 0, 1)
+        Snapshot.copy = [failing, late][place()[0]]  # type: ignore[method-assign]
+        try:
+            engine.save_checkpoint(os.path.join(folder, "step-1"), wait=wait).wait()
+        except Exception as error:
+            said = [type(error).__name__, str(error)]
+        finally:
+            Snapshot.copy = copy  # type: ignore[method-assign]
+        _train_on(engine, model, 1, 2)
+        engine.save_checkpoint(os.path.join(folder, "step-2"), wait=wait).wait()
+        return said
 
 
 def refused_load(fields: dict[str, Any], folder: str) -> str:

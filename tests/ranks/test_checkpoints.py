@@ -115,6 +115,17 @@ def test_a_rank_that_dies_in_a_save(fresh: Callable[..., Crew], tmp_path: Path, 
     assert not (tmp_path / "saved").exists()
 
 
+@pytest.mark.parametrize("first_writes", [True, False], ids=["its manifest", "its files"])
+@pytest.mark.parametrize("wait", [True, False], ids=["waited for", "beside training"])
+def test_a_rank_that_gives_a_save_up(pair: Crew, tmp_path: Path, wait: bool, first_writes: bool) -> None:
+    """The other, which finds the folder gone, hears of it from that rank."""
+    fields, folder = placed("stage 3 on cpu", tmp_path), tmp_path / "saves"
+    first, second = pair.do("given_up_save", fields=fields, folder=str(folder), wait=wait, first_writes=first_writes)
+    assert first == ["ValueError", "enough"]
+    assert second[0] == "RankError" and "rank 0" in second[1] and "step-1" in second[1], second
+    assert os.listdir(folder) == ["step-2"]
+
+
 def test_export(pair: Crew, tmp_path: Path) -> None:
     from transformers import LlamaForCausalLM
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,41 @@ def test_the_optimizers_state_dict_goes_back_where_it_came_from(opened: Opener, 
         engine.optimizer.load_state_dict(engine.optimizer.state_dict() | {"param_groups": state["param_groups"][:1]})
     with pytest.raises(offload.UsageError, match=r"before offload\.initialize"):
         engine.optimizer.load_state_dict(plain)
+
+
+@pytest.mark.parametrize(
+    ("kind", "refused_at"),
+    [
+        (torch.optim.AdamW, "load"),
+        (torch.optim.Adagrad, "load"),
+        (partial(torch.optim.SGD, momentum=0.9), "step"),
+        (offload.Lion, "step"),
+    ],
+)
+def test_no_other_optimizer_takes_the_engines_state_dict_for_a_fresh_one(
+    opened: Opener, kind: Callable[..., torch.optim.Optimizer], refused_at: str, tmp_path: Path
+) -> None:
+    """Its moments are not in it: torch's optimizers would begin anew without a word."""
+    model = stack()
+    engine = opened(model, Setup("nvme", "nvme"), kind(model.parameters(), lr=1e-3))
+    one_step(Run(model, engine.optimizer, engine))
+    torch.save(engine.optimizer.state_dict(), tmp_path / "optimizer")
+    other = stack()
+    plain = kind(other.parameters(), lr=1e-3)
+    state = torch.load(tmp_path / "optimizer", weights_only=True)
+    with pytest.raises(Exception) as refusal:
+        plain.load_state_dict(state)
+        assert refused_at == "step"
+        other(torch.ones(2, 16)).sum().backward()
+        before = [one.clone() for one in other.parameters()]
+        plain.step()
+    if refused_at == "load":
+        assert "tiers of an offload engine" in str(refusal.value) and "save_checkpoint" in str(refusal.value)
+    else:
+        assert "bytes" in str(refusal.value)
+        assert all(torch.equal(one, two) for one, two in zip(other.parameters(), before, strict=True))
+    with pytest.raises(offload.ConfigError, match="tiers of an offload engine"):
+        offload.initialize(other, plain, offload.Config(parameters="cpu", optimizer_states="cpu"))
 
 
 @everywhere
