@@ -27,6 +27,7 @@ from offload.step.model_events import ModelEvents
 from offload.step.second_order import SecondOrder, levels_of
 from offload.step.shared_gradients import SharedGradients, is_accumulated
 from offload.step.training import Training
+from offload.step.turn import Turn
 
 
 class BackwardUse:
@@ -36,6 +37,7 @@ class BackwardUse:
         """`reads_values`: whether backward computes with the values that forward finds."""
         # Autograd's graph holds uses where Python's collector sees them one layer of the model at a time.
         self._passes, self._unit_index, self.reads_values = weakref.ref(passes), unit.index, reads_values
+        self._turn = weakref.ref(passes.turn)
         self.version = unit.version if reads_values else None
         self.inputs_need_gradients = False
         self.graph_task = -1
@@ -63,7 +65,7 @@ class BackwardUse:
     def start(self, *_: Any) -> None:
         passes = self._passes()
         if passes is None:
-            raise _engine_is_gone()
+            raise _parts_are_gone(self._turn())
         passes.enter()
         if not passes.is_open(self):
             self.graph_task = torch._C._current_graph_task_id()
@@ -91,24 +93,31 @@ class BackwardUse:
 class _ValuesMet:
     """A hook of what a covered call computed: backward is to find the values that forward found."""
 
-    __slots__ = ("_first_number", "_passes", "_unit_index", "_version")
+    __slots__ = ("_first_number", "_passes", "_turn", "_unit_index", "_version")
 
     def __init__(self, passes: BackwardPasses, unit: Unit, first_number: int) -> None:
+        self._turn = weakref.ref(passes.turn)
         self._passes, self._unit_index, self._version = weakref.ref(passes), unit.index, unit.version
         self._first_number = first_number
 
     def __call__(self, _: torch.Tensor) -> None:
         passes = self._passes()
         if passes is None:
-            raise _engine_is_gone()
+            raise _parts_are_gone(self._turn())
         passes.reach_covered(self._unit_index, self._version)
         if torch.is_grad_enabled():  # the backward records a graph
             node = torch._C._current_autograd_node()
             passes.second_order.follow(node, self._unit_index, self._version, self._first_number)
 
 
-def _engine_is_gone() -> UsageError:
-    return UsageError("backward reached a forward whose engine is gone, and its parameters with it: run the forward again.")
+def _parts_are_gone(turn: Turn | None) -> UsageError:
+    """`turn`: that of the engine, which all its parts share, whatever took their place; None: it is gone too."""
+    if turn is None:
+        return UsageError("backward reached a forward whose engine is gone, and its parameters with it: run the forward again.")
+    return UsageError(
+        "backward reached a forward that ran before parameters were unfrozen or added to the optimizer, or before a load made "
+        "a failed engine anew: run the forward again."
+    )
 
 
 class _GraphTaskEnd:
@@ -130,6 +139,7 @@ class BackwardPasses:
 
     def __init__(self, units: Sequence[Unit], training: Training, events: ModelEvents) -> None:
         self.units, self._training, self._uses, self._events = units, training, training.uses, events
+        self.turn = training.turn
         self._clock = itertools.count(1)
         self._open: dict[BackwardUse, None] = {}
         self._graph_tasks: dict[int, weakref.ref[_GraphTaskEnd]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import subprocess
 import sys
@@ -202,6 +203,37 @@ def test_what_comes_at_the_wrong_time_is_told(opened: Any, setup: Setup) -> None
     model.blocks[0].up.weight.grad = None
     one_step(run)
     assert not torch.equal(run.weights()["blocks.0.up.weight"], before["blocks.0.up.weight"])
+
+
+@anywhere
+@pytest.mark.parametrize("collected", [False, True])
+def test_a_graph_from_before_says_what_came_between(opened: Any, setup: Setup, collected: bool) -> None:
+    """Whether Python has collected what recorded it or not."""
+    model = partly_frozen()
+    engine = opened(model, trained_of(model), setup)
+    (x, y), *_ = vector_batches(1)
+    before = F.mse_loss(model(x), y)
+    engine.optimizer.add_param_group({"params": list(model.blocks[1].requires_grad_(True).parameters())})
+    one_step(Run(model, engine.optimizer, engine))
+    if collected:
+        gc.collect()
+    with pytest.raises(offload.UsageError, match=r"unfrozen or added to the optimizer.*run the forward again"):
+        before.backward()
+    engine.zero_grad()
+    one_step(Run(model, engine.optimizer, engine))
+    engine.close()
+
+
+def test_a_graph_of_an_engine_that_is_gone_says_so(tmp_path: Path) -> None:
+    model = stack()
+    engine = offload.initialize(model, adamw(model), ON_CPU.fields(tmp_path))
+    (x, y), *_ = vector_batches(1)
+    loss = F.mse_loss(model(x), y)
+    engine.close()
+    del engine
+    gc.collect()
+    with pytest.raises(offload.UsageError, match=r"engine (is gone|was closed)"):
+        loss.backward()
 
 
 def test_no_room_for_more(opened: Any) -> None:

@@ -73,7 +73,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         ("backward",),
         offload.UsageError,
-        "(before parameters were unfrozen or added to the optimizer|whose engine is gone.*): run the forward again",
+        "before parameters were unfrozen or added to the optimizer.*: run the forward again",
         lambda now: now.grown,
         "what was recorded before knows nothing of what is trained since",
         drops_gradients=True,
