@@ -48,6 +48,7 @@ from offload.step.components import Components
 from offload.step.training import Training
 
 Folder = StagedFolder | RankFolder
+_DRIVER_POLL_SECONDS = 0.1
 
 
 @dataclass(slots=True)
@@ -180,9 +181,12 @@ class _Making:
         if snapshot is not None:
             snapshot.copies.fail(self._given_up)
 
-    def keep(self, save: Save) -> None:
-        """Hold the process, and who can tell of a failure, until it is over."""
-        self._over.wait()
+    def keep(self, save: Save, driver: threading.Thread, lane: HostLane) -> None:
+        """Hold the process, and who can tell of a failure, until it is over. `driver`: the thread of the model, in whose end
+        nobody waits for a lane without a thread of its own any more."""
+        while not self._over.wait(_DRIVER_POLL_SECONDS if isinstance(lane, InlineLane) else None):
+            if isinstance(lane, InlineLane) and not driver.is_alive():
+                lane.run_one()
         del save
 
     def _be_over(self) -> None:
@@ -239,7 +243,8 @@ class Saver:
             else:
                 making.begin()  # collective, so where the other calls are
             if not wait:
-                start_thread(threading.Thread(target=making.keep, args=(save,), name="offload-checkpoint-keeper", daemon=False))
+                keeping = (save, threading.current_thread(), lane)
+                start_thread(threading.Thread(target=making.keep, args=keeping, name="offload-checkpoint-keeper", daemon=False))
             making.may_run = True
             running = lane.submit(lambda: making.run(lambda: self._write(making, manifest, keep_last, idleness)))
             if isinstance(lane, InlineLane) and making.snapshot is not None:

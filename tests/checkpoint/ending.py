@@ -23,7 +23,8 @@ STEPS = 2
 
 
 def trained(placement: str, folder: Path) -> Any:
-    """An engine after some steps; in the last of them updates are still to come."""
+    """An engine after some steps; in the last of them updates are still to come. "deferred": in memory of that accelerator,
+    whose jobs run where somebody waits for them."""
     import torch
 
     import offload
@@ -31,7 +32,10 @@ def trained(placement: str, folder: Path) -> Any:
     from ..acceptance.models import adamw, stack
 
     model = stack(width=48, blocks=3)
-    config = {"parameters": placement, "optimizer_states": placement}
+    if placement == "deferred":
+        os.environ["OFFLOAD_ACCELERATOR"] = placement
+    tier = placement if placement != "deferred" else "cpu"
+    config = {"parameters": tier, "optimizer_states": tier}
     if placement == "nvme":
         config["nvme"] = str(folder / "scratch")
     engine = offload.initialize(model, adamw(model), config)
@@ -108,7 +112,7 @@ ENDS: dict[str, Callable[[Any, Any, Path], object]] = {
     "is interrupted at the end": is_interrupted_at_the_end,
 }
 IN_MEMORY_TOO = ("waits", "ends", "is dropped", "exports", "saves at exit", "fills the drive")
-CASES = [("nvme", end) for end in ENDS] + [("cpu", end) for end in IN_MEMORY_TOO]
+CASES = [("nvme", end) for end in ENDS] + [(placement, end) for placement in ("cpu", "deferred") for end in IN_MEMORY_TOO]
 KEPT: list[Any] = []
 """What a script's globals would hold until its end."""
 
