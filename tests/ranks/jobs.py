@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import hashlib
 import os
@@ -11,6 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -679,3 +681,36 @@ def folded(fields: dict[str, Any], least_numel: int) -> dict[str, Any]:
             return {"units": len(engine.stats()["units"]), "reduced": engine.stats()["ranks"]["reduce"]["count"]}
     finally:
         assembly.LEAST_UNIT_NUMEL = 0
+
+
+def peft_export(fields: dict[str, Any], folder: str) -> dict[str, str]:
+    """Adapters and the merged model, beside what PEFT writes of the same values on one rank. Returns what differs."""
+    from peft import LoraConfig, get_peft_model
+    from safetensors.torch import load_file
+
+    options: dict[str, Any] = {"r": 3, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+    base = llama(layers=2)
+    base.name_or_path = ""
+    model = get_peft_model(base, LoraConfig(**options))
+    plain = copy.deepcopy(model)
+    optimizer = adamw(model)
+    with offload.initialize(model, optimizer, offload.Config(**fields)) as engine:
+        _train_on(engine, model, 0, 2)
+        engine.export(os.path.join(folder, "ours"))
+        engine.export(os.path.join(folder, "merged"), merged=True, max_shard_size="20KB")
+        plain.load_state_dict(engine.state_dict())
+    if place()[0] != 0:
+        return {}
+    plain.save_pretrained(os.path.join(folder, "theirs"))
+    plain.merge_and_unload().save_pretrained(os.path.join(folder, "unloaded"))
+    different = {}
+    for ours, theirs in (("ours", "theirs"), ("merged", "unloaded")):
+        found, expected = (
+            {name: value for file in sorted(Path(folder, one).glob("*.safetensors")) for name, value in load_file(file).items()}
+            for one in (ours, theirs)
+        )
+        if set(found) != set(expected):
+            different[ours] = f"{sorted(set(found) ^ set(expected))}"
+        elif not all(torch.equal(found[name], expected[name]) for name in expected):
+            different[ours] = "values"
+    return different

@@ -115,6 +115,12 @@ def test_a_rank_that_dies_in_a_save(fresh: Callable[..., Crew], tmp_path: Path, 
     assert not (tmp_path / "saved").exists()
 
 
+@pytest.mark.parametrize("placement", ["stage 3 on cpu", "stage 3 on nvme"])
+def test_export_of_a_peft_model(pair: Crew, tmp_path: Path, placement: str) -> None:
+    fields = placed(placement, tmp_path) | {"dtype": None}
+    assert pair.do("peft_export", fields=fields, folder=str(tmp_path / "exports"))[0] == {}
+
+
 @pytest.mark.parametrize("first_writes", [True, False], ids=["its manifest", "its files"])
 @pytest.mark.parametrize("wait", [True, False], ids=["waited for", "beside training"])
 def test_a_rank_that_gives_a_save_up(pair: Crew, tmp_path: Path, wait: bool, first_writes: bool) -> None:
