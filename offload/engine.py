@@ -6,6 +6,7 @@ import math
 import os
 import warnings
 import weakref
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -35,6 +36,7 @@ from offload.model.flat import ParameterInfo
 from offload.model.optimizer import OffloadOptimizer
 from offload.model.weights import open_weights
 from offload.profiling.profile import Profile
+from offload.ranks.agreement import MeetingPoint
 from offload.ranks.consensus import together
 from offload.ranks.transport import join_ranks
 from offload.statistics import statistics
@@ -515,8 +517,6 @@ class Engine:
         if not found:
             return None
         names = f"parameter {found[0].fqn!r} was unfrozen or added to the optimizer"
-        if self._parts.ranks.world_size > 1:
-            raise UsageError(f"{names}; on several ranks the layout is fixed: save, close the engine and initialize again.")
         if self._training.is_within_step or self._training.lender.lends_any:
             raise UsageError(
                 f"{names} while gradients wait for a step, or inside engine.gathered: do that between optimizer.step() and the "
@@ -536,11 +536,15 @@ class Engine:
 
     def _refit(self, trained: Collection[int]) -> None:
         """Make the parts anew, with states for the parameters of these indices too, and carry everything over. Where there is
-        no room for them all is as it was; Ctrl-C waits until it is, or all is new."""
-        with passing_checkpoint(self.config) as path:
+        no room for them all is as it was; Ctrl-C waits until it is, or all is new. On several ranks all of them come here with
+        the same parameters."""
+        parts = self._parts
+        parts.meeting.meet(MeetingPoint.UNFREEZING, argument=zlib.crc32(repr(sorted(trained)).encode()))
+        with passing_checkpoint(self.config, parts.ranks, parts.meeting) as path:
             self._checkpointing.save(path, None, None)
             held = HeldInterrupt()
-            held.begin()
+            if not parts.meeting.waits_for_others:
+                held.begin()
             try:
                 self._exchange_parts(path, trained)
             finally:
@@ -554,11 +558,13 @@ class Engine:
         try:
             self._engagement.end()
             try:
-                made = refitted(parts, self.config, optimizer.moments, optimizer.param_groups, trained)
+                ranks = parts.ranks.renewed()
+                made = refitted(parts, self.config, optimizer.moments, optimizer.param_groups, trained, ranks)
             except Exception as error:
-                failure, made = error, rebuild(parts, self.config, optimizer.moments)
+                failure, made = error, rebuild(parts, self.config, optimizer.moments, parts.ranks.renewed())
             self._engage(made, ())
             self._checkpointing.load(path)
+            made.meeting.meet(MeetingPoint.UNFREEZING)  # nobody reads it any more
         except BaseException as error:
             self._training.fail(error)
             raise
@@ -588,7 +594,7 @@ class Engine:
             except Exception as error:  # of the state that is let go; what failed first is known
                 warnings.warn(f"while what the failed engine held was given back: {error}", RuntimeWarning, stacklevel=4)
             moments = self._optimizer.moments if self._optimizer is not None else ()
-            parts = rebuild(self._parts, self.config, moments)
+            parts = rebuild(self._parts, self.config, moments, self._parts.ranks.renewed())
             try:
                 self._engage(parts, ())
             except BaseException:

@@ -43,7 +43,7 @@ from offload.planning.deciding import Decision
 from offload.planning.placement import ALONE, Placement, RankGroup
 from offload.planning.trace import Expected
 from offload.ranks.consensus import Facts, together
-from offload.ranks.group import Alone, Group
+from offload.ranks.group import Group
 from offload.step.components import Components
 from offload.step.reduction import AVERAGE_VARIABLE, average_dtype
 
@@ -152,29 +152,9 @@ class Assembly:
         return _Described(module_units, infos, packed, covered)
 
     def _lay_out(self, accelerator: Accelerator, described: _Described, expected: Expected) -> tuple[Layout, Placement]:
-        """The same on all ranks: the most that every one of them can do."""
-        ranks, config, moments = self._ranks, self._config, moments_of(self._optimizer)
         by_unit = described.by_unit
         specs = [(unit.name, parameter_specs(members)) for unit, members in zip(described.module_units, by_unit, strict=True)]
-        sharing = RankGroup(config.stage, ranks.shard_count, ranks.local_world_size) if ranks.world_size > 1 else ALONE
-        found: list[tuple[Layout, Placement]] = []
-        together(
-            ranks,
-            lambda: found.append(lay_out(config, accelerator, specs, expected, moments, sharing, ranks.shard_index)),
-            lambda _: {},
-        )
-        layout, placement = found[0]
-        least = agree_on_least(ranks, layout, placement)
-        if least.is_of(layout, placement):
-            agreed = lambda: (layout, placement)  # noqa: E731
-        else:
-            fixed = replace(
-                config, parameters=least.parameters, optimizer_states=least.optimizer_states, prefetch=least.prefetch
-            )
-            agreed = lambda: lay_out(  # noqa: E731
-                fixed, accelerator, specs, expected, moments, sharing, ranks.shard_index, (least.chunk_numel,)
-            )
-        return together(ranks, agreed, lambda made: {"placement": [made[1].parameters, made[1].optimizer_states]})
+        return lay_out_together(self._ranks, self._config, accelerator, specs, expected, moments_of(self._optimizer))
 
     def _require_room(self, placement: Placement, described: _Described) -> None:
         """Raise `BudgetError` where what "auto" chose cannot be there, even once the model's own memory is given back: the
@@ -220,16 +200,49 @@ class Assembly:
         return initial_state(self._optimizer, info.parameter, info.fqn)
 
 
-def rebuild(parts: Components, config: Config, moments: tuple[str, ...]) -> Components:
-    """The like of these, which are closed, for the same model on one rank: parameters and states are zeros, to be loaded."""
-    building = Building(choose_accelerator(), parts.layout, parts.placement, config, Alone(), moments)
+def rebuild(parts: Components, config: Config, moments: tuple[str, ...], ranks: Group) -> Components:
+    """The like of these, which are closed, for the same model and as many ranks: parameters and states are zeros, to be loaded.
+    Collective."""
+    accelerator = choose_accelerator()
+    ranks.use_devices(accelerator.device)
+    building = Building(accelerator, parts.layout, parts.placement, config, ranks, moments)
     modules = [ModuleUnit(unit.name, unit.modules) for unit in parts.units]
     by_unit = [list(unit.parameters) for unit in parts.units]
     try:
-        return building.finish(modules, by_unit, parts.expected, NoValues(), lambda _: InitialState({}, 0))
+        return together(
+            ranks, lambda: building.finish(modules, by_unit, parts.expected, NoValues(), lambda _: InitialState({}, 0))
+        )
     except BaseException:
         building.close()
         raise
+
+
+def lay_out_together(
+    ranks: Group,
+    config: Config,
+    accelerator: Accelerator,
+    specs: list[tuple[str, list[ParameterSpec]]],
+    expected: Expected,
+    moments: tuple[str, ...],
+) -> tuple[Layout, Placement]:
+    """The same on all ranks: the most that every one of them can do. Collective."""
+    sharing = RankGroup(config.stage, ranks.shard_count, ranks.local_world_size) if ranks.world_size > 1 else ALONE
+    found: list[tuple[Layout, Placement]] = []
+    together(
+        ranks,
+        lambda: found.append(lay_out(config, accelerator, specs, expected, moments, sharing, ranks.shard_index)),
+        lambda _: {},
+    )
+    layout, placement = found[0]
+    least = agree_on_least(ranks, layout, placement)
+    if least.is_of(layout, placement):
+        agreed = lambda: (layout, placement)  # noqa: E731
+    else:
+        fixed = replace(config, parameters=least.parameters, optimizer_states=least.optimizer_states, prefetch=least.prefetch)
+        agreed = lambda: lay_out(  # noqa: E731
+            fixed, accelerator, specs, expected, moments, sharing, ranks.shard_index, (least.chunk_numel,)
+        )
+    return together(ranks, agreed, lambda made: {"placement": [made[1].parameters, made[1].optimizer_states]})
 
 
 def lay_out(

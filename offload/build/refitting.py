@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from offload.build.assembly import choose_accelerator, lay_out
+from offload.build.assembly import choose_accelerator, lay_out_together
 from offload.build.building import Building
 from offload.build.materialize import NoValues
 from offload.config import Config
@@ -20,9 +20,11 @@ from offload.model.description import check_state_format, check_trainable, param
 from offload.model.flat import ParameterInfo
 from offload.model.optimizer_kinds import InitialState
 from offload.model.partition import ModuleUnit
-from offload.ranks.group import Alone
+from offload.ranks.consensus import together
+from offload.ranks.group import Group
 from offload.step.components import Components
 
+_CALL = "making room for states of newly trained parameters"
 Groups = Callable[[], Sequence[Mapping[str, Any]]]
 
 
@@ -50,10 +52,15 @@ def group_indices(groups: Sequence[Mapping[str, Any]]) -> dict[int, int]:
 
 
 def refitted(
-    parts: Components, config: Config, moments: tuple[str, ...], groups: Sequence[Mapping[str, Any]], trained: Collection[int]
+    parts: Components,
+    config: Config,
+    moments: tuple[str, ...],
+    groups: Sequence[Mapping[str, Any]],
+    trained: Collection[int],
+    ranks: Group,
 ) -> Components:
-    """The like of these, which are closed, for the same model on one rank, with states for the parameters of the indices
-    `trained` too: values and states are zeros, to be loaded. Raises `ConfigError`, also `BudgetError`."""
+    """The like of these, which are closed, for the same model and as many ranks, with states for the parameters of the indices
+    `trained` too: values and states are zeros, to be loaded. Collective. Raises `ConfigError`, also `BudgetError`."""
     group_of = group_indices(groups)
     infos = [
         replace(info, trainable=True, group_index=group_of[id(info.parameter)])
@@ -68,12 +75,17 @@ def refitted(
     by_unit = [[info for info in infos if info.unit_index == unit.index] for unit in parts.units]
     specs = [(unit.layout.name, parameter_specs(members)) for unit, members in zip(parts.units, by_unit, strict=True)]
     accelerator = choose_accelerator()
+    ranks.use_devices(accelerator.device)
     building: Building | None = None
     try:
-        layout, decided = lay_out(fixed, accelerator, specs, parts.expected, moments)
-        building = Building(accelerator, layout, decided, config, Alone(), moments)
+        layout, decided = lay_out_together(ranks, fixed, accelerator, specs, parts.expected, moments)
+        made = building = Building(accelerator, layout, decided, config, ranks, moments)
         modules = [ModuleUnit(unit.layout.name, unit.modules) for unit in parts.units]
-        return building.finish(modules, by_unit, parts.expected, NoValues(), lambda _: InitialState({}, 0))
+        return together(
+            ranks,
+            lambda: made.finish(modules, by_unit, parts.expected, NoValues(), lambda _: InitialState({}, 0)),
+            call=_CALL,
+        )
     except BaseException:
         (building or accelerator).close()
         raise

@@ -10,11 +10,14 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from offload.checkpoint.staged_folder import PREFIX, StagedFolder, remove_leftovers
 from offload.config import Config
+from offload.errors import RankError
+from offload.ranks.agreement import MeetingPoint
+from offload.ranks.group import Group, Meeting
 
 _log = logging.getLogger(__name__)
 
@@ -25,11 +28,24 @@ def _parent(config: Config) -> Path:
 
 
 @contextmanager
-def passing_checkpoint(config: Config) -> Iterator[Path]:
-    """Where the state can be saved; gone afterwards."""
-    with StagedFolder(_parent(config) / f"{PREFIX}passing", replace=False) as folder:
-        os.chmod(folder.path, 0o700)
-        yield folder.path / "state"
+def passing_checkpoint(config: Config, ranks: Group, meeting: Meeting) -> Iterator[Path]:
+    """Where the state can be saved, in a folder of the first rank; gone afterwards. Collective as it begins."""
+    with ExitStack() as stack:
+        said, failure = "", None
+        try:
+            if ranks.index == 0:
+                folder = stack.enter_context(StagedFolder(_parent(config) / f"{PREFIX}passing", replace=False))
+                os.chmod(folder.path, 0o700)
+                said = str(folder.path / "state")
+        except Exception as error:
+            said, failure = f"!{error}", error
+        answers = meeting.meet(MeetingPoint.UNFREEZING, lambda: ranks.exchange_bytes(said.encode()))
+        told = answers[0].decode()
+        if failure is not None:
+            raise failure
+        if told.startswith("!"):
+            raise RankError(f"rank 0 has no place for the state that newly trained parameters join: {told[1:]}")
+        yield Path(told)
 
 
 def remove_abandoned(config: Config) -> None:

@@ -44,6 +44,7 @@ class MeetingPoint(IntEnum):
     LOADING = 9
     EXPORTING = 10
     CLOSING = 11
+    UNFREEZING = 12
 
     @property
     def call(self) -> str:
@@ -64,6 +65,7 @@ _CALLS = {
     MeetingPoint.LOADING: "engine.load_checkpoint()",
     MeetingPoint.EXPORTING: "engine.export()",
     MeetingPoint.CLOSING: "engine.close()",
+    MeetingPoint.UNFREEZING: "the first forward with newly trained parameters",
 }
 
 

@@ -17,8 +17,11 @@ Facts = Mapping[str, Any]
 """JSON values by name; names say what differs when they do."""
 
 
-def together(ranks: Group, step: Callable[[], T], facts: Callable[[T], Facts]) -> T:
-    """Run `step` on every rank; if it fails on any, or its facts differ, it fails on all of them. Collective."""
+def together(
+    ranks: Group, step: Callable[[], T], facts: Callable[[T], Facts] = lambda _: {}, *, call: str = "offload.initialize"
+) -> T:
+    """Run `step` on every rank; if it fails on any, or its facts differ, it fails on all of them. Collective. `call`: what
+    the user called, or what it is for."""
     if ranks.world_size == 1:
         return step()
     failure: Exception | None = None
@@ -34,7 +37,7 @@ def together(ranks: Group, step: Callable[[], T], facts: Callable[[T], Facts]) -
         raise failure
     for index, answer in enumerate(answers):
         if "failure" in answer:
-            raise RankError(f"offload.initialize failed on rank {index}: {answer['failure']}")
+            raise RankError(f"{call} failed on rank {index}: {answer['failure']}")
     _require_equal(ranks, answers)
     return value
 

@@ -50,6 +50,10 @@ class Group(Protocol):
         """Talk between the devices where that is possible."""
         ...
 
+    def renewed(self) -> Group:
+        """The same members, once these have parted: what closes an engine's parts gives back the group too."""
+        ...
+
     def statistics(self) -> dict[str, dict[str, int]]:
         """By verb: how often, and the bytes of the whole buffers that it was about."""
         ...
@@ -102,6 +106,9 @@ class Alone:
 
     def use_devices(self, device: torch.device) -> None:
         pass
+
+    def renewed(self) -> Alone:
+        return self
 
     def statistics(self) -> dict[str, dict[str, int]]:
         return {}

@@ -121,6 +121,12 @@ class Ranks:
         self._store = dist.distributed_c10d.PrefixStore(f"offload/{key}", dist.distributed_c10d._get_default_store())
         self._said_failed = self._said_order = False
 
+    def renewed(self) -> Ranks:
+        """See `Group`. Collective."""
+        ranks = Ranks(self._arrangement, self._timeout, _next_key())
+        ranks.local_world_size = self.local_world_size
+        return ranks
+
     def _make_group(self, indices: Sequence[int], backend: str) -> Any:
         members = [self._arrangement.members[index] for index in indices]
         # Ranks outside of the members know nothing of them. PyTorch then names the group by its members, and a second one

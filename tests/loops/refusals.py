@@ -40,12 +40,6 @@ class Circumstances:
         self.update, self.setup = facts.setup.update, facts.setup
         # A backward runs a forward of its own where there is none.
         self.newly_trained = not trained <= facts.trained and (operation.name != "backward" or not graphs)
-        blocks = program.model.blocks
-        stateless = {number for number, kind in enumerate(blocks) if number in program.model.frozen or kind == "lora"}
-        ends = {0, len(blocks) - 1}
-        if program.model.tie == "blocks" and stateless & ends:
-            stateless |= ends  # they share a weight
-        self.unfreezes = operation.name == "freeze" and operation.values["block"] % len(blocks) in stateless
         self.accumulates = operation.values.get("micro", 1) > 1 or operation.values.get("sync") is False
         self.has_budget = facts.setup.memory is not None or facts.setup.on_device is not None
         self.is_saved = facts.sure == set(facts.saved)
@@ -156,10 +150,6 @@ class Exclusion:
 
 
 EXCLUSIONS: tuple[Exclusion, ...] = (
-    Exclusion(
-        "on several ranks only what has states already can be unfrozen (docs/guarantees.md)",
-        lambda now: now.program.ranks > 1 and (now.operation.name == "add_group" or now.unfreezes),
-    ),
     Exclusion(
         "an interrupt inside a forward may leave running statistics half done, in PyTorch too",
         lambda now: bool(now.operation.interrupt) and "normed" in now.program.model.blocks,

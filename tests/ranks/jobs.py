@@ -714,3 +714,32 @@ def peft_export(fields: dict[str, Any], folder: str) -> dict[str, str]:
         elif not all(torch.equal(found[name], expected[name]) for name in expected):
             different[ours] = "values"
     return different
+
+
+def unfreeze(fields: dict[str, Any], knows_all: bool) -> dict[str, Any]:
+    """Blocks are unfrozen between steps, one of them after an evaluation that the first rank makes alone; another joins the
+    optimizer. `knows_all`: they have states from the start, as what was trained once has."""
+    model = llama(layers=3)
+    parts = [model.model.layers[0], model.model.layers[1], model.lm_head]
+    if not knows_all:
+        for part in parts:
+            part.requires_grad_(False)
+    rest = list(parts[2].parameters())
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if not any(one is other for other in rest)], lr=0.01)
+    if knows_all:
+        optimizer.add_param_group({"params": rest, "lr": 0.02})
+    with offload.initialize(model, optimizer, offload.Config(**fields)) as engine:
+        for part in parts:
+            part.requires_grad_(False)
+        losses = _train_on(engine, model, 0, 1)
+        for step, part in enumerate(parts, 1):
+            part.requires_grad_(True)
+            if part is parts[2] and not knows_all:
+                engine.optimizer.add_param_group({"params": rest, "lr": 0.02})
+            if place()[0] == 0:
+                with torch.no_grad():
+                    model(input_ids=byte_batches(1)[0])
+            losses += _train_on(engine, model, step, step + 1)
+        parts[0].requires_grad_(False)
+        losses += _train_on(engine, model, 4, 6)
+        return {"losses": losses, "weights": digest(engine.state_dict()), "steps": engine.stats()["steps"]}

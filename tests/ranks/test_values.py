@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +63,17 @@ def test_clipping_by_torch_is_the_engines_to_the_bit(pair: Crew, tmp_path: Path)
             one for by_torch in (False, True) for one in pair.do("clipped", fields=placed(case, tmp_path), by_torch=by_torch)
         ]
         assert all(one == found[0] for one in found), case
+
+
+def test_unfreezing(pair: Crew, tmp_path: Path) -> None:
+    """What has no states gets them on all ranks alike, in any placement: as if it had had them from the start."""
+    expected: dict[str, Any] = {}
+    for case in CASES:
+        fields = placed(case, tmp_path)
+        found = pair.do("unfreeze", fields=fields, knows_all=False)
+        assert found[0]["weights"] == found[1]["weights"] and found[0]["steps"] == 6, case
+        if not expected:
+            expected[None] = pair.do("unfreeze", fields=fields, knows_all=True)
+        # What is frozen in 16 bits has no fp32 master to go on from: the stages are compared among themselves.
+        assert found == expected.setdefault(case.get("dtype"), found), case
+        assert os.listdir(tmp_path) == [] or not any((tmp_path / "nvme").iterdir()), case
