@@ -363,8 +363,8 @@ class Player(ABC):
         return {}
 
     def do_save(self, number: int, beside: bool = False) -> Any:
+        self.facts.saved_added[self.position] = self.facts.added  # first: an interrupt may come between the two
         self.facts.saved.setdefault(number, []).append(self.position)
-        self.facts.saved_added[self.position] = self.facts.added
         self.save(number, beside)
         return {}
 
