@@ -15,11 +15,14 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+from offload.device.host_room import host_rooms
 from offload.device.pending import Latch, Pending
 from offload.device.recording import WORK, OpRecorder, lane_row
 from offload.errors import ConfigError, EngineFailedError
 
 Job = Callable[[], None]
+_STACK_NBYTES = 64 * 2**20
+"""A thread's stack and what the C library gives it of memory to allocate from."""
 
 
 class LaneRow:
@@ -127,6 +130,12 @@ def start_thread(thread: threading.Thread) -> None:
     try:
         thread.start()
     except RuntimeError as error:
+        addresses = next((room for room in host_rooms() if room.bounds_addresses), None)
+        if addresses is not None and addresses.free_nbytes < _STACK_NBYTES:
+            raise ConfigError(
+                f"the system refuses addresses for the stack of a thread for {thread.name} ({error}): {addresses.free_nbytes} bytes "
+                f"are left, by {addresses.name}. Raise that limit (ulimit -v), or have less in memory."
+            ) from error
         raise ConfigError(
             f"the system refuses a thread for {thread.name} ({error}): the limit of processes and threads is reached. Raise it "
             "(ulimit -u; in a container its limit of pids), or end other programs and DataLoader workers."
