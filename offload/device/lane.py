@@ -39,6 +39,9 @@ class LaneRow:
 class HostLane(ABC):
     """A first-in first-out lane of jobs. `submit` may be called from any thread; a job never waits for a later one."""
 
+    runs_beside = False
+    """Whether it is a thread of its own."""
+
     @abstractmethod
     def submit(self, job: Job, about: object = None, nbytes: int = 0) -> Pending:
         """Queue `job`; the result settles when it ran, with its exception if it raised one. It is about a unit, or bytes."""
@@ -175,6 +178,8 @@ class ThreadLane(HostLane):
 
     The thread knows the queue alone: it ends too when the lane is dropped without `close()`.
     """
+
+    runs_beside = True
 
     def __init__(self, name: str, begin: Job | None = None, told: LaneRow | None = None) -> None:
         """`begin` runs on the thread before its first job."""

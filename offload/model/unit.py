@@ -204,6 +204,8 @@ class Unit:
     early: EarlyUpdate | None = None
     """While an update that began before the norm was known can be undone. Written by `Speculation`, in the thread that drives
     the model (and backward's)."""
+    was_read: bool = False
+    """Whether its values, which are there for good, were read outside of its uses since the last step. Written by `Uses`."""
     gradient: UnitGradient = field(default_factory=UnitGradient)
     """Of use where there are several ranks."""
     chunks: list[Chunk] = field(init=False)
@@ -262,8 +264,9 @@ class Unit:
             info.note_version()  # now: to ask a guarded parameter takes longer than all else here
 
     def close_off(self) -> None:
-        """Guard all but those that are gathered. What is there for good, with no update to come, may be read."""
-        readable = not self.residency.nbytes and self.update is None
+        """Guard all but those that are gathered. What is there for good, with no update to come, may be read; where one may
+        begin early, once that is known."""
+        readable = not self.residency.nbytes and self.update is None and (self.was_read or not self.route.undoable)
         for info in self.parameters:
             if info.guard is not None and not info.lent_count:
                 info.guard.close_off(readable=readable)

@@ -135,11 +135,10 @@ class Problem:
         in_device_memory = parameters == "device" or (parameters == "cpu" and self.accelerator.unified)
         return in_device_memory and not self.sharing.shards_parameters
 
-    def speculates(self, parameters: Tier, states: Tier) -> bool:
-        """Whether updates may begin before `step()`. Where their results lie in memory that is no gain, and to undo
+    def speculates(self, states: Tier) -> bool:
+        """Whether updates may begin before `step()`. Where records lie in memory that is little gain, and to undo
         them would take a copy; several ranks would have to agree on what they undo."""
-        on_nvme = (parameters, states) == ("nvme", "nvme") and self.sharing.world_size == 1
-        return on_nvme and self.config.update != "step"
+        return states == "nvme" and self.sharing.world_size == 1 and self.config.update != "step"
 
     def can_hold(self, parameters: Tier) -> bool:
         """Whether the stage allows parameters in that tier: without partitioned parameters they stay on the device."""
@@ -199,11 +198,12 @@ def place(problem: Problem, choice: Choice) -> Placement:
     if problem.accumulates:
         lines += sums
     undoable: list[UnitSizes] = []
-    if problem.speculates(choice.parameters, choice.states):
+    if problem.speculates(choice.states):
         others = MemoryPlan((*lines, *(() if problem.accumulates else sums))).total_nbytes("nvme")
         undoable = _undoable(problem, routes, others)
         routes = with_undo(routes, {unit.index for unit in undoable})
-    lines.append(MemoryLine("nvme", "room to undo updates", sum(map(_undo_nbytes, undoable))))
+    undo_nbytes = sum(_undo_nbytes(unit, routes[unit.index]) for unit in undoable)
+    lines.append(MemoryLine("nvme", "room to undo updates", undo_nbytes))
     lines.extend(MemoryLine("cpu", purpose, count * nbytes) for purpose, (count, nbytes) in staging.items())
     transit = 0
     if problem.packs_gradients:
@@ -337,20 +337,30 @@ def _transit_buffer_count(problem: Problem, leaving: Sequence[UnitSizes], other_
 
 
 def _undoable(problem: Problem, routes: Sequence[Route], other_nbytes: int) -> list[UnitSizes]:
-    """Units nothing of which lies in memory, where it would be written in place, as many as the drives have room for besides
-    what must be there; of the last first, which backward reaches first."""
+    """Units of which an update overwrites nothing in memory that could not be had again, as many as the drives have room for
+    besides what must be there; of the last first, which backward reaches first."""
     left = int(problem.drive_nbytes * (1 - _DRIVE_RESERVE)) - other_nbytes
     if problem.config.update == "auto":
         left -= _CHECKPOINTS * sum(unit.home + unit.beside.nbytes for unit in problem.footprint.units)
     found: list[UnitSizes] = []
     for unit, route in zip(reversed(problem.footprint.units), reversed(routes), strict=True):
-        on_nvme = (route.parameters, route.records) == ("nvme", "nvme") and not (route.kept_parameters or route.kept_records)
-        if on_nvme and unit.trained and unit.index not in problem.expected.late_units and _undo_nbytes(unit) <= left:
+        nbytes = _undo_nbytes(unit, route)
+        if _can_undo(unit, route) and unit.index not in problem.expected.late_units and nbytes <= left:
             found.append(unit)
-            left -= _undo_nbytes(unit)
+            left -= nbytes
     return found
 
 
-def _undo_nbytes(unit: UnitSizes) -> int:
-    """What a second place for all that an update of the unit writes takes: on NVMe, so where the update does not cross."""
-    return sum(round_up(nbytes, EXTENT_ALIGN) for nbytes in unit.trained) + unit.beside.nbytes
+def _can_undo(unit: UnitSizes, route: Route) -> bool:
+    """Whether all that an update of the unit writes has a second place on NVMe, or is parameters that the record's masters
+    tell."""
+    records = route.records == "nvme" and not route.kept_records
+    parameters = route.parameters == "nvme" and not route.kept_parameters
+    return bool(unit.trained) and records and (parameters or not any(unit.records(route.crosses).read))
+
+
+def _undo_nbytes(unit: UnitSizes, route: Route) -> int:
+    """What a second place for all that an update of the unit writes to NVMe takes."""
+    written = zip(unit.trained_positions, unit.trained, strict=True)
+    parameters = [nbytes for position, nbytes in written if route.parameters == "nvme" and position >= route.kept_parameters]
+    return sum(round_up(nbytes, EXTENT_ALIGN) for nbytes in parameters) + unit.records(route.crosses).nbytes

@@ -63,8 +63,8 @@ class ChunkStore(ABC):
     any thread.
 
     What has no bytes has no extent, and is there in place: [0].
-    A chunk in `undoable` has two extents and is written to them in turn, so that its last write can be undone: that costs room
-    and no transfer.
+    A chunk in `undoable` that lies on NVMe has two extents and is written to them in turn, so that its last write can be
+    undone: that costs room and no transfer.
     """
 
     read_priority = Priority.STATE
@@ -81,7 +81,7 @@ class ChunkStore(ABC):
         for chunk, tier, nbytes in sized:
             self._place(chunk).extent = allocators.setdefault(tier, ExtentAllocator()).take(nbytes)
         for chunk, tier, nbytes in sized:  # after all others: what is read one after the other lies so
-            if undoable(chunk):
+            if tier == "nvme" and undoable(chunk):
                 self._place(chunk).other = allocators[tier].take(nbytes)
         self._stores = {tier: make_store(tier, allocator.extents) for tier, allocator in allocators.items()}
         for chunk, tier, _ in sized:

@@ -86,9 +86,9 @@ class Components:
 
     @property
     def stays(self) -> bool:
-        """Whether all parameters are where the model computes on them, for good and on one rank alone: nothing has to know when
-        a unit of them is used."""
-        return self.ranks.world_size == 1 and not any(unit.residency.nbytes for unit in self.units)
+        """Whether all parameters are where the model computes on them, for good and on one rank alone, and none are updated
+        before the step: nothing has to know when a unit of them is used."""
+        return self.ranks.world_size == 1 and not any(unit.residency.nbytes or unit.route.undoable for unit in self.units)
 
     def close(self) -> None:
         """Stop and give back everything, last made first. Idempotent. Raises the first failure, after all of it."""

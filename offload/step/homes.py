@@ -1,12 +1,16 @@
-"""Carrying values that the user wrote to a parameter in device memory to its home and its master weight."""
+"""Carrying values that the user wrote to a parameter in device memory to its home and its master, and from there back home."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
+from offload.device.segment import MASTER
+from offload.layout import Piece
 from offload.model.chunk import Chunk
 from offload.model.flat import ParameterInfo
-from offload.planning.route import Memory
+from offload.planning.route import Emission, Memory
 from offload.step.components import Components
 from offload.tiers.memory import HostMemory
 
@@ -27,6 +31,23 @@ class Homes:
         buffer = HostMemory(records.nbytes(chunk), "gathered records", ledger=self._parts.ledger).tensor
         records.read(chunk, buffer).wait()
         return buffer
+
+    def tell(self, chunk: Chunk, pieces: Iterable[Piece]) -> None:
+        """Make the values of these pieces what the record's masters say, as an update leaves them."""
+        records, places = self._parts.records, self._parts.parameter_store
+        home = places.view(chunk)
+        assert records is not None and home is not None
+        masters = records.over(chunk, self.read_record(chunk)).arrays[MASTER]
+        values = torch.empty(chunk.numel, dtype=chunk.flat.dtype)
+        records.format(chunk).round_values(values, masters[: chunk.numel])
+        places.settle_copies(chunk)
+        home = home[: chunk.nbytes].view(chunk.flat.dtype)
+        for piece in pieces:
+            part = slice(piece.start - chunk.start, piece.stop - chunk.start)
+            if chunk.route.emission is Emission.COPY_IN:
+                self._parts.accelerator.copy_in(home[part], values[part]).wait()
+            else:
+                home[part].copy_(values[part])
 
     def write(self, info: ParameterInfo, written: torch.Tensor) -> None:
         """Carry the written elements (`written`: bool [numel] in slot order) to the parameter's home and its master."""

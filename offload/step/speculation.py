@@ -5,7 +5,8 @@ loss scaling need the norm of all gradients for that, and whatever runs before `
 norm changes nothing and nothing runs, so where that was so lately (`ClipHistory`) it is taken for granted, and what is needed
 to undo is kept. A loop of several backwards is expected to have as many of them in the next step: updates begin in the last.
 
-    records, parameters  written to a second place in the store, so that the first is still there (`ChunkStore.undo_write`)
+    records              written to a second place on NVMe, so that the first is still there (`ChunkStore.undo_write`)
+    parameters           likewise; where they lie in memory they are made of the former record's masters
     gradients            kept, in their buffers or on NVMe; read again only if the update is undone
     device memory        holds new values: undone, it is emptied, and fetched again when it is used
     step counts          counted back
@@ -14,8 +15,9 @@ to undo is kept. A loop of several backwards is expected to have as many of them
 wherever anything would see that an update came too early (a forward before `step`, a further gradient, `zero_grad`, a learning
 rate that changed), all of it is undone, and everything goes on as if it never was.
 
-Only units are updated so whose parameters and records lie on NVMe altogether: what lies in memory is updated fast enough at
-`step`, and a copy of it to undo with would take memory.
+Only units are updated so whose records lie on NVMe altogether, and whose parameters do or are rounded masters: what lies in
+memory is updated fast enough at `step`, and a copy of it to undo with would take memory. Parameters that stay where the model
+computes may be read at any time, and a graph keep what was read: those of a unit that were wait for `step` (`Unit.was_read`).
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ from __future__ import annotations
 from offload.device.rules import Hyper
 from offload.model.taken_gradient import TakenGradient
 from offload.model.unit import ShardState, Unit
-from offload.model.update import EarlyUpdate
+from offload.model.update import ChunkUpdate, EarlyUpdate
 from offload.step.clip_history import ClipHistory
 from offload.step.components import Components
+from offload.step.homes import Homes
 from offload.step.update_making import UpdateMaker
 
 
@@ -45,6 +48,7 @@ class Speculation:
             maker,
             parts.expected.late_units,
         )
+        self._homes = Homes(parts)
         self._begins_early = begins_early and maker is not None
         self._norm_counts = norm_counts
         self._history = ClipHistory.before_the_first(norm_counts)
@@ -92,7 +96,8 @@ class Speculation:
 
     def _may_begin(self, unit: Unit) -> bool:
         is_the_last = self._backward_count >= self._expected_count
-        return unit.route.undoable and is_the_last and self._history.expects_none and not self._gave_up
+        is_free = unit.route.undoable and not unit.was_read
+        return is_free and is_the_last and self._history.expects_none and not self._gave_up
 
     def before_use(self, unit: Unit) -> None:
         """The unit is about to be used: by anything but the next step, if its update may still be undone."""
@@ -124,17 +129,23 @@ class Speculation:
         if changes:
             self.undo()
 
-    def confirm(self) -> set[int]:
-        """The step goes on from what was begun. Returns the indices of the parameters whose gradients that took."""
+    def confirm(self) -> tuple[set[int], dict[Unit, list[ChunkUpdate]]]:
+        """The step goes on from what was begun. Returns the indices of the parameters whose gradients that took, and what is
+        not under way yet: backward went from the last unit to the first, and the next forward waits for the first."""
         updated: set[int] = set()
+        recalled = self._updates.recall(self.begun_units) if self._updates is not None else {}
         for _, early in self._early_updates():
             assert self._gradients is not None
             for info in early.updated:
                 self._gradients.consume(info)
                 updated.add(info.index)
             self._gradients.drop_held(early.chunks)
+        for unit in [unit for unit in self._units if unit.was_read]:
+            unit.was_read = False
+            if not unit.uses.count:
+                unit.close_off()
         self.end_step()
-        return updated
+        return updated, recalled
 
     def end_step(self) -> None:
         """The next step may begin updates again."""
@@ -165,9 +176,13 @@ class Speculation:
     def _take_back(self, unit: Unit, early: EarlyUpdate) -> None:
         assert self._gradients is not None and self._records is not None
         for update in early.updates:
-            if update.applied:
+            if not update.applied:
+                continue
+            self._records.undo_write(update.chunk)
+            if update.chunk.parameters.other is not None:
                 self._places.undo_write(update.chunk)
-                self._records.undo_write(update.chunk)
+            else:
+                self._homes.tell(update.chunk, [one.piece for one in update.pieces])
         self._gradients.take_back(early.chunks)
         for info in early.updated:
             info.step -= 1

@@ -212,12 +212,14 @@ class Training(FailureState):
 
     def _enqueue(self, maker: UpdateMaker, factor: float) -> None:
         assert self._taken is not None and self._updates is not None
-        updated = self.speculation.confirm()
+        updated, coming = self.speculation.confirm()
         live = [info for info in self.gradients.live() if info.index not in updated]
         for info in live:
             self._taken.consume(info)
-        for unit, updates in maker.make(live, factor):
-            self._updates.enqueue(unit, updates)
+        coming.update(maker.make(live, factor))
+        for unit in self._residency.next_order() if coming else ():
+            if unit in coming:
+                self._updates.enqueue(unit, coming[unit])
 
     def _finish_step(self) -> None:
         assert self._updates is not None

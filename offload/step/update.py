@@ -11,7 +11,7 @@ A unit between `enqueue` and `finish` is in the shard state UPDATING (`offload.m
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from offload.device import optimizer_step
 from offload.device.accelerator import Accelerator
 from offload.device.flat import uses_native
-from offload.device.lane import HostLane, InlineLane, LaneRow, ThreadLane
+from offload.device.lane import HostLane, InlineLane, LaneRow
 from offload.device.pending import Pending
 from offload.device.records import Record
 from offload.device.segment import MASTER, Segment
@@ -87,7 +87,7 @@ class Updates:
     @property
     def runs_beside(self) -> bool:
         """Whether the lane is a thread of its own."""
-        return isinstance(self._lanes[Memory.HOST], ThreadLane)
+        return self._lanes[Memory.HOST].runs_beside
 
     def coming(self) -> list[ChunkUpdate]:
         """The enqueued updates of chunks that are not over."""
@@ -155,6 +155,24 @@ class Updates:
         if unit.update is not None:
             self.apply(unit)
             self._leave_queue(unit)
+
+    def recall(self, units: Iterable[Unit]) -> dict[Unit, list[ChunkUpdate]]:
+        """Take back what the lane has not begun of these units' updates: to be enqueued anew, in another order."""
+        enqueued = [(unit, unit.update) for unit in units if unit.update is not None]
+        recalled: dict[Unit, list[ChunkUpdate]] = {}
+        for _, update in enqueued:
+            for one in update.chunks:
+                one.cancelled = not one.started
+        for unit, update in enqueued:
+            if any(one.cancelled for one in update.chunks):
+                self.launch(unit).wait()  # what the lane had begun of it meanwhile is over then
+                self._leave_queue(unit)
+                for pending in update.published:
+                    self._accelerator.join(pending)
+                left = [one for one in update.chunks if not one.applied]
+                if left:
+                    recalled[unit] = [ChunkUpdate(one.chunk, one.pieces, one.factor) for one in left]
+        return recalled
 
     def _leave_queue(self, unit: Unit) -> None:
         unit.update = None

@@ -120,7 +120,9 @@ class Uses:
         """A guarded parameter's value is asked for: right inside a forward, and wherever it lies in place; else an error."""
         unit = self._units[info.unit_index]
         if not unit.residency.nbytes:
+            self._speculation.before_use(unit)
             self._residency.bring(unit)
+            unit.was_read = True
             unit.close_off()
             return
         enclosing = self._calls.innermost_unit() if self.in_forward else None

@@ -81,6 +81,8 @@ class _LaneJob(LaneJob):
 class VirtualLane(HostLane):
     """A thread of its own, in virtual time."""
 
+    runs_beside = True
+
     def __init__(self, name: str, machine: VirtualMachine, told: LaneRow) -> None:
         self._name, self._machine, self._simulation, self._told = name, machine, machine.simulation, told
         self._jobs: queue.SimpleQueue[_LaneJob | None] = queue.SimpleQueue()
