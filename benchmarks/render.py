@@ -23,6 +23,7 @@ NAMES = {
     "plain": "plain PyTorch, fused AdamW, all in memory",
     "cpu": "offload, parameters and states in CPU memory",
     "nvme": "offload, parameters and states on NVMe",
+    "nvme, auto": 'the same, nothing to clip: `update="auto"`',
     "nvme, backward": 'the same, `update="backward"`, nothing to clip',
     "deepspeed cpu": "DeepSpeed ZeRO-3, parameters and states in CPU memory",
     "deepspeed nvme": "DeepSpeed ZeRO-3, parameters and states on NVMe",

@@ -41,14 +41,15 @@ VOCABULARY = 50257
 CLIP = 1.0
 NO_STRIKE = 1e6
 """A norm to clip to that no step reaches: what `update="backward"` gains shows in steps whose norm changes nothing."""
-LOOKS_ON = {"nvme, backward": 9}
+LOOKS_ON = {"nvme, auto": 9, "nvme, backward": 9}
 """Steps that do not count; otherwise 2. Updates begin before the norm is known after some steps that it did not change."""
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "compute": {},
     "limits": {},
     "cpu": {"parameters": "cpu", "optimizer_states": "cpu"},
-    "nvme": {"parameters": "nvme", "optimizer_states": "nvme"},
+    "nvme": {"parameters": "nvme", "optimizer_states": "nvme", "update": "step"},
+    "nvme, auto": {"parameters": "nvme", "optimizer_states": "nvme", "update": "auto", "max_grad_norm": NO_STRIKE},
     "nvme, backward": {"parameters": "nvme", "optimizer_states": "nvme", "update": "backward", "max_grad_norm": NO_STRIKE},
 }
 FORMATS = ("fp32", "split", "8bit")

@@ -201,7 +201,7 @@ class Engine:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside only accumulate: nothing is communicated, and with update="backward" nothing is updated.
+        """Backwards inside only accumulate: nothing is communicated, and no update begins.
 
         Raises `BudgetError` where there is no room for the fp32 sums of several micro-batches, before anything is done.
         """

@@ -10,6 +10,7 @@ from offload.device.segment import MASTER
 from offload.layout import Piece
 from offload.model.chunk import Chunk
 from offload.model.flat import ParameterInfo
+from offload.planning.purposes import EMITTED, RECORDS_ON_DEMAND
 from offload.planning.route import Emission, Memory
 from offload.step.components import Components
 from offload.tiers.memory import HostMemory
@@ -33,21 +34,27 @@ class Homes:
         return buffer
 
     def tell(self, chunk: Chunk, pieces: Iterable[Piece]) -> None:
-        """Make the values of these pieces what the record's masters say, as an update leaves them."""
-        records, places = self._parts.records, self._parts.parameter_store
+        """Make the values of these pieces, in memory, what the record's masters on NVMe say, as an update leaves them. In
+        staging buffers of the updates, none of which may run."""
+        records, places, pool = self._parts.records, self._parts.parameter_store, self._parts.pool
         home = places.view(chunk)
         assert records is not None and home is not None
-        masters = records.over(chunk, self.read_record(chunk)).arrays[MASTER]
-        values = torch.empty(chunk.numel, dtype=chunk.flat.dtype)
-        records.format(chunk).round_values(values, masters[: chunk.numel])
-        places.settle_copies(chunk)
         home = home[: chunk.nbytes].view(chunk.flat.dtype)
+        places.settle_copies(chunk)
+        lease = pool.lease(RECORDS_ON_DEMAND)
+        records.read(chunk, lease.tensor[: records.nbytes(chunk)]).wait()
+        masters = records.over(chunk, lease.tensor).arrays[MASTER]
+        goes_over = chunk.route.emission is Emission.COPY_IN
+        emitted = pool.lease(EMITTED) if goes_over else None
+        values = home if emitted is None else emitted.tensor[: chunk.nbytes].view(chunk.flat.dtype)
         for piece in pieces:
             part = slice(piece.start - chunk.start, piece.stop - chunk.start)
-            if chunk.route.emission is Emission.COPY_IN:
+            records.format(chunk).round_values(values[part], masters[part])
+            if goes_over:
                 self._parts.accelerator.copy_in(home[part], values[part]).wait()
-            else:
-                home[part].copy_(values[part])
+        for one in (lease, emitted):
+            if one is not None:
+                one.release()
 
     def write(self, info: ParameterInfo, written: torch.Tensor) -> None:
         """Carry the written elements (`written`: bool [numel] in slot order) to the parameter's home and its master."""
