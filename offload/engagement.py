@@ -6,7 +6,9 @@ An engine has one at a time. It gets another where its parts are made anew: for 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -14,13 +16,16 @@ from offload.build.assembly import DTYPES
 from offload.build.ownership import Taking, disown
 from offload.build.refitting import NewlyTrained
 from offload.checkpoint.checkpoint import Checkpointing
+from offload.checkpoint.exporting import Exporting
 from offload.config import Config
 from offload.deferred_init.held_tensors import Slot
+from offload.device.host_room import host_room
 from offload.device.recording import MAIN, WORK
 from offload.errors import UsageError
 from offload.model.fingerprint import ModelFingerprint
 from offload.model.flat import ParameterInfo
 from offload.model.optimizer import OffloadOptimizer
+from offload.model.taken_methods import TakenMethods
 from offload.profiling.profile import Profile
 from offload.ranks.agreement import MeetingPoint
 from offload.step.components import Components
@@ -56,6 +61,7 @@ class Engagement:
         self.checkpointing = Checkpointing(parts, self.training, self.gathering, model, optimizer)
         self.profile: Profile | None = None
         """The last one that was asked for."""
+        self.exporting = Exporting(parts, self.training, self.gathering, self.checkpointing, model)
         self._newly_trained: NewlyTrained | None = None
         self._fingerprint: ModelFingerprint | None = None
         if optimizer is not None:
@@ -66,6 +72,7 @@ class Engagement:
         self.hooks = Hooks(parts.units, self.training, events, successor)
         parts.accelerator.wait_for_all()  # the loop may run on another stream than this call
         Taking(model, parts, slots).take(self.training, self.hooks)
+        self._methods = TakenMethods(model, {"generate": self._generate, **self.exporting.replaced_methods})
 
     # ---- what steps the optimizer --------------------------------------------------------------------------------
 
@@ -92,6 +99,16 @@ class Engagement:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See `Training.zero_grad`."""
         self.training.zero_grad(set_to_none)
+
+    def resident(self) -> AbstractContextManager[None]:
+        """See `Engine.resident`."""
+        self.training.check()
+        free = self.parts.accelerator.free_nbytes()
+        return self.parts.residency.staying((host_room().free_nbytes if free is None else free) // 2)
+
+    def _generate(self, own: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        with self.resident():
+            return own(*args, **keywords)
 
     def owns(self, parameter: object) -> bool:
         """Whether it is one of the model's."""
@@ -121,6 +138,7 @@ class Engagement:
         parts = self.parts
         if self.profile is not None:
             self.profile.close()
+        self._methods.give_back()
         self.hooks.remove()
         self.training.uses.abandon()
         held = HeldInterrupt()

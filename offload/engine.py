@@ -256,6 +256,14 @@ class Engine:
         settle = self._checkpointing.saver.settle  # what is written inside goes around the updates
         return self._engagement.gathering.gathered(infos, first=settle)
 
+    def resident(self) -> AbstractContextManager[None]:
+        """Inside, parameters that were used stay in device memory: for many forwards in a row, as generation makes them.
+
+        As much of them as the budget has room for; without a budget, half of the memory that is free now. All else is as
+        outside. `module.generate` does it by itself.
+        """
+        return self._engagement.resident()
+
     def state_dict(self, *, full: bool = True, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         """Every parameter (fp32 master precision where it is trained) and persistent buffer on the CPU, by fqn.
 
@@ -465,7 +473,7 @@ class Engine:
         path = checked_folder(dir, "export")
         self._require_open()
         chosen = DTYPES[dtype] if dtype is not None else None
-        self._checkpointing.export(path, chosen, parse_nbytes(max_shard_size, "max_shard_size"), merged=merged)
+        self._engagement.exporting.export(path, chosen, parse_nbytes(max_shard_size, "max_shard_size"), merged=merged)
 
     # ---- lifecycle -----------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,23 +18,17 @@ import torch
 from torch import nn
 
 from offload.checkpoint.client_state import checked_client_state
-from offload.checkpoint.consistency import row_major
-from offload.checkpoint.export import AdapterExporter, Exporter
 from offload.checkpoint.manifest import LossScaleEntry, Manifest, ModelEntry, OptimizerEntry
 from offload.checkpoint.matching import Matching
 from offload.checkpoint.model_names import buffers_once, kept_fqn, model_configs
 from offload.checkpoint.numbering import check_keep_last, checked_target, highest_number, numbered
 from offload.checkpoint.opened import OpenedCheckpoint
 from offload.checkpoint.param_groups import group_numbers, restore_group_numbers
-from offload.checkpoint.peft_export import Merging, Skeleton, adapter_files
 from offload.checkpoint.random_state import CPU, DEVICE, put_random_state
 from offload.checkpoint.restoring import StateWriter, StoredParameter
 from offload.checkpoint.saving import Save, Saver
-from offload.checkpoint.state_reading import StateReader
 from offload.errors import CheckpointError, EngineFailedError, OffloadError, RankError, StorageError, UsageError, words_of
-from offload.model.flat import ParameterInfo
 from offload.model.optimizer import OffloadOptimizer
-from offload.model.peft_names import is_peft
 from offload.ranks.agreement import MeetingPoint
 from offload.step.calls import in_backward
 from offload.step.components import Components
@@ -91,7 +85,7 @@ class Checkpointing:
         self.saver.finish()
         if leave_gradients:
             self._training.check()
-            self._require_outside("save_checkpoint")
+            self.require_outside("save_checkpoint")
         else:
             self._require_between_steps("save_checkpoint")
         return path, client
@@ -129,7 +123,7 @@ class Checkpointing:
     def _finish_updates(self) -> None:
         """Of the last step. Raises `EngineFailedError` where one failed already."""
         training = self._training
-        self._require_outside("waiting for a save")
+        self.require_outside("waiting for a save")
         if training.closed:  # by `close`, which raises what fails here
             if training.failure is not None:
                 raise EngineFailedError(f"the engine failed: {words_of(training.failure)}") from training.failure
@@ -149,9 +143,9 @@ class Checkpointing:
                 f"{what} was called while gradients wait for a step, which checkpoints do not hold: call it after "
                 "optimizer.step() (and before zero_grad(set_to_none=False)), or drop them by optimizer.zero_grad()."
             )
-        self._require_outside(what)
+        self.require_outside(what)
 
-    def _require_outside(self, what: str) -> None:
+    def require_outside(self, what: str) -> None:
         if self._training.uses.in_forward or in_backward():
             raise UsageError(f"{what} was called inside a forward or backward of the model: call it between steps.")
         if self._training.lender.lends_any:
@@ -186,7 +180,7 @@ class Checkpointing:
         """See `Engine.load_checkpoint`."""
         self._training.check()
         self.saver.finish()
-        self._require_outside("load_checkpoint")
+        self.require_outside("load_checkpoint")
         return self._load(path)
 
     def _load(self, path: Path) -> dict[str, Any]:
@@ -229,7 +223,7 @@ class Checkpointing:
         """See `Engine.resume_or_start`."""
         self._training.check()
         self.saver.finish()
-        self._require_outside("resume_or_start")
+        self.require_outside("resume_or_start")
         failures: list[CheckpointError] = []
         for candidate in self._candidates(path):
             try:
@@ -331,113 +325,3 @@ class Checkpointing:
                 states[name] = torch.empty(tensor.nbytes, dtype=torch.uint8)
                 opened.read_elements(tensor, 0, states[name])
         put_random_state(self._parts.accelerator.device, states)
-
-    # ---- export --------------------------------------------------------------------------------------------------
-
-    def export(self, path: Path, dtype: torch.dtype | None, max_shard_nbytes: int, *, merged: bool) -> None:
-        """See `Engine.export`."""
-        if merged and not is_peft(self._model):
-            raise UsageError("export(merged=True) was called, but the model has no PEFT adapters to merge: leave it out.")
-        self._training.check()
-        self.saver.finish()
-        self._require_outside("export")
-        with self._training.failures():
-            self._training.settle()
-
-        def write(pieces: Iterator[tuple[ParameterInfo, torch.Tensor]]) -> None:
-            if merged:
-                self._export_merged(Exporter(path, dtype, max_shard_nbytes), dtype, pieces)
-            elif is_peft(self._model):
-                self._export_adapters(path, dtype, pieces)
-            else:
-                self._export(Exporter(path, dtype, max_shard_nbytes), pieces)
-
-        if self._parts.ranks.world_size == 1:
-            write(self._own_pieces())
-        else:
-            self._export_first(write)
-
-    def _export_adapters(
-        self, path: Path, dtype: torch.dtype | None, pieces: Iterable[tuple[ParameterInfo, torch.Tensor]]
-    ) -> None:
-        skeleton = Skeleton(self._model, self._parts.parameters, dtype)
-        adapters = adapter_files(skeleton)
-        exporter, places = AdapterExporter(path, dtype, adapters), dict[int, list[str]]()
-        buffers: list[tuple[str, torch.Tensor]] = []
-        for adapter in adapters:
-            for key, held in adapter.content.items():
-                name = exporter.name_of(adapter, key)
-                if isinstance(held, int):
-                    exporter.add_copy(adapter, key, skeleton.infos[held])
-                    places.setdefault(held, []).append(name)
-                else:
-                    exporter.add_buffer_copy(adapter, key, held)
-                    buffers.append((name, held))
-        with exporter:
-            for info, values in pieces:
-                for name in places.get(info.index, ()):
-                    exporter.append(name, values)
-            for name, buffer in buffers:
-                exporter.append(name, buffer.detach().cpu().contiguous().reshape(-1))
-            exporter.commit_adapters()
-
-    def _export_merged(
-        self, exporter: Exporter, dtype: torch.dtype | None, pieces: Iterator[tuple[ParameterInfo, torch.Tensor]]
-    ) -> None:
-        skeleton = Skeleton(self._model, self._parts.parameters, dtype)
-        merging = Merging(skeleton)
-        names = {index: kept_fqn(skeleton.base, found) for index, found in merging.names.items()}
-        for index, name in names.items():
-            info = skeleton.infos[index]
-            stride = row_major(info.shape) if merging.is_merged(index) else info.stride
-            exporter.add(name, info.shape, stride, info.dtype)
-        for fqn, buffer in merging.buffers():
-            exporter.add_buffer(fqn, buffer.shape, buffer.dtype)
-        with exporter:
-            for index, values in merging.merged(pieces):
-                exporter.append(names[index], values)
-            for fqn, buffer in merging.buffers():
-                exporter.append(fqn, buffer.detach().cpu().contiguous().reshape(-1))
-            exporter.commit(type(skeleton.base).__name__, merging.configs(model_configs(skeleton.base)))
-
-    def _export(self, exporter: Exporter, pieces: Iterable[tuple[ParameterInfo, torch.Tensor]]) -> None:
-        """`pieces`: of each parameter all elements in slot order, in any number of parts."""
-        model, parameters = self._model, self._parts.parameters
-        names = {info.index: kept_fqn(model, info.fqns) for info in parameters}
-        for info in parameters:
-            exporter.add(names[info.index], info.shape, info.stride, info.dtype)
-        for fqn, buffer in buffers_once(model):
-            exporter.add_buffer(fqn, buffer.shape, buffer.dtype)
-        with exporter:
-            for info, values in pieces:
-                exporter.append(names[info.index], values)
-            for fqn, buffer in buffers_once(model):
-                exporter.append(fqn, buffer.detach().cpu().contiguous().reshape(-1))
-            exporter.commit(type(model).__name__, model_configs(model))
-
-    def _own_pieces(self) -> Iterator[tuple[ParameterInfo, torch.Tensor]]:
-        with closing(StateReader(self._parts, self._training.failures)) as reader:
-            for unit in self._parts.units:
-                for state in reader.pieces(unit):
-                    yield state.info, state.value
-
-    def _export_first(self, write: Callable[[Iterator[tuple[ParameterInfo, torch.Tensor]]], None]) -> None:
-        """On several ranks: all of them gather unit by unit, the first writes."""
-        ranks = self._parts.ranks
-        gathered = self._gathering.values_by_unit(MeetingPoint.EXPORTING)
-        failure: Exception | None = None
-        if ranks.index == 0:
-            try:
-                write(gathered)
-            except EngineFailedError:
-                raise
-            except Exception as error:
-                failure = error
-        for _ in gathered:
-            pass  # the other ranks, and this one after a failure: the gathers are everybody's
-        said = f"{type(failure).__name__}: {failure}".encode() if failure is not None else b""
-        word = self._gathering.meet(MeetingPoint.EXPORTING, lambda: ranks.exchange_bytes(said))[0]
-        if failure is not None:
-            raise failure
-        if word:
-            raise RankError(f"rank 0 could not write the export: {word.decode()}")

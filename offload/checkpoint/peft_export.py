@@ -80,8 +80,11 @@ class AdapterFile:
     config: bytes
 
 
-def adapter_files(skeleton: Skeleton) -> list[AdapterFile]:
-    """Every adapter of the model. Raises `UsageError` for kinds that are computed from more than their parameters."""
+def adapter_files(skeleton: Skeleton, save_embedding_layers: Any = "auto") -> list[AdapterFile]:
+    """Every adapter of the model; `save_embedding_layers` as PEFT has it.
+
+    Raises `UsageError` for kinds that are computed from more than their parameters.
+    """
     from peft import get_peft_model_state_dict
 
     model = skeleton.model
@@ -94,7 +97,9 @@ def adapter_files(skeleton: Skeleton) -> list[AdapterFile]:
             raise UsageError(f"the adapter {name!r} cannot be exported: its name is no name of a folder.")
         content: dict[str, int | Tensor] = {}
         try:
-            saved = get_peft_model_state_dict(model, state_dict=dict(whole), adapter_name=name)
+            saved = get_peft_model_state_dict(
+                model, state_dict=dict(whole), adapter_name=name, save_embedding_layers=save_embedding_layers
+            )
         except (NotImplementedError, RuntimeError):  # it computes with values
             saved = {"": torch.empty(0)}
         for key, tensor in saved.items():

@@ -20,6 +20,7 @@ _EXPORT = f"call engine.export(dir), which writes what from_pretrained reads, or
 _COPY = (
     f"{_GATHERED}; engine.state_dict() gives copies of all values, and engine.save_checkpoint(dir) what training goes on from"
 )
+_MERGE = "engine.export(dir, merged=True) writes the merged model, unit by unit; load that with from_pretrained"
 _STATE = f"call engine.state_dict(), or {_GATHERED}"
 _LOAD = "call engine.load_state_dict(state), or engine.load_checkpoint(dir)"
 _STEP = "call engine.optimizer.step(): the optimizer that was given to offload.initialize trains no more"
@@ -42,6 +43,8 @@ _BY_NAME = {
     "save_pretrained": ("save_pretrained()", _EXPORT),
     "push_to_hub": ("push_to_hub()", _EXPORT),
     "save_model": ("save_model()", _EXPORT),
+    "merge_and_unload": ("merge_and_unload()", _MERGE),
+    "merge_adapter": ("merge_adapter()", _MERGE),
 }
 """Methods that many libraries have."""
 

@@ -9,6 +9,12 @@ from typing import Any
 from torch import nn
 
 
+def is_peft_model(model: nn.Module) -> bool:
+    """Whether the model is PEFT's."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(model, peft.PeftModel)
+
+
 def is_peft(model: nn.Module) -> bool:
     """Whether the model is PEFT's, or a Hugging Face model that PEFT put adapters into."""
     peft = sys.modules.get("peft")

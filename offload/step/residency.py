@@ -10,7 +10,8 @@ What is remembered of a unit lies in its `UnitResidency`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +60,7 @@ class Residency:
         if self._room is not None:
             self._least_nbytes = required_nbytes(trace, self._nbytes, 0)
         self._deferred: tuple[Op, ...] = ()
+        self._staying: frozenset[Unit] = frozenset()
         self._resident_nbytes = 0
         self.peak_resident_nbytes = 0
         self._recorder = Recorder()
@@ -86,6 +88,32 @@ class Residency:
         if then is not None:
             then()
         self._reach(Event(Edge.END, unit.index))
+
+    @contextmanager
+    def staying(self, spare_nbytes: int) -> Iterator[None]:
+        """Inside, units that were used stay, as many as there is room for beside two of the others, which come and go. Where
+        there is no budget, `spare_nbytes` may be taken beyond what a step takes."""
+        before = self.capacity_nbytes
+        if not self._fixed_capacity:
+            self.capacity_nbytes = max(before, self._resident_nbytes + spare_nbytes)
+        self._staying = self._chosen_to_stay() if not self._staying else self._staying
+        try:
+            yield
+        finally:
+            self._staying = frozenset()
+            self.capacity_nbytes = before
+            self._make_room(0, optional=False)
+
+    def _chosen_to_stay(self) -> frozenset[Unit]:
+        sizes = sorted((unit.residency.nbytes for unit in self._units), reverse=True)
+        if sum(sizes) <= self.capacity_nbytes:
+            return frozenset(self._units)
+        room, chosen = self.capacity_nbytes - sum(sizes[:2]), []
+        for unit in self.next_order():
+            if unit.residency.nbytes <= room:
+                room -= unit.residency.nbytes
+                chosen.append(unit)
+        return frozenset(chosen)
 
     def uses_were_abandoned(self) -> None:
         """What the schedule says for the last event is not to be done any more."""
@@ -228,7 +256,7 @@ class Residency:
             unit = self._units[op.unit_index]
             if op == asked_for:
                 self._start_fetch(unit, optional=False)
-            elif self._may_evict(unit):
+            elif self._is_let_go(unit):
                 self._evict(unit)
         if event.edge is Edge.START:
             self._start_fetch(self._units[event.unit_index], optional=False)  # where it found no room ahead of its use
@@ -243,7 +271,7 @@ class Residency:
             unit = self._units[op.unit_index]
             if op.verb is Verb.FETCH:
                 self._start_fetch(unit, optional=True)
-            elif self._may_evict(unit):
+            elif self._is_let_go(unit):
                 if unit.needs_residency and unit.update is not None and unit.update.is_running:
                     return
                 self._evict(unit)
@@ -252,6 +280,9 @@ class Residency:
     def _may_evict(self, unit: Unit) -> bool:
         residency = unit.residency
         return residency.nbytes > 0 and residency.state is not UnitState.ABSENT and not unit.uses.count
+
+    def _is_let_go(self, unit: Unit) -> bool:
+        return self._may_evict(unit) and unit not in self._staying
 
     def _next_use(self, unit: Unit) -> int:
         positions = self._positions.get(Event(Edge.START, unit.index), [])
@@ -292,7 +323,7 @@ class Residency:
                 return True
             if optional:
                 return False  # a prefetch never pushes out what the schedule left in
-            self._evict(max(candidates, key=self._next_use))
+            self._evict(max(candidates, key=lambda unit: (unit not in self._staying, self._next_use(unit))))
         return True
 
     def _outgrow(self, nbytes: int) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 
 import offload
 from offload.checkpoint.peft_export import Merging
+from offload.checkpoint.state_reading import StateReader
 from offload.cli.main import main
 
 from ..acceptance.models import IN_MEMORY, ON_CPU, ON_NVME, gpt2, llama
@@ -196,3 +197,60 @@ def test_what_is_refused(opened: Any, tmp_path: Path) -> None:
     with refused(offload.UsageError, "default", "gathered"):
         engine.export(tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+# ---- what a model's own methods do while an engine has it
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_save_pretrained_writes_what_it_writes_in_memory(opened: Any, tmp_path: Path, case: str) -> None:
+    model = peft_model(case)
+    plain = copy.deepcopy(model)
+    engine = trained(opened, model, ON_NVME)
+    model.save_pretrained(tmp_path / "ours")
+    in_memory(engine, plain, None).save_pretrained(tmp_path / "theirs")
+    ours, theirs = (load_file(tmp_path / whose / "adapter_model.safetensors") for whose in ("ours", "theirs"))
+    assert_same_bits(ours, theirs)
+    assert sorted(os.listdir(tmp_path / "ours")) == sorted(os.listdir(tmp_path / "theirs"))
+    PeftModel.from_pretrained(CASES[case][0](), tmp_path / "ours")
+
+
+def test_save_pretrained_takes_what_it_takes_in_memory(opened: Any, tmp_path: Path) -> None:
+    model = peft_model(adapters=("default", "other"))
+    plain = copy.deepcopy(model)
+    engine = trained(opened, model, ON_CPU)
+    in_memory(engine, plain, None)
+    keywords: dict[str, Any] = {"selected_adapters": ["other"], "save_embedding_layers": True}
+    model.save_pretrained(str(tmp_path / "ours"), **keywords)
+    plain.save_pretrained(str(tmp_path / "theirs"), **keywords)
+    ours, theirs = (load_file(tmp_path / whose / "other" / "adapter_model.safetensors") for whose in ("ours", "theirs"))
+    assert_same_bits(ours, theirs)
+    assert any("embed_tokens" in name for name in ours) and not (tmp_path / "ours" / "adapter_model.safetensors").exists()
+    with engine.gathered(model.parameters()):  # as without an engine, and a copy is a model as it was
+        model.save_pretrained(tmp_path / "gathered", **keywords)
+        copied = copy.deepcopy(model)
+    copied.save_pretrained(tmp_path / "copied", **keywords)
+    for name in ("gathered", "copied"):
+        assert_same_bits(load_file(tmp_path / name / "other" / "adapter_model.safetensors"), theirs)
+
+
+def test_merging_in_memory_names_the_export(opened: Any) -> None:
+    model = peft_model()
+    engine = trained(opened, model, ON_CPU)
+    with refused(offload.ParameterAccessError, "merge_and_unload()", "engine.export(dir, merged=True)"):
+        model.merge_and_unload()
+    engine.close()
+    assert "save_pretrained" not in vars(model) and "generate" not in vars(model)
+
+
+def test_adapters_are_saved_without_reading_what_is_frozen_elsewhere(
+    opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of units without adapters nothing is read: here embedding and head."""
+    model = peft_model()
+    trained(opened, model, ON_NVME)
+    read: list[str] = []
+    pieces = StateReader.pieces
+    monkeypatch.setattr(StateReader, "pieces", lambda self, unit: (read.append(unit.name), pieces(self, unit))[1])
+    model.save_pretrained(tmp_path / "adapter")
+    assert read == [f"base_model.model.model.layers.{number}" for number in range(len(read))] and read

@@ -1,0 +1,189 @@
+"""Exports of one engine: its weights for others, the adapters of a PEFT model, or the base model with them merged into it.
+
+Everything is read unit by unit. On several ranks all of them gather, and the first writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.checkpoint.checkpoint import Checkpointing
+from offload.checkpoint.consistency import row_major
+from offload.checkpoint.export import AdapterExporter, Exporter
+from offload.checkpoint.model_names import buffers_once, kept_fqn, model_configs
+from offload.checkpoint.peft_export import Merging, Skeleton, adapter_files
+from offload.checkpoint.state_reading import StateReader
+from offload.device.rounding import round_into
+from offload.errors import EngineFailedError, RankError, UsageError
+from offload.model.flat import ParameterInfo
+from offload.model.peft_names import is_peft, is_peft_model
+from offload.ranks.agreement import MeetingPoint
+from offload.step.components import Components
+from offload.step.gathering import Gathering
+from offload.step.training import Training
+
+Pieces = Iterable[tuple[ParameterInfo, torch.Tensor]]
+"""Of each parameter all elements in slot order, in any number of parts."""
+
+
+class Exporting:
+    """See the module. Owned by the thread that drives the model."""
+
+    def __init__(
+        self, parts: Components, training: Training, gathering: Gathering, checkpointing: Checkpointing, model: nn.Module
+    ) -> None:
+        self._parts, self._training, self._model = parts, training, model
+        self._gathering, self._checkpointing = gathering, checkpointing
+
+    def export(self, path: Path, dtype: torch.dtype | None, max_shard_nbytes: int, *, merged: bool) -> None:
+        """See `Engine.export`."""
+        if merged and not is_peft(self._model):
+            raise UsageError("export(merged=True) was called, but the model has no PEFT adapters to merge: leave it out.")
+        self._prepare("export")
+        if merged:
+            self._write(lambda pieces: self._export_merged(Exporter(path, dtype, max_shard_nbytes), dtype, pieces))
+        elif is_peft(self._model):
+            self._export_adapters(path, dtype)
+        else:
+            self._write(lambda pieces: self._export(Exporter(path, dtype, max_shard_nbytes), pieces))
+
+    def save_adapters(self, own: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        """What `own`, the `save_pretrained` of a PEFT model, does: on a skeleton of the model in which the values are that it
+        saves. Collective; the first rank writes."""
+        self._training.check()
+        if keywords.get("state_dict") is not None or self._training.lender.lends_any:
+            return own(*args, **keywords)
+        self._prepare("save_pretrained")
+        skeleton = Skeleton(self._model, self._parts.parameters, None)
+        adapters = adapter_files(skeleton, keywords.get("save_embedding_layers", "auto"))
+        wanted = {held for adapter in adapters for held in adapter.content.values() if isinstance(held, int)}
+
+        def write(pieces: Pieces) -> None:
+            infos = {index: skeleton.infos[index] for index in sorted(wanted)}
+            values = {index: torch.empty(info.numel, dtype=info.dtype) for index, info in infos.items()}
+            arrived = dict.fromkeys(values, 0)
+            for info, part in pieces:
+                if info.index in wanted:
+                    start = arrived[info.index]
+                    arrived[info.index] = stop = start + part.numel()
+                    round_into(values[info.index][start:stop], part)
+            for index, value in values.items():
+                skeleton.fill(index, value)
+            kind: Any = type(self._model)
+            kind.save_pretrained(skeleton.model, *args, **keywords)
+
+        self._write(write, wanted)
+
+    @property
+    def replaced_methods(self) -> dict[str, Callable[..., Any]]:
+        """Methods of the model that are called in another way, by name: as `TakenMethods` has them."""
+        return {"save_pretrained": self.save_adapters} if is_peft_model(self._model) else {}
+
+    # ---- what is written -----------------------------------------------------------------------------------------
+
+    def _export_adapters(self, path: Path, dtype: torch.dtype | None) -> None:
+        skeleton = Skeleton(self._model, self._parts.parameters, dtype)
+        adapters = adapter_files(skeleton)
+        exporter, places = AdapterExporter(path, dtype, adapters), dict[int, list[str]]()
+        buffers: list[tuple[str, torch.Tensor]] = []
+        for adapter in adapters:
+            for key, held in adapter.content.items():
+                name = exporter.name_of(adapter, key)
+                if isinstance(held, int):
+                    exporter.add_copy(adapter, key, skeleton.infos[held])
+                    places.setdefault(held, []).append(name)
+                else:
+                    exporter.add_buffer_copy(adapter, key, held)
+                    buffers.append((name, held))
+
+        def write(pieces: Pieces) -> None:
+            with exporter:
+                for info, values in pieces:
+                    for name in places.get(info.index, ()):
+                        exporter.append(name, values)
+                for name, buffer in buffers:
+                    exporter.append(name, buffer.detach().cpu().contiguous().reshape(-1))
+                exporter.commit_adapters()
+
+        self._write(write, places)
+
+    def _export_merged(self, exporter: Exporter, dtype: torch.dtype | None, pieces: Iterator[Any]) -> None:
+        skeleton = Skeleton(self._model, self._parts.parameters, dtype)
+        merging = Merging(skeleton)
+        names = {index: kept_fqn(skeleton.base, found) for index, found in merging.names.items()}
+        for index, name in names.items():
+            info = skeleton.infos[index]
+            stride = row_major(info.shape) if merging.is_merged(index) else info.stride
+            exporter.add(name, info.shape, stride, info.dtype)
+        for fqn, buffer in merging.buffers():
+            exporter.add_buffer(fqn, buffer.shape, buffer.dtype)
+        with exporter:
+            for index, values in merging.merged(pieces):
+                exporter.append(names[index], values)
+            for fqn, buffer in merging.buffers():
+                exporter.append(fqn, buffer.detach().cpu().contiguous().reshape(-1))
+            exporter.commit(type(skeleton.base).__name__, merging.configs(model_configs(skeleton.base)))
+
+    def _export(self, exporter: Exporter, pieces: Pieces) -> None:
+        model, parameters = self._model, self._parts.parameters
+        names = {info.index: kept_fqn(model, info.fqns) for info in parameters}
+        for info in parameters:
+            exporter.add(names[info.index], info.shape, info.stride, info.dtype)
+        for fqn, buffer in buffers_once(model):
+            exporter.add_buffer(fqn, buffer.shape, buffer.dtype)
+        with exporter:
+            for info, values in pieces:
+                exporter.append(names[info.index], values)
+            for fqn, buffer in buffers_once(model):
+                exporter.append(fqn, buffer.detach().cpu().contiguous().reshape(-1))
+            exporter.commit(type(model).__name__, model_configs(model))
+
+    # ---- where it comes from -------------------------------------------------------------------------------------
+
+    def _prepare(self, what: str) -> None:
+        self._training.check()
+        self._checkpointing.saver.finish()
+        self._checkpointing.require_outside(what)
+        with self._training.failures():
+            self._training.settle()
+
+    def _write(self, write: Callable[[Iterator[Any]], None], wanted: Collection[int] | None = None) -> None:
+        """`wanted`: the parameters, by index, that are enough; None: all."""
+        if self._parts.ranks.world_size == 1:
+            write(self._own_pieces(wanted))
+        else:
+            self._write_first(write)
+
+    def _own_pieces(self, wanted: Collection[int] | None) -> Iterator[tuple[ParameterInfo, torch.Tensor]]:
+        with closing(StateReader(self._parts, self._training.failures)) as reader:
+            for unit in self._parts.units:
+                if wanted is None or any(info.index in wanted for info in unit.parameters):
+                    for state in reader.pieces(unit):
+                        yield state.info, state.value
+
+    def _write_first(self, write: Callable[[Iterator[Any]], None]) -> None:
+        """On several ranks: all of them gather unit by unit, the first writes."""
+        ranks = self._parts.ranks
+        gathered = self._gathering.values_by_unit(MeetingPoint.EXPORTING)
+        failure: Exception | None = None
+        if ranks.index == 0:
+            try:
+                write(gathered)
+            except EngineFailedError:
+                raise
+            except Exception as error:
+                failure = error
+        for _ in gathered:
+            pass  # the other ranks, and this one after a failure: the gathers are everybody's
+        said = f"{type(failure).__name__}: {failure}".encode() if failure is not None else b""
+        word = self._gathering.meet(MeetingPoint.EXPORTING, lambda: ranks.exchange_bytes(said))[0]
+        if failure is not None:
+            raise failure
+        if word:
+            raise RankError(f"rank 0 could not write the export: {word.decode()}")
