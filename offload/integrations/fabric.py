@@ -24,35 +24,27 @@ from torch import nn
 import offload
 from offload import Config, Engine, UsageError
 from offload.integrations.accelerate import FOLDER
+from offload.integrations.lightning_ranks import EngineStrategy
 
 STATE = "state.ckpt"
 
 
-class OffloadStrategy(DDPStrategy):
+class OffloadStrategy(EngineStrategy, DDPStrategy):
     """On several ranks the model is partitioned instead of wrapped. `config`: as that of `offload.initialize`."""
 
     engine: Engine | None = None
     """Made by `fabric.setup(model, optimizer)`."""
 
     def __init__(self, config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None, **keywords: Any) -> None:
-        super().__init__(**keywords)
-        self._config = config
+        super().__init__(config, **keywords)
         self._backward_sync_control = _NoSync(self)
 
-    def _configure_launcher(self) -> None:
-        if self._is_shared:
-            super()._configure_launcher()
-
     def setup_environment(self) -> None:
-        if self._is_shared:
+        if self.is_shared:
             super().setup_environment()
         else:  # no process group
             assert self.accelerator is not None
             self.accelerator.setup_device(self.root_device)
-
-    @property
-    def _is_shared(self) -> bool:
-        return self.num_nodes * self.num_processes > 1
 
     def module_to_device(self, module: nn.Module) -> None:
         """Where parameters lie is the engine's."""
@@ -67,7 +59,7 @@ class OffloadStrategy(DDPStrategy):
                 f"fabric.setup was given {len(optimizers)} optimizers for one model: give it one, with several groups."
             )
         engine = self._engaged(module, optimizers[0])
-        return engine.module, [engine.optimizer], *(more or (None,))
+        return engine.module, [engine.optimizer], *more  # a scheduler, where Lightning has it
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         raise UsageError("an engine is made of a model and its optimizer at once: fabric.setup(model, optimizer).")

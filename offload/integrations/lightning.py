@@ -21,10 +21,11 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 import offload
-from offload import Config, Engine, UsageError
+from offload import Engine, UsageError
+from offload.integrations.lightning_ranks import EngineStrategy
 
 
-class OffloadStrategy(DDPStrategy):
+class OffloadStrategy(EngineStrategy, DDPStrategy):
     """On several ranks the model is partitioned instead of wrapped. `config`: as that of `offload.initialize`."""
 
     engine: Engine | None = None
@@ -33,21 +34,9 @@ class OffloadStrategy(DDPStrategy):
     _accumulates = False
     _prepared: tuple[list[torch.optim.Optimizer], list[Any]]
 
-    def __init__(self, config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None, **keywords: Any) -> None:
-        super().__init__(**keywords)
-        self._config = config
-
-    def _configure_launcher(self) -> None:
-        if self._is_shared:
-            super()._configure_launcher()
-
     def setup_distributed(self) -> None:
-        if self._is_shared:  # else: no process group
+        if self.is_shared:  # else: no process group
             super().setup_distributed()
-
-    @property
-    def _is_shared(self) -> bool:
-        return self.num_nodes * self.num_processes > 1
 
     def model_to_device(self) -> None:
         """Where parameters lie is the engine's."""

@@ -19,6 +19,13 @@ def small() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainers of last year leave there what they run in, for every Accelerator that comes after."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
+
+
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., deepspeed.DeepSpeedEngine]]:
     """`initialize` on a small model; engines are closed at the end."""
