@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,9 +48,9 @@ def loader() -> Any:
 class Script:
     """Steps of two micro-batches; `config`: of the engine, None without one."""
 
-    def __init__(self, config: Any = None) -> None:
-        strategy = on_fabric.OffloadStrategy(config) if config is not None else "auto"
-        self.fabric = lightning.Fabric(accelerator="cpu", devices=1, strategy=strategy)
+    def __init__(self, config: Any = None, devices: int = 1) -> None:
+        strategy: Any = on_fabric.OffloadStrategy(config) if config is not None else "auto" if devices == 1 else "ddp"
+        self.fabric = lightning.Fabric(accelerator="cpu", devices=devices, strategy=strategy)
         self.fabric.launch()
         model = llama()
         self.model, self.optimizer = self.fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
@@ -142,11 +145,11 @@ class Module(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def trainer_of(folder: Path, config: Any = None) -> Any:
+def trainer_of(folder: Path, config: Any = None, devices: int = 1) -> Any:
     keep = lightning.pytorch.callbacks.ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1, filename="{step}")
-    strategy = on_trainer.OffloadStrategy(config) if config is not None else "auto"
+    strategy: Any = on_trainer.OffloadStrategy(config) if config is not None else "auto" if devices == 1 else "ddp"
     return lightning.Trainer(
-        accelerator="cpu", devices=1, strategy=strategy, max_steps=12, accumulate_grad_batches=2, gradient_clip_val=0.5,
+        accelerator="cpu", devices=devices, strategy=strategy, max_steps=12, accumulate_grad_batches=2, gradient_clip_val=0.5,
         logger=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[keep],
         use_distributed_sampler=False,  # which shuffles
     )  # fmt: skip
@@ -182,3 +185,51 @@ def test_trainer_validates_and_forgets_what_it_removes(tmp_path: Path) -> None:
         assert file.exists() and (tmp_path / "step=6.ckpt.offload").is_dir()
         trainer.strategy.remove_checkpoint(str(file))
         assert not file.exists() and not (tmp_path / "step=6.ckpt.offload").exists()
+
+
+# ---- several devices
+
+RANKS = """
+import sys, torch
+from pathlib import Path
+from tests.integrations.test_lightning import Module, Script, loader, on_nvme, trainer_of
+torch.set_num_threads(1)
+folder, framework, kind = Path(sys.argv[1]), *sys.argv[2:]
+config = None if kind == "plain" else on_nvme(folder)
+if framework == "fabric":
+    script = Script(config, devices=2)
+    state = {"model": script.model, "optimizer": script.optimizer}
+    if kind == "again":
+        script.fabric.load(folder / "saved", state)
+    else:
+        script.run(0, 4)
+        if kind == "ours":
+            script.fabric.save(folder / "saved", state)
+    script.run(4, 6)
+    losses, engine, model, rank = script.losses[-2:], script.engine, script.model, script.fabric.global_rank
+else:
+    model, trainer = Module(), trainer_of(folder / kind, config, devices=2)
+    trainer.fit(model, loader(), ckpt_path=str(folder / "ours" / "step=6.ckpt") if kind == "again" else None)
+    losses, engine, rank = model.losses[-12:], getattr(trainer.strategy, "engine", None), trainer.global_rank
+weights = dict(model.state_dict()) if engine is None else engine.state_dict()
+if rank == 0:
+    torch.save([losses, {name.removeprefix("module."): value for name, value in weights.items()}], folder / f"{kind}.pt")
+if engine is not None:
+    engine.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", ["fabric", "trainer"])
+def test_two_devices(tmp_path: Path, framework: str) -> None:
+    (tmp_path / "script.py").write_text(RANKS)
+    settings = {"PYTHONPATH": str(Path(__file__).parents[2]), "OFFLOAD_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    found = {}
+    for kind in ("plain", "ours", "again"):
+        arguments = [str(tmp_path / "script.py"), str(tmp_path), framework, kind]
+        subprocess.run([*command, *arguments], env=os.environ | settings, check=True, timeout=280)
+        found[kind] = torch.load(tmp_path / f"{kind}.pt")
+    assert_close(found["ours"][0], found["plain"][0])
+    assert_close(found["ours"][1], found["plain"][1])
+    assert_same_bits(found["again"], found["ours"])
