@@ -25,7 +25,7 @@ BUILD_INPUTS := pyproject.toml $(wildcard offload/__init__.py) native/CMakeLists
 CXX_SOURCES  := $(wildcard native/fuzz/*.cpp) $(wildcard native/src/*.cpp) $(wildcard native/src/*.h) $(wildcard native/src/*.inc) $(wildcard native/include/*.h) \
   $(wildcard offload/device/cuda_kernels/*.cu) $(wildcard tests/device/*.cpp)
 
-.PHONY: help install demo test test-matrix wheel wheel-cuda sdist packages docs in-place test-gpu test-deepspeed check sanitize fuzz soak zoo canary bench gpu-report clean
+.PHONY: help install demo test test-matrix wheel wheel-cuda sdist packages docs in-place test-gpu test-deepspeed test-scripts check sanitize fuzz soak zoo canary bench gpu-report clean
 
 help:
 	@echo "make install   environment in $(VENV), torch, this package with its native core"
@@ -33,6 +33,7 @@ help:
 	@echo "make test      quick tests"
 	@echo "make test-gpu  tests that need a CUDA device; skipped without one. With PYTHON=, or no environment here: in a Python that has torch"
 	@echo "make test-deepspeed  DeepSpeed's own tests, from DEEPSPEED_TESTS=/path/to/its/tests, on offload.deepspeed"
+	@echo "make test-scripts  TRL's example scripts and, from TRANSFORMERS_EXAMPLES=/path, transformers', with one import changed"
 	@echo "make check     ruff, mypy, import-linter, clang-format"
 	@echo "make wheel     dist/: the wheel for manylinux_2_28; ARCHITECTURE=aarch64 cross-builds one.  make wheel-cuda: its CUDA kernels"
 	@echo "make sdist     dist/: the source distribution, with its tests"
@@ -119,6 +120,11 @@ fuzz:
 
 soak: install
 	$(PY) -m pytest -q -m slow || [ $$? -eq 5 ]
+
+# Runs transformers' own example scripts, from TRANSFORMERS_EXAMPLES=/path/to/transformers/examples/pytorch, and TRL's.
+test-scripts: install
+	$(PIP) install --quiet evaluate scikit-learn
+	$(PY) -m pytest -q -rs tests/integrations/test_upstream_scripts.py
 
 zoo: install
 	ZOO_TABLE=1 $(PY) -m pytest -q tests/integrations/test_zoo.py

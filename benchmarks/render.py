@@ -18,7 +18,7 @@ from markdown_text import gib, table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "performance"
-PAGES = (ROOT / "README.md", RESULTS / "README.md")
+PAGES = (ROOT / "README.md", RESULTS / "README.md", ROOT / "docs" / "huggingface.md")
 NAMES = {
     "plain": "plain PyTorch, fused AdamW, all in memory",
     "cpu": "offload, parameters and states in CPU memory",
@@ -274,11 +274,25 @@ def loss_curves(report: dict[str, Any]) -> str:
     return introduction + "\n\n" + table(columns, rows)
 
 
+def lora(report: dict[str, Any]) -> str:
+    """The table of benchmarks/lora.py."""
+    last, formula = report["steps"][-1], report["formula"]
+    introduction = (
+        f"A Llama of {report['parameters'] / 1e9:.2f} billion bf16 parameters, {report['frozen_nbytes'] / 1e9:.2f} GB, "
+        f"with {report['trained'] / 1e6:.2f} million in adapters; everything on NVMe, {report['tokens']} tokens. The engine "
+        f"holds {gib(report['engine_peak_nbytes'])} at most; once the model is there the process has "
+        f"{report['process_nbytes_after_initialize'] / 2**20:.0f} MiB more than before."
+    )
+    rows = [f"| {name} | {last[f'{name}_nbytes']:,} | {formula[f'{name}_nbytes']:,} |" for name in ("read", "written")]
+    return introduction + "\n\n" + table("| a step, from and to NVMe | bytes moved | by the formula |", rows)
+
+
 TABLES = {
     "ranks": ranks,
     "startup": startup,
     "adam": adam,
     "loss_curves": loss_curves,
+    "lora": lora,
     "train_step": train_step,
     "memory_sweep": memory_sweep,
     "device_memory": device_memory,

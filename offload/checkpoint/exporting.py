@@ -19,6 +19,7 @@ from offload.checkpoint.export import AdapterExporter, Exporter
 from offload.checkpoint.model_names import buffers_once, kept_fqn, model_configs
 from offload.checkpoint.peft_export import Merging, Skeleton, adapter_files
 from offload.checkpoint.state_reading import StateReader
+from offload.checkpoint.unpacking import Unpacking
 from offload.device.rounding import round_into
 from offload.errors import EngineFailedError, RankError, UsageError
 from offload.model.flat import ParameterInfo
@@ -114,7 +115,8 @@ class Exporting:
         self._write(write, places)
 
     def _export_merged(self, exporter: Exporter, dtype: torch.dtype | None, pieces: Iterator[Any]) -> None:
-        skeleton = Skeleton(self._model, self._parts.parameters, dtype)
+        unpacking = Unpacking(self._parts.parameters)
+        skeleton = Skeleton(self._model, unpacking.infos, dtype)
         merging = Merging(skeleton)
         names = {index: kept_fqn(skeleton.base, found) for index, found in merging.names.items()}
         for index, name in names.items():
@@ -124,25 +126,27 @@ class Exporting:
         for fqn, buffer in merging.buffers():
             exporter.add_buffer(fqn, buffer.shape, buffer.dtype)
         with exporter:
-            for index, values in merging.merged(pieces):
+            for index, values in merging.merged(unpacking.unpacked(pieces)):
                 exporter.append(names[index], values)
             for fqn, buffer in merging.buffers():
                 exporter.append(fqn, buffer.detach().cpu().contiguous().reshape(-1))
-            exporter.commit(type(skeleton.base).__name__, merging.configs(model_configs(skeleton.base)))
+            configs = merging.configs(model_configs(skeleton.base, as_packed=not unpacking.any))
+            exporter.commit(type(skeleton.base).__name__, configs)
 
     def _export(self, exporter: Exporter, pieces: Pieces) -> None:
-        model, parameters = self._model, self._parts.parameters
+        model, unpacking = self._model, Unpacking(self._parts.parameters)
+        parameters = unpacking.infos
         names = {info.index: kept_fqn(model, info.fqns) for info in parameters}
         for info in parameters:
             exporter.add(names[info.index], info.shape, info.stride, info.dtype)
         for fqn, buffer in buffers_once(model):
             exporter.add_buffer(fqn, buffer.shape, buffer.dtype)
         with exporter:
-            for info, values in pieces:
+            for info, values in unpacking.unpacked(pieces):
                 exporter.append(names[info.index], values)
             for fqn, buffer in buffers_once(model):
                 exporter.append(fqn, buffer.detach().cpu().contiguous().reshape(-1))
-            exporter.commit(type(model).__name__, model_configs(model))
+            exporter.commit(type(model).__name__, model_configs(model, as_packed=not unpacking.any))
 
     # ---- where it comes from -------------------------------------------------------------------------------------
 

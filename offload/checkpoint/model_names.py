@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 
@@ -38,10 +39,18 @@ def kept_fqn(model: nn.Module, fqns: Sequence[str]) -> str:
     return next((fqn for fqn in fqns if fqn not in made), fqns[0])
 
 
-def model_configs(model: nn.Module) -> dict[str, str]:
-    """The model's configurations as JSON text, by attribute, as Hugging Face's `save_pretrained` has them; else empty."""
-    return {
+def model_configs(model: nn.Module, *, as_packed: bool = True) -> dict[str, str]:
+    """The model's configurations as JSON text, by attribute, as Hugging Face's `save_pretrained` has them; else empty.
+
+    as_packed  False: of the weights as numbers, where the model has them packed
+    """
+    found = {
         attribute: getattr(model, attribute).to_json_string()
         for attribute in CONFIGS
         if hasattr(getattr(model, attribute, None), "to_json_string")
     }
+    if not as_packed and "config" in found:
+        content = json.loads(found["config"])
+        content.pop("quantization_config", None)
+        found["config"] = json.dumps(content)
+    return found

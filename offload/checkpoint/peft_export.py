@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from offload.device.rounding import round_into
 from offload.errors import UsageError
 from offload.model.flat import ParameterInfo
+from offload.model.quantized import is_packed
 from offload.model.weight_names import persistent_buffers
 
 _HOOKS = (
@@ -43,9 +45,12 @@ class Skeleton:
             wanted = dtype if dtype is not None and info.dtype.is_floating_point else info.dtype
             empty = torch.empty_strided(info.shape, info.stride, dtype=wanted, device="meta")
             self.twins[info.index] = memo[id(info.parameter)] = nn.Parameter(empty, requires_grad=False)
+        memo.update((id(vars(info.parameter)["quant_state"]), SimpleNamespace()) for info in infos if is_packed(info.parameter))
         for module in model.modules():
             memo.update({id(hooks): OrderedDict() for name in _HOOKS if (hooks := getattr(module, name, None)) is not None})
         self.model: Any = copy.deepcopy(model, memo)
+        for module in self.model.modules():
+            _unpack(module)
         self._index_of = {id(twin): index for index, twin in self.twins.items()}
 
     def index_of(self, tensor: Tensor) -> int | None:
@@ -65,6 +70,17 @@ class Skeleton:
         """Take them away."""
         twin = self.twins[index]
         torch.utils.swap_tensors(twin, nn.Parameter(torch.empty_like(twin, device="meta"), requires_grad=False))
+
+
+def _unpack(module: nn.Module) -> None:
+    """Make a layer of packed weights, and PEFT's around one, what it is of numbers: its weight here is meant unpacked."""
+    kind = type(module)
+    if kind.__module__.startswith("bitsandbytes.") and isinstance(module, nn.Linear):
+        module.__class__ = nn.Linear
+    elif kind.__name__ == "Linear4bit" and kind.__module__.startswith("peft.tuners.lora."):
+        from peft.tuners.lora import Linear
+
+        module.__class__ = Linear
 
 
 # ---- adapters

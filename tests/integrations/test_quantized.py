@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import offload
@@ -148,3 +148,24 @@ def test_going_on_from_a_checkpoint_with_evaluations_between(opened: Any, folder
     assert_same_bits(resumed.state_dict(), engine.state_dict())
     begun.load_state_dict(resumed.state_dict())
     assert_same_bits(begun.state_dict(), engine.state_dict())
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_exports_are_numbers(opened: Any, folders: dict[str, Path], tmp_path: Path, settings: str) -> None:
+    """The merged model is the unpacked one with PEFT's own merge."""
+
+    def built(model: Any) -> Any:
+        config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+        torch.manual_seed(5)
+        return get_peft_model(model, config).train()
+
+    model = built(loaded(folders, settings))
+    engine = opened(model, optimizer_of(model), ON_NVME)
+    train(engine, model)
+    engine.export(tmp_path / "merged", merged=True)
+    model.save_pretrained(tmp_path / "adapter")
+    plain = PeftModel.from_pretrained(loaded(folders, settings).dequantize(), tmp_path / "adapter").merge_and_unload()
+    merged, report = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert_same_bits(dict(merged.state_dict()), dict(plain.state_dict()))
+    assert not hasattr(merged.config, "quantization_config")

@@ -1,0 +1,92 @@
+"""Exports of weights that bitsandbytes has packed: as the numbers that they stand for, which every loader and runtime reads."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from offload.model.flat import ParameterInfo
+from offload.model.quantized import is_packed
+
+
+@dataclass(slots=True)
+class _Packed:
+    """One packed weight: what it is made of, by index, and which of that came. `places`: (holder, attribute) of each tensor in
+    a copy of the weight's state."""
+
+    unpacked: ParameterInfo
+    state: Any
+    weight: ParameterInfo
+    places: dict[int, tuple[Any, str]]
+    arrived: dict[int, torch.Tensor] = field(default_factory=dict)
+    missing_numel: int = 0
+
+
+class Unpacking:
+    """`infos`: the parameters of an export. Packed weights have the shape and dtype that they were packed from, and what lies
+    beside them is none."""
+
+    def __init__(self, infos: Sequence[ParameterInfo]) -> None:
+        self.infos: list[ParameterInfo] = []
+        self._packed_of: dict[int, _Packed] = {}
+        """By index of a weight, and of what lies beside it."""
+        by_id = {id(info.parameter): info for info in infos}
+        for info in infos:
+            if is_packed(info.parameter):
+                packed = self._begin(info, by_id)
+                self._packed_of.update(dict.fromkeys((info.index, *packed.places), packed))
+        for info in infos:
+            found = self._packed_of.get(info.index)
+            if found is None or found.weight is info:
+                self.infos.append(info if found is None else found.unpacked)
+
+    @property
+    def any(self) -> bool:
+        """Whether something is packed."""
+        return bool(self._packed_of)
+
+    @staticmethod
+    def _begin(info: ParameterInfo, by_id: dict[int, ParameterInfo]) -> _Packed:
+        state = copy.copy(vars(info.parameter)["quant_state"])
+        state.state2 = copy.copy(state.state2)
+        places, missing = {}, info.numel
+        for holder in (state, state.state2):
+            for attribute, tensor in (vars(holder) if holder is not None else {}).items():
+                beside = by_id.get(id(tensor))
+                if beside is not None:
+                    places[beside.index] = (holder, attribute)
+                    missing += beside.numel
+        stride = torch.empty(state.shape, device="meta").stride()
+        unpacked = replace(info, shape=torch.Size(state.shape), stride=stride, dtype=state.dtype)
+        return _Packed(unpacked, state, info, places, missing_numel=missing)
+
+    def unpacked(self, pieces: Iterable[tuple[ParameterInfo, torch.Tensor]]) -> Iterator[tuple[ParameterInfo, torch.Tensor]]:
+        """`pieces`, each the next elements of a parameter in slot order; of a packed weight all at once, when all is there."""
+        progress: dict[int, int] = {}
+        for info, part in pieces:
+            packed = self._packed_of.get(info.index)
+            if packed is None:
+                yield info, part
+                continue
+            whole = packed.arrived.setdefault(info.index, torch.empty(info.numel, dtype=info.dtype))
+            start = progress.get(info.index, 0)
+            progress[info.index] = stop = start + part.numel()
+            whole[start:stop].copy_(part)
+            packed.missing_numel -= part.numel()
+            if not packed.missing_numel:
+                yield packed.unpacked, self._values(packed)
+
+    @staticmethod
+    def _values(packed: _Packed) -> torch.Tensor:
+        from bitsandbytes.functional import dequantize_4bit
+
+        for index, (holder, attribute) in packed.places.items():
+            shape = vars(holder)[attribute].shape
+            setattr(holder, attribute, packed.arrived[index].reshape(shape))
+        values: torch.Tensor = dequantize_4bit(packed.weight.shaped(packed.arrived[packed.weight.index]), packed.state)
+        packed.arrived.clear()
+        return values.contiguous().reshape(-1)
