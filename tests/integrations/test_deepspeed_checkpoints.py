@@ -138,6 +138,25 @@ def write(folder: Path, stage: int, ranks: int = 2) -> Path:
     return folder
 
 
+def move_to_nvme(folder: Path) -> None:
+    """As where the states lay on NVMe: empty tensors that have a name, and raw files of that name, longer than the tensors."""
+    for file in sorted(folder.glob("*_optim_states.pt")):
+        content = torch.load(file, weights_only=False)
+        said = content["optimizer_state_dict"]
+        raw = folder / "offloaded_tensors" / f"rank{int(file.name.split('_')[3]):02d}"
+        raw.mkdir(parents=True)
+        for index, flat in enumerate(said["fp32_flat_groups"]):
+            empty = torch.Tensor()
+            empty.ds_id = f"{index}_{index + 4}"  # type: ignore[attr-defined]
+            own, said["fp32_flat_groups"][index] = said["optimizer_state_dict"]["state"][index], empty
+            for name, values in (("", flat), ("exp_avg-", own["exp_avg"]), ("exp_avg_sq-", own["exp_avg_sq"])):
+                padded = torch.full((1024,), 9.0)
+                padded[: values.numel()] = values
+                padded.numpy().tofile(raw / f"{name}{index}_{index + 4}.tensor.swp")
+            own["exp_avg"] = own["exp_avg_sq"] = torch.Tensor()
+        torch.save(content, file)
+
+
 def share(whole: torch.Tensor, ranks: int) -> list[torch.Tensor]:
     size = -(-whole.numel() // ranks)
     padded = torch.zeros(size * ranks)
@@ -164,9 +183,11 @@ def forget(named: None, monkeypatch: pytest.MonkeyPatch) -> Forget:
     return call
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_an_ordinary_checkpoint_is_gone_on_from(tmp_path: Path, stage: int, forget: Forget) -> None:
+@pytest.mark.parametrize(("stage", "nvme"), [(2, False), (3, False), (3, True)])
+def test_an_ordinary_checkpoint_is_gone_on_from(tmp_path: Path, stage: int, nvme: bool, forget: Forget) -> None:
     write(tmp_path / "global_step3", stage)
+    if nvme:
+        move_to_nvme(tmp_path / "global_step3")
     (tmp_path / "latest").write_text("global_step3")
     forget()
     groups = [{"params": []}, {"params": []}]
