@@ -288,6 +288,71 @@ def lora(report: dict[str, Any]) -> str:
     return introduction + "\n\n" + table("| a step, from and to NVMe | bytes moved, mean | by the formula |", rows)
 
 
+def floors(report: dict[str, Any]) -> str:
+    """The table of benchmarks/floors.py."""
+    introduction = (
+        "Llama-shaped, bf16, split masters, checkpointing, clip 1.0, all of the machine's memory granted; in virtual time. The "
+        "floor is the largest of computing, each link, and host memory with all who use it. Where a step takes more than "
+        "1.15 of it: what the model waited for longest."
+    )
+    columns = "| model | machine | tokens x micro-batches | states on | s/step | floor s (of) | x floor | waits for |"
+    rows = []
+    for one in report["results"]:
+        start = f"| {one['size']} | {one['machine']} | {one['tokens']} x {one['micro_batches']} |"
+        if not one["fits"]:
+            rows.append(f"{start} does not fit | - | - | - | - |")
+            continue
+        bound = one["bound"].replace("_", " ") if one["ratio"] > 1.15 else "-"
+        rows.append(
+            f"{start} {one['placement']['optimizer_states']} | {one['step_seconds']:.2f} | {one['floor_seconds']:.2f} "
+            f"({one['bottleneck']}) | {one['ratio']:.2f} | {bound} |"
+        )
+    return introduction + "\n\n" + table(columns, rows)
+
+
+def predicted(report: dict[str, Any]) -> str:
+    """The table of benchmarks/predicted.py."""
+    columns = "| width x layers | tokens x micro-batches | settings | s/step: measured, said | peak CPU | peak NVMe | moved |"
+    rows = []
+    for result in report["results"]:
+        case, was, said = result["case"], result["measured"], result["predicted"]
+        settings = ", ".join(f"{name}={value}" for name, value in case["fields"].items())
+        error = said["step_seconds"] / was["step_seconds"] - 1
+        moved = all(said["moved_nbytes"][link] == nbytes for link, nbytes in was["moved_nbytes"].items())
+        rows.append(
+            f"| {case['width']} x {case['layers']} | {case['batch'] * case['sequence']} x {case['micro_batches']} "
+            f"| {settings} | "
+            f"{was['step_seconds']:.2f}, {said['step_seconds']:.2f} ({error:+.0%}) | {_peaks(was, said, 'cpu')} | "
+            f"{_peaks(was, said, 'nvme')} | {'equal' if moved else 'not equal'} |"
+        )
+    return "Measured on " + report["machine"]["cpu"] + ", fp32, no GPU.\n\n" + table(columns, rows)
+
+
+def _peaks(was: dict[str, Any], said: dict[str, Any], tier: str) -> str:
+    there, told = was["peak_nbytes"][tier], said["peak_nbytes"][tier]
+    return f"{gib(there)}, {gib(told)} ({told / there - 1:+.1%})" if there and told else "-"
+
+
+def plans(report: dict[str, Any]) -> str:
+    """The table of benchmarks/plans.py."""
+    introduction = (
+        f"`python -m offload {report['command']}`, in virtual time on machines as described in `device/virtual/machines`."
+    )
+    columns = "| model | machine | fits | states on | s/step (floor) | tokens/s | bounded by | peak device, CPU, NVMe |"
+    rows = []
+    for one in report["results"]:
+        start = f"| {one['model']} | {one['machine']} "
+        if one["step_seconds"] is None:
+            rows.append(f"{start}| no | - | - | - | - | - |")
+            continue
+        peaks = ", ".join(gib(one["peak_nbytes"][tier]) for tier in ("device", "cpu", "nvme"))
+        rows.append(
+            f"{start}| {'yes' if one['fits'] else 'no'} | {one['placement']['optimizer_states']} | {one['step_seconds']:.1f} "
+            f"({one['floor_seconds']:.1f}) | {one['tokens_per_second']:,.0f} | {one['bottleneck']} | {peaks} |"
+        )
+    return introduction + "\n\n" + table(columns, rows)
+
+
 TABLES = {
     "ranks": ranks,
     "startup": startup,
@@ -300,6 +365,9 @@ TABLES = {
     "io": io,
     "checkpoint": checkpoint,
     "gpu": gpu,
+    "floors": floors,
+    "predicted": predicted,
+    "plans": plans,
 }
 
 

@@ -47,6 +47,9 @@ class Allocation:
                 self.backend = ImaginedBackend(machine)
             else:
                 self._scratch = ScratchFolder(config.nvme_paths)
+                # All of it, before the first file: what is made last would be missed when values have been written for an hour.
+                count = self._scratch.path_count
+                self._scratch.require_free([-(-placement.plan.total_nbytes("nvme") // count)] * count)
                 self.backend = open_backend(paths=self._scratch.paths)
             self._made.append(self.backend)
 

@@ -59,7 +59,7 @@ class Forecast:
     moved_nbytes: dict[str, int]
     hidden: dict[str, float | None]
     exposed_seconds: dict[str, float]
-    """By link, in which it was busy and the model was not."""
+    """By link, and for passes over host memory ("host_memory"): in which it was busy and the model was not."""
     placement: dict[str, str]
     planned: list[dict[str, Any]]
     """What lies where, as `Engine.stats` has it."""
@@ -135,9 +135,11 @@ def _forecast(engine: Rehearsed, virtual: VirtualMachine, before: _Reading, toke
     floors["NVMe"] = max(nvme)
     hidden: dict[str, float | None] = {}
     exposed: dict[str, float] = {}
-    for link in LINKS:
-        busy, under = (after.busy[link][index] - before.busy[link][index] for index in (0, 1))
-        hidden[link], exposed[link] = under / busy if busy > 0 else None, busy - under
+    for link, resource in (*zip(LINKS, LINKS, strict=True), ("host_memory", "memory_bandwidth")):
+        busy, under = (after.busy[resource][index] - before.busy[resource][index] for index in (0, 1))
+        exposed[link] = busy - under
+        if link in LINKS:
+            hidden[link] = under / busy if busy > 0 else None
     on_nvme = sum(line["nbytes"] for line in stats["planned"] if line["tier"] == "nvme")
     in_use = virtual.memory.peak_nbytes  # with host memory, where the model computes on it
     on_device, on_host = (0, in_use) if machine.is_unified else (in_use, stats["host_peak_nbytes"])

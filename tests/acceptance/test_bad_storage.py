@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import offload
 
@@ -141,6 +142,19 @@ def test_a_file_system_without_o_direct(nvme: Path, shim: str, plain: dict[str, 
     assert result["losses"] == plain["losses"] and result["weights"] == plain["weights"]
     said = [one for one in result["warnings"] if "O_DIRECT" in one]
     assert len(said) == 1 and str(nvme) in said[0], result["warnings"]
+
+
+def test_all_files_together_are_asked_for_before_the_first(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drive that holds the parameters and not the states besides is refused before a file is made."""
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 256))
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = offload.Config(parameters="nvme", optimizer_states="nvme", nvme=str(nvme))
+    usage = shutil.disk_usage(nvme)
+    room = 2 * 256 * 256 * 4 + 65536
+    monkeypatch.setattr("offload.tiers.scratch.shutil.disk_usage", lambda _: usage._replace(free=room))
+    monkeypatch.setattr("offload.tiers.scratch.create_file", lambda *_, **__: pytest.fail("a file was made"))
+    with pytest.raises(offload.ConfigError, match="is too small: the run needs"):
+        offload.initialize(model, optimizer, config)
 
 
 def test_a_disk_that_is_too_small(nvme: Path, shim: str) -> None:

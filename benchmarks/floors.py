@@ -1,0 +1,107 @@
+"""Steps of models of the Llama architecture on described machines, in virtual time, against their floors: the largest of what
+computing takes, each link, and host memory with all who use it. The same on every machine, so that tests keep it.
+
+    python benchmarks/floors.py --out docs/performance/floors.json [--cells "7 B" h100 8192 1]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import offload
+from offload.cli.forecast import Work, forecast
+from offload.device.virtual.description import read_machine
+from offload.errors import BudgetError
+from offload.rehearsal.forecast import Forecast, refused
+
+SIZES: dict[str, tuple[int, int, int, int, int]] = {  # width, layers, heads, heads of keys and values, width of the MLP
+    "1 B": (2048, 16, 32, 8, 8192),
+    "7 B": (4096, 32, 32, 32, 11008),
+    "13 B": (5120, 40, 40, 40, 13824),
+    "32 B": (5120, 64, 40, 8, 27648),
+}
+_SEQUENCE = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """`tokens`: of a micro-batch."""
+
+    size: str
+    machine: str
+    tokens: int
+    micro_batches: int
+
+    def run(self) -> Forecast:
+        """With all of the machine's memory granted; bf16, split masters, checkpointing, clip 1.0."""
+        width, layers, heads, kv_heads, intermediate = SIZES[self.size]
+        shape = transformers.LlamaConfig(
+            hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
+            intermediate_size=intermediate, vocab_size=32000, max_position_embeddings=_SEQUENCE, use_cache=False,
+        )  # fmt: skip
+        with torch.device("meta"):
+            model = transformers.LlamaForCausalLM(shape).to(torch.bfloat16)
+        machine = read_machine(self.machine)
+        config = offload.Config(
+            dtype="bf16", nvme=".", cpu_memory=int(machine.cpu_nbytes), max_grad_norm=1.0, state_format="split"
+        )
+        work = Work(self.tokens // _SEQUENCE, _SEQUENCE, self.micro_batches, checkpointing=True)
+        try:
+            return forecast(model, torch.optim.AdamW(model.parameters(), foreach=False), config, machine, work)
+        except BudgetError as error:
+            return refused(error)
+
+
+CELLS = [Cell(*one) for one in itertools.product(SIZES, ("rtx4090", "h100"), (2048, 8192, 16384), (1, 4))]
+
+
+def told(cell: Cell) -> dict[str, Any]:
+    """What the result file has of it. `bound`: what was waited for longest, where the floor is far."""
+    found = cell.run()
+    values: dict[str, Any] = {**dataclasses.asdict(cell), "fits": found.fits, "placement": found.placement}
+    if found.peak_nbytes:
+        values |= {
+            "step_seconds": found.step_seconds, "floor_seconds": found.floor_seconds, "bottleneck": found.bottleneck,
+            "ratio": found.step_seconds / found.floor_seconds, "tokens_per_second": found.tokens_per_second,
+            "bound": max(found.exposed_seconds, key=found.exposed_seconds.__getitem__), "exposed": found.exposed_seconds,
+        }  # fmt: skip
+    return values
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="the result file; cells that it has and are not asked for stay")
+    parser.add_argument("--sizes", nargs="*", default=list(SIZES))
+    parser.add_argument("--machines", nargs="*", default=["rtx4090", "h100"])
+    parser.add_argument("--tokens", nargs="*", type=int, default=[2048, 8192, 16384])
+    parser.add_argument("--micro-batches", nargs="*", type=int, default=[1, 4])
+    args = parser.parse_args()
+    asked = [
+        one for one in CELLS
+        if one.size in args.sizes and one.machine in args.machines and one.tokens in args.tokens
+        and one.micro_batches in args.micro_batches
+    ]  # fmt: skip
+    found = {}
+    if args.out is not None and args.out.exists():
+        fields = [field.name for field in dataclasses.fields(Cell)]
+        found = {Cell(*(line[name] for name in fields)): line for line in json.loads(args.out.read_text())["results"]}
+    for cell in asked:
+        found[cell] = told(cell)
+        print(json.dumps(found[cell]), file=sys.stderr, flush=True)
+        if args.out is not None:
+            lines = [found[one] for one in CELLS if one in found]
+            args.out.write_text(json.dumps({"results": lines}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""How far steps on described machines are from what bounds them: what was reached is kept, cell by cell.
+
+The table is docs/performance/floors.json (benchmarks/floors.py): virtual time is the same everywhere."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TABLE = json.loads((ROOT / "docs" / "performance" / "floors.json").read_text())["results"]
+GOAL = 1.15
+QUICK = {("1 B", "h100", 2048, 1), ("1 B", "rtx4090", 2048, 1)}
+FIELDS = ("size", "machine", "tokens", "micro_batches")
+
+
+def key(line: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(line[field] for field in FIELDS)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [pytest.param(line, id=str(key(line)), marks=() if key(line) in QUICK else (pytest.mark.slow,)) for line in TABLE],
+)
+def test_a_step_is_no_further_from_its_floor_than_the_table_says(line: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
+    found = importlib.import_module("floors").Cell(*key(line)).run()
+    assert found.fits == line["fits"]
+    if found.fits:
+        ratio = found.step_seconds / found.floor_seconds
+        assert 1.0 <= ratio <= max(GOAL, line["ratio"] * 1.005)
+
+
+def test_cells_beyond_the_goal_say_what_bounds_them() -> None:
+    assert {key(line) for line in TABLE} >= QUICK
+    for line in TABLE:
+        if line["fits"] and line["ratio"] > GOAL:
+            assert line["exposed"][line["bound"]] > 0
