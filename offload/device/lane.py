@@ -136,8 +136,8 @@ def start_thread(thread: threading.Thread) -> None:
         addresses = next((room for room in host_rooms() if room.bounds_addresses), None)
         if addresses is not None and addresses.free_nbytes < _STACK_NBYTES:
             raise ConfigError(
-                f"the system refuses addresses for the stack of a thread for {thread.name} ({error}): {addresses.free_nbytes} bytes "
-                f"are left, by {addresses.name}. Raise that limit (ulimit -v), or have less in memory."
+                f"the system refuses addresses for the stack of a thread for {thread.name} ({error}): {addresses.free_nbytes} "
+                f"bytes are left, by {addresses.name}. Raise that limit (ulimit -v), or have less in memory."
             ) from error
         raise ConfigError(
             f"the system refuses a thread for {thread.name} ({error}): the limit of processes and threads is reached. Raise it "
