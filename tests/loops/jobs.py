@@ -21,7 +21,7 @@ from .playing import Outcome, Player
 from .programs import Program
 
 assembly.LEAST_UNIT_NUMEL = 0  # the models here are tiny, and are to have units all the same
-HANG_SECONDS = int(os.environ.get("OFFLOAD_LOOPS_SECONDS", "60"))
+HANG_SECONDS = int(os.environ.get("OFFLOAD_LOOPS_SECONDS", "300"))
 OVER, ENDED = -1, -2
 DIED = 3
 """The exit code of a process whose script an interrupt ended, or a failure, or another rank's."""
