@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import offload
+from offload.device import lane
 from offload.device.host_room import HostRoom
 
 from .interrupting import Net, train
@@ -123,3 +124,17 @@ def test_refused_memory_names_the_bound_that_is_met(monkeypatch: pytest.MonkeyPa
     assert (
         "4096 bytes" in said and "for gradients" in said and "77 bytes are left, by RLIMIT_DATA" in said and "ulimit -d" in said
     )
+
+
+@pytest.mark.parametrize(
+    ("left", "says"), [(1 << 20, r"1048576 bytes are left, by RLIMIT_AS.*ulimit -v"), (1 << 30, "ulimit -u")]
+)
+def test_a_thread_that_is_refused_names_the_limit_that_is_met(monkeypatch: pytest.MonkeyPatch, left: int, says: str) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    bounds = [HostRoom("physical memory", 1 << 40, 1 << 40), HostRoom("RLIMIT_AS", 1 << 33, left, bounds_addresses=True)]
+    monkeypatch.setattr(lane, "host_rooms", lambda: bounds)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(offload.ConfigError, match=says):
+        lane.start_thread(threading.Thread(target=print, name="offload-test"))
