@@ -353,7 +353,29 @@ def plans(report: dict[str, Any]) -> str:
     return introduction + "\n\n" + table(columns, rows)
 
 
+def deepspeed_training(report: dict[str, Any]) -> str:
+    """The table of benchmarks/deepspeed_training.py."""
+    shape, machine = report["shape"], report["machine"]
+    introduction = (
+        f"The same training by DeepSpeed {report['deepspeed']} and by the drop-in, fp32 on a CPU, one rank, one thread: "
+        f"{shape['depth']} blocks of width {shape['width']}, AdamW, clipping, two micro-batches a step, WarmupDecayLR, "
+        f"{report['steps']} steps. Losses are compared step for step. CPU time is the median step's, as a ratio; peaks are "
+        f"of the whole process. {machine['cores']} cores of {machine['cpu']}, torch {machine['torch']}."
+    )
+    rows = [
+        f"| {one['stage']} | {one['largest_relative_difference']:.1e} | "
+        f"{one['offload']['cpu_seconds'] / one['deepspeed']['cpu_seconds']:.2f} | {gib(one['deepspeed']['peak_nbytes'])} | "
+        f"{gib(one['offload']['peak_nbytes'])} |"
+        for one in report["results"]
+    ]
+    columns = (
+        "| stage | losses differ by, at most | CPU time of a step, x DeepSpeed | peak RSS, DeepSpeed | peak RSS, drop-in |"
+    )
+    return f"{introduction}\n\n{table(columns, rows)}"
+
+
 TABLES = {
+    "deepspeed_training": deepspeed_training,
     "ranks": ranks,
     "startup": startup,
     "adam": adam,
