@@ -4,7 +4,8 @@
 
 Each row is a process of its own, with one thread for torch. `step` is the median processor time (all threads) of steps as a
 loop makes them; the rest is what each part of a step takes more than plain PyTorch's, for each unit: forward, backward, and
-the updates that a step begins, which are waited for here (`engine.gathered([])`) to tell them from the next forward.
+the updates that a step begins, which are waited for here (`engine.gathered([])`) to tell them from the next forward; the
+three together, and the updates for each chunk. A block has 12 parameters.
 """
 
 from __future__ import annotations
@@ -104,13 +105,16 @@ def one(case: str, count: int, folder: str) -> dict[str, Any]:
                 pass
 
         parts = steps(model, engine.optimizer, settle, count)
+        chunk_count = sum(len(flat.chunks) for unit in engine._parts.layout.units for flat in unit.flats)
     unit_count = len(model.layers)
     beyond = {name: (parts[name] - expected[name]) / unit_count for name in ("forward", "backward")}
+    us_per_unit = {name: seconds * 1e6 for name, seconds in {**beyond, "updates": parts["updates"] / unit_count}.items()}
     return {
         "plain_ms": expected["step"] * 1e3,
         "step_ms": whole["step"] * 1e3,
         "ratio": whole["step"] / expected["step"],
-        "us_per_unit": {name: seconds * 1e6 for name, seconds in {**beyond, "updates": parts["updates"] / unit_count}.items()},
+        "us_per_unit": us_per_unit | {"together": sum(us_per_unit.values())},
+        "updates_us_per_chunk": parts["updates"] / chunk_count * 1e6,
         "step()_us": parts["step()"] * 1e6,
     }
 
@@ -142,7 +146,7 @@ def main() -> int:
         told = ", ".join(f"{name} {us:.0f} us" for name, us in row["us_per_unit"].items())
         print(
             f"{case:18} {row['plain_ms']:7.1f} ms plain, {row['step_ms']:7.1f} ms, {row['ratio']:.2f} x; by unit {told}; "
-            f"step() {row['step()_us']:.0f} us",
+            f"chunk {row['updates_us_per_chunk']:.0f} us, step() {row['step()_us']:.0f} us",
             flush=True,
         )
     if options.out is not None:

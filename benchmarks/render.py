@@ -53,22 +53,21 @@ def train_step(report: dict[str, Any]) -> str:
         "GPT-2-shaped, one sequence of 64 tokens (125M also of 128), fp32, clip 1.0, no GPU; medians of steps, each model in "
         "one run. " + machine_line(report)
     )
-    columns = (
-        "| model | how | s/step | x plain | floor s | hidden: NVMe read, write, Adam | peak RSS "
-        "| bytes per parameter, by formula | CPU s by kind |"
-    )
+    counted = any("cpu_seconds" in result for result in report["results"])
+    columns = "| model | how | s/step | x plain | floor s | hidden: NVMe read, write, Adam | peak RSS |"
+    columns += " bytes per parameter, by formula | CPU s by kind |" if counted else ""
     rows = []
     for result in report["results"]:
         size = f" ({result['parameters'] / 1e6:.0f} M)" if "parameters" in result else ""
         start = f"| {result['shape']}{size} | {NAMES[result['case']]} "
         if "failed" in result:
-            rows.append(f"{start}| {result['failed']} | - | - | - | - | - | - |")
+            rows.append(f"{start}| {result['failed']} | - | - | - | - |" + (" - | - |" if counted else ""))
             continue
         ratio, floor = result.get("ratio_to_plain"), result.get("floor_seconds")
         rows.append(
             f"{start}| {result['median_seconds']:.2f} | {f'{ratio:.2f}' if ratio else '-'} | "
-            f"{f'{floor:.2f}' if floor else '-'} | {hidden(result)} | {gib(result['peak_rss_nbytes'])} "
-            f"| {by_formula(result)} | {by_kind(result)} |"
+            f"{f'{floor:.2f}' if floor else '-'} | {hidden(result)} | {gib(result['peak_rss_nbytes'])} |"
+            + (f" {by_formula(result)} | {by_kind(result)} |" if counted else "")
         )
     return introduction + "\n\n" + table(columns, rows)
 

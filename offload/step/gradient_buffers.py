@@ -28,15 +28,15 @@ from offload.tiers.store import Store
 class GradientBuffers:
     """See the module. Everything runs under the lock of `Gradients`."""
 
-    def __init__(self, spilling_count: int, pool: StagingPool, accelerator: Accelerator) -> None:
-        """`spilling_count`: chunks whose buffers may run out."""
-        self._pool, self._accelerator = pool, accelerator
+    def __init__(
+        self, spilling_count: int, pool: StagingPool, accelerator: Accelerator, leave_device: Callable[[Chunk], None]
+    ) -> None:
+        """`spilling_count`: chunks whose buffers may run out. `leave_device`: sends what of the chunk is still packed there."""
+        self._pool, self._accelerator, self._leave_device = pool, accelerator, leave_device
         self._occupied: dict[ChunkGradient, None] = {}
         """Chunks with a buffer of their own, the one added to longest ago first."""
         buffers = pool.stats.consumers.get(RETAINED)
         self._spare_count = 0 if buffers is None else spare_count(buffers.count, spilling_count)
-        self.before_spill: Callable[[Chunk], None] | None = None
-        """Sends what of the chunk is still packed on the device."""
 
     # ---- for gradients that arrive -------------------------------------------------------------------------------
 
@@ -162,8 +162,7 @@ class GradientBuffers:
         return complete or awaited or oldest
 
     def _spill(self, state: ChunkGradient) -> None:
-        if self.before_spill is not None:
-            self.before_spill(state.chunk)
+        self._leave_device(state.chunk)
         state.settle()
         assert state.buffer is not None and state.lease is not None
         if state.transfer is not None:

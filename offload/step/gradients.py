@@ -100,15 +100,18 @@ class Gradients:
         """Whether gradients may leave for a store when buffers run out."""
         self.brings = any(chunk.route.brings_gradients for chunk in self._chunks)
         """Whether updates copy gradients over from the device."""
-        self._buffers = GradientBuffers(spilling_count, pool, accelerator)
+        self._buffers = GradientBuffers(spilling_count, pool, accelerator, self._leave_device)
         self._live: dict[int, ParameterInfo] = {}
         self._unsummed: dict[int, None] = {}
         """Indices of parameters whose gradient was adopted, and its squares are not yet summed."""
         self._device_sums = DeviceSums(accelerator, self._chunks, pool) if SUMS in pool.stats.consumers else None
         self._landing = Landing(accelerator, pool, self._lane)
         self._transit = self._made_transit(transit_buffer_count) if transit_buffer_count else None
+
+    def _leave_device(self, chunk: Chunk) -> None:
+        """Send what of the chunk's gradient is still packed on the device."""
         if self._transit is not None:
-            self._buffers.before_spill = self._transit.leave
+            self._transit.leave(chunk)
 
     def _made_states(self, make_store: StoreFactory) -> None:
         narrow: dict[Tier, ExtentAllocator] = {}
@@ -361,8 +364,7 @@ class Gradients:
             for chunk in info.flat.chunks_of(info):
                 state = _gradient_of(chunk)
                 if info.index in state.live:
-                    if self._transit is not None:
-                        self._transit.leave(state.chunk)
+                    self._leave_device(chunk)
                     state.settle()  # what is still on its way must not land on what comes next
                     state.live.discard(info.index)
                     state.adopted.pop(info.index, None)
@@ -495,8 +497,7 @@ class Gradients:
         """An update that may be undone will read these chunks, which are complete: `release` is to keep them."""
         for chunk in chunks:
             with self._lock:
-                if self._transit is not None:
-                    self._transit.leave(chunk)
+                self._leave_device(chunk)
                 _gradient_of(chunk).held = True
 
     def drop_held(self, chunks: Iterable[Chunk]) -> None:
