@@ -200,7 +200,7 @@ class Updates:
     def _run_together(self, units: Sequence[Unit]) -> None:
         runs = [(unit, unit.update) for unit in units if unit.update is not None]
         updates = [one for _, update in runs for one in update.chunks]
-        alike = all(one.updates_every_slot and one.factor == updates[0].factor for one in updates)
+        alike = all(one.updates_every_slot and not one.cancelled and one.factor == updates[0].factor for one in updates)
         if self.watcher is not None or not updates or not alike:  # of several ranks one may have no part of any
             for unit, update in runs:
                 self._run(unit, update)
