@@ -4,7 +4,8 @@
     OUT/zero/optimizer_state.pt                        numbers of param_groups
     OUT/*model_states.pt                               counts, buffers, the scheduler's state: one name for stage 3, one below
 
-Host memory: the largest parameter in fp32.
+Steps are numbers, as DeepSpeed's own Adam has them (with its "torch_adam" it wants tensors there). Host memory: the largest
+parameter in fp32.
 """
 
 from __future__ import annotations
