@@ -34,6 +34,7 @@ from offload.engagement import Engagement
 from offload.errors import EngineFailedError, ParameterAccessError, UsageError, words_of
 from offload.model.flat import ParameterInfo
 from offload.model.optimizer import OffloadOptimizer
+from offload.model.taken_gradient import TakenGradient
 from offload.model.weights import open_weights
 from offload.profiling.profile import Profile
 from offload.ranks.agreement import MeetingPoint
@@ -560,7 +561,7 @@ class Engine:
 
     def _exchange_parts(self, path: Path, trained: Collection[int]) -> None:
         parts, training, optimizer = self._parts, self._training, self.optimizer
-        # Those of what is not trained are the user's; what stands for others a step has consumed, and is to say so.
+        # Those of what is not trained are the user's; the others a step has consumed.
         own = {info.index: info.parameter.grad for info in parts.parameters}
         failure: Exception | None = None
         try:
@@ -579,7 +580,10 @@ class Engine:
         training.retired = True
         self._training.synchronizing, self._training.grad_norm = training.synchronizing, training.grad_norm
         for info in made.parameters:
-            info.parameter.grad = own[info.index]
+            if isinstance(own[info.index], TakenGradient):
+                self._training.gradients.put_consumed(info)
+            else:
+                info.parameter.grad = own[info.index]
         if failure is not None:
             raise failure
 

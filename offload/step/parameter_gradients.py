@@ -205,6 +205,10 @@ class ParameterGradients:
             self._drop(unit, info, set_to_none=True)
             self._take_over(unit, info, value, owned=False)
 
+    def put_consumed(self, info: ParameterInfo) -> None:
+        """A step before these parts were made has consumed the gradient, and what stands in `p.grad` is to say so."""
+        info.parameter.grad = self.clipping.token(info, self.step_index - 1)
+
     def require_new(self, what: str) -> None:
         """PyTorch would use the last step's gradients again; here that step has consumed them."""
         with unguarded():

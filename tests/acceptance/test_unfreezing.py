@@ -16,6 +16,7 @@ from torch import nn
 
 import offload
 from offload.checkpoint.passing import passing_checkpoint
+from offload.ranks.group import Alone, NoMeeting
 
 from .models import (
     ADAM_OPTIONS,
@@ -350,7 +351,7 @@ def test_what_a_kill_leaves_while_parts_are_made_anew_the_next_start_removes(nvm
     left = list(nvme.iterdir())
     assert len(left) == 1 and (left[0] / "state" / "MANIFEST.json").is_file()
     config = offload.Config(nvme=nvme)
-    with passing_checkpoint(config) as living:
+    with passing_checkpoint(config, Alone(), NoMeeting()) as living:
         model = nn.Linear(4, 4)
         offload.initialize(model, torch.optim.AdamW(model.parameters()), config).close()
         assert list(nvme.iterdir()) == [living.parent]
