@@ -36,6 +36,7 @@ help:
 	@echo "make test-scripts  TRL's example scripts and, from TRANSFORMERS_EXAMPLES=/path, transformers', with one import changed"
 	@echo "make check     ruff, mypy, import-linter, clang-format"
 	@echo "make wheel     dist/: the wheel for manylinux_2_28; ARCHITECTURE=aarch64 cross-builds one.  make wheel-cuda: its CUDA kernels"
+	@echo "make docs      site/: every page of docs/, the API and the command line; strict, links checked"
 	@echo "make sdist     dist/: the source distribution, with its tests"
 	@echo "make test-matrix  the wheel beside each of MATRIX (PYTHON:TORCH ...), tested there"
 	@echo "make sanitize  the native tests under ASan, UBSan and TSan"
@@ -110,7 +111,14 @@ sdist: $(PACKAGING)/.made
 	$(PACKAGING)/bin/python -m build --sdist --no-isolation .
 
 test-matrix: wheel
-	$(PACKAGING)/bin/python tests/matrix.py --wheel $(WHEEL) --environments $(VENV)-matrix --out docs/matrix.json $(MATRIX)
+	$(PACKAGING)/bin/python tests/matrix.py --wheel $(WHEEL) --environments $(VENV)-matrix --out docs/performance/matrix.json $(MATRIX)
+
+# The site, in the environment of the package: its pages are made from the code.
+docs: install
+	$(PY) -c 'import mkdocs, mkdocstrings, material' 2>/dev/null || \
+	  $(PIP) install --quiet 'mkdocs-material>=9.5' 'mkdocstrings[python]>=0.26'
+	$(PY) -m mkdocs build --strict --quiet
+	$(PY) docs/site_tools/check.py site
 
 sanitize: install
 	native/sanitize.sh $(PY)
@@ -139,7 +147,7 @@ canary: install
 	PYTHONPATH=$(CURDIR) $(CANARY)/bin/python -m pytest -q -rfE tests/integrations
 
 bench: install
-	for file in $(filter-out $(addprefix benchmarks/,render.py markdown_text.py gpu.py plot.py machine.py own_io.py aio_peer.py deepspeed_step.py deepspeed_training.py cpu_kinds.py),$(wildcard benchmarks/*.py)); do $(PY) $$file $(BENCH_FLAGS) || exit 1; done
+	for file in $(filter-out $(addprefix benchmarks/,render.py markdown_text.py front_tables.py gpu.py plot.py plots.py machine.py own_io.py aio_peer.py deepspeed_step.py deepspeed_training.py cpu_kinds.py),$(wildcard benchmarks/*.py)); do $(PY) $$file $(BENCH_FLAGS) || exit 1; done
 
 GPU_REPORT_FLAGS ?= --out docs/performance/gpu.json
 

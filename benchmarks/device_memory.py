@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from plot import Line, svg
 from torch import nn
 
 import offload
@@ -119,19 +118,9 @@ def sweep(case: tuple[str, str], count: int, folder: str) -> list[dict[str, Any]
     return rows
 
 
-def plot(rows: list[dict[str, Any]]) -> str:
-    """Bytes to and from the device against device_memory, one line for each placement; the planned ones dashed."""
-    lines = []
-    for case in CASES:
-        own = [row for row in rows if (row["parameters"], row["optimizer_states"]) == case]
-        points = [(row["device_memory"] / 2**20, sum(row["moved_nbytes"]) / 2**20) for row in own]
-        lines.append(Line(f"{case[0]}, {case[1]}", points))
-    return svg("Bytes that a step moves, over all links", "device_memory, MiB", "MiB a step", lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="the figures as JSON, and the plot beside it")
+    parser.add_argument("--out", type=Path, help="the figures as JSON")
     parser.add_argument("--points", type=int, default=14, metavar="N", help="budgets for each placement")
     options = parser.parse_args()
     os.environ["OFFLOAD_ACCELERATOR"] = "deferred"
@@ -141,7 +130,6 @@ def main() -> None:
     assert len({(tuple(row["losses"]), row["weights"]) for row in rows}) == 1, "a budget changed a bit"
     if options.out is not None:
         options.out.write_text(json.dumps({"blocks": BLOCKS, "width": WIDTH, "results": rows}, indent=1) + "\n")
-        options.out.with_suffix(".svg").write_text(plot(rows))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Whether narrow optimizer states learn as well as fp32 ones: loss curves of a small Llama on real text, as JSON and plotted.
+"""Whether narrow optimizer states learn as well as fp32 ones: loss curves of a small Llama on real text, as JSON.
 
     python benchmarks/loss_curves.py --out docs/performance/loss_curves.json
 
@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from machine import describe_machine
-from plot import Line, svg
 
 FORMATS = ("split", "bf16", "8bit")
 MODEL = {
@@ -115,27 +114,9 @@ def summary(runs: list[dict[str, Any]], steps: int) -> dict[str, Any]:
     return result
 
 
-def plots(report: dict[str, Any]) -> dict[str, str]:
-    """SVG by file name: the curves, and how far each is from the first seed's with fp32 states."""
-    runs = report["runs"]
-
-    def name(run: dict[str, Any]) -> str:
-        return f"fp32, seed {run['seed']}" if run["state_format"] == "fp32" else f"{run['state_format']}, seed {run['seed']}"
-
-    curves = [Line(name(run), run["curve"][1:], dashed=run["state_format"] == "fp32") for run in runs]
-    apart = [
-        Line(name(run), distances(run["curve"], runs[0]["curve"])[1:], dashed=run["state_format"] == "fp32") for run in runs[1:]
-    ]
-    title = "Held-out loss by state format"
-    return {
-        "loss_curves.svg": svg(title, "steps", "nats per byte", curves),
-        "loss_distances.svg": svg("Distance from fp32 states, seed 0", "steps", "nats per byte", apart),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write the losses there as JSON, and the plots beside it")
+    parser.add_argument("--out", type=Path, help="write the losses there as JSON")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--every", type=int, default=50, help="steps between two evaluations")
     parser.add_argument("--seeds", type=int, default=3, help="fp32 runs that the noise is taken from; at least 2")
@@ -153,8 +134,6 @@ def main() -> None:
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(report, indent=1) + "\n")
-        for file_name, content in plots(report).items():
-            (options.out.parent / file_name).write_text(content)
 
 
 if __name__ == "__main__":

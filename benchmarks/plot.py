@@ -1,15 +1,21 @@
-"""A plot as SVG, without a library: lines with points over one axis each way. Deterministic, so that files compare."""
+"""Plots as SVG, without a library: lines over two axes, and bars. Deterministic, so that files compare.
+
+One colour for one thing in all of them, from a set that colour-blind readers can tell apart (Okabe and Ito); what bounds is
+dashed.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, HEIGHT = 640, 360
-LEFT, RIGHT, TOP, BOTTOM = 64, 16, 36, 52
-COLOURS = ("#1f5fa8", "#c8511b", "#3a7d34", "#7a4fa0", "#888888")
+OFFLOAD, OFFLOAD_TOO, DEEPSPEED, FSDP2, PLAIN = "#0072B2", "#56B4E9", "#D55E00", "#009E73", "#666666"
+OTHERS = (OFFLOAD, "#E69F00", FSDP2, "#CC79A7", OFFLOAD_TOO, DEEPSPEED, PLAIN)
+WIDTH, HEIGHT = 760, 360
+LEFT, RIGHT, TOP, BOTTOM = 64, 210, 40, 52
+_BAR, _GAP, _LABEL = 16, 14, 170
 
 
 @dataclass(frozen=True)
@@ -19,51 +25,95 @@ class Line:
     name: str
     points: Sequence[tuple[float, float]]
     dashed: bool = False
+    colour: str = ""
 
 
-def ticks(high: float, count: int = 5) -> list[float]:
-    """Round numbers from 0 to just above `high`."""
-    if high <= 0:
-        return [0.0, 1.0]
-    raw = high / count
+def ticks(high: float, count: int = 5, low: float = 0.0) -> list[float]:
+    """Round numbers from just below `low` to just above `high`."""
+    if high <= low:
+        return [low, low + 1.0]
+    raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw)
-    return [index * step for index in range(math.ceil(high / step - 1e-9) + 1)]
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(index * step, 10) for index in range(first, last + 1)]
 
 
-def svg(title: str, x_label: str, y_label: str, lines: Sequence[Line]) -> str:
-    """The plot; both axes start at 0."""
-    x_ticks = ticks(max(x for line in lines for x, _ in line.points))
-    y_ticks = ticks(max(y for line in lines for _, y in line.points))
+def svg(title: str, x_label: str, y_label: str, lines: Sequence[Line], *, from_zero: bool = True) -> str:
+    """The plot; both axes start at 0, or where the lines are."""
+    every_x, every_y = ([point[axis] for line in lines for point in line.points] for axis in (0, 1))
+    x_ticks = ticks(max(every_x), low=0.0 if from_zero else min(every_x))
+    y_ticks = ticks(max(every_y), low=0.0 if from_zero else min(every_y))
 
     def place(x: float, y: float) -> tuple[float, float]:
-        across = LEFT + (WIDTH - LEFT - RIGHT) * x / x_ticks[-1]
-        return across, HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * y / y_ticks[-1]
+        across = (x - x_ticks[0]) / (x_ticks[-1] - x_ticks[0])
+        up = (y - y_ticks[0]) / (y_ticks[-1] - y_ticks[0])
+        return LEFT + (WIDTH - LEFT - RIGHT) * across, HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * up
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        f'<text x="{LEFT}" y="20" font-size="14">{escape(title)}</text>',
+        *_head(WIDTH, HEIGHT, title),
         f'<text x="{(LEFT + WIDTH - RIGHT) / 2:.1f}" y="{HEIGHT - 12}" text-anchor="middle">{escape(x_label)}</text>',
         f'<text transform="translate(16 {HEIGHT / 2:.1f}) rotate(-90)" text-anchor="middle">{escape(y_label)}</text>',
     ]
     for tick in x_ticks:
-        x, y = place(tick, 0)
+        x, y = place(tick, y_ticks[0])
         parts.append(f'<text x="{x:.1f}" y="{y + 16:.1f}" text-anchor="middle">{tick:g}</text>')
     for tick in y_ticks:
-        x, y = place(0, tick)
-        end = place(x_ticks[-1], tick)[0]
-        parts.append(f'<path d="M{x:.1f} {y:.1f}H{end:.1f}" stroke="#dddddd"/>')
+        x, y = place(x_ticks[0], tick)
+        parts.append(f'<path d="M{x:.1f} {y:.1f}H{WIDTH - RIGHT}" stroke="#dddddd"/>')
         parts.append(f'<text x="{x - 6:.1f}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>')
     for index, line in enumerate(lines):
-        colour = COLOURS[index % len(COLOURS)]
+        colour = line.colour or OTHERS[index % len(OTHERS)]
         placed = [place(x, y) for x, y in line.points]
         path = "L".join(f"{x:.1f} {y:.1f}" for x, y in placed)
         dash = ' stroke-dasharray="6 4"' if line.dashed else ""
         parts.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
         if not line.dashed:
             parts.extend(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in placed)
-        row = TOP + 14 + 16 * index
-        parts.append(f'<path d="M{WIDTH - 200} {row - 4}h24" stroke="{colour}" stroke-width="2"{dash}/>')
-        parts.append(f'<text x="{WIDTH - 170}" y="{row}">{escape(line.name)}</text>')
+        row, column = TOP + 10 + 20 * index, WIDTH - RIGHT + 14
+        parts.append(f'<path d="M{column} {row - 4}h24" stroke="{colour}" stroke-width="2"{dash}/>')
+        parts.append(f'<text x="{column + 30}" y="{row}">{escape(line.name)}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+Groups = Mapping[str, Mapping[str, float]]
+"""By the name of a group, the length of each of its bars by the bar's name."""
+
+
+def bars(title: str, panels: Mapping[str, Groups], colours: Mapping[str, str], unit: str = "") -> str:
+    """Horizontal bars in groups, a panel beside another for each quantity, with the numbers. Every panel has the same bars."""
+    groups = next(iter(panels.values()))
+    width = (WIDTH - _LABEL - 16) / len(panels)
+    height = TOP + 24 + sum(_GAP + _BAR * len(group) for group in groups.values()) + 40
+    parts = _head(WIDTH, height, title)
+    for index, (name, content) in enumerate(panels.items()):
+        left = _LABEL + index * width
+        room = (width - 70) / max(value for group in content.values() for value in group.values())
+        parts.append(f'<text x="{left:.1f}" y="{TOP + 8}" font-weight="bold">{escape(name)}</text>')
+        top = TOP + 24
+        for group_name, group in content.items():
+            if index == 0:
+                middle = top + _BAR * len(group) / 2 + 4
+                parts.append(f'<text x="{_LABEL - 10}" y="{middle:.1f}" text-anchor="end">{escape(group_name)}</text>')
+            for bar, value in group.items():
+                length = max(1.0, value * room)
+                parts.append(
+                    f'<rect x="{left:.1f}" y="{top + 1}" width="{length:.1f}" height="{_BAR - 2}" fill="{colours[bar]}"/>'
+                    f'<text x="{left + length + 5:.1f}" y="{top + _BAR - 4}" font-size="11">{value:.3g}{unit}</text>'
+                )
+                top += _BAR
+            top += _GAP
+    column = 16.0
+    for bar in dict.fromkeys(bar for group in groups.values() for bar in group):
+        parts.append(f'<rect x="{column:.1f}" y="{height - 26}" width="12" height="12" fill="{colours[bar]}"/>')
+        parts.append(f'<text x="{column + 17:.1f}" y="{height - 16}">{escape(bar)}</text>')
+        column += 40 + 6.6 * len(bar)
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _head(width: int, height: int, title: str) -> list[str]:
+    return [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        f'<text x="16" y="22" font-size="15">{escape(title)}</text>',
+    ]

@@ -1,4 +1,4 @@
-"""Writes the tables of the README and of docs/performance/ from the committed result files.
+"""Writes the tables and plots of the README and of docs/ from the committed result files.
 
 python benchmarks/render.py            # rewrites what stands between the table markers
 python benchmarks/render.py --check    # fails if that would change anything
@@ -13,12 +13,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import plots
+from front_tables import matrix, zero_memory
 from gpu_report.tables import gpu, gpu_plots
 from markdown_text import gib, table
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "docs" / "performance"
-PAGES = (ROOT / "README.md", RESULTS / "README.md", ROOT / "docs" / "huggingface.md")
+DOCS = ROOT / "docs"
+RESULTS = DOCS / "performance"
+PAGES = (
+    ROOT / "README.md",
+    RESULTS / "README.md",
+    *(DOCS / name for name in ("memory.md", "what-fits.md", "compatibility.md", "huggingface.md")),
+)
 NAMES = {
     "plain": "plain PyTorch, fused AdamW, all in memory",
     "cpu": "offload, parameters and states in CPU memory",
@@ -389,17 +396,20 @@ TABLES = {
     "floors": floors,
     "predicted": predicted,
     "plans": plans,
+    "matrix": matrix,
+    "zero_memory": zero_memory,
 }
 
 
-def plots() -> dict[Path, str]:
-    """The plots of the report for GPUs, where it was measured."""
+def every_plot() -> dict[Path, str]:
+    """Of the committed result files; those of the report for GPUs, where it was measured."""
+    found = plots.rendered(RESULTS)
     results = RESULTS / "gpu.json"
-    if not results.exists():
-        return {}
-    report = json.loads(results.read_text())
-    assert not report["dry_run"], "the figures of a dry run are none"
-    return {RESULTS / name: svg for name, svg in gpu_plots(report).items()}
+    if results.exists():
+        report = json.loads(results.read_text())
+        assert not report["dry_run"], "the figures of a dry run are none"
+        found |= {RESULTS / name: svg for name, svg in gpu_plots(report).items()}
+    return found
 
 
 def rendered(page: Path) -> str:
@@ -419,7 +429,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if something would change")
     options = parser.parse_args()
-    wanted = {page: rendered(page) for page in PAGES} | plots()
+    wanted = {page: rendered(page) for page in PAGES} | every_plot()
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     for path in stale:
         if options.check:

@@ -368,7 +368,7 @@ def finished(result: dict[str, Any], compute: Compute, common: dict[str, Any], r
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="the figures as JSON (of a sweep the plot beside it); other shapes in it stay")
+    parser.add_argument("--out", type=Path, help="the figures as JSON; other shapes in it stay")
     parser.add_argument("--nvme", help="folder on the drive to use; default: a temporary one in the current folder")
     parser.add_argument("--shapes", default="125M;1B", help="which models, of " + "; ".join(SHAPES))
     parser.add_argument("--steps", type=int, default=8, help="steps that count, after some that do not")
@@ -386,25 +386,6 @@ def main() -> None:
             report["results"] = sorted(every, key=lambda result: list(SHAPES).index(result["shape"]))
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(report, indent=1) + "\n")
-        if options.memory_sweep:
-            options.out.with_suffix(".svg").write_text(plot(report))
-
-
-def plot(report: dict[str, Any]) -> str:
-    """Step time and floor against cpu_memory."""
-    from plot import Line, svg
-
-    results = report["results"]
-    gib = [result["cpu_memory"] / 2**30 for result in results]
-    return svg(
-        f"{results[0]['shape']}, everything on NVMe: the step against cpu_memory",
-        "cpu_memory, GiB",
-        "seconds per step",
-        [
-            Line("measured", list(zip(gib, (result["median_seconds"] for result in results), strict=True))),
-            Line("floor", list(zip(gib, (result["floor_seconds"] for result in results), strict=True)), dashed=True),
-        ],
-    )
 
 
 def row(result: dict[str, Any]) -> str:

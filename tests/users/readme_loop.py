@@ -20,7 +20,6 @@ with offload.deferred_init():  # the model is never in memory as a whole
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1)
 engine = offload.initialize(model, optimizer, {"parameters": "nvme", "optimizer_states": "nvme", "nvme": "/mnt/nvme0/run"})
 for batch in loader:
-    loss = model(**batch).loss
-    loss.backward()
+    engine.backward(model(**batch).loss)  # loss.backward(), with the loss scaled in fp16
     engine.optimizer.step()
     engine.optimizer.zero_grad()

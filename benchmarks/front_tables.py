@@ -1,0 +1,34 @@
+"""The tables of the pages that newcomers read first: memory by ZeRO stage, what was tested."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from markdown_text import table
+
+
+def zero_memory(report: dict[str, Any]) -> str:
+    """The table of benchmarks/zero_memory.py."""
+    shape = report["shape"]
+    introduction = (
+        f"{report['parameter_numel'] / 1e9:.2f} billion parameters ({shape['num_hidden_layers']} blocks of width "
+        f"{shape['hidden_size']}), bf16, AdamW, everything on the device; GiB of each rank."
+    )
+    rows = []
+    for one in report["results"]:
+        parts = [one[kind] / 2**30 for kind in ("parameters", "gradients", "optimizer states", "buffers")]
+        cells = " | ".join(f"{part:.2f}" for part in (*parts, sum(parts)))
+        rows.append(f"| {one['ranks']} | {one['stage'] if one['ranks'] > 1 else 'any'} | {cells} |")
+    columns = "| ranks | stage | parameters | gradients | optimizer states | buffers, units in use | together |"
+    return introduction + "\n\n" + table(columns, rows)
+
+
+def matrix(report: dict[str, Any]) -> str:
+    """The table of tests/matrix.py."""
+    rows = [
+        f"| {one['python']} | {one['torch']} | {one['passed']} passed"
+        + "".join(f", {one[word]} {word}" for word in ("failed", "error", "skipped") if one.get(word))
+        + " |"
+        for one in report["results"]
+    ]
+    return table("| Python | torch | tests |", rows)

@@ -1,0 +1,63 @@
+"""python docs/site_tools/check.py SITE: what mkdocs --strict does not see. Exits with 1 where something is wrong.
+
+Every page loads scripts, styles, images and fonts from the site itself alone; every link between pages, and into one,
+leads somewhere; the search has an index of every page.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urldefrag
+
+LOADED = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src"}
+
+
+class Page(HTMLParser):
+    """The names within a page, what it loads and what it links to."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.loaded: list[str] = []
+        self.links: list[str] = []
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        given = {name: value for name, value in attributes if value is not None}
+        self.names.update(given[name] for name in ("id", "name") if name in given)
+        if tag in LOADED and LOADED[tag] in given and given.get("rel") not in ("canonical", "prev", "next"):
+            self.loaded.append(given[LOADED[tag]])
+        if tag == "a" and "href" in given:
+            self.links.append(given["href"])
+
+
+def faults(site: Path) -> list[str]:
+    pages = {path: Page(path) for path in sorted(site.rglob("*.html"))}
+    found = []
+    for path, page in pages.items():
+        name = path.relative_to(site)
+        found += [f"{name} loads {one}" for one in page.loaded if one.startswith(("http:", "https:", "//"))]
+        for link in page.links + page.loaded:
+            target, anchor = urldefrag(link)
+            if ":" in target or link.startswith("//") or path.name == "404.html":
+                continue
+            there = (path.parent / unquote(target)).resolve() if target else path
+            there = there / "index.html" if there.is_dir() else there
+            if not there.exists():
+                found.append(f"{name} links to {link}, which is not there")
+            elif anchor and there in pages and unquote(anchor) not in pages[there].names and anchor != "__comments":
+                found.append(f"{name} links to {link}, which has no such place")
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+    searched = {urldefrag(entry["location"])[0] or "index.html" for entry in index["docs"]}
+    found += [f"{path.name} is not searched" for path in pages if path.name != "404.html"
+              and path.relative_to(site).as_posix() not in searched]  # fmt: skip
+    return found
+
+
+if __name__ == "__main__":
+    wrong = faults(Path(sys.argv[1]))
+    print("\n".join(wrong) or "links, places, search index and origins are right")
+    sys.exit(1 if wrong else 0)

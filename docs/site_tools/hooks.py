@@ -1,0 +1,86 @@
+"""Hooks of mkdocs: pages made from the code or from files outside of docs/, and links that lead out of it.
+
+The home page is the README, the command line's page is what the parsers say, the changelog and the pages for contributors
+are the files of the repository. What a page links to outside of docs/ is named and not linked: the site stands alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[2]
+FROM_ROOT = {
+    "index.md": "README.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "security.md": "SECURITY.md",
+    "changelog.md": "CHANGELOG.md",
+}
+LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
+ELSEWHERE = re.compile(r"[a-z]+:|//|#")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages that are made."""
+    for uri, name in FROM_ROOT.items():
+        files.append(File.generated(config, uri, content=(ROOT / name).read_text(encoding="utf-8")))
+    files.append(File.generated(config, "cli.md", content=command_line()))
+    listed = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    new = [file.src_uri for file in files.documentation_pages() if not re.search(rf": {re.escape(file.src_uri)}$", listed, re.M)]
+    if new:  # what nobody has put into the navigation yet comes last
+        config.nav.append({"More": sorted(new)})
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Lead links to where the site has what they name."""
+    origin = ROOT / FROM_ROOT.get(page.file.src_uri, f"docs/{page.file.src_uri}")
+    pages = {ROOT / name: uri for uri, name in FROM_ROOT.items()}
+
+    def led(match: re.Match[str]) -> str:
+        image, text, target, anchor = match[1], match[2], match[3], match[4] or ""
+        if ELSEWHERE.match(target):
+            return match[0]
+        path = Path(os.path.normpath(origin.parent / target))
+        if path.is_dir() and (path / "README.md").is_file():
+            path = path / "README.md"
+        uri = pages.get(path)
+        if uri is None and path.is_relative_to(ROOT / "docs"):
+            uri = path.relative_to(ROOT / "docs").as_posix()
+        if uri is None or path.suffix == ".json":
+            assert path.exists(), f"{page.file.src_uri} links to {target}, which is not there"
+            return text  # it lies in the repository only
+        return f"{image}[{text}]({os.path.relpath(uri, os.path.dirname(page.file.src_uri) or '.')}{anchor})"
+
+    # Not in blocks of code.
+    parts = re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL)
+    return "".join(part if part.startswith("```") else LINK.sub(led, part) for part in parts)
+
+
+def command_line() -> str:
+    """The page of the command line: what --help says."""
+    sys.path.insert(0, str(ROOT))
+    os.environ["COLUMNS"] = "110"
+    from offload.cli.main import build_parser
+
+    parser = build_parser()
+    lines = ["# Command line", "", "Made from the parsers: what `--help` says.", ""]
+    for name, command in commands(parser):
+        lines += [f"## python -m offload {name}", "", "```text", command.format_help().rstrip(), "```", ""]
+    return "\n".join(lines)
+
+
+def commands(parser: argparse.ArgumentParser, before: str = "") -> list[tuple[str, argparse.ArgumentParser]]:
+    """Every command with its parser, those below it after it."""
+    found: list[tuple[str, argparse.ArgumentParser]] = []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, child in action.choices.items():
+                found += [(before + name, child), *commands(child, f"{before}{name} ")]
+    return found

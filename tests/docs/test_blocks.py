@@ -1,0 +1,143 @@
+"""Every block of code in the README and on the pages of docs/ runs: Python as one script a page, commands one by one.
+
+A page finds a tiny checkpoint with its tokenizer, a folder of text and a drive, under the names that the pages use.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.cli.main import main
+
+from ..acceptance.models import source_text
+from ..integrations.preferences import byte_tokenizer
+
+ROOT = Path(__file__).parents[2]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+ELSEWHERE = {"huggingface.md", "coming-from-deepspeed.md"}
+"""Pages with a test of their own."""
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *(path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name not in ELSEWHERE),
+]
+# A page's shapes and lengths, made small: the last flag counts.
+SMALL_MODEL = "--hidden 32 --layers 2 --heads 2 --intermediate 48 --vocabulary 300"
+SMALL_RUN = "--steps 2 --sequence 16 --eval-batches 1 --cpu-memory 64MiB"
+
+
+class MyTransformer(nn.Module):
+    """What the README's loop trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> Loss:
+        for layer in self.layers:
+            x = layer(x)
+        return Loss(x.square().mean())
+
+
+class Loss:
+    def __init__(self, loss: torch.Tensor) -> None:
+        self.loss = loss
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    return FENCE.findall(page.read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", "cpu")
+    torch.manual_seed(0)
+    tokenizer = byte_tokenizer()
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained("checkpoint")
+    tokenizer.save_pretrained("checkpoint")
+    Path("texts").mkdir()
+    Path("texts", "some.txt").write_bytes(source_text(1 << 13))
+    Path("script.py").write_text("")
+    (tmp_path / "mnt").mkdir()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield tmp_path
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_block_runs(page: Path, given: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, object] = {
+        "torch": torch,
+        "offload": offload,
+        "MyTransformer": MyTransformer,
+        "loader": [{"x": torch.randn(2, 16)} for _ in range(2)],
+        "block": nn.Linear(4, 4),
+        "x": torch.randn(2, 4, requires_grad=True),
+        "data": [{"input_ids": list(range(16)), "labels": list(range(16))}] * 4,
+    }
+    for number, (language, text) in enumerate(blocks(page)):
+        text = text.replace("/mnt/nvme0", str(given / "mnt"))
+        if language == "python":
+            _about_arguments(text, names)
+            exec(compile(text, f"{page.name}, block {number}", "exec"), names)
+        elif language == "bash":
+            for line in text.replace("\\\n", " ").splitlines():
+                _command(shlex.split(line, comments=True))
+        else:
+            assert language in ("", "text", "json"), f"{page.name}: a block of {language!r} that nothing runs"
+    for name in ("trainer", "engine"):
+        made = names.get(name)
+        if isinstance(made, offload.Engine):
+            made.close()
+
+
+def _about_arguments(text: str, names: dict[str, object]) -> None:
+    if "args=arguments" in text:
+        from transformers import TrainingArguments
+
+        names["arguments"] = TrainingArguments("run", max_steps=1, use_cpu=True, report_to=[])
+
+
+def _command(words: list[str]) -> None:
+    """Run one command of a page, or look whether what it names is there."""
+    match words:
+        case []:
+            return
+        case ["python", "-m", "offload", command, *rest]:
+            rest = [*rest, *_made_small(command, rest)]
+            assert main([command, *rest]) == 0, words
+        case ["python", "-m", "offload.deepspeed", script, *_]:
+            assert Path(script).exists()
+        case ["make", *rest]:
+            targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+            assert {word for word in rest if "=" not in word} <= targets, words
+        case ["pip", "install", what]:
+            extra = re.fullmatch(r"\.\[(\w+)\]", what)
+            extras = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("\n[")[0]
+            assert extra is None or f"\n{extra[1]} = " in extras, words
+        case ["torchrun", _, script, *_] | ["python", script, *_]:
+            assert (ROOT / script).is_file(), words
+        case _:
+            raise AssertionError(f"a command that nothing runs: {words}")
+
+
+def _made_small(command: str, rest: list[str]) -> list[str]:
+    if command == "train":
+        shape = [] if "--model" in rest else SMALL_MODEL.split()
+        return [*shape, *SMALL_RUN.split(), *(["--save-every", "1"] if "--checkpoints" in rest else [])]
+    if command == "plan":
+        return [] if "--model" in rest else SMALL_MODEL.split()
+    return []

@@ -1,0 +1,78 @@
+"""What the pages say that code says is so: error messages, figures, the public API, links."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import offload
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+def module(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+def test_the_messages_on_the_page_of_errors_are_the_codes() -> None:
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "offload").rglob("*.py"))
+    joined = re.sub(r'"\s*\n\s*f?"', "", source)  # a message over several lines is one text
+    quoted = re.findall(r'^## "(.*)"$', (DOCS / "errors.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(quoted) >= 15
+    assert [words for words in quoted if words not in joined] == []
+
+
+def test_the_api_page_has_every_public_name() -> None:
+    page = (DOCS / "api.md").read_text(encoding="utf-8")
+    errors = {name for name in offload.__all__ if name.endswith("Error")}
+    assert [name for name in offload.__all__ if name not in errors and f"::: offload.{name}\n" not in page] == []
+    assert "::: offload.errors\n" in page
+
+
+def test_memory_of_the_stages_is_what_the_planner_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", "deferred")
+    monkeypatch.setenv("OFFLOAD_DEVICE_NBYTES", "")
+    written = json.loads((DOCS / "performance" / "zero_memory.json").read_text())
+    assert module(ROOT / "benchmarks" / "zero_memory.py").measured() == written
+
+
+def test_every_page_of_the_sites_navigation_is_there() -> None:
+    listed = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    made = {"index.md", "cli.md", "contributing.md", "security.md", "changelog.md"}
+    there = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    assert listed - made <= there and made <= listed
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *DOCS.rglob("*.md")):
+        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for target in re.findall(r"\]\(([^)#\s]+)", text):
+            assert re.match(r"[a-z]+:", target) or (page.parent / target).exists() or target == "cli.md", f"{page}: {target}"
+
+
+def test_the_checker_of_the_site_sees_what_is_wrong(tmp_path: Path) -> None:
+    (tmp_path / "search").mkdir()
+    (tmp_path / "search" / "search_index.json").write_text(json.dumps({"docs": [{"location": "index.html#x"}]}))
+    (tmp_path / "other.html").write_text('<p id="here"></p>')
+    links = '<a href="other.html#here"></a><a href="other.html#there"></a><a href="gone.html"></a>'
+    (tmp_path / "index.html").write_text(f'<script src="https://far.example/x.js"></script>{links}')
+    checker = DOCS / "site_tools" / "check.py"
+    done = subprocess.run([sys.executable, checker, tmp_path], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout.splitlines() == [
+        "index.html loads https://far.example/x.js",
+        "index.html links to other.html#there, which has no such place",
+        "index.html links to gone.html, which is not there",
+        "other.html is not searched",
+    ]
