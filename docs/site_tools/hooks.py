@@ -32,7 +32,8 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, uri, content=(ROOT / name).read_text(encoding="utf-8")))
     files.append(File.generated(config, "cli.md", content=command_line()))
     listed = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    new = [file.src_uri for file in files.documentation_pages() if not re.search(rf": {re.escape(file.src_uri)}$", listed, re.M)]
+    pages = [file.src_uri for file in files.documentation_pages()]
+    new = [uri for uri in pages if not re.search(rf": {re.escape(uri)}$", listed, re.MULTILINE)]
     if new:  # what nobody has put into the navigation yet comes last
         config.nav.append({"More": sorted(new)})
     return files
