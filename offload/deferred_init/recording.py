@@ -170,8 +170,11 @@ def tensor_leaves(tree: Any) -> list[Tensor]:
 
 
 def storage_identity(tensor: Tensor) -> int:
-    """Equal for tensors which share a storage; not reused while the registry knows the storage."""
-    return int(tensor.untyped_storage()._cdata)
+    """Equal for tensors which share a storage; not reused while the registry knows the storage.
+
+    Reads no value, so that it may be asked of a parameter whose values lie elsewhere, or whose engine is gone."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return int(tensor.untyped_storage()._cdata)
 
 
 def is_trackable(tensor: Tensor) -> bool:

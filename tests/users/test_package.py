@@ -73,6 +73,16 @@ def test_the_loop_that_mypy_checks_is_the_readmes() -> None:
     assert imports == "import torch, offload" and checked.endswith(loop)
 
 
+def test_a_second_model_is_built_where_the_first_ones_engine_was_closed() -> None:
+    """As in a notebook: the first model is still there, and its values are not."""
+    models = []
+    for _ in range(3):
+        with offload.deferred_init():
+            models.append(stack())
+        with offload.initialize(models[-1], adamw(models[-1]), {"parameters": "cpu", "dtype": "bf16"}) as engine:
+            assert engine.trains
+
+
 def test_an_engine_without_an_optimizer_says_so() -> None:
     with offload.initialize(stack(), None, {"parameters": "cpu"}) as engine:
         assert not engine.trains
