@@ -19,7 +19,7 @@ from offload.build import assembly
 from .models import ON_CPU, ON_CPU_IN_PLACE, ON_NVME, ON_NVME_IN_PLACE, Setup, adamw
 
 PACKAGE = str(Path(offload.__file__).parent)
-COUNTS = (40, 80)
+COUNTS = (80, 160)  # of both a unit has more than gradients that may wait for each other (1 MiB), where chunks are one each
 
 
 class Experts(nn.Module):
