@@ -1,7 +1,8 @@
 """Backwards through the model: which uses of units they have open, and when each is over.
 
 A backward is a graph task of autograd. When a gradient reaches an output of a unit its use starts; when the gradients of all
-its inputs are computed, or (for a unit whose inputs need none) when all its parameters have theirs, the use ends. It also ends
+its inputs are computed, or (for a unit whose inputs need none) when all its parameters have theirs, the use ends; the latter
+unless some of it is frozen, and on backward's way to what other units inside the call train. It also ends
 before the use of a call starts that forward made earlier: autograd goes through what one thread recorded from the last to the
 first. An input that several units share (of a decoder the encoder's output) has its gradient only when backward is through with
 all of them. Whatever is still open ends with its graph task: the backward, or the one inside it that goes through what a
@@ -39,7 +40,8 @@ class BackwardUse:
         self._passes, self._unit_index, self.reads_values = weakref.ref(passes), unit.index, reads_values
         self._turn = weakref.ref(passes.turn)
         self.version = unit.version if reads_values else None
-        self.inputs_need_gradients = False
+        self.ends_with_parameters = False
+        """Whether backward reads no more of the unit when its parameters have their gradients."""
         self.graph_task = -1
         self.epoch = -1
         self.awaited: set[int] = set()
@@ -86,7 +88,7 @@ class BackwardUse:
 
     def gradient_arrived(self, info: ParameterInfo) -> None:
         self.awaited.discard(info.index)
-        if not self.awaited and not self.inputs_need_gradients:
+        if not self.awaited and self.ends_with_parameters:
             self.end()
 
 

@@ -216,7 +216,6 @@ class Hooks:
         call.use = use = BackwardUse(self._backwards, unit, reads_values=reads_values)
         # Before the forward: an in-place operation in it would move the hook to a place inside the unit.
         call.inputs = inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-        use.inputs_need_gradients = bool(inputs)
         # With a leaf among them PyTorch cannot tell when all are done: then the use ends with the graph task.
         if inputs and all(tensor.grad_fn is not None for tensor in inputs):
             register_multi_grad_hook(inputs, use.end, mode="all")
@@ -255,6 +254,7 @@ class Hooks:
     def _await_backward(self, call: Call, use: BackwardUse, unit: Unit, output: Any) -> None:
         outputs = [level for tensor in tensors_in(output) for level in levels_of(tensor) if level.requires_grad]
         use.ended = self._backwards.tick()
+        use.ends_with_parameters = not call.inputs and not _is_read_for_others(unit, call.module)
         if outputs:
             register_multi_grad_hook(outputs, use.start, mode="any")
             for tensor in outputs:
@@ -273,6 +273,16 @@ class Hooks:
             if (info.was_written or id(info.parameter) in uncounted) and not info.lent_count:
                 info.note_version()
                 self._events.forward_wrote(info)
+
+
+def _is_read_for_others(unit: Unit, module: nn.Module) -> bool:
+    """Whether backward through a call of the module may read what is frozen of the unit, or of what comes with it, on its way
+    to the gradients of other units: then those of the unit's own do not tell when it is through."""
+    read = [info.parameter for one in (unit, *unit.uses.companions) for info in one.parameters]
+    if all(parameter.requires_grad for parameter in read):
+        return False
+    own = {id(info.parameter) for info in unit.parameters}
+    return any(parameter.requires_grad and id(parameter) not in own for parameter in module.parameters())
 
 
 def _use_modules(unit: Unit, is_root: bool) -> list[nn.Module]:

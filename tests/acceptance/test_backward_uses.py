@@ -13,7 +13,7 @@ from torch import nn
 from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
 
 import offload
-from offload.model.unit import Unit
+from offload.model.unit import Unit, UnitState
 from offload.planning.trace import Edge, Event
 from offload.step.update import Updates
 
@@ -243,3 +243,54 @@ def test_a_backward_that_was_cut_short_before_a_step_leaves_no_use(tmp_path: Pat
         assert all(
             type(parameter).__torch_function__ is not torch.Tensor.__torch_function__ for parameter in model.parameters()
         )
+
+
+class Mixing(nn.Module):
+    """Between trained blocks it computes with a frozen weight: its own, or one of a child that it does not call. What it trains
+    itself comes last, so that it has its gradient first."""
+
+    def __init__(self, of_a_child: bool) -> None:
+        super().__init__()
+        self.before, self.behind = blocks(), blocks()
+        self.mixes = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), Half(), nn.Linear(64, 32)) for _ in range(2))
+        self.mixes.requires_grad_(False)
+        self.own = None if of_a_child else nn.Parameter(torch.randn(32, 32), requires_grad=False)
+        self.out = nn.Parameter(torch.randn(32, 32))
+        self.on_gradient: Any = lambda _: None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        x = x @ self.own if self.own is not None else x @ self.mixes[0][0].weight.T @ self.mixes[0][2].weight.T
+        if x.requires_grad:
+            x.register_hook(self.on_gradient)
+        return self.behind(x) @ self.out
+
+
+@pytest.mark.parametrize("of_a_child", [False, True])
+def test_what_is_frozen_stays_until_backward_is_through_with_it(of_a_child: bool, tmp_path: Path) -> None:
+    def mixing() -> Mixing:
+        torch.manual_seed(1)
+        return Mixing(of_a_child)
+
+    model = mixing()
+    with opened_with(model, parameters="device", optimizer_states="cpu", dtype="bf16") as engine:
+        in_memory = train(engine, model)
+    model = mixing()
+    with opened_with(model, parameters="nvme", optimizer_states="nvme", prefetch=0, dtype="bf16", nvme=tmp_path) as engine:
+        (unit,) = {
+            one
+            for one in engine._parts.units
+            for info in one.parameters
+            if info.parameter is (model.mixes[0][0].weight if of_a_child else model.own)
+        }
+        stayed = []
+
+        def evict_all(_: torch.Tensor) -> None:
+            """What may leave leaves: to go on without the weight would end the process."""
+            engine._parts.residency.evict_all()
+            stayed.append(unit.residency.state is UnitState.RESIDENT)
+            assert stayed[-1]
+
+        model.on_gradient = evict_all
+        assert train(engine, model) == in_memory
+    assert stayed == [True] * 4

@@ -141,6 +141,19 @@ FOUND = {
         (Setup(states="nvme", prefetch=0, drive="failing", fault="flip", failing=1),),
         (op("save", number=0, beside=False), op("resume", setup=0)),
     ),
+    "backward computed with a frozen weight of two blocks that had left when the root's own gradients were there": Program(
+        Model(width=7, blocks=("experts", "lora"), tie="blocks", reused=True, frozen=(0,)),
+        (Setup(),),
+        (
+            op("forward", batch=2),
+            op("train", batch=1),
+            op("forward", batch=5, fails_at=1),
+            op("write", parameter=16),
+            op("write", parameter=14, fails=True),
+            op("closure", batch=2),
+        ),
+        ranks=2,
+    ),
 } | {
     f"one backward through what is used twice found no room, {where}": Program(
         Model(width=3, blocks=blocks, reused=True, tie=tie, checkpointing="reentrant"),
