@@ -63,7 +63,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         "--state-format", choices=("fp32", "split", "bf16", "8bit"), default="fp32", help="layout of the states (default fp32)"
     )
     group.add_argument(
-        "--update", choices=("auto", "step", "backward"), default="auto", help="when updates start (default auto)"
+        "--update", choices=("auto", "step", "backward"), default="step", help="when updates start (default step)"
     )
     group.add_argument("--prefetch", type=int, default=1, metavar="N", help="units fetched ahead (default 1)")
     group.add_argument("--clip", type=float, metavar="NORM", help="clip the global gradient norm to this")
