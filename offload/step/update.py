@@ -162,7 +162,8 @@ class Updates:
         recalled: dict[Unit, list[ChunkUpdate]] = {}
         for _, update in enqueued:
             for one in update.chunks:
-                one.cancelled = not one.started
+                # What no lane was given may have been read ahead for a unit that is not resident: it has no values to update.
+                one.cancelled = update.job is None or not one.started
         for unit, update in enqueued:
             if any(one.cancelled for one in update.chunks):
                 self.launch(unit).wait()  # what the lane had begun of it meanwhile is over then

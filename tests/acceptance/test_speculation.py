@@ -310,6 +310,39 @@ def test_what_was_read_ahead_for_an_undone_update_is_read_again(opened: Any, mon
     assert_same_bits(results[1], results[0])
 
 
+def test_what_was_read_ahead_for_an_absent_unit_is_updated_where_it_is_used(
+    opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The embedding left device memory before its gradient was complete: its update waits for `step` to bring it back."""
+    monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
+    monkeypatch.setattr(clip_history, "QUIET_STEPS", 0)
+    run, recall = Updates._run, Updates.recall
+    all_enqueued, partly_read = threading.Event(), set[str]()
+
+    def run_late(updates: Updates, unit: Any, update: Any) -> None:
+        assert unit.name != "model.layers.0" or all_enqueued.wait(30)  # of those launched it is the last
+        run(updates, unit, update)
+
+    def recall_late(updates: Updates, units: Any) -> Any:
+        all_enqueued.set()
+        for unit in updates.launched_units:
+            updates.apply(unit)  # on the way what comes next is read ahead, as far as there are buffers
+        waiting = [unit for unit in updates.pending_units if unit.update.job is None]
+        started = {unit.name: {one.started for one in unit.update.chunks} for unit in waiting}
+        partly_read.update(name for name, of_chunks in started.items() if of_chunks == {True, False})
+        return recall(updates, units)
+
+    monkeypatch.setattr(Updates, "_run", run_late)
+    monkeypatch.setattr(Updates, "recall", recall_late)
+    results = []
+    for setup in (IN_MEMORY, ON_CPU_DEVICE):
+        model = llama(2, 64, vocabulary=2048)  # 32 chunks of it: more than there are buffers
+        engine = opened(model, two_groups(model), setup, dtype="fp32", max_grad_norm=NEVER)
+        results.append(run_engine(engine, train))
+    assert_same_bits(results[1], results[0])
+    assert partly_read == {"model.embed_tokens"}
+
+
 @both
 def test_non_finite_gradients_change_nothing(opened: Any, speculating: None, setup: Setup) -> None:
     """What was updated before the last gradient turned out not to be finite is as it was, and training goes on."""
