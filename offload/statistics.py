@@ -22,6 +22,7 @@ def statistics(engagement: Engagement) -> dict[str, Any]:
             "optimizer_states": parts.placement.optimizer_states,
             "gradients": parts.placement.gradients,
         },
+        "decision": parts.placement.verdict.as_json() if parts.placement.verdict is not None else None,
         "planned": [{"tier": line.tier, "purpose": line.purpose, "nbytes": line.nbytes} for line in parts.placement.plan.lines],
         "units": [
             {"name": unit.name, "nbytes": unit.layout.nbytes, "begins_early": unit.route.undoable} for unit in parts.units

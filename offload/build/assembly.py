@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,13 +40,16 @@ from offload.model.optimizer_kinds import InitialState, check_optimizer, initial
 from offload.model.partition import ModuleUnit, fold_for_ranks, partition, uses_of
 from offload.model.quantized import PackedWeights
 from offload.model.weights import WeightSource
-from offload.planning.deciding import Decision
+from offload.planning.deciding import Decision, Weight, lightest
+from offload.planning.five_lines import lines_of
 from offload.planning.placement import ALONE, Placement, RankGroup
 from offload.planning.trace import Expected
 from offload.ranks.consensus import Facts, together
 from offload.ranks.group import Group
 from offload.step.components import Components
 from offload.step.reduction import AVERAGE_VARIABLE, average_dtype
+
+_log = logging.getLogger(__name__)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LEAST_UNIT_NUMEL = 64 * 1024
@@ -154,7 +158,11 @@ class Assembly:
     def _lay_out(self, accelerator: Accelerator, described: _Described, expected: Expected) -> tuple[Layout, Placement]:
         by_unit = described.by_unit
         specs = [(unit.name, parameter_specs(members)) for unit, members in zip(described.module_units, by_unit, strict=True)]
-        return lay_out_together(self._ranks, self._config, accelerator, specs, expected, moments_of(self._optimizer))
+        made = lay_out_together(self._ranks, self._config, accelerator, specs, expected, moments_of(self._optimizer))
+        if self._ranks.index == 0:
+            for line in lines_of(made[1]):
+                _log.info("%s", line)
+        return made
 
     def _require_room(self, placement: Placement, described: _Described) -> None:
         """Raise `BudgetError` where what "auto" chose cannot be there, even once the model's own memory is given back: the
@@ -259,7 +267,9 @@ def lay_out(
     states_on_device: float = 0.0,
 ) -> tuple[Layout, Placement]:
     """The layout with the largest chunks with which the placement fits the budgets, and where it is for the engine to choose
-    the memory that is free, if any does. Raises `BudgetError` if none fits the budgets.
+    the memory that is free, if any does; there smaller chunks are weighed where large ones take a part of the budget.
+
+    Raises `BudgetError` if none fits the budgets.
 
     `moments`: what the optimizer keeps.
 
@@ -267,6 +277,8 @@ def lay_out(
     `accumulates`, `states_on_device`: as `Decision` has them.
     """
     failure: BudgetError | None = None
+    found: list[tuple[Layout, Placement]] = []
+    weights: list[Weight] = []
     for within_room in (True, False):
         for chunk_numel in chunk_numels or CHUNK_NUMELS:
             layout = build_layout(specs, chunk_numel=chunk_numel, world_size=sharing.world_size, rank=rank, stage=sharing.stage)
@@ -275,9 +287,16 @@ def lay_out(
                     config, accelerator, layout, expected, moments, sharing,
                     accumulates=accumulates, states_on_device=states_on_device,
                 )  # fmt: skip
-                return layout, decision.decide(within_room=within_room)
+                placement = decision.decide(within_room=within_room)
             except BudgetError as error:
                 failure = error
+                continue
+            found.append((layout, placement))
+            weights.append(decision.weight(placement))
+            if not decision.may_be_better_in_smaller_chunks(placement):
+                break
+        if found:
+            return found[lightest(weights)]
     assert failure is not None
     largest = max(layout.units, key=lambda unit: unit.nbytes)
     refusal = BudgetError(f"{failure} The largest unit is {largest.name or '(root)'} with {largest.nbytes} bytes.")

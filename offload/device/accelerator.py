@@ -25,6 +25,7 @@ import torch
 
 from offload.device.lane import HostLane, Job
 from offload.device.pending import Pending, Settled
+from offload.device.rates import GPU, HOST, Rates
 from offload.device.recording import COLLECTIVES, TRANSFER, OpRecorder, Stamp
 
 
@@ -183,6 +184,10 @@ class Accelerator(ABC):
     @abstractmethod
     def host_lane(self, name: str, *, waits_for_io: bool) -> HostLane:
         """The lane on which CPU work of this name runs. `waits_for_io`: its jobs block on files."""
+
+    def rates(self) -> Rates:
+        """How fast bytes move here: what is usual for such a machine, or was measured."""
+        return HOST if self.unified else GPU
 
     # ---- time ----------------------------------------------------------------------------------------------------
 

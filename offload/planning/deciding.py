@@ -3,14 +3,14 @@
 What the configuration names is the furthest tier that a state may lie in; what budgets leave beyond the least is spent on
 bringing states nearer: to the device (`offload.planning.device_share`), then from NVMe to host memory
 (`offload.planning.working_set`). "auto" weighs every pairing of tiers that the budgets allow. Of those with room for the
-sums of several micro-batches (if any has it) it takes the one whose step moves the fewest bytes over the slowest link; of
-equals the nearest.
+sums of several micro-batches (if any has it) it takes the one whose step takes the fewest seconds by what it moves and by the
+machine's rates (`offload.planning.cost`); of those that take about as long the one that moves less, of equals the nearest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from offload.config import Config
@@ -20,8 +20,10 @@ from offload.errors import BudgetError, ConfigError
 from offload.layout import Layout
 from offload.planning.budget import Tier
 from offload.planning.choice import Choice
+from offload.planning.cost import cost
 from offload.planning.device_share import DeviceShare
-from offload.planning.placement import ALONE, Placement, Problem, RankGroup, format_of, place
+from offload.planning.placement import ALONE, Placement, Problem, RankGroup, Verdict, format_of, place
+from offload.planning.purposes import RETAINED
 from offload.planning.sizes import Footprint, least_gradient_buffers
 from offload.planning.trace import Expected
 from offload.planning.traffic import Traffic
@@ -40,8 +42,32 @@ PAIRINGS: tuple[tuple[Tier, Tier], ...] = (
     ("nvme", "nvme"),
 )
 """Tiers of parameters and optimizer states, the nearest first."""
+ABOUT_AS_LONG = 1.02
+"""Times the quickest: the cost in seconds is not known better than that, bytes are."""
+_BUFFERS_SHARE = 0.02
+"""Of the budget for host memory: where buffers take more, smaller chunks are weighed too."""
 _FREE_SHARE = 0.8
 """Of the free memory, where "auto" has no budget to go by: the rest is for activations and everybody else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """What placements are compared by. `has_no_room`: for the sums of a second micro-batch. `seconds`: that a step takes at
+    least. `moved`: bytes, over the slowest link first."""
+
+    has_no_room: bool
+    seconds: float
+    moved: tuple[int, ...]
+
+
+def lightest(weights: Sequence[Weight]) -> int:
+    """The index of the best: of those with room (if any has it) that take about as long as the quickest the one that moves
+    least, of equals the first."""
+    has_no_room, quickest = min((one.has_no_room, one.seconds) for one in weights)
+    near = [
+        index for index, one in enumerate(weights) if one.has_no_room == has_no_room and one.seconds <= quickest * ABOUT_AS_LONG
+    ]
+    return min(near, key=lambda index: weights[index].moved)
 
 
 class Decision:
@@ -73,6 +99,7 @@ class Decision:
 
         `within_room`: also where "auto" finds none that fits into the memory that is free now."""
         problem, config = self.problem, self.problem.config
+        weighed: _Weighed
         if config.parameters != "auto" and not problem.can_hold(config.parameters):
             raise ConfigError(
                 f"parameters={config.parameters!r} contradicts stage={config.stage} on {problem.sharing.world_size} ranks: "
@@ -81,16 +108,31 @@ class Decision:
         if config.parameters != "auto" and config.optimizer_states != "auto":
             smallest = _least(problem, problem, config.parameters, config.optimizer_states)
             _require_fit(problem, smallest)
-            placement = _grown(problem, smallest, problem)
+            grown = _grown(problem, smallest, problem)
+            placement, weighed = min(grown, key=partial(_moved, problem)) if len(grown) > 1 else grown[0], ()
         else:
             guessed = _with_guessed_budgets(problem)
-            smallest, placement = _auto(problem, guessed)
+            smallest, placement, weighed = _auto(problem, guessed)
             if within_room:
                 _require_fit(guessed, smallest)
             _require_fit(problem, smallest)
         excess = problem.excess(placement, with_sums=True)
         missing = excess[1] - (problem.budget(excess[0]) or 0) if excess is not None else 0
-        return replace(placement, sums_missing_nbytes=missing)
+        verdict = Verdict(cost(problem, placement), problem.rates, weighed, has_room=excess is None)
+        return replace(placement, sums_missing_nbytes=missing, verdict=verdict)
+
+    def weight(self, placement: Placement) -> Weight:
+        """By which placements are compared, also of different layouts."""
+        return _weight(self.problem, placement)
+
+    def may_be_better_in_smaller_chunks(self, placement: Placement) -> bool:
+        """Whether it was chosen, and buffers that hold a chunk take so much of the budget that smaller ones leave more for the
+        model's states."""
+        config, budget = self.problem.config, self.problem.budget("cpu")
+        if budget is None or "auto" not in (config.parameters, config.optimizer_states):
+            return False
+        buffers = [size for purpose, size in placement.staging.items() if purpose != RETAINED]  # those are the gradients' own
+        return sum(count * nbytes for count, nbytes in buffers) > _BUFFERS_SHARE * budget
 
 
 def _least(problem: Problem, guessed: Problem, parameters: Tier, states: Tier) -> Placement:
@@ -119,8 +161,8 @@ def _smallest(problem: Problem, parameters: Tier, states: Tier) -> Placement:
     return min(kept, place(problem, spilling), key=lambda placement: placement.plan.total_nbytes("cpu"))
 
 
-def _grown(problem: Problem, smallest: Placement, guessed: Problem) -> Placement:
-    """Spend what the budgets leave: on prefetch, then on what may stay on the device, then on what need not go to NVMe.
+def _grown(problem: Problem, smallest: Placement, guessed: Problem) -> list[Placement]:
+    """Ways to spend what the budgets leave: on prefetch, then on what may stay on the device, then on what need not go to NVMe.
 
     `guessed`: budgets of which prefetch takes no more than is there either."""
     # What several micro-batches will want is left to them, where it is there at all.
@@ -136,31 +178,49 @@ def _grown(problem: Problem, smallest: Placement, guessed: Problem) -> Placement
         found = DeviceShare(problem, fits).candidates(best)
     if problem.budget("cpu") is not None:
         found = [WorkingSet(problem, fits).best(one) for one in found]
-    return min(found, key=partial(_moved, problem)) if len(found) > 1 else found[0]
+    return found
 
 
 def _moved(problem: Problem, placement: Placement) -> tuple[int, ...]:
     return Traffic.scheduled(problem, placement, problem.micro_batches).slowest_first
 
 
-def _weight(problem: Problem, placement: Placement) -> tuple[int, ...]:
-    """First whether a second micro-batch would find no room for its sums, then what a step moves."""
-    return int(problem.excess(placement, with_sums=True) is not None), *_moved(problem, placement)
+def _moves_nothing(problem: Problem, placement: Placement) -> bool:
+    return not any(_moved(problem, placement)) and problem.excess(placement, with_sums=True) is None
 
 
-def _auto(problem: Problem, guessed: Problem) -> tuple[Placement, Placement]:
-    """The least that the chosen tiers take, and what the budgets make of it. The tiers take what there is for all else: where
-    no budget is given, what is free now, and so `guessed` decides whether they are possible. Where none is, the last."""
+def _weight(problem: Problem, placement: Placement) -> Weight:
+    has_no_room = problem.excess(placement, with_sums=True) is not None
+    return Weight(has_no_room, cost(problem, placement).seconds, _moved(problem, placement))
+
+
+_Weighed = tuple[tuple[Tier, Tier, float], ...]
+"""As `Verdict` has it."""
+
+
+def _auto(problem: Problem, guessed: Problem) -> tuple[Placement, Placement, _Weighed]:
+    """The least that the chosen tiers take, what the budgets make of it, and what was weighed.
+
+    The tiers take what there is for all else: where no budget is given, what is free now, and so `guessed` decides whether
+    they are possible. Where none is, the last."""
     weighed: list[tuple[Placement, Placement]] = []
     smallest = None
     for parameters, states in _pairings(problem):
         smallest = _least(problem, guessed, parameters, states)
         if guessed.excess(smallest) is None:
-            weighed.append((smallest, _grown(problem, smallest, guessed)))
-            if not any(_weight(problem, weighed[-1][1])):
-                return weighed[-1]
+            weighed += [(smallest, grown) for grown in _grown(problem, smallest, guessed)]
+            if any(_moves_nothing(problem, grown) for _, grown in weighed):
+                break
     assert smallest is not None
-    return min(weighed, key=lambda pair: _weight(problem, pair[1])) if weighed else (smallest, smallest)
+    if not weighed:
+        return smallest, smallest, ()
+    weights = [_weight(problem, grown) for _, grown in weighed]
+    listed = sorted(zip(weighed, weights, strict=True), key=lambda one: (one[1].has_no_room, one[1].seconds))
+    pairs = dict[tuple[Tier, Tier], float]()
+    for (_, grown), weight in listed:
+        pairs.setdefault((grown.parameters, grown.optimizer_states), weight.seconds)
+    seconds = tuple((*pair, least_seconds) for pair, least_seconds in pairs.items())
+    return *weighed[lightest(weights)], seconds
 
 
 def _pairings(problem: Problem) -> Sequence[tuple[Tier, Tier]]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from offload.config import Config
 from offload.device.accelerator import Accelerator
+from offload.device.rates import Rates
 from offload.device.records import RecordFormat
 from offload.device.segment import StateFormat
 from offload.layout import EXTENT_ALIGN, round_up
@@ -22,6 +24,7 @@ from offload.planning.budget import (
     Tier,
 )
 from offload.planning.choice import Choice, Kept
+from offload.planning.load import Cost
 from offload.planning.plan import expected_nbytes, worthwhile_nbytes
 from offload.planning.route import Emission, Memory, Route, routes_of, with_undo
 from offload.planning.sizes import Footprint, UnitSizes, gradient_buffer_nbytes, least_gradient_buffers
@@ -51,6 +54,33 @@ ALONE = RankGroup()
 
 
 @dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why a placement was decided. `weighed`: (tier of parameters, of optimizer states, seconds) of each pairing of tiers that
+    was possible, the best first. What is compared before the seconds is whether a second micro-batch finds room for its sums,
+    `has_room`."""
+
+    cost: Cost
+    rates: Rates
+    weighed: tuple[tuple[Tier, Tier, float], ...]
+    has_room: bool
+
+    def as_json(self) -> dict[str, Any]:
+        """For `Engine.stats`. Seconds are those that a step takes at least, besides what the model computes."""
+        return {
+            "seconds": self.cost.seconds,
+            "bound_by": self.cost.bound_by if self.cost.seconds else None,
+            "forward": self.cost.forward,
+            "backward": self.cost.backward,
+            "rates": asdict(self.rates),
+            "weighed": [
+                {"parameters": parameters, "optimizer_states": states, "seconds": seconds}
+                for parameters, states, seconds in self.weighed
+            ],
+            "room_for_micro_batches": self.has_room,
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """The decision. `staging`: purpose -> (count, nbytes) of host buffers. `unit_capacity_nbytes`: None if all stay."""
 
@@ -66,6 +96,8 @@ class Placement:
     """Of those what the budget does not leave."""
     transit_buffer_count: int = 0
     """Chunks of gradients that may be on the device on their way to the host."""
+    verdict: Verdict | None = None
+    """Why it was decided so."""
 
     @property
     def parameters(self) -> Tier:
@@ -124,6 +156,11 @@ class Problem:
     drive_nbytes: int
     accumulates: bool
     states_on_device: float = 0.0
+
+    @property
+    def rates(self) -> Rates:
+        """Of the machine, as far as they are known."""
+        return self.accelerator.rates()
 
     @property
     def micro_batches(self) -> int:

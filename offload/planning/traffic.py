@@ -42,7 +42,8 @@ class Traffic:
     @staticmethod
     def of(problem: Problem, placement: Placement, fetch_counts: Sequence[int], micro_batches: int) -> Traffic:
         """`fetch_counts`: how often each unit is fetched in the step, those that stay aside."""
-        found = _spilled(problem, placement, micro_batches)
+        spilled = spilled_by(problem, placement, micro_batches)
+        found = Traffic(0, 0, spilled, spilled, spilled)
         for unit, route, count in zip(problem.footprint.units, placement.routes, fetch_counts, strict=True):
             found = found + _over_nvme(unit, route, count)
             if not problem.accelerator.unified:
@@ -98,8 +99,9 @@ def _over_nvme(unit: UnitSizes, route: Route, fetch_count: int) -> Traffic:
     return Traffic(0, 0, read, written)
 
 
-def _spilled(problem: Problem, placement: Placement, micro_batches: int) -> Traffic:
-    """Gradients that find no buffer in host memory go to NVMe, and come back for the next addition or the update.
+def spilled_by(problem: Problem, placement: Placement, micro_batches: int) -> int:
+    """Bytes of gradients that a step writes to NVMe and reads again, for the next addition or the update: those that find no
+    buffer in host memory.
 
     Every backward goes over them in the same order and the oldest leave first, so that where some must leave,
     each micro-batch but the last makes all of them leave."""
@@ -107,5 +109,4 @@ def _spilled(problem: Problem, placement: Placement, micro_batches: int) -> Traf
     spilling = [unit for unit, route in routed if unit.trained and route.gradients_in is None]
     chunks = [nbytes for unit in spilling for nbytes in (unit.gradients_wide if micro_batches > 1 else unit.gradients)]
     last = spilled_nbytes(chunks, placement.retained_gradient_buffers)
-    nbytes = (micro_batches - 1) * sum(chunks) + last if last else 0
-    return Traffic(0, 0, nbytes, nbytes, nbytes)
+    return (micro_batches - 1) * sum(chunks) + last if last else 0

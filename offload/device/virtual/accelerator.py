@@ -13,6 +13,7 @@ from offload.device.accelerator import Accelerator, MemoryUse, UnitMemory
 from offload.device.lane import HostLane, InlineLane, Job, LaneJob, LaneRow
 from offload.device.pages import PAGE_NBYTES
 from offload.device.pending import Pending, Settled
+from offload.device.rates import Rates
 from offload.device.recording import D2H, H2D, Stamp
 from offload.device.virtual.machine import DeviceMemory, VirtualMachine
 from offload.device.virtual.operations import CountedOperations
@@ -129,6 +130,10 @@ class VirtualLane(HostLane):
             self._put(None)
 
 
+_CALLS_OF_A_CHUNK = 5
+"""Of the lane that updates: reads, passes and writes that it asks for."""
+
+
 def _nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
 
@@ -185,6 +190,20 @@ class VirtualAccelerator(Accelerator):
     def host_lane(self, name: str, *, waits_for_io: bool) -> HostLane:
         del waits_for_io
         return VirtualLane(name, self._machine, LaneRow(name, self.recorder))
+
+    def rates(self) -> Rates:
+        machine = self._machine.machine
+        return Rates(
+            machine.h2d,
+            machine.d2h,
+            machine.memory_bandwidth,
+            machine.device_bandwidth,
+            machine.nvme_read,
+            machine.nvme_write,
+            machine.nvme_both,
+            _CALLS_OF_A_CHUNK * machine.call_seconds,
+            f"those of the machine {machine.name}",
+        )
 
     def clock_ns(self) -> int:
         return _nanoseconds(self._machine.simulation.now)

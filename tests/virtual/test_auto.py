@@ -1,0 +1,95 @@
+"""What "auto" chooses takes no longer than any tiers that a user might name, within the same budgets: in virtual time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import offload
+from offload.build import assembly
+from offload.cli.forecast import Work, forecast
+from offload.device.virtual.description import read_machine
+from offload.errors import ConfigError
+from offload.planning.deciding import PAIRINGS
+from offload.planning.placement import Placement
+
+WORK = Work(batch=1, sequence=2048, micro_batches=1, checkpointing=False)
+LIMIT = 1.05
+QUICK = [(1.2, 2.5)]
+SLOW = [(1.2, 8.0), (1.2, 14.0), (4.0, 2.5), (4.0, 8.0), (9.0, 2.5), (9.0, 8.0), (9.0, 14.0)]
+CELLS = [*QUICK, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in SLOW)]
+"""Budgets in bytes of a parameter: of the device, of host memory. What does not fit lies on NVMe."""
+
+
+def small() -> transformers.PreTrainedModel:
+    with torch.device("meta"):
+        config = transformers.LlamaConfig(
+            hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=8, vocab_size=8192
+        )
+        config.use_cache = False
+        return transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+
+
+class Seen:
+    """The placements that were decided, the last one last."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.placements: list[Placement] = []
+        lay_out = assembly.lay_out
+
+        def seen(*args: Any, **keywords: Any) -> Any:
+            made = lay_out(*args, **keywords)
+            self.placements.append(made[1])
+            return made
+
+        monkeypatch.setattr(assembly, "lay_out", seen)
+
+    def seconds(self, **fields: Any) -> tuple[float, bool] | None:
+        """Of a step, and whether several micro-batches would find room for their sums; None where it does not fit."""
+        model = small()
+        config = offload.Config(dtype="bf16", nvme=".", max_grad_norm=1.0, **fields)
+        try:
+            found = forecast(model, torch.optim.AdamW(model.parameters()), config, read_machine("rtx4090"), WORK)
+        except ConfigError:
+            return None
+        verdict = self.placements[-1].verdict
+        assert verdict is not None
+        return found.step_seconds, verdict.has_room
+
+
+@pytest.mark.parametrize(("on_device", "in_memory"), CELLS)
+def test_auto_is_as_fast_as_the_best_fixed_placement(
+    on_device: float, in_memory: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that leave room for the sums of several micro-batches, where "auto" found one that does."""
+    numel = sum(parameter.numel() for parameter in small().parameters())
+    budgets = {"device_memory": int(on_device * numel), "cpu_memory": int(in_memory * numel)}
+    seen = Seen(monkeypatch)
+    auto = seen.seconds(**budgets)
+    assert auto is not None
+    fixed = [seen.seconds(parameters=parameters, optimizer_states=states, **budgets) for parameters, states in PAIRINGS]
+    possible = [one for one in fixed if one is not None]
+    assert possible
+    compared = [seconds for seconds, has_room in possible if has_room >= auto[1]]
+    assert auto[0] <= LIMIT * min(compared)
+
+
+def test_what_was_decided_is_said_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    """In the log in five lines, in `stats` in full."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    with (
+        caplog.at_level("INFO", logger="offload"),
+        offload.initialize(model, torch.optim.AdamW(model.parameters()), offload.Config()) as engine,
+    ):
+        decision = engine.stats()["decision"]
+    lines = [record.message for record in caplog.records if record.name == "offload.build.assembly"]
+    begins = ("placement: parameters on ", "memory: ", "a step moves what takes ", "weighed: parameters on ", "rates: ")
+    assert len(lines) == 5 and all(line.startswith(begin) for line, begin in zip(lines, begins, strict=True))
+    assert decision["weighed"] and decision["rates"]["source"] in lines[-1]
+    assert decision["seconds"] == pytest.approx(max(decision["forward"].values()) + max(decision["backward"].values()))
+    caplog.clear()
+    with offload.initialize(torch.nn.Linear(8, 8), config=offload.Config()):
+        assert not caplog.records  # nothing is said unasked
