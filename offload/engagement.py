@@ -5,11 +5,12 @@ An engine has one at a time. It gets another where its parts are made anew: for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from offload.build.assembly import DTYPES
@@ -17,11 +18,12 @@ from offload.build.ownership import Taking, disown
 from offload.build.refitting import NewlyTrained
 from offload.checkpoint.checkpoint import Checkpointing
 from offload.checkpoint.exporting import Exporting
+from offload.checkpoint.values import read_values
 from offload.config import Config
 from offload.deferred_init.held_tensors import Slot
 from offload.device.host_room import host_room
 from offload.device.recording import MAIN, WORK
-from offload.errors import UsageError
+from offload.errors import ParameterAccessError, UsageError
 from offload.model.fingerprint import ModelFingerprint
 from offload.model.flat import ParameterInfo
 from offload.model.optimizer import OffloadOptimizer
@@ -54,6 +56,7 @@ class Engagement:
     ) -> None:
         """Takes the model last of all, and wholly or not at all. `slots`: what is to be set in it besides. `successor`: as of
         `Hooks`. `turn`: the same for all of an engine's."""
+        self._model = model
         self.parts, self.links = parts, LinkMeter(parts.timeline, parts.backend)
         self.training = Training(parts, config, optimizer.hyper_of if optimizer is not None else None, turn)
         self.gathering = Gathering(parts, self.training)
@@ -105,6 +108,39 @@ class Engagement:
         self.training.check()
         free = self.parts.accelerator.free_nbytes()
         return self.parts.residency.staying((host_room().free_nbytes if free is None else free) // 2)
+
+    def gathered(self, params: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
+        """See `Engine.gathered`."""
+        by_id = {id(info.parameter): info for info in self.parts.parameters}
+        infos: list[ParameterInfo] = []
+        for position, parameter in enumerate(params):
+            if id(parameter) not in by_id:
+                raise ParameterAccessError(f"parameter {position} given to gathered is not a parameter of this engine's model.")
+            infos.append(by_id[id(parameter)])
+        # What is written inside goes around the updates.
+        return self.gathering.gathered(infos, first=self.checkpointing.saver.settle)
+
+    def state_dict(self, full: bool = True, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+        """See `Engine.state_dict`."""
+        ranks = self.parts.ranks
+        wanted = (lambda _: ranks.index == 0) if rank0_only else (lambda place: full or place % ranks.world_size == ranks.index)
+        return self.gathering.state_dict(self._model, wanted)
+
+    def values_of(self, checkpoint: Path, strict: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """What `Engine.load_values` sets: of a strict load this rank's share; and the client_state."""
+        index, count = self.parts.ranks.index, self.parts.ranks.world_size
+        state, client_state = read_values(checkpoint, lambda position: not strict or position % count == index)
+        if not strict:
+            own = self.state_dict()
+            state = own | {name: value for name, value in state.items() if name in own and own[name].shape == value.shape}
+        return state, client_state
+
+    def info_of(self, parameter: nn.Parameter) -> ParameterInfo:
+        """What the engine knows of one of the model's."""
+        for info in self.parts.parameters:
+            if info.parameter is parameter:
+                return info
+        raise ParameterAccessError("the parameter given is not one of this engine's model.")
 
     def _generate(self, own: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
         with self.resident():

@@ -2,56 +2,43 @@
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
-import weakref
-import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
-from offload.build.assembly import DTYPES, Assembly, rebuild
+from offload.build.assembly import DTYPES, Assembly
 from offload.build.ownership import check_free
-from offload.build.refitting import refitted
 from offload.checkpoint.checkpoint import Checkpointing
-from offload.checkpoint.matching import StatesMissing
 from offload.checkpoint.numbering import checked_folder
-from offload.checkpoint.passing import passing_checkpoint, remove_abandoned
+from offload.checkpoint.passing import remove_abandoned
 from offload.checkpoint.preemption import Preemption
 from offload.checkpoint.saving import Save
-from offload.checkpoint.values import read_values
 from offload.config import Config, parse_nbytes
 from offload.deepspeed_config import read_settings
 from offload.deferred_init.deferred_init import end_recording
 from offload.deferred_init.held_tensors import Slot
 from offload.engagement import Engagement
-from offload.errors import EngineFailedError, ParameterAccessError, UsageError, words_of
-from offload.model.flat import ParameterInfo
+from offload.errors import EngineFailedError, UsageError, words_of
 from offload.model.optimizer import OffloadOptimizer
-from offload.model.taken_gradient import TakenGradient
 from offload.model.weights import open_weights
 from offload.profiling.profile import Profile
-from offload.ranks.agreement import MeetingPoint
 from offload.ranks.consensus import together
 from offload.ranks.transport import join_ranks
 from offload.statistics import statistics
 from offload.step.components import Components, give_back
-from offload.step.held_interrupt import HeldInterrupt
-from offload.step.hooks import Hooks
 from offload.step.training import Training
-from offload.step.turn import Turn
 from offload.step.value_loading import ValueLoading
+from offload.succession import Succession
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-T = TypeVar("T")
 
 
 def initialize(
@@ -126,27 +113,18 @@ class Engine:
         self.config = config
         self.closed = False
         self._optimizer = OffloadOptimizer(optimizer) if optimizer is not None else None
-        self._turn = Turn(backward_elsewhere=parts.accelerator.device.type != "cpu")
         self._preemption: Preemption | None = None
         self._saves: Path | None = None
         try:
-            self._engage(parts, slots)
+            self._succession = Succession(model, self._optimizer, config, parts, slots)
         except BaseException:
             if self._optimizer is not None:
                 self._optimizer.disown()
             raise
 
-    def _engage(self, parts: Components, slots: Sequence[Slot]) -> None:
-        """Take the model and the optimizer into the hands of these parts: last of all, and wholly or not at all."""
-        reference = weakref.ref(self)
-
-        def successor() -> Hooks | None:
-            engine = reference()
-            return engine._fit_newly_trained() if engine is not None else None
-
-        self._engagement = Engagement(self.module, self._optimizer, self.config, parts, slots, successor, self._turn)
-        if self._optimizer is not None:
-            self._optimizer.stepper = self._engagement
+    @property
+    def _engagement(self) -> Engagement:
+        return self._succession.current
 
     @property
     def _parts(self) -> Components:
@@ -187,10 +165,7 @@ class Engine:
         `engine.scaled(loss).backward()` is `engine.backward(loss)`; several losses may be scaled and added up.
         """
         self._require_open()
-        scaled = loss * self._training.loss_scale.value
-        if scaled.requires_grad:
-            scaled.register_hook(self._training.scaled_backward_begins)
-        return scaled
+        return self._training.scaled(loss)
 
     def step(self) -> None:
         """Begin the update of every parameter that has a gradient; the same as `engine.optimizer.step()`."""
@@ -211,7 +186,7 @@ class Engine:
         before, self._training.synchronizing = self._training.synchronizing, False
         try:
             yield
-        finally:
+        finally:  # of other parts, where a forward inside had them made anew
             self._training.synchronizing = before
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -233,11 +208,7 @@ class Engine:
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
         self._require_open()
-        if not math.isfinite(value) or value <= 0:
-            raise UsageError(f"loss_scale={value!r} is no positive number.")
-        if self._training.is_within_step:
-            raise UsageError("loss_scale was set while gradients of the former scale wait for a step: set it after the step.")
-        self._training.loss_scale.value = float(value)
+        self._training.set_loss_scale(value)
 
     # ---- values --------------------------------------------------------------------------------------------------
 
@@ -247,15 +218,7 @@ class Engine:
         Host memory: a copy of what is gathered, to see what was written.
         """
         self._require_open()
-        given = [params] if isinstance(params, nn.Parameter) else list(params)
-        by_id = {id(info.parameter): info for info in self._parts.parameters}
-        infos: list[ParameterInfo] = []
-        for position, parameter in enumerate(given):
-            if id(parameter) not in by_id:
-                raise ParameterAccessError(f"parameter {position} given to gathered is not a parameter of this engine's model.")
-            infos.append(by_id[id(parameter)])
-        settle = self._checkpointing.saver.settle  # what is written inside goes around the updates
-        return self._engagement.gathering.gathered(infos, first=settle)
+        return self._engagement.gathered([params] if isinstance(params, nn.Parameter) else params)
 
     def resident(self) -> AbstractContextManager[None]:
         """Inside, parameters that were used stay in device memory: for many forwards in a row, as generation makes them.
@@ -276,12 +239,7 @@ class Engine:
         rank0_only  the other ranks return an empty dictionary
         """
         self._require_open()
-        ranks = self._parts.ranks
-        if rank0_only:
-            return self._engagement.gathering.state_dict(self.module, lambda _: ranks.index == 0)
-        return self._engagement.gathering.state_dict(
-            self.module, lambda position: full or position % ranks.world_size == ranks.index
-        )
+        return self._engagement.state_dict(full, rank0_only)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Set parameters and persistent buffers, by fqn, as `state_dict` returns them; optimizer moments stay as they are.
@@ -303,20 +261,14 @@ class Engine:
         Raises `UsageError` for what the parameter does not have.
         """
         self._require_open()
-        return self._engagement.named.read(self._info_of(parameter), what)
+        return self._engagement.named.read(self._engagement.info_of(parameter), what)
 
     def write(self, parameter: nn.Parameter, what: str, value: torch.Tensor) -> None:
         """Set what `read` reads; on several ranks with the same value on all of them. A gradient is rounded to the parameter's
         dtype, and counts for the coming step."""
         self._require_open()
         self._checkpointing.saver.settle()  # what is set goes around the updates
-        self._engagement.named.write(self._info_of(parameter), what, value)
-
-    def _info_of(self, parameter: nn.Parameter) -> ParameterInfo:
-        for info in self._parts.parameters:
-            if info.parameter is parameter:
-                return info
-        raise ParameterAccessError("the parameter given is not one of this engine's model.")
+        self._engagement.named.write(self._engagement.info_of(parameter), what, value)
 
     def stats(self) -> dict[str, Any]:
         """Counts, bytes planned and measured; and since the last call seconds by phase, and what each link did.
@@ -394,8 +346,8 @@ class Engine:
         On one rank an engine that failed can be used again after it: everything but its configuration is made anew.
         """
         path = checked_folder(dir, "load_checkpoint")
-        with self._revived():
-            return self._with_states(lambda: self._checkpointing.load(path))
+        with self._succession.revived():
+            return self._succession.with_states(lambda: self._checkpointing.load(path))
 
     def load_values(self, dir: str | os.PathLike[str], *, strict: bool = True) -> dict[str, Any]:
         """Set parameters and buffers from a checkpoint, as `load_state_dict` would; returns its client_state. Moments, step
@@ -404,13 +356,7 @@ class Engine:
         strict  False: what the model lacks is passed over, and what the checkpoint lacks stays
         """
         self._require_open()
-        index, count = self._parts.ranks.index, self._parts.ranks.world_size
-        state, client_state = read_values(
-            checked_folder(dir, "load_values"), lambda position: not strict or position % count == index
-        )
-        if not strict:
-            own = self.state_dict()
-            state = own | {name: value for name, value in state.items() if name in own and own[name].shape == value.shape}
+        state, client_state = self._engagement.values_of(checked_folder(dir, "load_values"), strict)
         self.load_state_dict(state)
         return client_state
 
@@ -423,8 +369,8 @@ class Engine:
                        `exit_if_terminated` at the end of each step brings about. The second ends the process at once.
         """
         path = checked_folder(dir, "resume_or_start")
-        with self._revived() as failure:
-            state = self._with_states(lambda: self._checkpointing.resume_or_start(path))
+        with self._succession.revived() as failure:
+            state = self._succession.with_states(lambda: self._checkpointing.resume_or_start(path))
             if state is None and failure is not None:
                 raise EngineFailedError(
                     f"there is no checkpoint in {str(dir)!r}, and the engine failed: {words_of(failure)}"
@@ -507,10 +453,8 @@ class Engine:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         ends_well = value is None or (isinstance(value, SystemExit) and not value.code)
-        if not ends_well and self._parts.meeting.waits_for_others and not self.closed:
-            # The others may be anywhere: this rank cannot wait for them, and they must not wait for it.
-            self._parts.meeting.abandon(f"{type(value).__name__}: {value}")
-            self._training.failure = self._training.failure or value
+        if value is not None and not ends_well and self._parts.meeting.waits_for_others and not self.closed:
+            self._training.leave_others(value)
         try:
             self.close()
         except Exception as error:
@@ -518,101 +462,7 @@ class Engine:
                 raise
             warnings.warn(f"while the engine was closed after {words_of(value)}: {error}", RuntimeWarning, stacklevel=2)
 
-    # ---- what is newly trained -----------------------------------------------------------------------------------
-
-    def _fit_newly_trained(self) -> Hooks | None:
-        """At the begin of a forward: give states to what was unfrozen or added to the optimizer since the last one."""
-        found = self._engagement.newly_trained()
-        if not found:
-            return None
-        names = f"parameter {found[0].fqn!r} was unfrozen or added to the optimizer"
-        if self._training.is_within_step or self._training.lender.lends_any:
-            raise UsageError(
-                f"{names} while gradients wait for a step, or inside engine.gathered: do that between optimizer.step() and the "
-                "next forward."
-            )
-        self._refit({info.index for info in found})
-        return self._engagement.hooks
-
-    def _with_states(self, load: Callable[[], T]) -> T:
-        """`load`, once there are states for what it brings states of."""
-        try:
-            return load()
-        except StatesMissing as missing:
-            self._training.zero_grad()
-            self._refit(missing.parameter_indices)
-        return load()
-
-    def _refit(self, trained: Collection[int]) -> None:
-        """Make the parts anew, with states for the parameters of these indices too, and carry everything over. Where there is
-        no room for them all is as it was; Ctrl-C waits until it is, or all is new. On several ranks all of them come here with
-        the same parameters."""
-        parts = self._parts
-        parts.meeting.meet(MeetingPoint.UNFREEZING, argument=zlib.crc32(repr(sorted(trained)).encode()))
-        with passing_checkpoint(self.config, parts.ranks, parts.meeting) as path:
-            self._checkpointing.save(path, None, None)
-            held = HeldInterrupt()
-            if not parts.meeting.waits_for_others:
-                held.begin()
-            try:
-                self._exchange_parts(path, trained)
-            finally:
-                held.end()
-
-    def _exchange_parts(self, path: Path, trained: Collection[int]) -> None:
-        parts, training, optimizer = self._parts, self._training, self.optimizer
-        # Those of what is not trained are the user's; the others a step has consumed.
-        own = {info.index: info.parameter.grad for info in parts.parameters}
-        failure: Exception | None = None
-        try:
-            self._engagement.end()
-            try:
-                ranks = parts.ranks.renewed()
-                made = refitted(parts, self.config, optimizer.moments, optimizer.param_groups, trained, ranks)
-            except Exception as error:
-                failure, made = error, rebuild(parts, self.config, optimizer.moments, parts.ranks.renewed())
-            self._engage(made, ())
-            self._checkpointing.load(path)
-            made.meeting.meet(MeetingPoint.UNFREEZING)  # nobody reads it any more
-        except BaseException as error:
-            self._training.fail(error)
-            raise
-        training.retired = True
-        self._training.synchronizing, self._training.grad_norm = training.synchronizing, training.grad_norm
-        for info in made.parameters:
-            if isinstance(own[info.index], TakenGradient):
-                self._training.gradients.put_consumed(info)
-            else:
-                info.parameter.grad = own[info.index]
-        if failure is not None:
-            raise failure
-
     # ---- checks --------------------------------------------------------------------------------------------------
 
     def _require_open(self) -> None:
         self._training.check()
-
-    @contextmanager
-    def _revived(self) -> Iterator[BaseException | None]:
-        """A failed engine is made anew for the load inside, and stays unusable if that fails. Gives its failure."""
-        self._training.check_process()
-        failure = self._training.failure
-        if failure is None or self.closed or self._parts.ranks.world_size > 1:  # other ranks have left, or wait for no load
-            yield failure
-            return
-        try:
-            try:
-                self._engagement.end()
-            except Exception as error:  # of the state that is let go; what failed first is known
-                warnings.warn(f"while what the failed engine held was given back: {error}", RuntimeWarning, stacklevel=4)
-            moments = self._optimizer.moments if self._optimizer is not None else ()
-            parts = rebuild(self._parts, self.config, moments, self._parts.ranks.renewed())
-            try:
-                self._engage(parts, ())
-            except BaseException:
-                give_back(parts.made)
-                raise
-            yield failure
-        except BaseException:
-            self._training.failure = failure
-            raise

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload.device.virtual.operations import flops_of, only_views, tensors_in, touched_nbytes
+from offload.device.virtual.operations import SeenOperations, flops_of, tensors_in, touched_nbytes
 
 
 @dataclass(slots=True)
@@ -53,22 +52,16 @@ def operation_rates(works: Sequence[Callable[[], object]], device: torch.device,
     return OperationRates(half.rate, single.rate, timing.others.rate, timing.count)
 
 
-class _Timing(TorchDispatchMode):
+class _Timing(SeenOperations):
     """Takes the time of every operation. On the thread that enters it, and the one that backward runs on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._device = device
         self.products, self.others, self.count = {False: _Sums(), True: _Sums()}, _Sums(), 0
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        given = kwargs or {}
-        if only_views(function):
-            return function(*args, **given)
+    def seen(self, function: Any, args: Any, given: Mapping[str, Any]) -> Any:
+        """The operation's result, timed."""
         start = time.perf_counter()
         result = function(*args, **given)
         if self._device.type == "cuda":

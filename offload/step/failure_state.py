@@ -107,6 +107,11 @@ class FailureState:
         self.turn.begin_anew()
         self._meeting.abandon(f"{type(error).__name__}: {error}")
 
+    def leave_others(self, because: BaseException) -> None:
+        """The other ranks may be anywhere: this one cannot wait for them, and they must not wait for it."""
+        self._meeting.abandon(f"{type(because).__name__}: {because}")
+        self.failure = self.failure or because
+
     def meet(self, point: MeetingPoint, action: Callable[[], Any] | None = None, *, argument: int = 0) -> Any:
         """`Meeting.meet`, which fails the engine where another rank failed."""
         with self.failures() if self._meeting.waits_for_others else nullcontext():

@@ -124,9 +124,24 @@ class Training(FailureState):
         finally:
             self.loss_is_scaled = before
 
-    def scaled_backward_begins(self, gradient: torch.Tensor) -> None:
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """See `Engine.scaled`."""
+        scaled = loss * self.loss_scale.value
+        if scaled.requires_grad:
+            scaled.register_hook(self._scaled_backward_begins)
+        return scaled
+
+    def _scaled_backward_begins(self, gradient: torch.Tensor) -> None:
         """A hook of a scaled loss: the backward that has just begun is of it."""
         self.loss_is_scaled = True
+
+    def set_loss_scale(self, value: float) -> None:
+        """See `Engine.loss_scale`."""
+        if not math.isfinite(value) or value <= 0:
+            raise UsageError(f"loss_scale={value!r} is no positive number.")
+        if self.is_within_step:
+            raise UsageError("loss_scale was set while gradients of the former scale wait for a step: set it after the step.")
+        self.loss_scale.value = float(value)
 
     def require_scaled_loss(self) -> None:
         """Raise where the gradients that come lack the loss scale."""

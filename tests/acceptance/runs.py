@@ -11,7 +11,7 @@ import copy
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,6 +126,22 @@ def compare(
     assert_close(results, expected, max(atol, WEIGHT_ATOL), "losses")
     assert_close(weights, expected_weights, atol, "weights")
     return start, weights
+
+
+def loop_of(batches: Sequence[Any], loss_of: Callable[[Run, int, Any, Any], torch.Tensor]) -> Loop:
+    """A backward and a step for each batch: of `loss_of(run, index, x, y)`, which the loop returns the values of."""
+
+    def loop(run: Run) -> list[float]:
+        losses = []
+        for index, (x, y) in enumerate(batches):
+            loss = loss_of(run, index, x, y)
+            loss.backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    return loop
 
 
 def simple_loop(steps: int = 6, width: int = 16, clip: float | None = None, rows: int = 6) -> Loop:

@@ -24,7 +24,7 @@ from offload.tiers import scratch
 
 from . import test_working_set
 from .models import IN_MEMORY, Setup, Sometimes, Tied, adamw, gpt2, llama, stack, two_groups, vector_batches
-from .runs import Run, allocated_nbytes, assert_same_bits, bitwise_loop, refused, run_engine
+from .runs import Run, allocated_nbytes, assert_same_bits, bitwise_loop, loop_of, refused, run_engine
 from .speculating import (
     ALWAYS,
     AT_TIMES,
@@ -140,17 +140,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
 def test_models(opened: Any, speculating: None, setup: Setup, kind: str, clip: float) -> None:
     make, width = MODELS[kind]
 
-    def loop(run: Run) -> list[float]:
-        losses = []
-        for step, (x, y) in enumerate(vector_batches(STEPS, width)):
-            out = run.model(x, step % 2 == 0) if kind == "sometimes" else run.model(x)
-            loss = F.mse_loss(out, y)
-            loss.backward()
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
+    def loss_of(run: Run, step: int, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(run.model(x, step % 2 == 0) if kind == "sometimes" else run.model(x), y)
 
+    loop = loop_of(vector_batches(STEPS, width), loss_of)
     results = []
     for where in (IN_MEMORY, setup):
         torch.manual_seed(4)

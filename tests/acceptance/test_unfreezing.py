@@ -333,13 +333,13 @@ def test_a_frozen_block_whose_gradients_come_and_go_unseen(opened: Any, setup: S
 
 _KILLED = """
 import os, signal, sys
-import torch, offload, offload.engine
+import torch, offload, offload.succession
 from torch import nn
 
 model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 model[0].requires_grad_(False)
 engine = offload.initialize(model, torch.optim.AdamW(model.parameters()), offload.Config(nvme=sys.argv[1]))
-offload.engine.refitted = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+offload.succession.refitted = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 model[0].requires_grad_(True)
 model(torch.ones(1, 4))
 """
@@ -361,7 +361,7 @@ def test_what_a_kill_leaves_while_parts_are_made_anew_the_next_start_removes(nvm
 @few
 def test_ctrl_c_waits_while_parts_are_made_anew(opened: Any, monkeypatch: pytest.MonkeyPatch, setup: Setup) -> None:
     """Then the forward that it came in is cut short, and nothing else."""
-    real, weights = offload.engine.refitted, []
+    real, weights = offload.succession.refitted, []
 
     def interrupted(*arguments: Any) -> Any:
         signal.raise_signal(signal.SIGINT)
@@ -374,7 +374,7 @@ def test_ctrl_c_waits_while_parts_are_made_anew(opened: Any, monkeypatch: pytest
         model.inlet.requires_grad_(True)
         if interrupts:
             with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr(offload.engine, "refitted", interrupted)
+                patch.setattr(offload.succession, "refitted", interrupted)
                 one_step(run, seed=1)
         one_step(run, seed=2)
         weights.append(engine.state_dict())

@@ -18,7 +18,7 @@ from offload.step.clip_history import QUIET_STEPS
 from offload.tiers import scratch
 
 from .models import IN_MEMORY, Setup, stack, two_groups, vector_batches
-from .runs import Run, assert_same_bits, run_engine
+from .runs import Run, assert_same_bits, loop_of, run_engine
 from .speculating import counts
 
 WIDTH, STEPS = 64, 5
@@ -290,21 +290,16 @@ def test_values_that_a_graph_keeps(opened: Any, speculating: None, what: str) ->
     """Parameters that stay on the device may be read outside of their units' uses, and backward compute with what was read:
     their updates wait for the step, others do not."""
 
-    def loop(run: Run) -> list[Any]:
-        losses = []
-        for step, (x, y) in enumerate(vector_batches(STEPS, WIDTH)):
-            if what == "twice":
-                run.model(x)
-            loss = F.mse_loss(run.model(x).float(), y)
-            if step % 2:
-                first, last = run.model.blocks[0].up.weight, run.model.blocks[3].up.weight
-                loss = loss + (first * last.detach()).float().sum() * 1e-3
-            loss.backward()
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
+    def loss_of(run: Run, step: int, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if what == "twice":
+            run.model(x)
+        loss = F.mse_loss(run.model(x).float(), y)
+        if step % 2:
+            first, last = run.model.blocks[0].up.weight, run.model.blocks[3].up.weight
+            loss = loss + (first * last.detach()).float().sum() * 1e-3
+        return loss
 
+    loop = loop_of(vector_batches(STEPS, WIDTH), loss_of)
     results = []
     for setup in (IN_MEMORY, Setup("device", "nvme", "deferred", "auto")):
         model = stack(WIDTH, 4)

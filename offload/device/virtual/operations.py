@@ -18,12 +18,11 @@ _LARGE_NBYTES = 1 << 16
 """Of host memory: below it an operation is done, not only counted."""
 
 
-class CountedOperations(TorchDispatchMode):
-    """Operations on the meta device take the device's time, passes over much host memory the host's. For the calling thread."""
+class SeenOperations(TorchDispatchMode):
+    """Every operation but views goes through `seen`. For the calling thread, and the one that backward runs in on the CPU."""
 
-    def __init__(self, machine: VirtualMachine) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._machine = machine
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -32,8 +31,22 @@ class CountedOperations(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         given = kwargs or {}
-        if only_views(function):
-            return function(*args, **given)
+        return function(*args, **given) if only_views(function) else self.seen(function, args, given)
+
+    def seen(self, function: Any, args: Any, given: Mapping[str, Any]) -> Any:
+        """The operation's result."""
+        raise NotImplementedError
+
+
+class CountedOperations(SeenOperations):
+    """Operations on the meta device take the device's time, passes over much host memory the host's. For the calling thread."""
+
+    def __init__(self, machine: VirtualMachine) -> None:
+        super().__init__()
+        self._machine = machine
+
+    def seen(self, function: Any, args: Any, given: Mapping[str, Any]) -> Any:
+        """The operation's result, counted."""
         inputs = tensors_in((*args, *given.values()))
         if not any(one.is_meta for one in inputs):
             return self._on_host(function, inputs, args, given)

@@ -1,0 +1,158 @@
+"""An engine's engagements: it has one at a time, and gets another where its parts are made anew.
+
+That is so for what is newly trained, whose states need room, and after a failure, when a load brings back a state.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+import zlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from torch import nn
+
+from offload.build.assembly import rebuild
+from offload.build.refitting import refitted
+from offload.checkpoint.matching import StatesMissing
+from offload.checkpoint.passing import passing_checkpoint
+from offload.config import Config
+from offload.deferred_init.held_tensors import Slot
+from offload.engagement import Engagement
+from offload.errors import UsageError
+from offload.model.optimizer import OffloadOptimizer
+from offload.model.taken_gradient import TakenGradient
+from offload.ranks.agreement import MeetingPoint
+from offload.step.components import Components, give_back
+from offload.step.held_interrupt import HeldInterrupt
+from offload.step.hooks import Hooks
+from offload.step.turn import Turn
+
+T = TypeVar("T")
+
+
+class Succession:
+    """See the module. `current` is the engagement of now. Owned by the thread that drives the model."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: OffloadOptimizer | None, config: Config, parts: Components, slots: Sequence[Slot]
+    ) -> None:
+        """Takes the model and the optimizer last of all, and wholly or not at all."""
+        self._model, self._optimizer, self._config = model, optimizer, config
+        self._turn = Turn(backward_elsewhere=parts.accelerator.device.type != "cpu")
+        self.current = self._engaged(parts, slots)
+
+    def _engaged(self, parts: Components, slots: Sequence[Slot] = ()) -> Engagement:
+        reference = weakref.ref(self)
+
+        def successor() -> Hooks | None:
+            succession = reference()
+            return succession._fit_newly_trained() if succession is not None else None
+
+        made = Engagement(self._model, self._optimizer, self._config, parts, slots, successor, self._turn)
+        if self._optimizer is not None:
+            self._optimizer.stepper = made
+        return made
+
+    # ---- what is newly trained -----------------------------------------------------------------------------------
+
+    def _fit_newly_trained(self) -> Hooks | None:
+        """At the begin of a forward: give states to what was unfrozen or added to the optimizer since the last one."""
+        found = self.current.newly_trained()
+        if not found:
+            return None
+        names = f"parameter {found[0].fqn!r} was unfrozen or added to the optimizer"
+        if self.current.training.is_within_step or self.current.training.lender.lends_any:
+            raise UsageError(
+                f"{names} while gradients wait for a step, or inside engine.gathered: do that between optimizer.step() and the "
+                "next forward."
+            )
+        self._refit({info.index for info in found})
+        return self.current.hooks
+
+    def with_states(self, load: Callable[[], T]) -> T:
+        """`load`, once there are states for what it brings states of."""
+        try:
+            return load()
+        except StatesMissing as missing:
+            self.current.training.zero_grad()
+            self._refit(missing.parameter_indices)
+        return load()
+
+    def _refit(self, trained: Collection[int]) -> None:
+        """Make the parts anew, with states for the parameters of these indices too, and carry everything over. Where there is
+        no room for them all is as it was; Ctrl-C waits until it is, or all is new. On several ranks all of them come here with
+        the same parameters."""
+        parts = self.current.parts
+        parts.meeting.meet(MeetingPoint.UNFREEZING, argument=zlib.crc32(repr(sorted(trained)).encode()))
+        with passing_checkpoint(self._config, parts.ranks, parts.meeting) as path:
+            self.current.checkpointing.save(path, None, None)
+            held = HeldInterrupt()
+            if not parts.meeting.waits_for_others:
+                held.begin()
+            try:
+                self._exchange_parts(path, trained)
+            finally:
+                held.end()
+
+    def _exchange_parts(self, path: Path, trained: Collection[int]) -> None:
+        optimizer = self._optimizer
+        assert optimizer is not None, "without one nothing is trained"
+        parts, training = self.current.parts, self.current.training
+        # Those of what is not trained are the user's; the others a step has consumed.
+        own = {info.index: info.parameter.grad for info in parts.parameters}
+        failure: Exception | None = None
+        try:
+            self.current.end()
+            try:
+                ranks = parts.ranks.renewed()
+                made = refitted(parts, self._config, optimizer.moments, optimizer.param_groups, trained, ranks)
+            except Exception as error:
+                failure, made = error, rebuild(parts, self._config, optimizer.moments, parts.ranks.renewed())
+            self.current = self._engaged(made)
+            self.current.checkpointing.load(path)
+            made.meeting.meet(MeetingPoint.UNFREEZING)  # nobody reads it any more
+        except BaseException as error:
+            self.current.training.fail(error)
+            raise
+        training.retired = True
+        now = self.current.training
+        now.synchronizing, now.grad_norm = training.synchronizing, training.grad_norm
+        for info in made.parameters:
+            if isinstance(own[info.index], TakenGradient):
+                now.gradients.put_consumed(info)
+            else:
+                info.parameter.grad = own[info.index]
+        if failure is not None:
+            raise failure
+
+    # ---- after a failure -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def revived(self) -> Iterator[BaseException | None]:
+        """A failed engine is made anew for the load inside, and stays unusable if that fails. Gives its failure."""
+        self.current.training.check_process()
+        failure = self.current.training.failure
+        parts = self.current.parts
+        if failure is None or self.current.training.closed or parts.ranks.world_size > 1:
+            yield failure  # other ranks have left, or wait for no load
+            return
+        try:
+            try:
+                self.current.end()
+            except Exception as error:  # of the state that is let go; what failed first is known
+                warnings.warn(f"while what the failed engine held was given back: {error}", RuntimeWarning, stacklevel=4)
+            moments = self._optimizer.moments if self._optimizer is not None else ()
+            made = rebuild(parts, self._config, moments, parts.ranks.renewed())
+            try:
+                self.current = self._engaged(made)
+            except BaseException:
+                give_back(made.made)
+                raise
+            yield failure
+        except BaseException:
+            self.current.training.failure = failure
+            raise
