@@ -62,9 +62,9 @@ class Config:
                       a 16-bit remainder are the master). These change results, within the noise of a seed: "bf16": moments
                       in bf16, rounded stochastically; "8bit": moments in 8 bits. All but "fp32" need bf16 parameters.
     max_grad_norm     clip the global gradient norm to this; None: no clipping
-    update            "step": updates start at step() and run under the next forward; "backward": they start as soon as
-                      backward has left a unit, wherever they can be undone; "auto": likewise, and leaves room on the drives for
-                      checkpoints. In any loop: what sees that an update came too early undoes it
+    update            "auto": updates start as soon as backward has left a unit, wherever they can be undone and seldom have to
+                      be, else at step(); in any loop. "backward": likewise, with all the room there is on the drives for what
+                      undoes them, where "auto" leaves some for checkpoints; "step": at step(), under the next forward
     prefetch          how many units ahead are fetched
     loss_scale        a number; "dynamic" (default for fp16); "skip": no scaling, steps with non-finite gradients are left out;
                       None: "dynamic" for fp16, else non-finite gradients raise
@@ -79,7 +79,7 @@ class Config:
     dtype: Literal["bf16", "fp16", "fp32"] | None = None
     state_format: Literal["fp32", "split", "bf16", "8bit"] = "fp32"
     max_grad_norm: float | None = None
-    update: Literal["auto", "step", "backward"] = "step"
+    update: Literal["auto", "step", "backward"] = "auto"
     prefetch: int = 1
     loss_scale: float | Literal["dynamic", "skip"] | None = None
 

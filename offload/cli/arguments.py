@@ -63,7 +63,10 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         "--state-format", choices=("fp32", "split", "bf16", "8bit"), default="fp32", help="layout of the states (default fp32)"
     )
     group.add_argument(
-        "--update", choices=("auto", "step", "backward"), default="step", help="when updates start (default step)"
+        "--update",
+        choices=("auto", "step", "backward"),
+        default=offload.Config.update,
+        help=f"when updates start (default {offload.Config.update})",
     )
     group.add_argument("--prefetch", type=int, default=1, metavar="N", help="units fetched ahead (default 1)")
     group.add_argument("--clip", type=float, metavar="NORM", help="clip the global gradient norm to this")

@@ -23,7 +23,7 @@ class Setup:
     parameters: str = "device"
     optimizer_states: str = "device"
     accelerator: str = "cpu"
-    update: str = "step"
+    update: str = "auto"
 
     @property
     def name(self) -> str:
@@ -46,13 +46,14 @@ ON_CPU = Setup("cpu", "cpu", "deferred")
 ON_CPU_IN_PLACE = Setup("cpu", "cpu", "cpu")
 ON_NVME = Setup("nvme", "nvme", "deferred")
 ON_NVME_IN_PLACE = Setup("nvme", "nvme", "cpu")
+ON_NVME_AT_STEP = Setup("nvme", "nvme", "deferred", "step")
 ON_NVME_IN_BACKWARD = Setup("nvme", "nvme", "deferred", "backward")
 IN_MEMORY_IN_BACKWARD = Setup(update="backward")
 ON_CPU_IN_BACKWARD = Setup("cpu", "cpu", "deferred", "backward")
 IN_PLACE_IN_BACKWARD = Setup("nvme", "nvme", "cpu", "backward")
 
 STEP_SETUPS = (IN_MEMORY, ON_CPU, ON_CPU_IN_PLACE, ON_NVME)
-ALL_SETUPS = (*STEP_SETUPS, ON_NVME_IN_BACKWARD)
+ALL_SETUPS = (*STEP_SETUPS, ON_NVME_AT_STEP, ON_NVME_IN_BACKWARD)
 
 
 def source_text(nbytes: int = 1 << 16) -> bytes:

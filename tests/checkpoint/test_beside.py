@@ -213,7 +213,8 @@ HOW_IT_IS_SEEN: dict[str, Callable[[Any, Any, Path], Any]] = {
 def test_a_full_disk(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen_by: str, updates_wait: bool) -> None:
     alone = Resumable(opened, ON_CPU)
     losses = alone.train(range(5))
-    run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
+    # At the step: an update that began in backward would wait for the save while that waits for `held`.
+    run = Resumable(opened, Setup("nvme", "nvme", "cpu", "step"))
     run.train(range(2))
     run.save(tmp_path / "earlier")
     done = 2

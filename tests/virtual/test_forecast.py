@@ -122,9 +122,11 @@ def test_bytes_moved_are_those_of_a_real_run(
 def test_on_the_cores_nothing_is_copied_and_the_drive_moves_what_a_real_run_moves(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = really_moved(tmp_path, monkeypatch, 1, CountedCpu, **CASES[case])
+    # An update that begins in backward has the unit's memory until it is over: what is still there then is a matter of time.
+    fields = CASES[case] | {"update": "step"}
+    real = really_moved(tmp_path, monkeypatch, 1, CountedCpu, **fields)
     monkeypatch.undo()
-    found = foretold(machine=dataclasses.replace(UNIFIED, kind="cpu"), **CASES[case])
+    found = foretold(machine=dataclasses.replace(UNIFIED, kind="cpu"), **fields)
     assert found.moved_nbytes == real and real["h2d"] == real["d2h"] == 0
     assert found.step_seconds >= found.floor_seconds > 0
 
