@@ -158,11 +158,16 @@ class Updates:
 
     def recall(self, units: Iterable[Unit]) -> dict[Unit, list[ChunkUpdate]]:
         """Take back what the lane has not begun of these units' updates: to be enqueued anew, in another order."""
-        enqueued = [(unit, unit.update) for unit in units if unit.update is not None]
+        # What was read ahead of a unit that waits to be resident is kept: it is updated when it comes.
+        enqueued = [
+            (unit, unit.update)
+            for unit in units
+            if unit.update is not None and (unit.update.job is not None or not any(one.started for one in unit.update.chunks))
+        ]
         recalled: dict[Unit, list[ChunkUpdate]] = {}
         for _, update in enqueued:
             for one in update.chunks:
-                # What no lane was given may have been read ahead for a unit that is not resident: it has no values to update.
+                # All of what no lane has: if its reading begins now, it has no values to update yet.
                 one.cancelled = update.job is None or not one.started
         for unit, update in enqueued:
             if any(one.cancelled for one in update.chunks):
