@@ -147,7 +147,7 @@ canary: install
 	PYTHONPATH=$(CURDIR) $(CANARY)/bin/python -m pytest -q -rfE tests/integrations
 
 bench: install
-	for file in $(filter-out $(addprefix benchmarks/,render.py markdown_text.py front_tables.py gpu.py plot.py plots.py machine.py own_io.py aio_peer.py deepspeed_step.py deepspeed_training.py cpu_kinds.py),$(wildcard benchmarks/*.py)); do $(PY) $$file $(BENCH_FLAGS) || exit 1; done
+	for file in $(filter-out $(addprefix benchmarks/,render.py timeline.py markdown_text.py front_tables.py gpu.py plot.py plots.py machine.py own_io.py aio_peer.py deepspeed_step.py deepspeed_training.py cpu_kinds.py),$(wildcard benchmarks/*.py)); do $(PY) $$file $(BENCH_FLAGS) || exit 1; done
 
 GPU_REPORT_FLAGS ?= --out docs/performance/gpu.json
 
@@ -160,7 +160,7 @@ check: install
 	run() { echo "== $$1"; shift; "$$@" || failed="$$failed $$1"; }; \
 	run "ruff check"  $(PY) -m ruff check . ; \
 	run "ruff format" $(PY) -m ruff format --check . ; \
-	run "mypy"        $(PY) -m mypy --strict offload tests/users/readme_loop.py ; \
+	run "mypy"        $(PY) -m mypy --strict offload examples tests/users/readme_loop.py ; \
 	run "layers"      $(VENV)/bin/lint-imports ; \
 	run "tables"      $(PY) benchmarks/render.py --check ; \
 	run "names"       $(PY) docs/deepspeed_page.py --check ; \

@@ -26,6 +26,7 @@ class Line:
     points: Sequence[tuple[float, float]]
     dashed: bool = False
     colour: str = ""
+    width: float = 2.0
 
 
 def ticks(high: float, count: int = 5, low: float = 0.0) -> list[float]:
@@ -67,7 +68,7 @@ def svg(title: str, x_label: str, y_label: str, lines: Sequence[Line], *, from_z
         placed = [place(x, y) for x, y in line.points]
         path = "L".join(f"{x:.1f} {y:.1f}" for x, y in placed)
         dash = ' stroke-dasharray="6 4"' if line.dashed else ""
-        parts.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
+        parts.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="{line.width:g}"{dash}/>')
         if not line.dashed:
             parts.extend(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in placed)
         row, column = TOP + 10 + 20 * index, WIDTH - RIGHT + 14
@@ -109,6 +110,54 @@ def bars(title: str, panels: Mapping[str, Groups], colours: Mapping[str, str], u
         parts.append(f'<text x="{column + 17:.1f}" y="{height - 16}">{escape(bar)}</text>')
         column += 40 + 6.6 * len(bar)
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+Shares = Mapping[str, Sequence[float]]
+"""By what it is, a share of 0 to 1 for each moment."""
+
+
+def lanes(title: str, x_label: str, seconds: float, rows: Mapping[str, Shares], colours: Mapping[str, str]) -> str:
+    """A row for each thing, over time: as high as the share of each moment in which it was at work, one piece on another."""
+    left, lane, gap = 110, 34, 12
+    width = WIDTH - left - 16
+    height = TOP + 14 + (lane + gap) * len(rows) + 70
+    foot = TOP + 14 + (lane + gap) * len(rows)
+    parts = _head(WIDTH, height, title)
+    marks = [tick for tick in ticks(seconds) if tick <= seconds]
+    for tick in marks:
+        x = left + width * tick / seconds
+        parts.append(f'<path d="M{x:.1f} {TOP}V{foot}" stroke="#dddddd"/>')
+        parts.append(f'<text x="{x:.1f}" y="{foot + 14}" text-anchor="middle">{tick:g}</text>')
+    parts.append(f'<text x="{left + width / 2:.1f}" y="{foot + 32}" text-anchor="middle">{escape(x_label)}</text>')
+    for index, (row, content) in enumerate(rows.items()):
+        base = TOP + 14 + (lane + gap) * index + lane
+        parts.append(f'<text x="{left - 8}" y="{base - lane / 2 + 4:.1f}" text-anchor="end">{escape(row)}</text>')
+        parts.append(f'<path d="M{left} {base}h{width}" stroke="#999999"/>')
+        below = [0.0] * max(map(len, content.values()))
+        for what, shares in content.items():
+            above = [min(1.0, low + share) for low, share in zip(below, shares, strict=True)]
+            parts.append(f'<path d="{_area(left, base, width, lane, below, above)}" fill="{colours[what]}"/>')
+            below = above
+    column = float(left)
+    for what in dict.fromkeys(what for content in rows.values() for what in content):
+        parts.append(f'<rect x="{column:.1f}" y="{height - 22}" width="12" height="12" fill="{colours[what]}"/>')
+        parts.append(f'<text x="{column + 17:.1f}" y="{height - 12}">{escape(what)}</text>')
+        column += 40 + 6.6 * len(what)
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _area(left: float, base: float, width: float, lane: float, below: Sequence[float], above: Sequence[float]) -> str:
+    """The path around steps between two heights, where they differ."""
+    wide, found, index = width / len(above), "", 0
+    while index < len(above):
+        low, high, start = below[index], above[index], index
+        while index < len(above) and (below[index], above[index]) == (low, high):
+            index += 1
+        if high > low:
+            across = wide * (index - start)
+            tall = lane * (high - low)
+            found += f"M{left + wide * start:.1f} {base - lane * high:.1f}h{across:.1f}v{tall:.1f}h{-across:.1f}z"
+    return found
 
 
 def _head(width: int, height: int, title: str) -> list[str]:

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from plot import DEEPSPEED, FSDP2, OFFLOAD, OFFLOAD_TOO, PLAIN, Line, bars, svg
+from plot import DEEPSPEED, FSDP2, OFFLOAD, OFFLOAD_TOO, PLAIN, Line, bars, lanes, svg
 
 GIB = 2**30
 BESIDE_PEERS = {
     "plain": ("plain PyTorch", PLAIN),
     "nvme": ("offload, NVMe", OFFLOAD),
-    "nvme, backward": ('the same, update="backward"', OFFLOAD_TOO),
+    "nvme, backward": ('the same, "backward"', OFFLOAD_TOO),
     "deepspeed nvme": ("DeepSpeed, NVMe", DEEPSPEED),
 }
 
@@ -76,7 +76,8 @@ def device_memory(report: dict[str, Any]) -> str:
         name = f"{row['parameters']}, {row['optimizer_states']}"
         lines.setdefault(name, []).append((row["device_memory"] / 2**20, sum(row["moved_nbytes"]) / 2**20))
     title = "Bytes that a step moves against device_memory, over all links"
-    drawn = [Line(name, points) for name, points in lines.items()]
+    # What lies under another line is wider: the last two differ only where little is granted.
+    drawn = [Line(name, points, width=6.0 if name == "cpu, nvme" else 2.0) for name, points in lines.items()]
     return svg(title, "device_memory, MiB (parameters, states: the furthest places)", "MiB a step", drawn)
 
 
@@ -91,6 +92,20 @@ def losses(report: dict[str, Any]) -> str:
         name = f"fp32, seed {run['seed']}" if state == "fp32" else names.get(state, state)
         lines.append(Line(name, points, dashed=state == "fp32", colour=colours.get(state, "")))
     return svg("Held-out loss by state format", "steps", "nats per byte", lines, from_zero=False)
+
+
+def timeline(report: dict[str, Any]) -> str:
+    title = f"One step of a {report['model']} model on {report['machine']}: who is at work when (virtual time)"
+    names = {"waits": "compute waits for what it needs"}
+    rows = {row: {names.get(what, what): shares for what, shares in own.items()} for row, own in report["rows"].items()}
+    colours = {
+        "forward": OFFLOAD_TOO,
+        "backward": OFFLOAD,
+        "compute waits for what it needs": DEEPSPEED,
+        "transfers": FSDP2,
+        "updates": "#E69F00",
+    }
+    return lanes(title, "seconds", report["seconds"], rows, colours)
 
 
 def rendered(results: Path) -> dict[Path, str]:
@@ -108,4 +123,5 @@ def rendered(results: Path) -> dict[Path, str]:
         results / "memory_sweep.svg": memory_sweep(read("memory_sweep")),
         results / "device_memory.svg": device_memory(read("device_memory")),
         results / "loss_curves.svg": losses(read("loss_curves")),
+        results / "timeline.svg": timeline(read("timeline")),
     }

@@ -34,5 +34,7 @@ for batch in loader:
     optimizer.zero_grad()
     fabric.print(f"loss {loss.item():.4f}")
 fabric.save(f"{out}/state", {"model": model, "optimizer": optimizer})  # fabric.load goes on from it
-strategy.engine.export(f"{out}/model")
-strategy.engine.close()
+engine = strategy.engine
+assert engine is not None  # made by fabric.setup
+engine.export(f"{out}/model")
+engine.close()

@@ -19,8 +19,8 @@ tokenizer = AutoTokenizer.from_pretrained(checkpoint)
 lines = [line for line in Path(text).read_text().splitlines() if line.strip()]
 data = Dataset.from_dict({"text": lines}).map(lambda row: tokenizer(row["text"], truncation=True, max_length=64))
 with offload.deferred_init():  # nothing is read yet
-    model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    model = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    base = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model = get_peft_model(base, LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
 trainer = OffloadTrainer(
     model=model,
     args=TrainingArguments(out, max_steps=4, per_device_train_batch_size=2, logging_steps=1, save_steps=2, report_to=[]),
