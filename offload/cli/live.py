@@ -12,7 +12,7 @@ import torch
 from offload.cli.measuring import EngineMeter, Measurements
 from offload.cli.process import rss_nbytes
 from offload.cli.progress import ProgressLine
-from offload.cli.text import format_nbytes, format_rate, format_seconds
+from offload.cli.text import format_nbytes, format_rate, format_remaining
 from offload.errors import ConfigError
 
 
@@ -85,7 +85,7 @@ class StepLine:
         """How long the steps that are left will take at the mean of those that were made."""
         if self._last_count is None or (left := self._last_count - self._measurements.total_step_count) <= 0:
             return []
-        return [f"{format_seconds(left * (now - self._started) / self._measurements.step_count)} left"]
+        return [f"{format_remaining(left * (now - self._started) / self._measurements.step_count)} left"]
 
 
 def lr_of(optimizer: torch.optim.Optimizer) -> float:

@@ -105,6 +105,10 @@ def wear(found: Forecast, machine: Machine) -> tuple[float | None, float | None]
     return written, machine.nvme_endurance / written / _YEAR_DAYS
 
 
+def _time(years: float) -> str:
+    return f"{years:.1f} years" if years >= 1 else f"{years * _YEAR_DAYS:.0f} days"
+
+
 def page(found: Forecast, machine: Machine, tokens: float | None, wishes: Wishes | None) -> str:
     """What a person reads."""
     if not found.peak_nbytes:
@@ -124,7 +128,10 @@ def page(found: Forecast, machine: Machine, tokens: float | None, wishes: Wishes
     ]
     written, years = wear(found, machine)
     if written is not None and years is not None:
-        lines += ["", f"Written to the drives: {format_nbytes(written)} a day; their rated endurance lasts {years:.1f} years"]
+        lines += [
+            "",
+            f"Written to the drives: {format_nbytes(written)} a day; at that rate their rated endurance lasts {_time(years)}",
+        ]
     if wishes is not None:
         lines += ["", _wishes_text(wishes)]
     if found.values_read:

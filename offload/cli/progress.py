@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import shutil
 import sys
@@ -9,6 +10,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
+
+from torch.nn.modules.module import register_module_module_registration_hook
 
 _PLAIN_EVERY_SECONDS = 5.0
 _TERMINAL_EVERY_SECONDS = 0.1
@@ -69,6 +72,24 @@ class ProgressLine:
             for logger, level in levels.items():
                 logger.removeHandler(handler)
                 logger.setLevel(level)
+            self.close()
+
+    @contextmanager
+    def counting_modules(self, doing: str) -> Iterator[None]:
+        """Inside, how many modules are part of another by now is shown."""
+        self.show(f"{doing} ...", force=True)
+        counted = itertools.count(1)
+
+        def registered(*_: object) -> None:
+            count = next(counted)
+            if self.due:
+                self.show(f"{doing}: {count} modules")
+
+        watching = register_module_module_registration_hook(registered)
+        try:
+            yield
+        finally:
+            watching.remove()
             self.close()
 
 

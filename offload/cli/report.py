@@ -46,6 +46,7 @@ def make_report(
         "memory": _memory(config, meter, measurements),
         "resumed_step_count": measurements.resumed_step_count,
         "step_count": measurements.step_count,
+        "wanted_step_count": args.steps,
         "skipped_step_count": stats["skipped_steps"],
         "token_count": measurements.token_count,
         "losses": losses,
@@ -97,6 +98,9 @@ def _headline(report: dict[str, Any]) -> str:
         return f"{lines[0]}\n{ended}"
     rate = report["token_count"] / seconds["training"]
     ended = " (ended by a signal)" if report["interrupted"] else ""
+    wanted = report["wanted_step_count"]
+    if not ended and wanted is not None and before + report["step_count"] < wanted:
+        ended = f" (of {wanted - before}: the time that --seconds gives was over)"
     resumed = f" after the {before} of earlier runs" if before else ""
     lines.append(
         f"{report['step_count']} steps{resumed} in {format_seconds(seconds['training'])}{ended}, {report['token_count']} "

@@ -32,6 +32,14 @@ def format_seconds(seconds: float) -> str:
     return f"{int(seconds) // 60} min {int(seconds) % 60} s"
 
 
+def format_remaining(seconds: float) -> str:
+    """Such as "45 s", "2 min 5 s" or "3 h 20 min": a guess has no hundredths."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
 def format_count(count: float) -> str:
     """Such as "308.9 M" or "999"."""
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):

@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
         vocabulary_size = BYTE_VOCABULARY_SIZE if tokenizer is None else len(tokenizer)
         choice = choose_model(args, vocabulary_size, args.sequence)
         measurements = Measurements()
-        model, optimizer = _build(args, choice, measurements)
+        model, optimizer = _build(args, choice, measurements, progress)
         check_room(model, optimizer, config, accumulates=args.accumulate > 1)
         stream: TokenStream = ByteStream(documents) if tokenizer is None else TokenizedStream(documents, tokenizer)
         windows = Windows(stream, args.sequence, args.batch, args.seed)
@@ -181,9 +181,9 @@ def _tokenizer(args: argparse.Namespace) -> Any:
 
 
 def _build(
-    args: argparse.Namespace, choice: ModelChoice, measurements: Measurements
+    args: argparse.Namespace, choice: ModelChoice, measurements: Measurements, progress: ProgressLine
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    with measurements.phase("build"):
+    with measurements.phase("build"), progress.counting_modules("building the model"):
         model = build_model(choice, args.seed, args.lora)
     if args.gradient_checkpointing:
         checkpointing: Callable[..., Any] = model.gradient_checkpointing_enable  # type: ignore[assignment]

@@ -146,7 +146,7 @@ def _forecast(engine: Rehearsed, virtual: VirtualMachine, before: _Reading, toke
     peak = {"device": on_device, "cpu": on_host, "nvme": on_nvme}
     model_tier = "cpu" if machine.is_unified else "device"
     room = {"device": machine.device_nbytes, "cpu": machine.cpu_nbytes, "nvme": machine.nvme_nbytes}
-    short = [f"{tier}: {peak[tier]} bytes of {room[tier]:.0f}" for tier in room if peak[tier] > room[tier]]
+    short = [f"{tier}: {peak[tier] / 2**30:.2f} GiB of {room[tier] / 2**30:.2f}" for tier in room if peak[tier] > room[tier]]
     seconds = after.now - before.now
     return Forecast(
         fits=not short,
