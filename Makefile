@@ -42,7 +42,7 @@ help:
 	@echo "make sanitize  the native tests under ASan, UBSan and TSan"
 	@echo "make fuzz      coverage-guided fuzzing of the native library (needs clang); FUZZ_SECONDS=60"
 	@echo "make soak      the slow tests"
-	@echo "make zoo       train the model zoo and write its table (docs/model-zoo.md)"
+	@echo "make zoo       train the model zoo and each framework's script, and write their tables (docs/model-zoo.md, docs/huggingface.md)"
 	@echo "make canary    the tests of integrations against the newest of each framework, in an environment of its own"
 	@echo "make bench     benchmarks"
 	@echo "make gpu-report  training beside its peers on a CUDA device, in under 9 minutes"
@@ -132,10 +132,11 @@ soak: install
 # Runs transformers' own example scripts, from TRANSFORMERS_EXAMPLES=/path/to/transformers/examples/pytorch, and TRL's.
 test-scripts: install
 	$(PIP) install --quiet evaluate scikit-learn
-	$(PY) -m pytest -q -rs tests/integrations/test_upstream_scripts.py
+	FRAMEWORKS_TABLE=1 $(PY) -m pytest -q -rs tests/integrations/test_upstream_scripts.py
 
 zoo: install
-	ZOO_TABLE=1 $(PY) -m pytest -q tests/integrations/test_zoo.py
+	ZOO_TABLE=1 FRAMEWORKS_TABLE=1 $(PY) -m pytest -q $(addprefix tests/integrations/test_,zoo.py trainer.py trl.py accelerate.py lightning.py)
+	$(PY) benchmarks/render.py
 
 # What broke is in the list at the end; the environment beside is this project's own, upgraded.
 CANARY   := $(VENV)-canary

@@ -32,3 +32,13 @@ def matrix(report: dict[str, Any]) -> str:
         for one in report["results"]
     ]
     return table("| Python | torch | tests |", rows)
+
+
+def frameworks(report: dict[str, Any]) -> str:
+    """The table that `make zoo` and `make test-scripts` write."""
+    introduction = (
+        "Everything on NVMe beside the same script without an engine, fp32: the largest relative difference of a loss or norm "
+        "in the logs, and the largest difference of a weight at the end."
+    )
+    rows = [f"| {name} | {one['steps']} | {one['logged']:.1e} | {one['weight']:.1e} |" for name, one in sorted(report.items())]
+    return introduction + "\n\n" + table("| script | figures | logged | weights |", rows)

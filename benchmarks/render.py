@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import plots
-from front_tables import matrix, zero_memory
+from front_tables import frameworks, matrix, zero_memory
 from gpu_report.tables import gpu, gpu_plots
 from markdown_text import gib, table
 
@@ -398,6 +398,7 @@ TABLES = {
     "plans": plans,
     "matrix": matrix,
     "zero_memory": zero_memory,
+    "frameworks": frameworks,
 }
 
 

@@ -3,6 +3,9 @@
     engine = prepare(accelerator, model, optimizer, config)
     model, optimizer, loader = accelerator.prepare(engine.module, engine.optimizer, loader)
 
+An engine that exists: `attach(accelerator, engine)` instead of the first line. Without either the loop, accumulation and
+clipping work as well, but `save_state` and `load_state` know the engine only so.
+
 From there on the script is Accelerate's: `backward`, `accumulate`, `clip_grad_norm_`, `save_state`, `load_state`, `save_model`,
 `unwrap_model`. What runs in which dtype is the config's `dtype`: without it the accelerator's `mixed_precision`, with fp32
 masters, instead of autocast.

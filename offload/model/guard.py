@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from offload.errors import ParameterAccessError
 from offload.model.leading_call import leading_call, led_by
+from offload.model.quantized import class_in_use
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +277,7 @@ class ParameterGuard:
 
     def __init__(self, fqn: str, parameter: nn.Parameter, bring_in: Callable[[], None]) -> None:
         self._parameter, self._key = parameter, id(parameter)
-        self._plain_class = type(parameter)
+        self._plain_class, self._class_in_use = type(parameter), class_in_use(parameter)
         self._guard_class = _guard_class(type(parameter))
         self._readable_watch = Watch(fqn, bring_in, True)
         self._absent_watch = Watch(fqn, bring_in, False)
@@ -290,10 +291,11 @@ class ParameterGuard:
 
     def open_up(self) -> None:
         """Make the parameter plain. Its memory must be there."""
-        self._parameter.__class__ = self._plain_class
+        self._parameter.__class__ = self._class_in_use
         _watches.pop(self._key, None)
 
     def release(self) -> None:
         """`open_up`, and keep no weak reference to the parameter."""
         self.open_up()
+        self._parameter.__class__ = self._plain_class
         self._finalizer.detach()

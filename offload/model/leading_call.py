@@ -23,6 +23,10 @@ _COPY = (
 _MERGE = "engine.export(dir, merged=True) writes the merged model, unit by unit; load that with from_pretrained"
 _STATE = f"call engine.state_dict(), or {_GATHERED}"
 _LOAD = "call engine.load_state_dict(state), or engine.load_checkpoint(dir)"
+_ATTACH = (
+    "have the accelerator know the engine before: offload.integrations.accelerate.attach(accelerator, engine), or make it by "
+    "prepare(accelerator, model, optimizer, config) there"
+)
 _STEP = "call engine.optimizer.step(): the optimizer that was given to offload.initialize trains no more"
 
 _CONVERSIONS = ("to", "cuda", "cpu", "float", "double", "half", "bfloat16", "type", "to_empty", "share_memory", "xpu")
@@ -31,6 +35,7 @@ _CALLS: dict[tuple[str, str], tuple[str, str]] = {
     **{(_MODULE, name): (f"module.{name}()", _CONVERT) for name in _CONVERSIONS},
     (_MODULE, "state_dict"): ("module.state_dict()", _STATE),
     (_MODULE, "load_state_dict"): ("module.load_state_dict()", _LOAD),
+    ("accelerate.accelerator", "save_state"): ("Accelerator.save_state()", _ATTACH),
     ("copy", "deepcopy"): ("copy.deepcopy()", _COPY),
     ("offload.model.guard", "__reduce_ex__"): ("pickle", _COPY),
     ("torch.serialization", "save"): ("torch.save()", _STATE),

@@ -27,6 +27,27 @@ def is_packed(parameter: torch.Tensor) -> bool:
     return vars(parameter).get("quant_state") is not None
 
 
+_classes_in_use: dict[type, type] = {}
+
+
+def class_in_use(parameter: nn.Parameter) -> type:
+    """The class of a parameter whose value is there: its own, and of a packed weight one of that name whose `to` returns the
+    weight itself where nothing is to change, as that of tensors does. bitsandbytes' makes a new one, which PEFT's DoRA puts
+    into the layer in every forward on a CPU: what the engine brings in would be in a weight that nobody reads."""
+    kind = type(parameter)
+    if not is_packed(parameter):
+        return kind
+
+    def to(self: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        device, dtype, *_ = torch._C._nn._parse_to(*arguments, **keywords)
+        same = (device is None or device == self.device) and dtype in (None, self.dtype)
+        return self if same else kind.to(self, *arguments, **keywords)
+
+    if kind not in _classes_in_use:
+        _classes_in_use[kind] = type(kind.__name__, (kind,), {"to": to, "__module__": kind.__module__})
+    return _classes_in_use[kind]
+
+
 class PackedWeights:
     """Those of one model, found when this is made; nothing is changed by it."""
 

@@ -17,12 +17,14 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from offload.integrations.accelerate import prepare
+import offload
+from offload.integrations.accelerate import attach, prepare
 
 from ..acceptance.models import llama
-from ..acceptance.runs import assert_close, assert_same_bits
+from ..acceptance.runs import assert_close, assert_same_bits, refused
+from .conftest import Distances
 from .test_trainer import settled
-from .trainers import ON_NVME, adapted, rows
+from .trainers import ON_NVME, adapted, own_loop, rows
 
 __all__ = ["settled"]
 
@@ -39,14 +41,19 @@ def fresh() -> Iterator[None]:
 class Loop:
     """A script: three steps of two micro-batches, from `first` on; `config`: of the engine, None without one."""
 
-    def __init__(self, model: Any, config: Any, **options: Any) -> None:
+    def __init__(self, model: Any, config: Any, *, known: bool = True, **options: Any) -> None:
+        """`known`: whether the accelerator is told of the engine."""
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, **options)
         torch.manual_seed(4)
         self.optimizer: Any = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         self.scheduler: Any = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.9**step)
         self.engine = None
         if config is not None:
-            self.engine = prepare(self.accelerator, model, self.optimizer, config)
+            self.engine = (
+                prepare(self.accelerator, model, self.optimizer, config)
+                if known
+                else offload.initialize(model, self.optimizer, config)
+            )
             self.optimizer = self.engine.optimizer
         loader = DataLoader(rows(24), batch_size=2)  # type: ignore[arg-type]
         self.model, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
@@ -69,11 +76,15 @@ class Loop:
             self.losses.append(loss.item())
 
 
+def plain_batches() -> list[Any]:
+    return list(DataLoader(rows(24), batch_size=2))  # type: ignore[arg-type]
+
+
 def on_nvme(tmp_path: Path, **fields: Any) -> dict[str, Any]:
     return {**ON_NVME, "nvme": str(tmp_path / "nvme"), **fields}
 
 
-def test_the_loop_its_saves_and_what_is_saved(tmp_path: Path) -> None:
+def test_the_loop_its_saves_and_what_is_saved(tmp_path: Path, distances: Distances) -> None:
     plain, ours = Loop(llama(), None), Loop(llama(), on_nvme(tmp_path))
     for loop in (plain, ours):
         loop.run(0, 4)
@@ -83,6 +94,8 @@ def test_the_loop_its_saves_and_what_is_saved(tmp_path: Path) -> None:
     assert ours.accelerator.unwrap_model(ours.model) is ours.engine.module
     assert_close(ours.losses, plain.losses)
     assert_close(ours.engine.state_dict(), dict(plain.model.state_dict()))
+    distances.note("Accelerate", (ours.losses, ours.engine.state_dict()), (plain.losses, plain.model.state_dict()))
+    assert_same_bits([ours.losses, ours.engine.state_dict()], list(own_loop(plain_batches()[:8], share=0.5, decay=0.9)))
     assert not list((tmp_path / "False").glob("*.safetensors"))
     ours.accelerator.save_model(ours.model, str(tmp_path / "saved"))
     ours.engine.module.config.save_pretrained(tmp_path / "saved")
@@ -111,6 +124,25 @@ def test_placements_are_the_same_to_the_bit(tmp_path: Path, how: str) -> None:
             runs.append([loop.losses, loop.engine.state_dict()])  # type: ignore[union-attr]
             assert (loop.engine.config.dtype == "bf16") == (how == "mixed precision")  # type: ignore[union-attr]
     assert_same_bits(*runs)
+
+
+def test_an_engine_as_it_is_and_its_saves_once_the_accelerator_knows_it(tmp_path: Path) -> None:
+    ours = Loop(llama(), on_nvme(tmp_path), known=False)
+    ours.run(0, 4)
+    assert ours.accelerator.unwrap_model(ours.model) is ours.engine.module  # type: ignore[union-attr]
+    with refused(offload.ParameterAccessError, "Accelerator.save_state()", "attach(accelerator, engine)"):
+        ours.accelerator.save_state(str(tmp_path / "refused"))
+    attach(ours.accelerator, ours.engine)  # type: ignore[arg-type]
+    ours.accelerator.save_state(str(tmp_path / "state"))
+    ours.run(4, 8)
+    again = Loop(llama(), on_nvme(tmp_path), known=False)
+    attach(again.accelerator, again.engine)  # type: ignore[arg-type]
+    again.accelerator.load_state(str(tmp_path / "state"))
+    again.run(4, 8)
+    with ours.engine, again.engine:  # type: ignore[union-attr]
+        expected = list(own_loop(plain_batches()[:8], share=0.5, decay=0.9))
+        assert_same_bits([ours.losses, ours.engine.state_dict()], expected)  # type: ignore[union-attr]
+        assert_same_bits([again.losses, again.engine.state_dict()], [ours.losses[4:], expected[1]])  # type: ignore[union-attr]
 
 
 def test_another_model_beside_it_is_accelerates_own(tmp_path: Path) -> None:

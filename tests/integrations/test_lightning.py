@@ -20,8 +20,9 @@ from offload.integrations import fabric as on_fabric, lightning as on_trainer
 
 from ..acceptance.models import llama
 from ..acceptance.runs import assert_close, assert_same_bits, refused
+from .conftest import Distances
 from .test_trainer import settled
-from .trainers import ON_NVME, rows
+from .trainers import ON_NVME, own_loop, rows
 
 __all__ = ["settled"]
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -71,7 +72,7 @@ class Script:
                     self.optimizer.zero_grad()
 
 
-def test_fabric(tmp_path: Path) -> None:
+def test_fabric(tmp_path: Path, distances: Distances) -> None:
     plain, ours = Script(), Script(on_nvme(tmp_path))
     plain.run(0, 8)
     ours.run(0, 4)
@@ -82,6 +83,8 @@ def test_fabric(tmp_path: Path) -> None:
         assert_close(ours.losses, plain.losses)
         assert_close(ours.engine.state_dict(), dict(plain.model.state_dict()))  # type: ignore[union-attr]
         expected = ours.engine.state_dict()  # type: ignore[union-attr]
+        distances.note("Fabric", (ours.losses, expected), (plain.losses, plain.model.state_dict()))
+    assert_same_bits([ours.losses, expected], list(own_loop(list(loader())[:8])))
     again = Script(on_nvme(tmp_path))
     again.run(0, 2)
     again.losses.clear()
@@ -155,7 +158,7 @@ def trainer_of(folder: Path, config: Any = None, devices: int = 1) -> Any:
     )  # fmt: skip
 
 
-def test_trainer(tmp_path: Path) -> None:
+def test_trainer(tmp_path: Path, distances: Distances) -> None:
     plain, ours, again = Module(), Module(), Module()
     trainer_of(tmp_path / "plain").fit(plain, loader(), loader())
     trainer = trainer_of(tmp_path / "ours", on_nvme(tmp_path))
@@ -163,6 +166,9 @@ def test_trainer(tmp_path: Path) -> None:
     engine = trainer.strategy.engine
     assert_close(ours.losses, plain.losses)
     assert_close(engine.state_dict(), dict(plain.state_dict()))
+    distances.note("Lightning's Trainer", (ours.losses, engine.state_dict()), (plain.losses, plain.state_dict()))
+    losses, weights = own_loop([*loader(), *loader()], share=0.5, decay=0.9)
+    assert_same_bits([ours.losses, engine.state_dict()], [losses, {f"model.{name}": one for name, one in weights.items()}])
     resumed = trainer_of(tmp_path / "again", on_nvme(tmp_path))
     resumed.fit(again, loader(), loader(), ckpt_path=str(tmp_path / "ours" / "step=6.ckpt"))
     with engine, resumed.strategy.engine:

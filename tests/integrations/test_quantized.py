@@ -56,10 +56,11 @@ def loaded(folders: dict[str, Path], settings: str, *, packed: bool = False) -> 
     return AutoModelForCausalLM.from_pretrained(folders[""], quantization_config=config)
 
 
-def adapted(model: Any) -> Any:
+def adapted(model: Any, **options: Any) -> Any:
     torch.manual_seed(5)
     model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")).train()
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **options)
+    return get_peft_model(model, config).train()
 
 
 def trained_plainly(model: Any) -> list[float]:
@@ -112,6 +113,21 @@ def test_a_checkpoint_that_never_was_in_memory(
     assert_same_bits(bits(engine.state_dict()), bits(reference.state_dict()))
     assert train(engine, model) == train(reference, other)
     assert_same_bits(bits(engine.state_dict()), bits(reference.state_dict()))
+
+
+@pytest.mark.parametrize("settings", ["nf4, packed scales", "computing in bf16"])
+def test_dora_unpacks_them_and_puts_nothing_into_the_layers(opened: Any, folders: dict[str, Path], settings: str) -> None:
+    """PEFT exchanges the weight in each forward on a CPU for what its `to` returns."""
+    plain = trained_plainly(adapted(loaded(folders, settings), use_dora=True))
+    runs = []
+    for setup in (IN_MEMORY, ON_NVME, ON_NVME_IN_PLACE):
+        model = adapted(loaded(folders, settings), use_dora=True)
+        engine = opened(model, optimizer_of(model), setup)
+        before = dict(model.named_parameters())
+        runs.append([train(engine, model), bits(engine.state_dict())])
+        assert all(parameter is before[name] for name, parameter in model.named_parameters())
+        assert_same_bits(runs[-1], runs[0])
+    assert_close(runs[0][0], plain)
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:

@@ -22,6 +22,7 @@ from offload.integrations.transformers import OffloadMixin, OffloadTrainer, enab
 
 from ..acceptance.models import llama
 from ..acceptance.runs import assert_close, assert_same_bits, refused
+from .conftest import Distances
 from .trainers import ON_NVME, STEPS, adapted, arguments, logged, offloaded, plain, rows
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -100,10 +101,12 @@ def test_it_is_the_engines_own_loop_to_the_bit(trained: Any, tmp_path: Path) -> 
     assert logged(trained, "grad_norm") == [[norm] for norm in norms]
 
 
-def test_it_is_a_plain_trainer_within_rounding(trained: Any, tmp_path: Path) -> None:
+def test_it_is_a_plain_trainer_within_rounding(trained: Any, tmp_path: Path, distances: Distances) -> None:
     trainer = plain(tmp_path, eval_strategy="steps", eval_steps=2)
     trainer.train()
     assert_close(trained.engine.state_dict(), dict(trainer.model.state_dict()))
+    ours, theirs = (logged(one, "loss", "grad_norm") for one in (trained, trainer))
+    distances.note("Trainer", (ours, trained.engine.state_dict()), (theirs, trainer.model.state_dict()))
     for names in (["loss", "grad_norm", "learning_rate"], ["eval_loss", "epoch"]):
         ours, theirs = logged(trained, *names), logged(trainer, *names)
         assert len(ours) == len(theirs) > 2

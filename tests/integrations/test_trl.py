@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+import offload
+
 from ..acceptance.runs import assert_close, assert_same_bits
 from . import preferences
+from .conftest import Distances
 from .test_trainer import settled
-from .trainers import logged
+from .trainers import IN_MEMORY, logged
 
 __all__ = ["settled"]
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -31,12 +34,34 @@ def _figures(trainer: Any) -> list[Any]:
     return logged(trainer, *names)
 
 
+def _own_loop(trainer: Any, steps: int = 3) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """Losses, norms and weights of an engine's own loop with everything in memory: what a batch and its loss are is the
+    trainer's, who has no engine."""
+    optimizer = trainer.create_optimizer()
+    with offload.initialize(trainer.model, optimizer, IN_MEMORY) as engine:
+        trainer.model_wrapped, trainer.current_gradient_accumulation_steps = trainer.model, 1
+        scheduler = trainer.create_scheduler(steps, engine.optimizer)
+        trainer.model.train()
+        batches, figures = iter(trainer.get_train_dataloader()), []
+        for step in range(steps):
+            trainer.state.global_step = step
+            [batch], count = trainer.get_batch_samples(batches, 1, torch.device("cpu"))
+            loss = trainer.compute_loss(trainer.model, trainer._prepare_inputs(batch), num_items_in_batch=count)
+            loss.backward()
+            norm = engine.clip_grad_norm_(trainer.args.max_grad_norm)
+            engine.step()
+            scheduler.step()
+            engine.zero_grad()
+            figures.append([loss.item(), float(norm)])
+        return figures, engine.state_dict()
+
+
 @pytest.mark.parametrize(
     "kind, lora",
     [pytest.param(*case, marks=[] if case == ("sft", True) else [pytest.mark.slow]) for case in CASES],
     ids=[f"{kind}{' with lora' if lora else ''}" for kind, lora in CASES],
 )
-def test_trainers_do_what_they_do_in_memory(model: Path, tmp_path: Path, kind: str, lora: bool) -> None:
+def test_trainers_do_what_they_do_in_memory(model: Path, tmp_path: Path, distances: Distances, kind: str, lora: bool) -> None:
     plain = preferences.trainer(kind, tmp_path / "plain", model, lora=lora, offloaded=False)
     plain.train()
     ours = preferences.trainer(kind, tmp_path / "ours", model, lora=lora, offloaded=True)
@@ -44,9 +69,13 @@ def test_trainers_do_what_they_do_in_memory(model: Path, tmp_path: Path, kind: s
     again = preferences.trainer(kind, tmp_path / "again", model, lora=lora, offloaded=True)
     shutil.copytree(tmp_path / "ours" / "checkpoint-2", tmp_path / "again" / "checkpoint-2")
     again.train(resume_from_checkpoint=True)
+    own = _own_loop(preferences.trainer(kind, tmp_path / "own", model, lora=lora, offloaded=False))
     with ours.engine, again.engine:
         assert len(_figures(ours)) == 3 and (ours.reference_engine is not None) == (kind == "dpo" and not lora)
         assert_close(torch.tensor(_figures(ours)), torch.tensor(_figures(plain)), 1e-4)
         assert_close(ours.engine.state_dict(), dict(plain.model.state_dict()), 1e-3)
         assert_same_bits(again.engine.state_dict(), ours.engine.state_dict())
         assert _figures(again) == _figures(ours)
+        assert_same_bits([logged(ours, "loss", "grad_norm"), ours.engine.state_dict()], list(own))
+        name = f"TRL's {preferences.KINDS[kind][0].__name__}{', LoRA' if lora else ''}"
+        distances.note(name, (_figures(ours), ours.engine.state_dict()), (_figures(plain), plain.model.state_dict()))

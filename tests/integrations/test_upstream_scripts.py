@@ -22,7 +22,19 @@ from safetensors.torch import load_file
 from ..acceptance.models import source_text
 from ..acceptance.runs import assert_close
 from . import preferences
+from .conftest import Distances
 
+ACCURACY = """
+import datasets
+import evaluate
+class Accuracy(evaluate.Metric):
+    def _info(self):
+        integers = {name: datasets.Value("int32") for name in ("predictions", "references")}
+        return evaluate.MetricInfo(description="", citation="", features=datasets.Features(integers))
+    def _compute(self, predictions, references):
+        return {"accuracy": sum(one == other for one, other in zip(predictions, references)) / len(references)}
+"""
+"""The metric that run_clm names, where `evaluate` looks before it asks the hub."""
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = os.environ.get("TRANSFORMERS_EXAMPLES", "")
 SCRIPTS = {
@@ -31,6 +43,7 @@ SCRIPTS = {
     "run_clm": ("    Trainer,\n", ""),
 }
 """What is changed in each; run_clm's import of a list loses the name, and gets it before."""
+SOURCES = {"sft": "TRL's sft script", "dpo": "TRL's dpo script", "run_clm": "transformers' run_clm script"}
 OFFLOADED = """
 import trl
 from offload.integrations.transformers import OffloadMixin, OffloadTrainer
@@ -69,7 +82,7 @@ def _changed(name: str, text: str) -> str:
 def _arguments(name: str, folder: Path) -> list[str]:
     if name == "run_clm":
         (folder / "text.txt").write_bytes(source_text(1 << 13))
-        return ["--train_file", str(folder / "text.txt"), "--block_size", "32", "--do_train"]
+        return ["--train_file", str(folder / "text.txt"), "--block_size", "32", "--do_train", "--do_eval"]
     data = folder / "data"
     data.mkdir()
     columns = preferences.PAIRS if name == "dpo" else {"text": preferences.LINES}
@@ -78,10 +91,12 @@ def _arguments(name: str, folder: Path) -> list[str]:
 
 
 def _run(folder: Path, text: str, arguments: list[str]) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    """Losses and norms as they were logged, and the weights that were saved."""
+    """Losses and norms as they were logged, with what an evaluation found, and the weights that were saved."""
     folder.mkdir()
     (folder / "script.py").write_text(text, encoding="utf-8")
     (folder / "offloaded.py").write_text(OFFLOADED)
+    (folder / "accuracy").mkdir()
+    (folder / "accuracy" / "accuracy.py").write_text(ACCURACY)
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     settings = {"PYTHONPATH": paths, "OFFLOAD_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     settings |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home")}
@@ -90,13 +105,17 @@ def _run(folder: Path, text: str, arguments: list[str]) -> tuple[list[Any], dict
     assert done.returncode == 0, done.stderr[-4000:]
     state = json.loads((folder / "out" / "checkpoint-3" / "trainer_state.json").read_text())
     [file] = (folder / "out").glob("*model.safetensors")
-    return [[line["loss"], line["grad_norm"]] for line in state["log_history"] if "loss" in line], load_file(file)
+    figures = [[line["loss"], line["grad_norm"]] for line in state["log_history"] if "loss" in line]
+    if "--do_eval" in arguments:
+        found = json.loads((folder / "out" / "eval_results.json").read_text())
+        figures.append([found["eval_loss"], found["eval_accuracy"]])
+    return figures, load_file(file)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_does_what_it_does_without(tmp_path: Path, name: str, lora: bool) -> None:
+def test_a_script_does_what_it_does_without(tmp_path: Path, distances: Distances, name: str, lora: bool) -> None:
     if name == "run_clm" and (lora or not EXAMPLES):
         pytest.skip("TRANSFORMERS_EXAMPLES names no folder" if not lora else "it has no adapters")
     preferences.save_model(tmp_path / "checkpoint")
@@ -106,6 +125,7 @@ def test_a_script_does_what_it_does_without(tmp_path: Path, name: str, lora: boo
     text = _script(name)
     plain = _run(tmp_path / "plain", text, arguments)
     ours = _run(tmp_path / "ours", _changed(name, text), arguments)
-    assert len(ours[0]) == 3 and (tmp_path / "ours" / "out" / "checkpoint-3" / "offload").is_dir()
+    assert len(ours[0]) == 3 + (name == "run_clm") and (tmp_path / "ours" / "out" / "checkpoint-3" / "offload").is_dir()
     assert_close(torch.tensor(ours[0]), torch.tensor(plain[0]), 1e-4)
     assert_close(ours[1], plain[1], 1e-4)
+    distances.note(f"{SOURCES[name]}{', LoRA' if lora else ''}", ours, plain)

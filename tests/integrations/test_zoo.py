@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,10 @@ def results() -> Iterator[dict[tuple[str, str, str], str]]:
         lines = [head, ["---"] * len(head), *([name, *(found[(name, *column)] for column in COLUMNS)] for name in MODELS)]
         before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
         table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        versions = ", ".join(
+            f"{name} {metadata.version(name)}" for name in ("transformers", "accelerate", "diffusers", "torch")
+        )
+        table = f"With {versions}.\n\n{table}"
         PAGE.write_text(before + START + table + END + rest.partition(END)[2], encoding="utf-8")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainingArguments
 
+import offload
 from offload.integrations.transformers import OffloadTrainer
 
 from ..acceptance.models import llama, source_text
 
 ON_NVME = {"parameters": "nvme", "optimizer_states": "nvme"}
+IN_MEMORY = {"parameters": "device", "optimizer_states": "device"}
 STEPS = 6
 
 
@@ -61,3 +64,23 @@ def offloaded(folder: Path, model: Any = None, config: dict[str, Any] | None = N
 
 def logged(trainer: Any, *names: str) -> list[Any]:
     return [[line[name] for name in names] for line in trainer.state.log_history if all(name in line for name in names)]
+
+
+def own_loop(batches: Iterable[Any], *, share: float = 1.0, decay: float = 1.0) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights of an engine's own loop with everything in memory: steps of two micro-batches, clipped at 0.5. Each
+    loss counts by `share`; each step's learning rate is that of the one before times `decay`."""
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    with offload.initialize(model, optimizer, IN_MEMORY) as engine:
+        scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda step: decay**step)
+        for number, batch in enumerate(batches):
+            loss = model(**batch).loss
+            (loss * share).backward()
+            losses.append(loss.item())
+            if number % 2:
+                engine.clip_grad_norm_(0.5)
+                engine.step()
+                scheduler.step()
+                engine.zero_grad()
+        return losses, engine.state_dict()
