@@ -48,7 +48,7 @@ class Place:
 
 @dataclass(slots=True, eq=False)
 class ChunkGradient:
-    """Owned by `Gradients`, under its lock.
+    """Owned by `Gradients` and what is behind it, under its lock.
 
     narrow         its extent in `store`, as one backward leaves it; `narrower`: than fp32, in which sums are kept
     wide           its extent in `wide_store`, where they are, from the first second micro-batch on

@@ -1,0 +1,337 @@
+"""Gradients as backward brings them: copied, converted or added into the buffers of their chunks.
+
+The sum of squares of what is stored is taken in the same pass. From a device to the host a gradient goes by
+`GradientTransit`, and what the host does with it is done in a lane, so that backward waits for none of it. A chunk's buffer
+is in compute precision until a second micro-batch adds to it; sums are kept in fp32 from then on. The parts that one backward
+brings of a gradient (through reentrant checkpoints of what is used twice) are added as PyTorch adds them.
+
+Where the device is the CPU and gradients stay in its memory nothing is copied at all: the tensor that autograd computed is
+adopted, until its update, or until a second micro-batch adds to it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from offload.device import kernels
+from offload.device.accelerator import Accelerator
+from offload.device.lane import HostLane
+from offload.device.pending import Pending, Settled
+from offload.layout import Piece, Slot
+from offload.model.chunk import Chunk, ChunkGradient
+from offload.model.flat import ParameterInfo
+from offload.planning.purposes import SUMS
+from offload.planning.route import Memory
+from offload.step.gradient_buffers import GradientBuffers
+from offload.step.gradient_places import gradient_of
+from offload.step.gradient_transit import Addition, DeviceSums, GradientTransit, Landing, PackedPiece, joined, runs
+from offload.tiers.staging import StagingPool
+
+
+def _cut(ordered: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """What of a parameter's gradient, [numel], lies in the piece."""
+    slot = piece.slot
+    return ordered if piece.numel == slot.numel else ordered[piece.start - slot.start : piece.stop - slot.start]
+
+
+def _take_in(
+    target: torch.Tensor,
+    values: torch.Tensor,
+    start_index: int,
+    addition: Addition,
+    dtype: torch.dtype,
+    sums: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`kernels.ingest_async` of a gradient of a parameter in `dtype` into its place in a buffer, which may be wider."""
+    if addition is not Addition.PART or target.dtype == dtype:
+        return kernels.ingest_async(target, values, start_index, addition is not Addition.FIRST, sums)
+    total = torch.empty(target.shape, dtype=dtype, device=target.device)
+    kernels.convert(total, target)
+    found = kernels.ingest_async(total, values, start_index, True, sums)
+    kernels.convert(target, total)
+    return found
+
+
+class GradientArrival:
+    """See the module. Runs in whichever thread backward runs; what lands on the host afterwards in a lane of its own."""
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        pool: StagingPool,
+        accelerator: Accelerator,
+        *,
+        reduced: bool,
+        transit_buffer_count: int,
+    ) -> None:
+        """See `Gradients`."""
+        self._accelerator, self._reduced = accelerator, reduced
+        self.lock = accelerator.lock()
+        """Who looks at a chunk's buffer or changes it holds it."""
+        self._lane: HostLane = accelerator.host_lane("gradients", waits_for_io=False)
+        self._spilling_count = sum(chunk.route.gradients_in is None for chunk in chunks)
+        self.buffers = GradientBuffers(self._spilling_count, pool, accelerator, self.leave_device)
+        self._unsummed: dict[int, None] = {}
+        """Indices of parameters whose gradient was adopted, and its squares are not yet summed."""
+        self._device_sums = DeviceSums(accelerator, chunks, pool) if SUMS in pool.stats.consumers else None
+        self._landing = Landing(accelerator, pool, self._lane)
+        self._transit = self._made_transit(chunks, transit_buffer_count) if transit_buffer_count else None
+
+    def _made_transit(self, chunks: Sequence[Chunk], buffer_count: int) -> GradientTransit:
+        assert self._device_sums is not None
+        leaving = [chunk for chunk in chunks if chunk.route.gradients_in is not Memory.DEVICE]
+        nbytes = max(chunk.nbytes for chunk in leaving)
+        shared = Counter(one.flat.layout.unit_index for one in leaving if len(one.pieces) > 1)
+        # Chunks that leave together are received together, which buffers that may have to be spilled in between cannot do.
+        single_count = buffer_count if self.spills else min(buffer_count, 2 * max(shared.values(), default=0) + 2)
+        return GradientTransit(
+            self._accelerator,
+            self,
+            self._device_sums,
+            shared_nbytes=(single_count, nbytes),
+            whole_nbytes=(buffer_count - single_count) * nbytes,
+        )
+
+    @property
+    def spills(self) -> bool:
+        """Whether gradients may leave for a store when buffers run out."""
+        return self._spilling_count > 0
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether gradients are computed where they are summed."""
+        return not self._reduced and self._transit is None and self._device_sums is None
+
+    def adopts(self, chunk: Chunk) -> bool:
+        """Whether autograd's own tensors are kept: they lie where gradients do."""
+        return not self._reduced and chunk.route.model_in is Memory.HOST and chunk.route.gradients_in is Memory.HOST
+
+    def close(self) -> None:
+        """Stop the lane."""
+        self._lane.close()
+        if self._device_sums is not None:
+            self._device_sums.close()
+
+    # ---- what backward has ---------------------------------------------------------------------------------------
+
+    def arrive(self, info: ParameterInfo, gradient: torch.Tensor, addition: Addition, *, owned: bool) -> None:
+        """See `Gradients.add`."""
+        ordered = info.in_memory_order(gradient)
+        if self._transit is not None and info.flat.route.gradients_in is not Memory.DEVICE:
+            self._send(self._transit, info, ordered, addition)
+            return
+        for chunk, piece in info.pieces:
+            with self.lock:
+                gradient_of(chunk).live.add(info.index)
+                if piece.numel:
+                    self._place(info, gradient_of(chunk), piece, _cut(ordered, piece), addition, owned=owned)
+
+    def _send(self, transit: GradientTransit, info: ParameterInfo, ordered: torch.Tensor, addition: Addition) -> None:
+        chunks, slot = info.flat.chunks_of(info), info.flat.slot_of(info)
+        with self.lock:
+            for chunk in chunks:
+                gradient_of(chunk).live.add(info.index)
+                if slot.numel:
+                    gradient_of(chunk).sums[info.index] = None
+            transit.arrive(chunks, slot, ordered, addition)
+
+    def _place(
+        self,
+        info: ParameterInfo,
+        state: ChunkGradient,
+        piece: Piece,
+        source: torch.Tensor,
+        addition: Addition,
+        *,
+        owned: bool,
+    ) -> None:
+        chunk = state.chunk
+        if owned and addition is Addition.FIRST and self.adopts(chunk):
+            state.adopted[info.index] = source
+            state.sums[info.index] = kernels.ingest_async(None, source, piece.start, False)
+            return
+        buffer = self._buffer_for_adding(state, wide=addition is Addition.SUM)
+        target = buffer[piece.start - chunk.start : piece.stop - chunk.start]
+        if info.index in state.adopted:
+            self._unsummed.pop(info.index, None)
+            kernels.convert(target, state.adopted.pop(info.index))
+        on_device = self._device_sums.part(info.index, chunk.index) if self._device_sums is not None else None
+        summed = _take_in(target, source, piece.start, addition, info.flat.dtype, on_device)
+        state.sums[info.index] = summed if on_device is None else None
+
+    def arrive_together(self, found: Iterable[tuple[ParameterInfo, torch.Tensor]]) -> None:
+        """`arrive` of several parameters' first gradients, in one pass. Under the lock."""
+        moves: dict[Chunk, list[tuple[int, Piece, torch.Tensor]]] = {}
+        for info, gradient in found:
+            ordered = info.in_memory_order(gradient)
+            for chunk, piece in info.pieces:
+                moves.setdefault(chunk, []).append((info.index, piece, _cut(ordered, piece)))
+        for chunk, arriving in moves.items():
+            if self.adopts(chunk):
+                self._adopt(gradient_of(chunk), arriving)
+            else:
+                self._copy(gradient_of(chunk), arriving)
+
+    def _adopt(self, state: ChunkGradient, arriving: list[tuple[int, Piece, torch.Tensor]]) -> None:
+        for index, piece, source in arriving:
+            state.live.add(index)
+            if piece.numel:
+                state.adopted[index] = source
+            self._unsummed[index] = None
+
+    def _copy(self, state: ChunkGradient, arriving: list[tuple[int, Piece, torch.Tensor]]) -> None:
+        state.live.update(index for index, _, _ in arriving)
+        filled = [one for one in arriving if one[1].numel]
+        if not filled:
+            return
+        buffer, start = self._buffer_for_adding(state, wide=False), state.chunk.start
+        for index, piece, _ in filled:
+            if index in state.adopted:
+                kernels.convert(buffer[piece.start - start : piece.stop - start], state.adopted.pop(index))
+        parts = [(buffer[piece.start - start : piece.stop - start], source, piece.start) for _, piece, source in filled]
+        for (index, _, _), sums in zip(filled, kernels.ingest_all(parts), strict=True):
+            state.sums[index] = sums
+
+    def add_reduced(self, chunk: Chunk, values: torch.Tensor, present: set[int]) -> None:
+        """See `Gradients`."""
+        state = gradient_of(chunk)
+        with self.lock:
+            for info, piece in chunk.pieces:
+                if info.index not in present:
+                    continue
+                accumulate = info.index in state.live
+                state.live.add(info.index)
+                buffer = self._buffer_for_adding(state, wide=True)
+                low, high = piece.start - chunk.start, piece.stop - chunk.start
+                source = values[low:high].to(buffer.device)
+                state.sums[info.index] = kernels.ingest_async(buffer[low:high], source, piece.start, accumulate)
+
+    # ---- what comes over from the device -------------------------------------------------------------------------
+
+    def receive_pieces(self, chunk: Chunk, pieces: list[PackedPiece], values: torch.Tensor) -> Pending:
+        """See `Receiver`."""
+        state = gradient_of(chunk)
+        copied: Pending = Settled()
+        with self.lock:
+            additions = {packed.addition for packed in pieces}
+            buffer = self._buffer_for_adding(state, wide=Addition.SUM in additions)
+            for run in runs(chunk, pieces):
+                low, high = run[0].piece.start - chunk.start, run[-1].piece.stop - chunk.start
+                if additions != {Addition.FIRST} or buffer.dtype != values.dtype:
+                    copied = self._land(state, run, buffer[low:high], values[low:high])
+                else:
+                    copied = self._accelerator.copy_out(buffer[low:high], values[low:high])
+                    state.jobs.append(copied)
+        return copied  # copies of one stream settle in order
+
+    def receive_chunks(self, chunks: list[Chunk], slot: Slot, values: torch.Tensor, addition: Addition) -> Pending:
+        """See `Receiver`."""
+        copied: Pending = Settled()
+        states = [gradient_of(chunk) for chunk in chunks]
+        with self.lock:
+            buffers = [self._buffer_for_adding(state, wide=addition is Addition.SUM) for state in states]
+            if addition is Addition.FIRST and all(buffer.dtype == values.dtype for buffer in buffers):
+                for first, last, target in joined(buffers):
+                    low, high = (chunks[index] for index in (first, last))
+                    start = chunks[0].start
+                    copied = self._accelerator.copy_out(target, values[low.start - start : high.stop - start])
+                    for state in states[first : last + 1]:
+                        state.jobs.append(copied)
+                return copied
+            for state, buffer in zip(states, buffers, strict=True):
+                chunk = state.chunk
+                part = values[chunk.start - chunks[0].start : chunk.stop - chunks[0].start]
+                copied = self._land(state, [PackedPiece(Piece(slot, chunk.start, chunk.stop), addition)], buffer, part)
+        return copied
+
+    def _land(self, state: ChunkGradient, run: list[PackedPiece], target: torch.Tensor, values: torch.Tensor) -> Pending:
+        start = run[0].piece.start
+
+        def add(landed: torch.Tensor) -> None:
+            for packed in run:
+                part = slice(packed.piece.start - start, packed.piece.stop - start)
+                start_index, addition = packed.piece.start, packed.addition
+                sums = _take_in(target[part], landed[part], start_index, addition, values.dtype)
+                state.sums[packed.parameter_index] = sums
+
+        copied, added = self._landing.land(values, add)
+        state.jobs.append(added)
+        return copied
+
+    def leave_device(self, chunk: Chunk) -> None:
+        """Send what of the chunk's gradient is still packed on the device."""
+        if self._transit is not None:
+            self._transit.leave(chunk)
+
+    # ---- sums of squares -----------------------------------------------------------------------------------------
+
+    def settle(self, chunks: Iterable[Chunk], live: Mapping[int, ParameterInfo]) -> None:
+        """Wait until all that has come is in the chunks' buffers, and its squares are summed. `live`: what counts."""
+        if self._transit is not None:
+            self._transit.leave_all()
+        for chunk in chunks:
+            gradient_of(chunk).settle()
+        self._landing.settled()
+        self._sum_up(live)
+        if self._device_sums is not None:
+            self._device_sums.read()
+
+    def _sum_up(self, live: Mapping[int, ParameterInfo]) -> None:
+        """Take the sums of squares of what was adopted, in one pass over it."""
+        unsummed, self._unsummed = self._unsummed, {}
+        pieces = [
+            (gradient_of(chunk), index, piece.start)
+            for index in unsummed
+            if index in live
+            for chunk, piece in live[index].pieces
+            if piece.numel
+        ]
+        gradients = [(None, state.adopted[index], start) for state, index, start in pieces]
+        for (state, index, _), sums in zip(pieces, kernels.ingest_all(gradients), strict=True):
+            state.sums[index] = sums
+
+    def sums_of(self, info: ParameterInfo) -> list[torch.Tensor]:
+        """The parameter's sums of squares, block by block: float64. After `settle`."""
+        found = []
+        for chunk in info.flat.chunks_of(info):
+            known = gradient_of(chunk).sums
+            sums = known.get(info.index)
+            if sums is None and info.index in known:
+                assert self._device_sums is not None
+                sums = self._device_sums.values(info.index, chunk.index)
+            if sums is not None:
+                found.append(sums)
+        return found
+
+    def forget(self, info: ParameterInfo) -> None:
+        """Its gradient is dropped: there is nothing to be summed."""
+        self._unsummed.pop(info.index, None)
+
+    def _buffer_for_adding(self, state: ChunkGradient, *, wide: bool) -> torch.Tensor:
+        dtype = torch.float32 if wide else state.chunk.flat.dtype
+        buffer = self.buffers.for_adding(state, dtype)
+        if dtype == torch.float32 and buffer.dtype != torch.float32:
+            self._widen(state)
+        assert state.buffer is not None
+        return state.buffer
+
+    def _widen(self, state: ChunkGradient) -> None:
+        narrow, narrow_lease, arriving = state.buffer, state.lease, state.jobs
+        assert narrow is not None
+        wide = self.buffers.take(state, torch.float32)
+
+        def widen() -> None:
+            for job in arriving:
+                job.wait()
+            kernels.convert(wide, narrow)
+
+        if self._transit is None or state.chunk.route.gradients_in is Memory.DEVICE:
+            widen()
+            state.jobs = []
+        else:
+            state.jobs = [self._lane.submit(widen)]
+        if narrow_lease is not None:
+            narrow_lease.release(after=state.jobs[0] if state.jobs else None)
