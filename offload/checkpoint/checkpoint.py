@@ -19,7 +19,7 @@ from torch import nn
 
 from offload.checkpoint.client_state import checked_client_state
 from offload.checkpoint.manifest import LossScaleEntry, Manifest, ModelEntry, OptimizerEntry
-from offload.checkpoint.matching import Matching
+from offload.checkpoint.matching import Matching, StatesMissing
 from offload.checkpoint.model_names import buffers_once, kept_fqn, model_configs
 from offload.checkpoint.numbering import check_keep_last, checked_target, highest_number, numbered
 from offload.checkpoint.opened import OpenedCheckpoint
@@ -186,13 +186,19 @@ class Checkpointing:
     def _load(self, path: Path) -> dict[str, Any]:
         """Check and restore; on several ranks none of them changes anything unless all of them can."""
         with ExitStack() as stack:
-            opened, matching = self._together(lambda: self._open_checked(stack, path))
+            found = self._together(lambda: self._open_checked(stack, path))
+            if isinstance(found, StatesMissing):  # on all ranks: it is the model's groups and the manifest that say so
+                raise found
+            opened, matching = found
             self._restore(opened, matching)
             return opened.manifest.client_state
 
-    def _open_checked(self, stack: ExitStack, path: Path) -> tuple[OpenedCheckpoint, Matching]:
+    def _open_checked(self, stack: ExitStack, path: Path) -> tuple[OpenedCheckpoint, Matching] | StatesMissing:
         opened = stack.enter_context(OpenedCheckpoint(path))
-        return opened, self._check(opened)
+        try:
+            return opened, self._check(opened)
+        except StatesMissing as missing:
+            return missing
 
     def _together(self, step: Callable[[], T]) -> T:
         """On several ranks: what fails with a `CheckpointError` on one fails so on all."""

@@ -123,7 +123,7 @@ class Matching:
         group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
         frozen = [info for info in self._parts.parameters if not info.trainable and id(info.parameter) in group_of]
         missing = [info for info in frozen if self.entries[info.index].group == group_of[id(info.parameter)]]
-        if missing and self._parts.ranks.world_size == 1 and self._manifest.imported is None:
+        if missing and self._manifest.imported is None:
             raise StatesMissing(frozenset(info.index for info in missing))
 
     def _check_parameter(self, info: ParameterInfo, entry: ParameterEntry, *, trains: bool) -> None:

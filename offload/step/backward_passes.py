@@ -2,11 +2,11 @@
 
 A backward is a graph task of autograd. When a gradient reaches an output of a unit its use starts; when the gradients of all
 its inputs are computed, or (for a unit whose inputs need none) when all its parameters have theirs, the use ends; the latter
-unless some of it is frozen, and on backward's way to what other units inside the call train. It also ends
-before the use of a call starts that forward made earlier: autograd goes through what one thread recorded from the last to the
-first. An input that several units share (of a decoder the encoder's output) has its gradient only when backward is through with
-all of them. Whatever is still open ends with its graph task: the backward, or the one inside it that goes through what a
-reentrant checkpoint computed again, whose inputs are leaves there.
+unless backward goes on to what other units inside the call train. It also ends before the use of a call starts that forward
+made earlier: autograd goes through what one thread recorded from the last to the first. An input that several units share (of a
+decoder the encoder's output) has its gradient only when backward is through with all of them. Whatever is still open ends with
+its graph task: the backward, or the one inside it that goes through what a reentrant checkpoint computed again, whose inputs
+are leaves there.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class BackwardPasses:
         self._ended = self._accumulates = False
         self.shared_gradients = SharedGradients(units)
         self.second_order = SecondOrder(units, self._uses, self._second_order_reaches, training.failures)
-        self._uses.ended_by(weakref.WeakMethod(self._forget_cut_short))  # hooks that others took the place of are not kept
+        self._uses.ended_by(weakref.WeakMethod(self._end_cut_short))  # hooks that others took the place of are not kept
 
     def tick(self) -> int:
         """Numbers the begins and ends of forward calls."""
@@ -186,7 +186,7 @@ class BackwardPasses:
         graph_task = torch._C._current_graph_task_id()
         if graph_task not in self._graph_tasks:
             with self._training.failures():
-                self._forget_cut_short()
+                self._uses.end_cut_short()
                 if not self._graph_tasks:
                     self._accumulates = False
                     self._events.backward_begins()
@@ -198,8 +198,9 @@ class BackwardPasses:
                 torch.autograd.Variable._execution_engine.queue_callback(end)
                 self._training.turn.begin(graph_task, weakref.ref(end))
 
-    def _forget_cut_short(self) -> None:
-        """Nothing of a backward that an exception cut short is going on, where no forward came since either."""
+    def _end_cut_short(self) -> bool:
+        """Nothing of a backward that an exception cut short is going on, where no forward came since either. Whether another
+        backward does."""
         gone = [graph_task for graph_task, end in self._graph_tasks.items() if end() is None]
         for graph_task in gone:
             del self._graph_tasks[graph_task]
@@ -215,6 +216,7 @@ class BackwardPasses:
                 self._uses.uncover()
             self._left_early.clear()
             self.second_order.abandon()
+        return bool(self._graph_tasks)
 
     def graph_task_done(self, graph_task: int) -> None:
         """A backward, or one inside another, is over."""
@@ -227,7 +229,7 @@ class BackwardPasses:
             use.end()
         if is_whole:
             with self._training.failures():
-                self.second_order.end()
+                self.second_order.let_go()
             self._ended = True
             with self._training.failures():
                 if self._events.all_stays:
@@ -269,6 +271,7 @@ class BackwardPasses:
         for other in [other for other in self._open if other.is_behind(use)]:
             other.end()
         with self._training.failures():
+            self.second_order.let_go()  # a gradient is there: the function that made it is done
             self._events.backward_reaches(use.unit, use.version)
             if use.reads_values:
                 self._uses.start(use.unit, recorded=True)

@@ -119,16 +119,18 @@ class RunningCalls:
         units = (call.unit for call in reversed(self._calls) if call.started or not started)
         return next((unit for unit in units if unit is not None), None)
 
-    def drop_abandoned(self) -> bool:
-        """Forget the calls that an interrupt ended. Whether none is left of those that there were, in backward or out of it."""
+    def drop_cut_short(self) -> bool:
+        """Forget the calls that an interrupt ended. Whether none is left of those that there were."""
         count = len(self._calls)
         while count and not self._calls[count - 1].is_running():
             count -= 1
-        ended_all = not count and bool(self._calls) and not in_backward()
+        ended_all = not count and bool(self._calls)
         del self._calls[count:]
-        if ended_all:
-            self._turn.begin_anew()
         return ended_all
+
+    def none_goes_on(self) -> None:
+        """No forward does, nor a backward: the thread's turn is over."""
+        self._turn.begin_anew()
 
     def abandon_uses(self) -> None:
         """The uses of all of them were ended."""

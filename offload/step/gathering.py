@@ -37,10 +37,9 @@ class Gathering:
     def state_dict(self, model: nn.Module, keeps: Callable[[int], bool]) -> dict[str, torch.Tensor]:
         """See `Engine.state_dict`. `keeps(position)`: whether this rank returns the parameter, or buffer, of that number."""
         self.meet(MeetingPoint.STATE_DICT)
-        residency = self._parts.residency
         values: dict[int, torch.Tensor] = {}
         with self._training.failures():
-            residency.finish_updates()
+            self._training.settle()
             for unit in self._parts.units:
                 self._unit_values(unit, values)
                 for info in unit.parameters:
@@ -57,7 +56,7 @@ class Gathering:
         self.meet(MeetingPoint.STATE_DICT, argument=info.index)
         values: dict[int, torch.Tensor] = {}
         with self._training.failures():
-            self._parts.residency.finish_updates()
+            self._training.settle()
             self._unit_values(self._parts.units[info.unit_index], values)
         return values[info.index].float()
 
@@ -65,7 +64,7 @@ class Gathering:
         """Every parameter's value as `state_dict` has it, [numel] in slot order; collective, one unit after the other."""
         self.meet(point)
         with self._training.failures():
-            self._parts.residency.finish_updates()
+            self._training.settle()
         for unit in self._parts.units:
             values: dict[int, torch.Tensor] = {}
             with self._training.failures():

@@ -186,7 +186,7 @@ class Hooks:
     def _push_call(self, module: nn.Module, inside_backward: bool) -> Call:
         with self._training.failures():
             if self._calls:
-                self._calls.drop_abandoned()
+                self._uses.end_cut_short()
             call = Call(module)
             self._calls.push(call)  # first of all: the hook after the forward runs even if this one raises
             if not inside_backward and len(self._calls) == 1:
@@ -254,7 +254,7 @@ class Hooks:
     def _await_backward(self, call: Call, use: BackwardUse, unit: Unit, output: Any) -> None:
         outputs = [level for tensor in tensors_in(output) for level in levels_of(tensor) if level.requires_grad]
         use.ended = self._backwards.tick()
-        use.ends_with_parameters = not call.inputs and not _is_read_for_others(unit, call.module)
+        use.ends_with_parameters = not call.inputs and not _trains_others(unit, call.module)
         if outputs:
             register_multi_grad_hook(outputs, use.start, mode="any")
             for tensor in outputs:
@@ -275,12 +275,10 @@ class Hooks:
                 self._events.forward_wrote(info)
 
 
-def _is_read_for_others(unit: Unit, module: nn.Module) -> bool:
-    """Whether backward through a call of the module may read what is frozen of the unit, or of what comes with it, on its way
-    to the gradients of other units: then those of the unit's own do not tell when it is through."""
-    read = [info.parameter for one in (unit, *unit.uses.companions) for info in one.parameters]
-    if all(parameter.requires_grad for parameter in read):
-        return False
+def _trains_others(unit: Unit, module: nn.Module) -> bool:
+    """Whether backward through a call of the module goes on to the gradients of other units. On its way it may read values of
+    the unit, or of what comes with it, that are frozen or were detached: the gradients of the unit's own do not tell when it is
+    through."""
     own = {id(info.parameter) for info in unit.parameters}
     return any(parameter.requires_grad and id(parameter) not in own for parameter in module.parameters())
 

@@ -94,22 +94,19 @@ class SecondOrder:
     def _need(self, unit_index: int, version: int | None, number: int) -> None:
         self._reach(unit_index, version)
         if unit_index not in self._held and not self._units[unit_index].uses.count:
-            self._let_go(besides={number})
+            self.let_go(besides={number})
             self._uses.start(self._units[unit_index], recorded=True)
             self._held[unit_index] = number
         elif unit_index in self._held:
             self._held[unit_index] = number
-        self._let_go(besides={number, self._last})
+        self.let_go(besides={number, self._last})
         self._last = number
 
-    def _let_go(self, besides: Iterable[int] = ()) -> None:
+    def let_go(self, besides: Iterable[int] = ()) -> None:
+        """What functions needed that are done; `besides`: numbers of those that are not, or whose units the next may need."""
         for unit_index in [index for index, number in self._held.items() if number not in besides]:
             del self._held[unit_index]
             self._uses.end(self._units[unit_index], recorded=True)
-
-    def end(self) -> None:
-        """The backward is over."""
-        self._let_go()
 
     def abandon(self) -> None:
         """It was cut short, and every use of a unit with it."""

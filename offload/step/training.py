@@ -78,6 +78,7 @@ class Training(FailureState):
 
     def finish_updates(self) -> None:
         """Those of the last step."""
+        self.uses.end_cut_short()
         self._residency.finish_updates(besides=self.speculation.begun_units)
         self._settle_shards()
         for places in (self._places, self._records):

@@ -29,11 +29,21 @@ class Uses:
         """How often all uses were abandoned: one that began in an earlier epoch has ended."""
         self._cover_count = 0
         """Uses that have started and not ended, and cover all units."""
-        self._end_cut_short: Callable[[], Callable[[], None] | None] = lambda: None
+        self._end_backwards: Callable[[], Callable[[], bool] | None] = lambda: None
 
-    def ended_by(self, end_cut_short: Callable[[], Callable[[], None] | None]) -> None:
-        """Refers to what ends the uses of a backward that an exception cut short; until the next one takes its place."""
-        self._end_cut_short = end_cut_short
+    def ended_by(self, end_cut_short: Callable[[], Callable[[], bool] | None]) -> None:
+        """Refers to what ends the uses of backwards that an exception cut short, and says whether another goes on; until the
+        next one takes its place."""
+        self._end_backwards = end_cut_short
+
+    def end_cut_short(self) -> None:
+        """End the uses of forwards and backwards that an exception cut short: PyTorch calls no hook there. Who makes room for
+        something that is not part of what goes on has the room of those."""
+        end_backwards = self._end_backwards()
+        goes_on = end_backwards is not None and end_backwards()
+        if self._calls.drop_cut_short() and not goes_on:
+            self._calls.none_goes_on()
+            self.abandon()
 
     def start(self, unit: Unit, *, recorded: bool) -> None:
         """The unit's parameters must be there from now on. `recorded`: part of a training step, so of its trace."""
@@ -94,9 +104,7 @@ class Uses:
     def hold(self, unit: Unit) -> None:
         """Keep the unit resident, whatever forwards and backwards come and go, until `release`. It opens nothing, and nothing
         comes with it: what is not computed reads no companions."""
-        end_cut_short = self._end_cut_short()
-        if end_cut_short is not None:
-            end_cut_short()  # their room is the held unit's
+        self.end_cut_short()
         unit.uses.held_count += 1
         self._begin(unit, recorded=False)
 
@@ -112,8 +120,7 @@ class Uses:
     @property
     def in_forward(self) -> bool:
         """Whether a forward is running."""
-        if self._calls.drop_abandoned():
-            self.abandon()
+        self.end_cut_short()
         return self._calls.innermost_unit() is not None
 
     def bring_in(self, info: ParameterInfo) -> None:

@@ -247,32 +247,78 @@ def test_a_backward_that_was_cut_short_before_a_step_leaves_no_use(tmp_path: Pat
         )
 
 
-class Mixing(nn.Module):
-    """Between trained blocks it computes with a frozen weight: its own, or one of a child that it does not call. What it trains
-    itself comes last, so that it has its gradient first."""
+def least(build: Any, **config: Any) -> int:
+    """The smallest budget of device memory."""
+    with pytest.raises(offload.BudgetError) as refusal:
+        opened_with(build(), **config, device_memory=1)
+    found = refusal.value.smallest_nbytes
+    assert found is not None
+    return found
 
-    def __init__(self, of_a_child: bool) -> None:
+
+AFTER_AN_INTERRUPT: dict[str, Any] = {
+    "state_dict": lambda engine, loss: engine.state_dict(),
+    "gathered": lambda engine, loss: engine.gathered(engine.module[4].parameters()).__enter__(),
+    "read": lambda engine, loss: engine.read(engine.module[4][0].weight),
+    "a backward of another forward": lambda engine, loss: loss.backward(),
+    "step": lambda engine, loss: engine.step(),
+}
+
+
+@pytest.mark.parametrize("verb", AFTER_AN_INTERRUPT)
+def test_what_an_interrupted_forward_used_has_no_room(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch calls no hook of a module whose forward Ctrl-C ended. With the smallest budget that there is, which has room for
+    one block."""
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", "deferred")
+    config: dict[str, Any] = {"parameters": "nvme", "optimizer_states": "cpu", "nvme": tmp_path, "prefetch": 0}
+    nbytes = least(blocks, **config)
+    model = blocks()
+    with opened_with(model, **config, device_memory=nbytes) as engine:
+        train(engine, model)
+        loss = model(torch.ones(3, 32)).sum()
+        if verb == "step":
+            loss.backward()
+
+        def stop(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        handle = model[2][0].register_forward_hook(stop)
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.ones(3, 32))
+        handle.remove()
+        AFTER_AN_INTERRUPT[verb](engine, loss)
+        assert sum(unit.uses.count - unit.uses.held_count for unit in engine._parts.units) == 0
+
+
+class Mixing(nn.Module):
+    """Between trained blocks it computes with values that have no gradient: a frozen weight of its own, or of a child that it
+    does not call, or one that is trained and detached there. What it trains itself comes last, so that it has its gradient
+    first."""
+
+    def __init__(self, weight: str) -> None:
         super().__init__()
+        self.is_detached = weight == "detached"
         self.before, self.behind = blocks(), blocks()
         self.mixes = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), Half(), nn.Linear(64, 32)) for _ in range(2))
         self.mixes.requires_grad_(False)
-        self.own = None if of_a_child else nn.Parameter(torch.randn(32, 32), requires_grad=False)
+        self.own = None if weight == "of a child" else nn.Parameter(torch.randn(32, 32), requires_grad=self.is_detached)
         self.out = nn.Parameter(torch.randn(32, 32))
         self.on_gradient: Any = lambda _: None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.before(x)
-        x = x @ self.own if self.own is not None else x @ self.mixes[0][0].weight.T @ self.mixes[0][2].weight.T
+        x = x @ self.own.detach() if self.own is not None else x @ self.mixes[0][0].weight.T @ self.mixes[0][2].weight.T
         if x.requires_grad:
             x.register_hook(self.on_gradient)
-        return self.behind(x) @ self.out
+        x = self.behind(x) @ self.out
+        return x @ self.own if self.is_detached else x
 
 
-@pytest.mark.parametrize("of_a_child", [False, True])
-def test_what_is_frozen_stays_until_backward_is_through_with_it(of_a_child: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("weight", ["own", "of a child", "detached"])
+def test_what_is_frozen_stays_until_backward_is_through_with_it(weight: str, tmp_path: Path) -> None:
     def mixing() -> Mixing:
         torch.manual_seed(1)
-        return Mixing(of_a_child)
+        return Mixing(weight)
 
     model = mixing()
     with opened_with(model, parameters="device", optimizer_states="cpu", dtype="bf16") as engine:
@@ -283,7 +329,7 @@ def test_what_is_frozen_stays_until_backward_is_through_with_it(of_a_child: bool
             one
             for one in engine._parts.units
             for info in one.parameters
-            if info.parameter is (model.mixes[0][0].weight if of_a_child else model.own)
+            if info.parameter is (model.mixes[0][0].weight if weight == "of a child" else model.own)
         }
         stayed = []
 

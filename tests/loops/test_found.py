@@ -141,7 +141,7 @@ FOUND = {
         (Setup(states="nvme", prefetch=0, drive="failing", fault="flip", failing=1),),
         (op("save", number=0, beside=False), op("resume", setup=0)),
     ),
-    "backward computed with a frozen weight of two blocks that had left when the root's own gradients were there": Program(
+    "a frozen weight of two blocks left with the root's own gradients": Program(
         Model(width=7, blocks=("experts", "lora"), tie="blocks", reused=True, frozen=(0,)),
         (Setup(),),
         (
@@ -151,6 +151,29 @@ FOUND = {
             op("write", parameter=16),
             op("write", parameter=14, fails=True),
             op("closure", batch=2),
+        ),
+        ranks=2,
+    ),
+    "what a forward used that Ctrl-C ended had the room of a state_dict": Program(
+        Model(width=3, blocks=("large", "mlp", "large")),
+        (Setup(parameters="nvme", prefetch=0, on_device=1.0),),
+        (op("export"), op("backward", interrupt=624)),
+    ),
+    "a function of the second order had the room of the next unit": Program(
+        Model(width=3, blocks=("lora", "half"), tie="blocks", reused=True, frozen=(1,), dtype="bf16", state_format="8bit"),
+        (Setup("cpu", accelerator="deferred", prefetch=0, on_device=1.5),),
+        (op("penalty", batch=2),),
+    ),
+    "a load of two ranks gave no states to what is frozen now": Program(
+        Model(width=7, blocks=("lora", "parametrised"), frozen=(1,), groups=2, all_in_groups=True),
+        (Setup("nvme", accelerator="deferred"),),
+        (
+            op("freeze", frozen=False, block=1),
+            op("train", batch=4),
+            op("save", number=0),
+            op("anew", how="state", setup=0),
+            op("load", number=0),
+            op("train", batch=0),
         ),
         ranks=2,
     ),

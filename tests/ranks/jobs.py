@@ -743,3 +743,27 @@ def unfreeze(fields: dict[str, Any], knows_all: bool) -> dict[str, Any]:
         parts[0].requires_grad_(False)
         losses += _train_on(engine, model, 4, 6)
         return {"losses": losses, "weights": digest(engine.state_dict()), "steps": engine.stats()["steps"]}
+
+
+def load_frozen(fields: dict[str, Any], folder: str) -> dict[str, Any]:
+    """A block is trained, frozen and saved; in a model where it is frozen from the start the load gives it its states. Then it
+    is trained again."""
+    found: dict[str, Any] = {}
+    for run in ("on", "loaded"):
+        model = llama(layers=2)
+        block = model.model.layers[0]
+        block.requires_grad_(run == "on")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with offload.initialize(model, optimizer, offload.Config(**fields)) as engine:
+            if run == "on":
+                _train_on(engine, model, 0, 2)
+                block.requires_grad_(False)
+                _train_on(engine, model, 2, 3)
+                engine.save_checkpoint(folder)
+            else:
+                engine.load_checkpoint(folder)
+            losses = _train_on(engine, model, 3, 4)
+            block.requires_grad_(True)
+            losses += _train_on(engine, model, 4, 6)
+            found[run] = {"losses": losses, "weights": digest(engine.state_dict()), "steps": engine.stats()["steps"]}
+    return found

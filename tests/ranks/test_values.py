@@ -77,3 +77,9 @@ def test_unfreezing(pair: Crew, tmp_path: Path) -> None:
         # What is frozen in 16 bits has no fp32 master to go on from: the stages are compared among themselves.
         assert found == expected.setdefault(case.get("dtype"), found), case
         assert os.listdir(tmp_path) == [] or not any((tmp_path / "nvme").iterdir()), case
+
+
+def test_a_load_gives_states_to_what_was_trained_and_is_frozen_now(pair: Crew, tmp_path: Path) -> None:
+    for number, case in enumerate(case for case in CASES if case.get("dtype") is None):
+        for found in pair.do("load_frozen", fields=placed(case, tmp_path), folder=str(tmp_path / f"saved-{number}")):
+            assert found["loaded"] == found["on"] and found["on"]["steps"] == 6, case
