@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -50,15 +52,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--machines", nargs="*", default=list(MACHINES))
-    parser.add_argument("--out", type=Path, help="write the result file there, such as docs/performance/plans.json")
+    parser.add_argument("--out", type=Path, help="the result file; what it has and is not asked for stays")
     args = parser.parse_args()
-    results = []
-    for model in args.models:
-        for machine in args.machines:
-            results.append(plan(model, machine))
-            print(f"{model} on {machine}: {results[-1]['step_seconds']}", file=sys.stderr, flush=True)
-    if args.out is not None:
-        args.out.write_text(json.dumps({"command": "plan " + " ".join(flags("7 B")[14:]), "results": results}, indent=1) + "\n")
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    if args.out is not None and args.out.exists():
+        found = {(one["model"], one["machine"]): one for one in json.loads(args.out.read_text(encoding="utf-8"))["results"]}
+    for pair in itertools.product(args.models, args.machines):
+        before = os.times()
+        found[pair] = plan(*pair)
+        after = os.times()
+        found[pair]["cpu_seconds"] = sum(after[2:4]) - sum(before[2:4])
+        print(json.dumps(found[pair]), file=sys.stderr, flush=True)
+        if args.out is not None:
+            results = [found[one] for one in itertools.product(MODELS, MACHINES) if one in found]
+            content = {"command": "plan " + " ".join(flags("7 B")[14:]), "results": results}
+            args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,12 @@
     python benchmarks/predicted.py --nvme /mnt/nvme0 --out docs/performance/predicted.json
     python benchmarks/predicted.py --nvme /mnt/nvme0 --cases 0 4 --steps 2
 
-Each case runs in two processes of its own, one after another: the engine, and the engine in virtual time on this machine, whose
-rates are measured right before. Nothing is fitted to a case.
+Each case runs in processes of its own, one after another: this machine's rates are measured, then the engine runs, then the
+engine in virtual time on a machine of these rates. Nothing is fitted to a case. What counts seconds wants a machine that does
+nothing else; the last part does not, and can be made later from what the result file has:
+
+    python benchmarks/predicted.py --nvme /mnt/nvme0 --out predicted.json --parts rates measured
+    python benchmarks/predicted.py --nvme /mnt/nvme0 --out predicted.json --parts predicted
 """
 
 from __future__ import annotations
@@ -176,6 +180,9 @@ def rates(case: Case, nvme: str, machine: str) -> dict[str, Any]:
 # ---- all -------------------------------------------------------------------------------------------------------------
 
 
+PARTS = ("rates", "measured", "predicted")
+
+
 def child(part: str, index: int, args: argparse.Namespace, machine: Path) -> dict[str, Any]:
     command = [sys.executable, __file__, "--nvme", args.nvme, "--steps", str(args.steps), "--part", part, "--cases", str(index)]
     done = subprocess.run([*command, "--machine", str(machine)], stdout=subprocess.PIPE, text=True, check=True)
@@ -183,13 +190,24 @@ def child(part: str, index: int, args: argparse.Namespace, machine: Path) -> dic
     return found
 
 
+def said(index: int, result: dict[str, Any]) -> str:
+    """Of one case, as a line."""
+    parts = [f"{index}:"]
+    for name in ("measured", "predicted"):
+        if name in result:
+            one = result[name]
+            parts.append(f"{name} {one['step_seconds']:.3f} s, peaks {one['peak_nbytes']}, moved {one['moved_nbytes']};")
+    return " ".join(parts)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nvme", default=".", help="a folder on the drive (default: the current one)")
     parser.add_argument("--cases", type=int, nargs="*", default=list(range(len(CASES))), help="indices (default: all)")
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS), help="what to make of each (default: all)")
     parser.add_argument("--steps", type=int, default=7)
-    parser.add_argument("--out", type=Path, help="write the result file there, such as docs/performance/predicted.json")
-    parser.add_argument("--part", choices=("rates", "measured", "predicted"), help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help="the result file; what it has and is not made again stays")
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--machine", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part is not None:
@@ -199,19 +217,23 @@ def main() -> None:
         else:
             print(json.dumps({"rates": rates, "predicted": predicted}[args.part](case, args.nvme, args.machine)))
         return
-    machine, results = Path(args.nvme) / "predicted-machine.json", []
+    content: dict[str, Any] = {"machine": describe_machine(), "results": []}
+    if args.out is not None and args.out.exists():
+        content = json.loads(args.out.read_text(encoding="utf-8"))
+    known = {json.dumps(result["case"]): result for result in content["results"]}
+    machine = Path(args.nvme) / "predicted-machine.json"
     for index in args.cases:
-        parts = {part: child(part, index, args, machine) for part in ("rates", "measured", "predicted")}
-        results.append({"case": dataclasses.asdict(CASES[index]), **parts})
-        said, was = parts["predicted"], parts["measured"]
-        print(
-            f"{index}: {was['step_seconds']:.3f} s measured, {said['step_seconds']:.3f} predicted; peaks {was['peak_nbytes']}, "
-            f"{said['peak_nbytes']}; moved {was['moved_nbytes']}, {said['moved_nbytes']}",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+        case = dataclasses.asdict(CASES[index])
+        result = known.setdefault(json.dumps(case), {"case": case})
+        for part in args.parts:
+            if part == "predicted":
+                machine.write_text(json.dumps(result["rates"]), encoding="utf-8")
+            result[part] = child(part, index, args, machine)
+        print(said(index, result), file=sys.stderr, flush=True)
+        if args.out is not None:
+            content["results"] = [known[key] for one in CASES if (key := json.dumps(dataclasses.asdict(one))) in known]
+            args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     machine.unlink()
-    if args.out is not None:
-        args.out.write_text(json.dumps({"machine": describe_machine(), "results": results}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

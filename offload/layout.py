@@ -38,6 +38,19 @@ CHUNK_NUMEL = 2 * 1024 * 1024
 CHUNK_NUMELS = tuple(CHUNK_NUMEL >> shift for shift in range(4))
 """Elements. What is tried, largest first, until every buffer that holds a chunk fits into the budgets."""
 
+LARGEST_CHUNK_NUMEL = 8 * CHUNK_NUMEL
+"""Elements. Of models so large that their chunks are many: each costs the host's thread the same, whatever its size."""
+
+MANY_CHUNKS = 1024
+
+
+def large_chunk_numels(numel: int) -> tuple[int, ...]:
+    """What to try before the usual for so many elements: sizes that leave few chunks, the largest first."""
+    found: list[int] = []
+    while (largest := found[0] if found else CHUNK_NUMEL) < LARGEST_CHUNK_NUMEL and numel > MANY_CHUNKS * largest:
+        found.insert(0, 2 * largest)
+    return tuple(found)
+
 
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is >= `value`."""

@@ -26,7 +26,7 @@ from offload.device.virtual.accelerator import accelerator_on
 from offload.device.virtual.machine import VirtualMachine
 from offload.device.virtual.presence import imagined
 from offload.errors import BudgetError, ConfigError
-from offload.layout import CHUNK_NUMELS, Layout, ParameterSpec, build_layout
+from offload.layout import CHUNK_NUMELS, Layout, ParameterSpec, build_layout, large_chunk_numels
 from offload.model.description import (
     check_buffers,
     check_renormalized,
@@ -279,8 +279,10 @@ def lay_out(
     failure: BudgetError | None = None
     found: list[tuple[Layout, Placement]] = []
     weights: list[Weight] = []
+    rank_numel = sum(spec.numel for _, unit_specs in specs for spec in unit_specs) // sharing.world_size
+    large = large_chunk_numels(rank_numel)
     for within_room in (True, False):
-        for chunk_numel in chunk_numels or CHUNK_NUMELS:
+        for chunk_numel in chunk_numels or (*large, *CHUNK_NUMELS):
             layout = build_layout(specs, chunk_numel=chunk_numel, world_size=sharing.world_size, rank=rank, stage=sharing.stage)
             try:
                 decision = Decision(
@@ -291,9 +293,12 @@ def lay_out(
             except BudgetError as error:
                 failure = error
                 continue
+            crowded = decision.buffers_crowd(placement)
+            if crowded and chunk_numel in large:
+                continue
             found.append((layout, placement))
             weights.append(decision.weight(placement))
-            if not decision.may_be_better_in_smaller_chunks(placement):
+            if not crowded or not decision.chooses:
                 break
         if found:
             return found[lightest(weights)]

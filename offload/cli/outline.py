@@ -70,6 +70,7 @@ class Outline:
         self._accumulates = accumulates
         self._config = config
         self._sharing = RankGroup(config.stage, rank_count, rank_count)
+        self._laid_out: list[tuple[offload.Config, tuple[Layout, Placement]]] = []
         units, packed = partition(model), PackedWeights(model)
         packed.complete(units)
         if rank_count > 1:
@@ -141,5 +142,10 @@ class Outline:
         return replace(free, parameters=parameters, optimizer_states=optimizer_states)
 
     def _lay_out(self, config: offload.Config) -> tuple[Layout, Placement]:
+        for asked, made in self._laid_out:
+            if asked == config:
+                return made
         known = (self._specs, self._expected, self._moments, self._sharing)
-        return lay_out(config, self._accelerator, *known, accumulates=self._accumulates)
+        made = lay_out(config, self._accelerator, *known, accumulates=self._accumulates)
+        self._laid_out.append((config, made))
+        return made

@@ -84,7 +84,9 @@ def run(args: argparse.Namespace) -> int:
     found, wishes = _forecast(args, config, machine, choice), None
     if found.peak_nbytes:
         numbers = {"batch": args.batch, "sequence": args.sequence, "micro_batches": args.accumulate}
-        wishes = wishes_of(found, machine, outline_with, more=with_drives(machine, int(machine.nvme_drives) + 1), **numbers)
+        granted_nbytes = int(config.cpu_memory) if config.cpu_memory is not None else None
+        more = with_drives(machine, int(machine.nvme_drives) + 1)
+        wishes = wishes_of(found, machine, outline_with, cpu_memory=granted_nbytes, more=more, **numbers)
     print(as_json(found, machine, args.tokens, wishes) if args.json else f"\n{page(found, machine, args.tokens, wishes)}")
     return 0 if found.fits else 1
 

@@ -1,7 +1,8 @@
 """What of a plan could be larger, and what more memory or another drive would buy: by the planner's own arithmetic.
 
 Nothing is run for it. What activations take grows with the tokens of a micro-batch, what lies on the drives with the
-parameters. A floor is the seconds that the slowest resource needs for the bytes of the placement that would be chosen.
+parameters. A floor is the forecast's own, and what it becomes by the bytes that the placement which would be chosen moves more
+or less.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from offload.device.virtual.description import Machine, changed
 from offload.device.virtual.machine import VirtualMachine
 from offload.errors import BudgetError
 from offload.planning.placement import Placement
+from offload.planning.traffic import Traffic
 from offload.rehearsal.forecast import Forecast
 
 GIB = 2**30
@@ -55,16 +57,17 @@ def wishes_of(
     batch: int,
     sequence: int,
     micro_batches: int,
+    cpu_memory: int | None,
     more: Machine,
 ) -> Wishes:
-    """`more`: the machine with one drive more."""
+    """`cpu_memory`: the budget that the forecast was made with. `more`: the machine with one drive more."""
     with VirtualMachine(machine).running(), outline_with({}) as outline:
         placement = outline.placement()
         largest = _largest(found, machine, outline, placement, batch, sequence)
-    budgets = {"cpu_memory": int(machine.cpu_nbytes * 0.8)}
+    budgets = {"cpu_memory": cpu_memory if cpu_memory is not None else int(machine.cpu_nbytes * 0.8)}
     if not machine.is_unified:
         budgets["device_memory"] = max(int(machine.device_nbytes - found.own_nbytes), 1)
-    before = _floor(machine, budgets, outline_with, found, micro_batches)
+    before = _traffic(machine, budgets, outline_with, micro_batches)
     if before is None:
         return Wishes(largest)
     buys = []
@@ -72,11 +75,11 @@ def wishes_of(
         if field_name in budgets:
             wider = {**budgets, field_name: budgets[field_name] + GIB}
             grown = changed(machine, cpu_nbytes=machine.cpu_nbytes + GIB, device_nbytes=machine.device_nbytes + GIB)
-            after = _floor(grown, wider, outline_with, found, micro_batches)
-            buys += [Bought(f"One more GiB of {name}", before, after)] if after is not None else []
-    after = _floor(more, budgets, outline_with, found, micro_batches)
-    if after is not None and placement.uses_nvme:
-        buys.append(Bought("One more drive", before, after))
+            after = _traffic(grown, wider, outline_with, micro_batches)
+            if after is not None:
+                buys.append(Bought(f"One more GiB of {name}", found.floor_seconds, _floor(grown, found, before, after)))
+    if placement.uses_nvme:
+        buys.append(Bought("One more drive", found.floor_seconds, _floor(more, found, before, before)))
     return Wishes(largest, buys)
 
 
@@ -91,16 +94,27 @@ def _largest(
     return {"parameters": int(outline.parameter_numel * machine.nvme_nbytes / on_drive), **largest} if on_drive else largest
 
 
-def _floor(
-    machine: Machine, budgets: dict[str, int], outline_with: MakeOutline, found: Forecast, micro_batches: int
-) -> float | None:
-    """Seconds; None where nothing fits. What computing takes stays as it was found."""
+def _traffic(machine: Machine, budgets: dict[str, int], outline_with: MakeOutline, micro_batches: int) -> Traffic | None:
+    """Of a step as the schedule has it; None where nothing fits."""
     with VirtualMachine(machine).running(), outline_with(budgets) as outline:
         try:
-            traffic = outline.traffic(outline.placement(), micro_batches, scheduled=True)
+            return outline.traffic(outline.placement(), micro_batches, scheduled=True)
         except BudgetError:
             return None
-    read, written = traffic.read_nbytes, traffic.written_nbytes
-    nvme = max(read / machine.nvme_read, written / machine.nvme_write, (read + written) / machine.nvme_both)
-    links = max(traffic.to_device_nbytes / machine.h2d, traffic.from_device_nbytes / machine.d2h)
-    return max(nvme, links, found.floors["compute"], found.floors["host memory"])
+
+
+def _floor(machine: Machine, found: Forecast, before: Traffic, after: Traffic) -> float:
+    """Seconds on `machine`: what was found to move, but for the bytes by which the two differ. What computing takes stays, and
+    so does what passes over host memory but for those bytes. Not more than before: what is there more need not be used."""
+    moved = {
+        "h2d": after.to_device_nbytes - before.to_device_nbytes,
+        "d2h": after.from_device_nbytes - before.from_device_nbytes,
+        "nvme_read": after.read_nbytes - before.read_nbytes,
+        "nvme_write": after.written_nbytes - before.written_nbytes,
+    }
+    nbytes = {link: max(found.moved_nbytes[link] + difference, 0) for link, difference in moved.items()}
+    read, written = nbytes["nvme_read"], nbytes["nvme_write"]
+    links = [float(nbytes[link] / getattr(machine, link)) for link in moved]
+    through_memory = found.floors["host memory"] + sum(moved.values()) / machine.memory_bandwidth
+    needed = max(found.floors["compute"], through_memory, (read + written) / machine.nvme_both, *links)
+    return min(needed, found.floor_seconds)

@@ -125,11 +125,15 @@ class Decision:
         """By which placements are compared, also of different layouts."""
         return _weight(self.problem, placement)
 
-    def may_be_better_in_smaller_chunks(self, placement: Placement) -> bool:
-        """Whether it was chosen, and buffers that hold a chunk take so much of the budget that smaller ones leave more for the
-        model's states."""
-        config, budget = self.problem.config, self.problem.budget("cpu")
-        if budget is None or "auto" not in (config.parameters, config.optimizer_states):
+    @property
+    def chooses(self) -> bool:
+        """Whether tiers are left to it."""
+        return "auto" in (self.problem.config.parameters, self.problem.config.optimizer_states)
+
+    def buffers_crowd(self, placement: Placement) -> bool:
+        """Whether buffers that hold a chunk take so much of the budget that smaller ones leave more for the model's states."""
+        budget = self.problem.budget("cpu")
+        if budget is None:
             return False
         buffers = [size for purpose, size in placement.staging.items() if purpose != RETAINED]  # those are the gradients' own
         return sum(count * nbytes for count, nbytes in buffers) > _BUFFERS_SHARE * budget

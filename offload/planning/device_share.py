@@ -22,6 +22,7 @@ from functools import partial
 from offload.planning.choice import Choice, Near
 from offload.planning.placement import Placement, Problem, place
 from offload.planning.route import Memory
+from offload.planning.sizes import UnitSizes
 from offload.planning.traffic import fetch_counts
 from offload.planning.working_set import largest
 
@@ -118,16 +119,22 @@ class DeviceShare:
         return [index for index in order if units[index].trained and routes[index].update_in is Memory.HOST]
 
     def _taken(self, placement: Placement, units: Sequence[int], with_units: WithUnits) -> Placement:
-        """As many of the units as fit: the first of them, and of the others each that still does."""
+        """As many of the units as fit: the first of them, and of the others each that still does. Of those that are alike none
+        is tried again after one that did not."""
 
         def placed(indices: Collection[int]) -> Placement:
             return place(self.problem, with_units(placement.choice, frozenset(indices)))
 
         count = largest(len(units), lambda count: self.fits(placed(units[:count])))
-        taken = list(units[:count])
-        for index in units[count + 1 :]:
+        taken, tried = list(units[:count]), set[UnitSizes]()
+        for index in units[count:]:
+            alike = replace(self.problem.footprint.units[index], index=0)
+            if alike in tried:
+                continue
             if self.fits(placed([*taken, index])):
                 taken.append(index)
+            else:
+                tried.add(alike)
         return placed(taken) if taken else placement
 
 

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
+from itertools import islice
 
 from offload.planning.trace import Edge, Event, Expected, Trace
 
@@ -68,7 +70,13 @@ def required_nbytes(trace: Trace, unit_nbytes: Sequence[int], prefetch: int) -> 
 
     Where a use starts as another ends nothing is computed with both: what comes next finds room when the other has ended.
     """
-    largest = 0
+    return max((sum(unit_nbytes[unit] for unit in held) for held in _held(trace, prefetch)), default=0)
+
+
+@lru_cache(maxsize=64)
+def _held(trace: Trace, prefetch: int) -> tuple[tuple[int, ...], ...]:
+    """Which units are in use or coming at once, each set of them once: whatever they take."""
+    found: dict[frozenset[int], tuple[int, ...]] = {}
     in_use: dict[int, int] = {}
     events = trace.events
     for position, event in enumerate(events):
@@ -76,8 +84,8 @@ def required_nbytes(trace: Trace, unit_nbytes: Sequence[int], prefetch: int) -> 
         held = {unit for unit, count in in_use.items() if count}
         if event.edge is Edge.END or not _ends_another(events, position + 1, event.unit_index):
             held.update(_coming(events, position + 1, prefetch, held))
-        largest = max(largest, sum(unit_nbytes[unit] for unit in held))
-    return largest
+        found.setdefault(frozenset(held), tuple(held))
+    return tuple(found.values())
 
 
 def _ends_another(events: Sequence[Event], position: int, unit_index: int) -> bool:
@@ -118,7 +126,7 @@ def _fetched_nbytes(trace: Trace, unit_nbytes: Sequence[int], capacity_nbytes: i
 def _coming(events: Sequence[Event], position: int, count: int, besides: set[int]) -> list[int]:
     """The next `count` distinct units that start a use at or after `position`, not counting those in `besides`."""
     found: list[int] = []
-    for event in events[position:]:
+    for event in islice(events, position, None):
         if len(found) >= count:
             break
         if event.edge is Edge.START and event.unit_index not in besides and event.unit_index not in found:

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import offload
+from offload.build.assembly import lay_out
 from offload.device.accelerator import Accelerator
 from offload.device.cpu import CpuAccelerator
 from offload.device.deferred import DeferredAccelerator
 from offload.errors import BudgetError
-from offload.layout import ParameterSpec, build_layout
+from offload.layout import CHUNK_NUMEL, LARGEST_CHUNK_NUMEL, MANY_CHUNKS, ParameterSpec, build_layout, large_chunk_numels
 from offload.planning.budget import Tier
 from offload.planning.deciding import ABOUT_AS_LONG, PAIRINGS, Decision
 from offload.planning.placement import Placement
@@ -157,3 +158,18 @@ def test_a_share_of_the_states_lies_on_the_device_whatever_the_budgets(share: fl
     assert sum(route.update_in is Memory.DEVICE for route in placement.routes) == round(10 * share)
     unified = Decision(config, CpuAccelerator(), *model, MOMENTS, states_on_device=share)
     assert not any(route.update_in is Memory.DEVICE for route in unified.decide().routes)
+
+
+def test_large_models_have_fewer_chunks_where_their_buffers_are_a_small_part() -> None:
+    """What a chunk costs the host's thread does not grow with it."""
+    blocks = 16
+    specs = [("", [])] + [
+        (f"block {index}", [ParameterSpec(index, 1 << 30, "bfloat16", 2, True, 0)]) for index in range(blocks)
+    ]
+    expected = Expected.of(0, [Use(number) for number in range(1, blocks + 1)])
+    chunks = []
+    for cpu_memory in (None, 128 << 30, 4 << 30):
+        config = offload.Config(parameters="nvme", optimizer_states="nvme", nvme=NVME, cpu_memory=cpu_memory)
+        chunks.append(lay_out(config, DeferredAccelerator(), specs, expected, MOMENTS)[0].chunk_numel)
+    assert chunks[:2] == [LARGEST_CHUNK_NUMEL] * 2 and chunks[2] <= CHUNK_NUMEL
+    assert large_chunk_numels(MANY_CHUNKS * CHUNK_NUMEL) == ()

@@ -19,7 +19,7 @@ from offload.planning.placement import Placement
 WORK = Work(batch=1, sequence=2048, micro_batches=1, checkpointing=False)
 LIMIT = 1.05
 QUICK = [(1.2, 2.5)]
-SLOW = [(1.2, 8.0), (1.2, 14.0), (4.0, 2.5), (4.0, 8.0), (9.0, 2.5), (9.0, 8.0), (9.0, 14.0)]
+SLOW = [(1.2, 8.0), (1.2, 14.0), (4.0, 2.5), (4.0, 8.0), (4.0, 14.0), (9.0, 2.5), (9.0, 8.0), (9.0, 14.0)]
 CELLS = [*QUICK, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in SLOW)]
 """Budgets in bytes of a parameter: of the device, of host memory. What does not fit lies on NVMe."""
 
