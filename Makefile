@@ -25,7 +25,7 @@ BUILD_INPUTS := pyproject.toml $(wildcard offload/__init__.py) native/CMakeLists
 CXX_SOURCES  := $(wildcard native/fuzz/*.cpp) $(wildcard native/src/*.cpp) $(wildcard native/src/*.h) $(wildcard native/src/*.inc) $(wildcard native/include/*.h) \
   $(wildcard offload/device/cuda_kernels/*.cu) $(wildcard tests/device/*.cpp)
 
-.PHONY: help install demo test test-matrix wheel wheel-cuda sdist packages docs in-place test-gpu test-deepspeed test-scripts check sanitize fuzz soak zoo canary bench gpu-report clean
+.PHONY: help install demo test test-matrix test-sdist wheel wheel-cuda sdist docs in-place test-gpu test-deepspeed test-scripts check sanitize fuzz soak zoo canary bench gpu-report clean
 
 help:
 	@echo "make install   environment in $(VENV), torch, this package with its native core"
@@ -38,6 +38,7 @@ help:
 	@echo "make wheel     dist/: the wheel for manylinux_2_28; ARCHITECTURE=aarch64 cross-builds one.  make wheel-cuda: its CUDA kernels"
 	@echo "make docs      site/: every page of docs/, the API and the command line; strict, links checked"
 	@echo "make sdist     dist/: the source distribution, with its tests"
+	@echo "make test-sdist  installs it from its tarball alone, compiling, and runs the tests in it"
 	@echo "make test-matrix  the wheel beside each of MATRIX (PYTHON:TORCH ...), tested there"
 	@echo "make sanitize  the native tests under ASan, UBSan and TSan"
 	@echo "make fuzz      coverage-guided fuzzing of the native library (needs clang); FUZZ_SECONDS=60"
@@ -91,6 +92,7 @@ test-deepspeed: install
 # ---- packages. Tools of their own (the extra "package"), so that building one needs no torch.
 ARCHITECTURE ?= x86_64
 PACKAGING    := $(VENV)-package
+ENVIRONMENTS ?= $(VENV)-matrix
 MATRIX       ?= python3.10:2.6.0 python3.11:2.13.0 python3.12:2.15.0 python3.13:2.15.0
 VERSION       = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' offload/__init__.py)
 WHEEL         = dist/offload-$(VERSION)-py3-none-manylinux_2_28_$(ARCHITECTURE).whl
@@ -111,13 +113,16 @@ sdist: $(PACKAGING)/.made
 	$(PACKAGING)/bin/python -m build --sdist --no-isolation .
 
 test-matrix: wheel
-	$(PACKAGING)/bin/python tests/matrix.py --wheel $(WHEEL) --environments $(VENV)-matrix --out docs/performance/matrix.json $(MATRIX)
+	$(PACKAGING)/bin/python tests/matrix.py --package $(WHEEL) --environments $(ENVIRONMENTS) --out docs/performance/matrix.json $(MATRIX)
+
+test-sdist: sdist
+	$(PACKAGING)/bin/python tests/matrix.py --package dist/offload-$(VERSION).tar.gz --environments $(ENVIRONMENTS) $(PYTHON):$(TORCH:torch==%=%)
 
 # The site, in the environment of the package: its pages are made from the code.
 docs: install
 	$(PY) -c 'import mkdocs, mkdocstrings, material' 2>/dev/null || \
 	  $(PIP) install --quiet 'mkdocs-material>=9.5' 'mkdocstrings[python]>=0.26'
-	$(PY) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	$(PY) docs/site_tools/check.py site
 
 sanitize: install

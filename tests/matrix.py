@@ -1,9 +1,11 @@
 """Installs a wheel beside several Pythons and versions of torch, and runs the tests of the core there.
 
-  python tests/matrix.py --wheel dist/offload-0.2.0-...whl --out docs/matrix.json python3.10:2.6.0 python3.13:2.15.0
+  python tests/matrix.py --package dist/offload-0.2.0-...whl --out docs/matrix.json python3.10:2.6.0 python3.13:2.15.0
+  python tests/matrix.py --package dist/offload-0.2.0.tar.gz python3:2.13.0
 
 Each pair has an environment of its own, where the wheel is all there is of this project: no checkout, no compiler on PATH.
 The tests are those that need torch alone. Their counts are written to --out, from which the README says what was tested.
+Of a source distribution the tests are its own: it is installed with a compiler in reach, and tested without one.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from pathlib import Path
@@ -37,13 +40,27 @@ def environment(python: str, torch: str, folder: Path) -> Path:
     return own
 
 
-def run(python: str, torch: str, wheel: Path, folder: Path) -> dict[str, object]:
+def put_tests(package: Path, place: Path) -> None:
+    """The tests and their settings: a source distribution's own, else this checkout's."""
+    if package.suffix == ".whl":
+        shutil.copytree(ROOT / "tests", place / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", place)
+        return
+    unpacked = place / "unpacked"
+    with tarfile.open(package) as archive:
+        archive.extractall(unpacked, filter="data")
+    (source,) = unpacked.iterdir()
+    for name in ("tests", "pyproject.toml"):
+        (source / name).rename(place / name)
+    shutil.rmtree(unpacked)
+
+
+def run(python: str, torch: str, package: Path, folder: Path) -> dict[str, object]:
     own = environment(python, torch, folder)
-    subprocess.run([own, "-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall", wheel], check=True)
+    subprocess.run([own, "-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall", package], check=True)
     print(f"== {python}, torch {torch}", flush=True)
     with tempfile.TemporaryDirectory() as place:
-        shutil.copytree(ROOT / "tests", Path(place, "tests"), ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copy(ROOT / "pyproject.toml", place)
+        put_tests(package, Path(place))
         (bare := Path(place, "bin")).mkdir()
         for tool in TOOLS:
             (bare / tool).symlink_to(shutil.which(tool) or f"/bin/{tool}")
@@ -64,17 +81,17 @@ def run(python: str, torch: str, wheel: Path, folder: Path) -> dict[str, object]
     versions = "import sys, torch; print('{}.{}.{}'.format(*sys.version_info), torch.__version__)"
     found_python, found_torch = subprocess.check_output([own, "-c", versions], text=True).split()
     print(counted, f"{time.monotonic() - started:.0f} s", flush=True)
-    return {"python": found_python, "torch": found_torch, "wheel": wheel.name, **counted}
+    return {"python": found_python, "torch": found_torch, "package": package.name, **counted}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pairs", nargs="+", metavar="PYTHON:TORCH")
-    parser.add_argument("--wheel", type=Path, required=True)
+    parser.add_argument("--package", type=Path, required=True, help="a wheel, or a source distribution")
     parser.add_argument("--environments", type=Path, default=ROOT / ".matrix", help="kept for the next run")
     parser.add_argument("--out", type=Path, help="a JSON file for the counts")
     args = parser.parse_args()
-    results = [run(*pair.rsplit(":", 1), args.wheel.absolute(), args.environments.absolute()) for pair in args.pairs]
+    results = [run(*pair.rsplit(":", 1), args.package.absolute(), args.environments.absolute()) for pair in args.pairs]
     if args.out is not None:
         args.out.write_text(json.dumps({"tests": list(TESTS), "results": results}, indent=2) + "\n")
     return 1 if any(one.get("failed") or one.get("error") or not one.get("passed") for one in results) else 0

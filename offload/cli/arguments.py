@@ -29,7 +29,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--intermediate", type=positive, metavar="N", help="width of the MLP (default 8/3 hidden, rounded up to 256)"
     )
-    group.add_argument("--vocabulary", type=positive, metavar="N", help="tokens (default: as many as the data has)")
+    group.add_argument(
+        "--vocabulary",
+        type=positive,
+        metavar="N",
+        help="tokens (default: as many as the data has; bytes, 257, where there is none)",
+    )
 
 
 def add_lora_argument(parser: argparse.ArgumentParser) -> None:

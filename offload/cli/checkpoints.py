@@ -25,7 +25,7 @@ _KEPT_FLAGS = (
 
 
 def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("checkpoints", "Ctrl-C and SIGTERM then end with one; what is there is gone on from")
+    group = parser.add_argument_group("checkpoints", "a run goes on from the newest in DIR; Ctrl-C and SIGTERM save one more")
     group.add_argument("--checkpoints", type=Path, metavar="DIR", help="resume from the newest in DIR; save there at the end")
     group.add_argument("--save-every", type=positive, metavar="N", help="save every N steps too, beside training")
     group.add_argument("--keep-last", type=positive, metavar="N", help="remove all but the newest N (default: keep all)")

@@ -1,5 +1,6 @@
 """Convert another project's checkpoint into one that `engine.load_checkpoint` and `export` take, shard by shard.
 
+  deepspeed-zero        a folder that DeepSpeed's save_checkpoint made, of any ZeRO stage and number of ranks
   deepspeed-universal   the folder that DeepSpeed's ds_to_universal made (with `zero` in it)
   torch-dcp             a folder of torch.distributed.checkpoint (with `.metadata` in it)
 

@@ -26,7 +26,7 @@ _COMMANDS = {
     "explain": (explain, "say what a trace shows: what is hidden, who waits for what, and what to change"),
     "probe": (probe, "measure this machine: memory, drive, and device links"),
     "export": (export, "write a checkpoint's weights as safetensors that from_pretrained reads, without the model"),
-    "import": (importing, "convert DeepSpeed's universal or torch.distributed's checkpoint into one of this package"),
+    "import": (importing, "convert a checkpoint of DeepSpeed or torch.distributed into one of this package"),
     "bench": (bench, "time the Adam kernel or file I/O on this machine"),
     "info": (info, "versions, what was built, which backends work, environment variables"),
 }

@@ -38,16 +38,21 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--batch", type=positive, default=1, metavar="N", help="sequences of a micro-batch (default 1)")
     group.add_argument("--sequence", type=positive, default=2048, metavar="N", help="tokens of each (default 2048)")
-    group.add_argument("--checkpointing", choices=("none", "full"), default="none", help="of activations (default none)")
+    group.add_argument(
+        "--checkpointing",
+        choices=("none", "full"),
+        default="none",
+        help="of activations: which are computed twice (default none)",
+    )
     group.add_argument("--tokens", type=float, metavar="N", help="also say how many days so many tokens take")
-    group.add_argument("--drives", type=positive, metavar="N", help="as many drives as the machine's, striped")
+    group.add_argument("--drives", type=positive, metavar="N", help="so many drives like the machine's, striped")
     for flag, what in (
-        ("nvme-read", "of all drives"),
-        ("nvme-write", "the same"),
-        ("h2d", "to the device"),
-        ("d2h", "from it"),
+        ("nvme-read", "read from all drives"),
+        ("nvme-write", "written to all drives"),
+        ("h2d", "host to device"),
+        ("d2h", "device to host"),
     ):
-        group.add_argument(f"--{flag}", type=float, metavar="GB/S", help=f"another rate than the machine's: {what}")
+        group.add_argument(f"--{flag}", type=float, metavar="GB/S", help=f"instead of the machine's rate: {what}")
     group.add_argument("--trace", type=Path, metavar="FILE", help="write the step as a trace (see explain)")
     group.add_argument("--json", action="store_true", help="print one JSON object")
 
