@@ -311,8 +311,7 @@ class Checkpointing:
             if fqn in matching.buffers:
                 value = torch.empty(buffer.shape, dtype=buffer.dtype)
                 opened.read_elements(matching.buffers[fqn], 0, value)
-                with torch.no_grad():
-                    buffer.copy_(value)
+                buffer.detach().copy_(value)
 
     def _restore_loss_scale(self, saved: LossScaleEntry) -> None:
         scale = self._training.loss_scale

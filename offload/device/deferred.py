@@ -184,5 +184,4 @@ class DeferredAccelerator(Accelerator):
 
 
 def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
-    with torch.no_grad():
-        destination.detach().copy_(source.detach())
+    destination.detach().copy_(source.detach())

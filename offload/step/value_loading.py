@@ -47,9 +47,8 @@ class ValueLoading:
             self._parts.residency.evict_all()
             for unit in self._parts.units:
                 self._set_unit(unit, {info.index: self._value(info.fqns, info.shape, owners) for info in unit.parameters})
-            with torch.no_grad():
-                for fqn, buffer in self._buffers.items():
-                    buffer.copy_(self._value((fqn,), buffer.shape, owners))
+            for fqn, buffer in self._buffers.items():
+                buffer.detach().copy_(self._value((fqn,), buffer.shape, owners))
 
     def _owners(self) -> dict[str, tuple[int, torch.dtype]]:
         """The first rank that has each name, and the dtype it has it in. Checks names and shapes."""

@@ -111,6 +111,27 @@ def test_every_moment(name: str, parameters: str, tmp_path: Path) -> None:
     go_through(story, getattr(story, name), stride=1 if name in ("gathered", "state") else 5)
 
 
+@pytest.mark.parametrize("name", ["gathered", "step", "load", "save", "state"])
+def test_the_gradient_mode_is_the_users(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handler that raises as `torch.no_grad` begins or ends leaves the mode as it is then, and no load mends that: what runs
+    in every step and between two does without."""
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", "deferred")
+    story = Story("nvme", tmp_path)
+    changed: list[str] = []
+
+    def look(frame: Any, event: str, function: Any) -> None:
+        if event == "c_call" and function is torch._C._set_grad_enabled:
+            changed.append(frame.f_back.f_back.f_code.co_filename)
+
+    sys.setprofile(look)
+    try:
+        getattr(story, name)()
+    finally:
+        sys.setprofile(None)
+    assert not changed
+    story.engine.close()
+
+
 def test_a_block_whose_end_an_interrupt_cut_short_is_over_where_that_is_handled(tmp_path: Path) -> None:
     story = Story("cpu", tmp_path)
     moment, handled = 0, 0
