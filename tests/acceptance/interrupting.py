@@ -115,6 +115,9 @@ def interrupt_training(fields: dict[str, Any], folder: Path, count: int, draw: r
         engine.load_checkpoint(base)
         seconds = draw.random() * 1.2 * usual_seconds
         found["interrupted"] += is_interrupted(lambda: again(engine), seconds)
+        # Where it came as the story's own `torch.no_grad` began or ended PyTorch leaves the mode as it was then. The engine
+        # does not change it (test_every_moment.py).
+        torch.set_grad_enabled(True)
         try:
             engine.zero_grad()
             if index % 4 == 0:
