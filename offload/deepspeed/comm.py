@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -37,6 +38,16 @@ def init_distributed(
         dist.init_process_group(_backend(), init_method, timeout, world_size, rank)
     else:
         dist.init_process_group(_backend(), store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    _tell_accelerate()
+
+
+def _tell_accelerate() -> None:
+    """Accelerate's `PartialState` calls `init_distributed`, then counts one process if it knows no backend; without a GPU it
+    names none. What was started is written where `InitProcessGroupKwargs(backend=...)` would have had it written."""
+    state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+    known = getattr(state, "_shared_state", {})
+    if known.get("backend", "") is None:
+        known["backend"] = dist.get_backend()
 
 
 def join_launched() -> None:

@@ -257,21 +257,25 @@ print(json.dumps({"losses": losses, "type": accelerator.distributed_type.value, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
-def test_accelerate_launch_with_deepspeed(tmp_path: Path, stage: int) -> None:
-    """Unmodified. One process: on a machine without a GPU Accelerate itself counts one, however many it starts."""
-    options = f"--use_deepspeed --zero_stage {stage} --offload_optimizer_device cpu --gradient_clipping 1.0 --num_processes 1 "
-    options += "--num_machines 1 --mixed_precision no --dynamo_backend no --main_process_port 29777"
+@pytest.mark.parametrize("processes", [1, 2])
+def test_accelerate_launch_with_deepspeed(tmp_path: Path, stage: int, processes: int) -> None:
+    """Unmodified; without a GPU two processes are two ranks, each with every second batch."""
+    options = f"--use_deepspeed --zero_stage {stage} --offload_optimizer_device cpu --gradient_clipping 1.0 "
+    options += f"--num_processes {processes} --num_machines 1 --mixed_precision no --dynamo_backend no "
+    options += f"--main_process_port {29777 + 2 * processes + stage}"
     launcher = ("-m", "offload.deepspeed", "--module", "accelerate.commands.launch", *options.split())
-    (shown,) = run(tmp_path, LAUNCHED_BY_ACCELERATE, launcher=launcher)
-    assert (shown["type"], shown["engine"]) == ("DEEPSPEED", "offload.deepspeed.engine")
+    shown = run(tmp_path, LAUNCHED_BY_ACCELERATE, launcher=launcher)
+    assert [(one["type"], one["engine"]) for one in shown] == [("DEEPSPEED", "offload.deepspeed.engine")] * processes
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), []
-    for batch in torch.randn(16, 4, generator=torch.Generator().manual_seed(1)).split(2):
-        loss = model(batch).square().mean()
-        loss.backward()
+    for batches in torch.randn(16, 4, generator=torch.Generator().manual_seed(1)).split(2 * processes):
+        of_ranks = [model(batch).square().mean() for batch in batches.split(2)]
+        (sum(of_ranks) / processes).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-    assert shown["losses"] == pytest.approx(losses, rel=1e-5)
+        losses.append([loss.item() for loss in of_ranks])
+    by_rank = sorted(one["losses"] for one in shown)
+    for found, expected in zip(by_rank, sorted(map(list, zip(*losses, strict=True))), strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
