@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from offload.deepspeed import checkpointing, fragments, launching, lr_schedules, ops, outputs, recovery, settings, utils, zero
+from offload.deepspeed import zero_config as zero_sections
 from offload.deepspeed.absent import absent
 from offload.deepspeed.accelerator import Accelerator, get_accelerator, is_current_accelerator_supported
 from offload.deepspeed.engine import DeepSpeedEngine
@@ -45,6 +46,9 @@ _STATES = {name: value for name, value in _public(fragments).items() if name.sta
 _ENUMS = {name: getattr(fragments, name) for name in ("OffloadDeviceEnum", "OffloadStateTypeEnum")}
 _ZERO = _public(zero) | {"ZeroParamStatus": ZeroParamStatus}
 _RECOVERY = _public(recovery)
+_SECTIONS = {name: value for name, value in _public(zero_sections).items() if name != "ConfigSection"}
+_OFFLOADS = {name: value for name, value in _SECTIONS.items() if name.startswith("DeepSpeedZeroOffload")}
+_LEAF_CONFIG = {name: value for name, value in _SECTIONS.items() if "LeafModule" in name or "LEAF_MODULE" in name}
 _SCHEDULES = _public(lr_schedules) | {name.upper(): name for name in lr_schedules.PARAMS}
 _LEAVES = {name: value for name, value in _public(utils).items() if "z3_leaf" in name}
 _OPTIMIZERS = ("Adam", "AdamW", "Lamb", "Lion", "Muon", "Adagrad", "OneBitAdam")
@@ -88,8 +92,10 @@ MODULES: Mapping[str, Mapping[str, Any]] = {
     "runtime.swap_tensor": {"MIN_SWAPPABLE_BYTES": 2**20},
     "runtime.utils": {"see_memory_usage": utils.see_memory_usage, "move_to_device": outputs.move_to_device},
     "runtime.zero": _ZERO,
-    "runtime.zero.offload_config": _ENUMS,
-    "runtime.zero.partition_parameters": _ZERO,
+    "runtime.zero.config": _SECTIONS,
+    "runtime.zero.leaf_module_config": _LEAF_CONFIG,
+    "runtime.zero.offload_config": _ENUMS | _OFFLOADS,
+    "runtime.zero.partition_parameters": _ZERO | {"_orig_torch_arange": torch.arange, "get_accelerator": get_accelerator},
     "runtime.zero.utils": {"ZeRORuntimeException": UsageError},
     "utils": _public(utils) | _STATES | {"logger": utils.logger},
     "utils.logging": {name: getattr(utils, name) for name in ("logger", "log_dist", "set_log_level_from_string")},

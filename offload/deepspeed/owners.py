@@ -58,10 +58,19 @@ class _Status:
         return repr(self.now)
 
 
+class _Partitioned(nn.Parameter):
+    """A parameter of `zero.Init` before `initialize`. It has no memory, and says that it is on the CPU, where its value is
+    computed: libraries make what is to go with it (a larger embedding, an adapter) where it says it is."""
+
+    device = property(lambda _: torch.device("cpu"))  # type: ignore[assignment]
+
+
 def answer(parameters: Iterable[nn.Parameter], ranks: int, plain: Mapping[int, type] | None = None) -> None:
     """Set what scripts look for on a parameter that is, or will be, partitioned: hasattr(p, "ds_id") is how they tell.
     `ds_tensor` has the shape of a rank's share, and no values. `plain`: by id, the classes that engine's parameters had."""
     for parameter in parameters:
+        if plain is None and type(parameter) is nn.Parameter:
+            parameter.__class__ = _Partitioned
         share = torch.empty(-(-parameter.numel() // ranks), dtype=parameter.dtype, device="meta")
         values = (
             next(_ids),
@@ -77,6 +86,8 @@ def forget(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         for name in _ANSWERS:
             vars(parameter).pop(name, None)
+        if type(parameter) is _Partitioned:
+            parameter.__class__ = nn.Parameter
 
 
 def note_gathered(parameters: Iterable[nn.Parameter], is_gathered: bool) -> None:

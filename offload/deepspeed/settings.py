@@ -10,6 +10,7 @@ from typing import Any
 from offload.config import read_json, without_doubles
 from offload.deepspeed import comm
 from offload.deepspeed.absent import AskedWrongly
+from offload.deepspeed.zero_config import DeepSpeedZeroConfig, get_zero_config
 from offload.deepspeed_config import Batch, Translation, translate
 from offload.errors import ConfigError
 
@@ -75,6 +76,11 @@ class DeepSpeedConfig:
     def _set_batch(self, batch: Batch) -> None:
         self.train_batch_size, self.gradient_accumulation_steps = batch.train, batch.accumulation
         self.train_micro_batch_size_per_gpu = batch.micro
+
+    @property
+    def zero_config(self) -> DeepSpeedZeroConfig:
+        """The ZeRO section as given, with DeepSpeed's defaults."""
+        return get_zero_config(self._param_dict)
 
     def _configure_train_batch_size(self) -> None:
         """After the three sizes were set anew, or to None."""

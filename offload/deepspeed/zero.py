@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -15,6 +15,8 @@ import offload
 from offload.deepspeed import comm
 from offload.deepspeed.absent import check_keywords
 from offload.deepspeed.owners import answer, note_gathered, owner_of
+from offload.deferred_init.deferred_init import is_deferred, materialize
+from offload.deferred_init.replay import plain_torch
 
 _INIT_TUNING = (
     *("data_parallel_group", "mem_efficient_linear", "remote_device", "pin_memory", "config_dict_or_path", "config"),
@@ -40,6 +42,7 @@ def Init(module: nn.Module | None = None, *, enabled: bool = True, **tuning: Any
 @contextmanager
 def _building() -> Iterator[None]:
     """Every rank draws what rank 0 draws, and goes on with its own random numbers after it."""
+    comm.join_launched()
     own = torch.get_rng_state() if comm.get_rank() else None
     if comm.get_world_size() > 1:
         torch.set_rng_state(comm.gathered_objects(torch.get_rng_state())[0])
@@ -55,7 +58,8 @@ def _building() -> Iterator[None]:
             yield
     finally:
         seeing.remove()
-    answer((one for one in built.values() if one.is_meta and not hasattr(one, "ds_id")), comm.get_world_size())
+    with plain_torch():  # a block around this one goes on
+        answer((one for one in built.values() if is_deferred(one) and not hasattr(one, "ds_id")), comm.get_world_size())
     if own is not None:
         torch.set_rng_state(own)
 
@@ -69,7 +73,8 @@ def GatheredParameters(
 ) -> Iterator[None]:
     """The parameters are ordinary tensors inside: `Engine.gathered` of the engine that has them.
 
-    Before `initialize`, parameters of `Init` can be written to (initialised) inside; others are ordinary tensors anyway.
+    Before `initialize`, parameters of `Init` can be written to (initialised) and read inside; others are ordinary tensors anyway.
+    What rank 0 has written reaches the others in `initialize`, unit by unit; what another `modifier_rank` has, at once.
 
     modifier_rank  on several ranks, what this one has written is what counts. None: nothing may be written, or the same
                    on all ranks.
@@ -78,10 +83,13 @@ def GatheredParameters(
     given = _listed(params)
     engine = owner_of(given) if enabled else None
     if engine is None:
-        with offload.deferred_init() if enabled and any(one.is_meta for one in given) else nullcontext():
+        deferred = [one for one in given if is_deferred(one)] if enabled else []
+        with offload.deferred_init() if deferred else nullcontext():
             note_gathered(given, True)
             yield
         note_gathered(given, False)
+        if modifier_rank and comm.get_world_size() > 1:
+            _take_over(deferred, modifier_rank)
         return
     with engine.gathered(given):
         note_gathered(given, True)
@@ -95,10 +103,19 @@ def GatheredParameters(
                     dist.broadcast(parameter.data, src=modifier_rank)
 
 
+def _take_over(deferred: Sequence[nn.Parameter], rank: int) -> None:
+    """Their values on that rank are the initial values on all."""
+    for parameter in deferred:
+        [value] = materialize([parameter])
+        dist.broadcast(value, src=rank)
+        with offload.deferred_init(), torch.no_grad():
+            parameter.copy_(value)
+
+
 def _listed(params: Iterable[nn.Parameter] | nn.Parameter | nn.Module) -> list[nn.Parameter]:
     if isinstance(params, nn.Module):
         return list(params.parameters())
-    return [params] if isinstance(params, nn.Parameter) else list(params)
+    return [params] if isinstance(params, nn.Parameter) else [one for one in params if one is not None]  # a bias that is not there
 
 
 @contextmanager
@@ -117,3 +134,9 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Nothing to do: a unit is fetched whole, whoever reads its parameters."""
     del module, parameter
+
+
+def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., torch.Tensor], *args: Any, **keywords: Any) -> Callable[..., Any]:
+    """`fn` itself: `Init` changes no dtype of what is made in it. Transformers puts one of its own here for the time of a block."""
+    del args, keywords
+    return fn

@@ -22,14 +22,16 @@ LEAF_MODULE = "zero_optimization.leaf_module"
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """`instead`: what to do. Values in `harmless` ask for nothing; nor does a section whose "enabled" is false."""
+    """`instead`: what to do. Values in `harmless` ask for nothing; nor does a section whose "enabled" is false, nor, unless
+    `empty_asks`, one without keys."""
 
     instead: str
     harmless: tuple[Any, ...] = (None, False)
+    empty_asks: bool = False
 
     def is_harmless(self, value: Any) -> bool:
         if isinstance(value, Mapping):
-            return not value or value.get("enabled", True) is False
+            return not (value or self.empty_asks) or value.get("enabled", True) is False
         return any(value is one or (value == one and isinstance(value, bool) == isinstance(one, bool)) for one in self.harmless)
 
 
@@ -136,7 +138,7 @@ SECTIONS: Mapping[str, Section] = {
         refused={
             "mics_shard_size": Refusal("pass mesh= (replicate x shard) to offload.initialize", (None, -1)),
             "mics_hierarchical_params_gather": Refusal("pass mesh= (replicate x shard) to offload.initialize"),
-            "zenflow": Refusal("updates are never stale here: leave it out", (None,)),
+            "zenflow": Refusal("updates are never stale here: leave it out", (None,), empty_asks=True),
             "zero_quantized_gradients": Refusal("it rounds gradients to 4 bits on the wire: leave it out"),
             "zero_quantized_nontrainable_weights": Refusal("it rounds weights to 8 bits on the wire: leave it out"),
             "zero_quantized_weights": Refusal("it rounds weights to 8 bits on the wire: leave it out"),
