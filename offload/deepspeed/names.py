@@ -9,8 +9,19 @@ from typing import Any
 
 import torch
 
-from offload.deepspeed import checkpointing, fragments, launching, lr_schedules, ops, outputs, recovery, settings, utils, zero
-from offload.deepspeed import zero_config as zero_sections
+from offload.deepspeed import (
+    checkpointing,
+    fragments,
+    launching,
+    lr_schedules,
+    ops,
+    outputs,
+    recovery,
+    settings,
+    utils,
+    zero,
+    zero_config as zero_sections,
+)
 from offload.deepspeed.absent import absent
 from offload.deepspeed.accelerator import Accelerator, get_accelerator, is_current_accelerator_supported
 from offload.deepspeed.engine import DeepSpeedEngine

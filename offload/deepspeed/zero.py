@@ -73,7 +73,7 @@ def GatheredParameters(
 ) -> Iterator[None]:
     """The parameters are ordinary tensors inside: `Engine.gathered` of the engine that has them.
 
-    Before `initialize`, parameters of `Init` can be written to (initialised) and read inside; others are ordinary tensors anyway.
+    Before `initialize`, parameters of `Init` can be written to (initialised) and read inside; others are ordinary tensors.
     What rank 0 has written reaches the others in `initialize`, unit by unit; what another `modifier_rank` has, at once.
 
     modifier_rank  on several ranks, what this one has written is what counts. None: nothing may be written, or the same
@@ -115,7 +115,9 @@ def _take_over(deferred: Sequence[nn.Parameter], rank: int) -> None:
 def _listed(params: Iterable[nn.Parameter] | nn.Parameter | nn.Module) -> list[nn.Parameter]:
     if isinstance(params, nn.Module):
         return list(params.parameters())
-    return [params] if isinstance(params, nn.Parameter) else [one for one in params if one is not None]  # a bias that is not there
+    if isinstance(params, nn.Parameter):
+        return [params]
+    return [one for one in params if one is not None]  # as the bias of a layer without one
 
 
 @contextmanager
@@ -137,6 +139,6 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., torch.Tensor], *args: Any, **keywords: Any) -> Callable[..., Any]:
-    """`fn` itself: `Init` changes no dtype of what is made in it. Transformers puts one of its own here for the time of a block."""
+    """`fn` itself: `Init` changes no dtype of what is made in it. Transformers puts its own here for the time of a block."""
     del args, keywords
     return fn

@@ -1,5 +1,5 @@
-"""`deepspeed.runtime.zero.config`: the ZeRO section of a config as DeepSpeed shows it, with its defaults. What comes of a key here
-says docs/deepspeed.md; most numbers tune buffers, and are there to be read alone."""
+"""`deepspeed.runtime.zero.config`: the ZeRO section of a config as DeepSpeed shows it, with its defaults. What becomes of
+a key says docs/deepspeed.md; most numbers tune buffers, and are there to be read alone."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class ZeroStageEnum(int, Enum):
 
 
 class ConfigSection:
-    """Keys of a section as attributes: what was given, else the default; None where DeepSpeed has no value. Raises `ConfigError`
-    for a key that is none of the section's."""
+    """Keys of a section as attributes: what was given, else the default; None where DeepSpeed has no value. Raises
+    `ConfigError` for a key that is none of the section's."""
 
     name: ClassVar[str]
     defaults: ClassVar[Mapping[str, Any]]

@@ -57,6 +57,11 @@ def first_ranks_values() -> dict[str, Any]:
     with deepspeed.zero.GatheredParameters(model[2].weight, modifier_rank=0):
         if rank == 0:
             torch.nn.init.constant_(model[2].weight, 5.0)
+    with deepspeed.zero.GatheredParameters(model[2].bias, modifier_rank=1):
+        if rank == 1:
+            torch.nn.init.constant_(model[2].bias, 6.0)
+    with deepspeed.zero.GatheredParameters(model[2].bias):
+        assert model[2].bias.tolist() == [6.0, 6.0]
     model[1].running_mean.fill_(rank + 2.0)
     engine = deepspeed.initialize(model=model, config=_config(zero_optimization={"stage": 3}))[0]
     shown = {name: value.tolist() for name, value in engine.module_state_dict().items()}

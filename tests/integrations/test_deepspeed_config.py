@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import offload
+import offload.deepspeed as deepspeed
 from offload.deepspeed_config import Batch, Maker, make_optimizer, translate
 from offload.deepspeed_config.keys import SECTIONS, TOP
 
@@ -287,3 +288,29 @@ def test_own_keys_are_own_keys_still() -> None:
     with refused(offload.ConfigError, "'prefech'", "'prefetch'"):
         offload.initialize(stack(), None, {"prefech": 1})
     assert not set(SECTIONS[TOP].known) & set(vars(offload.Config()))
+
+
+def test_the_zero_section_as_deepspeed_shows_it() -> None:
+    from offload.deepspeed.zero_config import DeepSpeedZeroConfig, get_zero_config
+
+    section = deepspeed.DeepSpeedConfig(
+        {"train_batch_size": 1, "zero_optimization": {"stage": 3, "cpu_offload": True}}
+    ).zero_config
+    assert section.stage == 3 and section.overlap_comm and section.offload_param is None and section.sub_group_size == 10**9
+    assert section.offload_optimizer.device == "cpu" and not section.offload_optimizer.pipeline
+    older = {"stage3_gather_fp16_weights_on_model_save": True, "stage3_prefetch_bucket_size": 7, "cpu_offload_param": True}
+    section = DeepSpeedZeroConfig(**older)
+    assert section.gather_16bit_weights_on_model_save and section.prefetch_bucket_size == 7 and not section.overlap_comm
+    assert section.offload_param.device == "cpu" and section.leaf_module.names == []
+    assert get_zero_config({"zero_optimization": True}).stage == 1
+    with refused(offload.ConfigError, "zero_optimization.satge", "'stage'"):
+        DeepSpeedZeroConfig(satge=1)
+    with refused(offload.ConfigError, "ratio=1.5"):
+        DeepSpeedZeroConfig(offload_optimizer={"ratio": 1.5})
+    with refused(offload.UsageError, "Stage 3"):
+        DeepSpeedZeroConfig(stage=2, offload_optimizer={"ratio": 0.5})
+
+
+def test_zenflow_without_keys_asks_for_it() -> None:
+    with refused(offload.ConfigError, "zenflow={}", "never stale"):
+        translate({"train_batch_size": 1, "zero_optimization": {"stage": 2, "zenflow": {}}}, 1)

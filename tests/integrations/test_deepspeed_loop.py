@@ -141,12 +141,27 @@ def test_initialize_inside_the_block_on_two_ranks(two: Crew) -> None:
     assert first == second and first[1] < first[0]
 
 
+def test_a_block_in_a_block_after_initialize(start: Start) -> None:
+    with deepspeed.zero.Init():
+        with deepspeed.zero.Init():
+            model = small()
+        assert all(hasattr(one, "ds_id") for one in model.parameters())
+        engine = start({"zero_optimization": {"stage": 3}}, model=model)
+        with deepspeed.zero.Init():
+            other = small()
+    assert all(hasattr(one, "ds_id") and one.is_meta for one in other.parameters())
+    with deepspeed.zero.GatheredParameters(other[0].weight):
+        assert other[0].weight.norm().item() > 0
+    assert engine.module is model
+
+
 def test_initial_values_are_rank_zeros(two: Crew) -> None:
     first, second = two.do("first_ranks_values")
     assert first == second
     assert (
         first["0.weight"] == [[1.0] * 3] * 4 and first["2.weight"] == [[5.0] * 4] * 2 and first["1.running_mean"] == [2.0] * 4
     )
+    assert first["2.bias"] == [6.0] * 2  # what another rank was the one to write
 
 
 class Asked(nn.Module):
