@@ -62,7 +62,7 @@ class _Partitioned(nn.Parameter):
     """A parameter of `zero.Init` before `initialize`. It has no memory, and says that it is on the CPU, where its value is
     computed: libraries make what is to go with it (a larger embedding, an adapter) where it says it is."""
 
-    device = property(lambda _: torch.device("cpu"))  # type: ignore[assignment]
+    device = property(lambda _: torch.device("cpu"))
 
 
 def answer(parameters: Iterable[nn.Parameter], ranks: int, plain: Mapping[int, type] | None = None) -> None:
@@ -87,7 +87,7 @@ def forget(parameters: Iterable[nn.Parameter]) -> None:
         for name in _ANSWERS:
             vars(parameter).pop(name, None)
         if type(parameter) is _Partitioned:
-            parameter.__class__ = nn.Parameter
+            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 def note_gathered(parameters: Iterable[nn.Parameter], is_gathered: bool) -> None:
