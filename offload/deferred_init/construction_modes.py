@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from offload.deferred_init.file_values import MappedFiles
 from offload.deferred_init.parameter_names import ModuleWatch, modules_under_construction
@@ -19,6 +19,8 @@ from offload.deferred_init.recording import Registry, touched_memories
 from offload.deferred_init.replay import needed_operations
 from offload.deferred_init.tape import Tape
 from offload.errors import InitializerError
+
+_DEEPCOPY: Any = Tensor.__deepcopy__
 
 
 def describer(registry: Registry, watch: ModuleWatch) -> Callable[[Tensor], str]:
@@ -84,6 +86,9 @@ class AnswerAsOnCpu(TorchFunctionMode):
         answer = self._answers.get(func)
         if answer is not None and any(self._tape.is_deferred(arg) for arg in args[:2]):
             return answer(*args, **kwargs)
+        if func is _DEEPCOPY and not self._tape.is_deferred(args[0]):
+            with _disable_current_modes():  # it copies storages, by operators on tensors that would be deferred ones
+                return func(*args, **kwargs)
         if func is torch.asarray and isinstance(args[0], torch.UntypedStorage) and kwargs.get("dtype") is torch.uint8:
             content = self._files.find(args[0])
             if content is not None:

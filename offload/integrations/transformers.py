@@ -44,7 +44,22 @@ class OffloadMixin:
 
     def __init__(self, *args: Any, offload: Settings = None, **keywords: Any) -> None:
         self._offload = offload
-        super().__init__(*args, **keywords)
+        model = keywords.get("model", args[0] if args else None)
+        if _is_adapted_and_deferred(model, keywords):
+            self._begin_deferred(*args, **keywords)
+        else:
+            super().__init__(*args, **keywords)
+
+    def _begin_deferred(self, *args: Any, **keywords: Any) -> None:
+        """TRL puts adapters onto the model by itself: they remember how they are initialised, as the model does. Tensors of the
+        trainer's own get their values at the end of the block, as buffers do."""
+        beside = nn.Module()
+        with offload.deferred_init():
+            super().__init__(*args, **keywords)
+            for name, value in vars(self).items():
+                if isinstance(value, torch.Tensor):
+                    beside.register_buffer(name, value)
+        vars(self).update(beside.named_buffers())
 
     # ---- the engine ----------------------------------------------------------------------------------------------
 
@@ -181,6 +196,12 @@ def enable(trainer: Trainer, offload: Settings = None) -> Trainer:
         trainer.__class__ = type(f"Offload{kind.__name__}", (OffloadMixin, kind), {"__module__": kind.__module__})
     vars(trainer)["_offload"] = offload
     return trainer
+
+
+def _is_adapted_and_deferred(model: Any, keywords: Mapping[str, Any]) -> bool:
+    if not isinstance(model, nn.Module) or (keywords.get("peft_config") is None and not hasattr(model, "peft_config")):
+        return False
+    return any(parameter.is_meta for parameter in model.parameters())
 
 
 def _last_whole(folder: str | os.PathLike[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
+import offload
 from offload.integrations.transformers import OffloadMixin
 
 from ..acceptance.models import llama, source_text
@@ -72,14 +74,15 @@ KINDS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def trainer(kind: str, folder: Path, model: Path, *, lora: bool, offloaded: bool) -> Any:
-    """A trainer of TRL's, plain or with everything on NVMe."""
+def trainer(kind: str, folder: Path, model: Path, *, lora: bool, offloaded: bool, deferred: bool = False) -> Any:
+    """A trainer of TRL's, plain or with everything on NVMe. `deferred`: the model never is in memory."""
     base, build = KINDS[kind]
     torch.manual_seed(3)
-    if kind == "reward":
-        policy = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1)
-    else:
-        policy = AutoModelForCausalLM.from_pretrained(model)
+    with offload.deferred_init() if deferred else contextlib.nullcontext():
+        if kind == "reward":
+            policy = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1)
+        else:
+            policy = AutoModelForCausalLM.from_pretrained(model)
     given = {"model": policy, "processing_class": byte_tokenizer(), **build(folder)}
     if lora:
         given["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])

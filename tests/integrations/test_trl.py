@@ -79,3 +79,17 @@ def test_trainers_do_what_they_do_in_memory(model: Path, tmp_path: Path, distanc
         assert_same_bits([logged(ours, "loss", "grad_norm"), ours.engine.state_dict()], list(own))
         name = f"TRL's {preferences.KINDS[kind][0].__name__}{', LoRA' if lora else ''}"
         distances.note(name, (_figures(ours), ours.engine.state_dict()), (_figures(plain), plain.model.state_dict()))
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "sft" else pytest.param(kind, marks=pytest.mark.slow) for kind in preferences.KINDS]
+)
+def test_adapters_of_the_trainers_own_on_a_model_that_never_was_in_memory(model: Path, tmp_path: Path, kind: str) -> None:
+    runs = []
+    for deferred in (False, True):
+        trainer = preferences.trainer(kind, tmp_path / str(deferred), model, lora=True, offloaded=True, deferred=deferred)
+        assert all(parameter.is_meta == deferred for parameter in trainer.model.parameters())
+        trainer.train()
+        with trainer.engine:
+            runs.append([_figures(trainer), trainer.engine.state_dict()])
+    assert_same_bits(*runs)

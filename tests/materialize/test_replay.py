@@ -185,6 +185,19 @@ def test_buffers_of_a_copied_model() -> None:
     assert torch.equal(materialize([copied.weight])[0], torch.ones(3))
 
 
+@pytest.mark.parametrize("numel", [3, 5000], ids=["remembered by value", "remembered itself"])
+def test_a_real_tensor_is_copied_deeply(numel: int) -> None:
+    table = torch.arange(float(numel))
+    with deferred_init():
+        copied, again = copy.deepcopy([table, table[1:]])
+        layer = nn.Linear(numel, 1, bias=False)
+        with torch.no_grad():
+            layer.weight.copy_(copied)
+    assert torch.equal(copied, table) and torch.equal(again, table[1:])
+    assert again.untyped_storage().data_ptr() == copied.untyped_storage().data_ptr() != table.untyped_storage().data_ptr()
+    assert torch.equal(materialize([layer.weight])[0][0], table)
+
+
 def test_memory_of_recording_and_of_replay() -> None:
     # 101 M parameters, 404 MB, of which the largest has 34 MB.
     script = """
