@@ -24,7 +24,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDED = ("numpy", "safetensors", "psutil", "aiofiles", "isal", "pytest", "hypothesis", "setuptools")
-TESTS = ("native", "layout", "planning", "tiers", "acceptance/test_bitwise.py", "users/test_messages.py")
+TESTS = ("native", "layout", "planning", "tiers", "acceptance/test_torch_steps.py", "acceptance/test_unfreezing.py")
+HEADER = "native/include/offload.h"
+"""With which a test compares the binding."""
 TOOLS = ("sh", "env", "cat", "ls")
 """All that a bare environment has on PATH."""
 
@@ -45,12 +47,14 @@ def put_tests(package: Path, place: Path) -> None:
     if package.suffix == ".whl":
         shutil.copytree(ROOT / "tests", place / "tests", ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", place)
+        (place / HEADER).parent.mkdir(parents=True)
+        shutil.copy(ROOT / HEADER, place / HEADER)
         return
     unpacked = place / "unpacked"
     with tarfile.open(package) as archive:
         archive.extractall(unpacked, filter="data")
     (source,) = unpacked.iterdir()
-    for name in ("tests", "pyproject.toml"):
+    for name in ("tests", "pyproject.toml", "native"):
         (source / name).rename(place / name)
     shutil.rmtree(unpacked)
 
@@ -91,9 +95,11 @@ def main() -> int:
     parser.add_argument("--environments", type=Path, default=ROOT / ".matrix", help="kept for the next run")
     parser.add_argument("--out", type=Path, help="a JSON file for the counts")
     args = parser.parse_args()
-    results = [run(*pair.rsplit(":", 1), args.package.absolute(), args.environments.absolute()) for pair in args.pairs]
-    if args.out is not None:
-        args.out.write_text(json.dumps({"tests": list(TESTS), "results": results}, indent=2) + "\n")
+    results = []
+    for pair in args.pairs:
+        results.append(run(*pair.rsplit(":", 1), args.package.absolute(), args.environments.absolute()))
+        if args.out is not None:
+            args.out.write_text(json.dumps({"tests": list(TESTS), "results": results}, indent=2) + "\n")
     return 1 if any(one.get("failed") or one.get("error") or not one.get("passed") for one in results) else 0
 
 
