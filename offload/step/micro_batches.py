@@ -63,8 +63,8 @@ class MicroBatches:
         needed = " and ".join(f"{line.nbytes} bytes in {line.tier} memory" for line in placement.sums)
         remedies = " and ".join(dict.fromkeys(remedy(line.tier, missing) for line in placement.sums))
         refusal = BudgetError(
-            f"a second micro-batch needs {needed} for the fp32 sums of gradients, and {missing} of them are not there. The "
-            f"gradients of the first are: step with them and go on with one micro-batch a step, or {remedies}."
+            f"a second micro-batch needs {needed} for the fp32 sums of gradients, of which {missing} are missing. The "
+            f"first one's gradients are there: step with them and go on with one micro-batch a step, or {remedies}."
         )
         refusal.changed_nothing = True
         raise refusal from cause

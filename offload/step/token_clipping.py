@@ -81,8 +81,8 @@ class TokenClipping:
         """See `taken_gradient.Gradients`."""
         if math.isfinite(self._norm) and not 0.0 <= factor <= 1.0:
             raise ParameterAccessError(
-                f"the gradient of {tokens[0].fqn!r} was multiplied by {factor:g}: of gradients that the engine took over all "
-                "can be clipped together. Scale the loss instead, or clip by engine.clip_grad_norm_(max_norm)."
+                f"the gradient of {tokens[0].fqn!r} was multiplied by {factor:g}: gradients that the engine took over "
+                "can only be clipped, all together. Scale the loss instead, or clip by engine.clip_grad_norm_(max_norm)."
             )
         self._any_scaled = True
         for token in tokens:
@@ -99,8 +99,8 @@ class TokenClipping:
         if len(factors) > 1:
             told = ", ".join(f"{fqn!r} by {factor:g}" for factor, fqn in list(factors.items())[:_NAMED])
             raise UsageError(
-                f"gradients that the engine took over were multiplied by different numbers ({told}): they can be clipped all "
-                "together alone. Call engine.clip_grad_norm_(max_norm), or optimizer.zero_grad() and backward again."
+                f"gradients that the engine took over were multiplied by different numbers ({told}): they can only "
+                "be clipped all together. Call engine.clip_grad_norm_(max_norm), or optimizer.zero_grad() and backward again."
             )
         return next(iter(factors), 1.0)
 
