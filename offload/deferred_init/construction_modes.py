@@ -117,9 +117,20 @@ class AnswerAsOnCpu(TorchFunctionMode):
         if isinstance(kwargs.get("other"), Tensor):
             kwargs["dtype"] = kwargs.pop("other").dtype
         if self._tape.is_deferred(tensor):
+            given = (*args, *kwargs.values())
+            if any(isinstance(arg, (str, torch.device)) and torch.device(arg).type == "meta" for arg in given):
+                return self._without_value(tensor, next((arg for arg in given if isinstance(arg, torch.dtype)), None))
             args = tuple(torch.device("meta") if _is_device(arg) else arg for arg in args)
             kwargs = {name: torch.device("meta") if _is_device(arg) else arg for name, arg in kwargs.items()}
         return tensor.to(*args, **kwargs)
+
+    def _without_value(self, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+        """What is asked onto the meta device has no value any more, as outside: what fills it there draws no random numbers."""
+        self._tape.meta_requested = True
+        try:
+            return torch.empty_like(tensor, dtype=dtype, device="meta")
+        finally:
+            self._tape.meta_requested = False
 
     def _moved(self, tensor: Tensor, *_: Any, **kwargs: Any) -> Tensor:
         """Where it lies is decided by what takes the model: a move to a device changes nothing."""

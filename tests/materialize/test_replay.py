@@ -198,6 +198,18 @@ def test_a_real_tensor_is_copied_deeply(numel: int) -> None:
     assert torch.equal(materialize([layer.weight])[0][0], table)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_what_is_moved_to_the_meta_device_has_no_value(dtype: torch.dtype) -> None:
+    """Older versions of Hugging Face's build their models so, and initialise there what files bring."""
+    state = torch.get_rng_state()
+    with deferred_init():
+        kept = torch.zeros(3)
+        moved = kept.to("meta") if dtype is kept.dtype else kept.to(device=torch.device("meta"), dtype=dtype)
+        moved.normal_()
+    assert moved.is_meta and not is_deferred(moved) and torch.equal(torch.get_rng_state(), state)
+    assert moved.dtype is dtype and torch.equal(materialize([kept])[0], torch.zeros(3))
+
+
 def test_memory_of_recording_and_of_replay() -> None:
     # 101 M parameters, 404 MB, of which the largest has 34 MB.
     script = """
