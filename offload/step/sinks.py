@@ -180,6 +180,7 @@ class CopyOutSink(ParameterSink):
         return values
 
     def _bring(self, chunk: Chunk, into: torch.Tensor) -> None:
+        self._accelerator.copy_in_after_compute()  # which may still be using the memory that the allocator handed out
         stored = self._places.view(chunk)
         if stored is not None:
             self._accelerator.join(self._accelerator.copy_in(into, stored[: into.numel()]))

@@ -98,6 +98,20 @@ MIXED: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("state_format", ["split", "bf16", "8bit"])
+@pytest.mark.parametrize(("parameters", "states"), [("cpu", "device"), ("nvme", "device"), ("cpu", "cpu"), ("nvme", "nvme")])
+def test_no_race_where_parameters_are_a_part_of_their_masters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parameters: str, states: str, state_format: str
+) -> None:
+    """An update reads the old values, which lie elsewhere."""
+    with monkeypatch.context() as patch:
+        patch.setenv("OFFLOAD_ACCELERATOR", "cpu")
+        expected = train(tmp_path, "device", "device", state_format=state_format)
+    play(monkeypatch)
+    losses, weights = train(tmp_path, parameters, states, state_format=state_format)
+    assert losses == expected[0] and all(torch.equal(weights[name], expected[1][name]) for name in weights)
+
+
 @pytest.mark.parametrize("mixed", MIXED)
 def test_no_race_where_routes_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mixed: str) -> None:
     with monkeypatch.context() as patch:
