@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +96,31 @@ def test_adapters_of_the_trainers_own_on_a_model_that_never_was_in_memory(model:
         with trainer.engine:
             runs.append([_figures(trainer), trainer.engine.state_dict()])
     assert_same_bits(*runs)
+
+
+RANKS = """
+import sys, torch
+from pathlib import Path
+from tests.integrations import preferences
+from tests.integrations.trainers import logged
+torch.set_num_threads(1)
+folder, deferred = Path(sys.argv[1]), sys.argv[2] == "deferred"
+trainer = preferences.trainer("sft", folder / sys.argv[2], folder / "model", lora=True, offloaded=True, deferred=deferred)
+trainer.train()
+weights = trainer.engine.state_dict()
+trainer.engine.close()
+if trainer.is_world_process_zero():
+    torch.save([logged(trainer, "loss", "grad_norm"), weights], folder / f"{sys.argv[2]}.pt")
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks(tmp_path: Path) -> None:
+    preferences.save_model(tmp_path / "model")
+    (tmp_path / "script.py").write_text(RANKS)
+    settings = {"PYTHONPATH": str(Path(__file__).parents[2]), "OFFLOAD_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    for kind in ("deferred", "in-memory"):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        command += [str(tmp_path / "script.py"), str(tmp_path), kind]
+        subprocess.run(command, env=os.environ | settings, check=True, timeout=300)
+    assert_same_bits(torch.load(tmp_path / "deferred.pt"), torch.load(tmp_path / "in-memory.pt"))
