@@ -15,6 +15,7 @@ until its update moves less (`_resident`). Both are candidates.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,9 +24,11 @@ from offload.planning.choice import Choice, Near
 from offload.planning.placement import Placement, Problem, place
 from offload.planning.route import Memory
 from offload.planning.sizes import UnitSizes
-from offload.planning.traffic import fetch_counts
+from offload.planning.traffic import Traffic, fetch_counts
 from offload.planning.working_set import largest
 
+_STEPS = 4
+"""From how many of the units on it is tried what fits."""
 WithUnits = Callable[[Choice, frozenset[int]], Choice]
 """The choice with a state of these units on the device."""
 
@@ -40,7 +43,16 @@ class DeviceShare:
     def candidates(self, smallest: Placement) -> list[Placement]:
         """Placements that fit, from the one given up: which of them moves least depends on what host memory then keeps."""
         order = self._order(smallest, self.problem.micro_batches)
-        return [smallest, *(self._with_spare(grow(smallest, order)) for grow in (self._staying, self._resident))]
+        found = [smallest]
+        for grow in (self._staying, self._resident):
+            most, *fewer = (self._with_spare(one) for one in grow(smallest, order))
+            found += [most, *([self._quietest(fewer)] if fewer else [])]
+        return found
+
+    def _quietest(self, placements: Sequence[Placement]) -> Placement:
+        """The one that moves least."""
+        problem = self.problem
+        return min(placements, key=lambda one: Traffic.scheduled(problem, one, problem.micro_batches).slowest_first)
 
     def holding(self, smallest: Placement, share: float) -> Placement:
         """With at least this share of the records on the device, of the units that come first."""
@@ -75,23 +87,28 @@ class DeviceShare:
 
     # ---- two ways --------------------------------------------------------------------------------------------------
 
-    def _staying(self, smallest: Placement, order: Sequence[int]) -> Placement:
-        """Parameters of units stay for good."""
-        placement = self._taken(smallest, self._movable(smallest, order), _with_parameters)
-        return self._with_states(placement, order)
+    def _staying(self, smallest: Placement, order: Sequence[int]) -> list[Placement]:
+        """Parameters of units stay for good: of as many as fit first, then of fewer, which leaves more to states, and to what
+        units in use keep between their uses."""
+        movable = self._movable(smallest, order)
+        found, wants = [], [movable, [index for index in movable if not self._needs_master(index)]]
+        for units in wants if wants[0] != wants[1] else wants[:1]:
+            for placement in self._ways(smallest, units, _with_parameters):
+                found += self._with_states(placement, order)
+        return found
 
-    def _resident(self, smallest: Placement, order: Sequence[int]) -> Placement:
+    def _resident(self, smallest: Placement, order: Sequence[int]) -> list[Placement]:
         """Parameters are fetched once for each step; only what is updated on the device stays for good."""
         if not any(self.problem.fetched(smallest.routes)):
-            return smallest
+            return [smallest]
         total = sum(self.problem.fetched(smallest.routes))
         placement = place(self.problem, replace(smallest.choice, spare_nbytes=total))
-        return self._with_states(placement, order) if self.fits(placement) else smallest
+        return self._with_states(placement, order) if self.fits(placement) else [smallest]
 
-    def _with_states(self, placement: Placement, order: Sequence[int]) -> Placement:
+    def _with_states(self, placement: Placement, order: Sequence[int]) -> list[Placement]:
         if self.problem.accumulates:
             placement = self._taken(placement, self._trained(placement, order), _with_gradients)
-        return self._taken(placement, self._trained(placement, order), _with_records)
+        return [self._taken(placement, self._trained(placement, order), _with_records), placement]
 
     def _with_spare(self, placement: Placement) -> Placement:
         """What is left keeps units between their uses."""
@@ -113,10 +130,24 @@ class DeviceShare:
         units = self.problem.footprint.units
         return [index for index in order if units[index].home and placement.routes[index].parameters != "device"]
 
+    def _needs_master(self, index: int) -> bool:
+        """Whether the unit's records grow when its parameters lie in another memory than its updates compute in: by the master
+        that the parameters were."""
+        unit = self.problem.footprint.units[index]
+        return unit.records(True).nbytes > unit.records(False).nbytes
+
     def _trained(self, placement: Placement, order: Sequence[int]) -> list[int]:
         """Units whose updates compute on the host."""
         units, routes = self.problem.footprint.units, placement.routes
         return [index for index in order if units[index].trained and routes[index].update_in is Memory.HOST]
+
+    def _ways(self, placement: Placement, units: Sequence[int], with_units: WithUnits) -> list[Placement]:
+        """As many of the units as fit, then none, then as many as fit from other ones on: what fits beside the first of them
+        may be less than what fits without."""
+        found = [self._taken(placement, units, with_units), placement]
+        starts = sorted({math.ceil(len(units) * step / _STEPS) for step in range(1, _STEPS)} - {0, len(units)})
+        found += [self._taken(placement, [*units[start:], *units[:start]], with_units) for start in starts]
+        return found
 
     def _taken(self, placement: Placement, units: Sequence[int], with_units: WithUnits) -> Placement:
         """As many of the units as fit: the first of them, and of the others each that still does. Of those that are alike none

@@ -111,7 +111,7 @@ def test_more_device_memory_never_moves_more(
     model: Any, pair: tuple[Tier, Tier], shares: list[float], accumulates: bool
 ) -> None:
     accelerator, before = DeferredAccelerator(), None
-    smallest = least(model, accelerator, pair, "device_memory", prefetch=0)
+    smallest = least(model, accelerator, pair, "device_memory", prefetch=0, accumulates=accumulates)
     for share in sorted(shares):
         decided = decision(model, accelerator, pair, accumulates, device_memory=int(share * smallest), prefetch=0)
         placement = decided.decide()
@@ -119,6 +119,28 @@ def test_more_device_memory_never_moves_more(
         now = moved(decided, placement)
         assert before is None or now <= before
         before = now
+
+
+def test_what_is_frozen_stays_where_what_is_trained_would_need_a_master() -> None:
+    """fp32 parameters that are their own masters move more over NVMe once they lie on the device: room for the first of them
+    takes nothing from what is frozen."""
+    units = [((3, 0),), ((3, 0), (3, 1)), ((13, 1),), ((8, 0), (4, 1)), ((2, 0), (5, 1)), ((6, 1),)]
+    specs, index = [], 0
+    for number, parameters in enumerate(units):
+        made = [
+            ParameterSpec(index + n, count * 4096, "float32", 4, bool(trained), 0)
+            for n, (count, trained) in enumerate(parameters)
+        ]
+        specs.append((f"unit {number}", made))
+        index += len(made)
+    model = build_layout(specs, chunk_numel=4096), Expected.of(0, [Use(number) for number in range(1, len(units))])
+    accelerator, pair = DeferredAccelerator(), ("cpu", "nvme")
+    smallest = least(model, accelerator, pair, "device_memory", prefetch=0)
+    found = []
+    for share in (1.0, 1.1, 1.25, 1.5):
+        decided = decision(model, accelerator, pair, device_memory=int(share * smallest), prefetch=0)
+        found.append(moved(decided, decided.decide()))
+    assert found == sorted(found, reverse=True) and found[-1] < found[0]
 
 
 @settings(max_examples=30, deadline=None)
