@@ -83,6 +83,12 @@ class Config:
     prefetch: int = 1
     loss_scale: float | Literal["dynamic", "skip"] | None = None
 
+    @property
+    def states_on_device(self) -> float:
+        """The share of the optimizer states, 0 to 1, that lies on the device and is updated there whether a budget leads to it
+        or not: what DeepSpeed's keys may ask for."""
+        return 0.0
+
     def __post_init__(self) -> None:
         checks = (self._check_choices, self._check_state_format, self._check_numbers, self._check_paths, self._check_loss_scale)
         for check in checks:

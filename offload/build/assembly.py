@@ -264,7 +264,6 @@ def lay_out(
     chunk_numels: Sequence[int] = (),
     *,
     accumulates: bool = False,
-    states_on_device: float = 0.0,
 ) -> tuple[Layout, Placement]:
     """The layout with the largest chunks with which the placement fits the budgets, and where it is for the engine to choose
     the memory that is free, if any does; there smaller chunks are weighed where large ones take a part of the budget.
@@ -274,7 +273,7 @@ def lay_out(
     `moments`: what the optimizer keeps.
 
     `rank`: this one's index among those that share the shards. `chunk_numels`: what to try instead of the usual.
-    `accumulates`, `states_on_device`: as `Decision` has them.
+    `accumulates`: as `Decision` has it.
     """
     failure: BudgetError | None = None
     found: list[tuple[Layout, Placement]] = []
@@ -285,10 +284,7 @@ def lay_out(
         for chunk_numel in chunk_numels or (*large, *CHUNK_NUMELS):
             layout = build_layout(specs, chunk_numel=chunk_numel, world_size=sharing.world_size, rank=rank, stage=sharing.stage)
             try:
-                decision = Decision(
-                    config, accelerator, layout, expected, moments, sharing,
-                    accumulates=accumulates, states_on_device=states_on_device,
-                )  # fmt: skip
+                decision = Decision(config, accelerator, layout, expected, moments, sharing, accumulates=accumulates)
                 placement = decision.decide(within_room=within_room)
             except BudgetError as error:
                 failure = error

@@ -146,10 +146,14 @@ SECTIONS: Mapping[str, Section] = {
         },
     ),
     OFFLOAD_OPTIMIZER: Section(
-        translated={"device": '"none" is "device", "cpu", "nvme"', "nvme_path": "`nvme`; two different ones are striped"},
+        translated={
+            "device": '"none" is "device", "cpu", "nvme"',
+            "nvme_path": "`nvme`; two different ones are striped",
+            "ratio": "in stage 3 the states of 1 - ratio of the parameters, by whole units, lie and are updated on the device",
+        },
         without_effect=(
             *("buffer_count", "cpuadam_cores_perc", "fast_init", "pin_memory", "pipeline", "pipeline_read"),
-            *("pipeline_write", "ratio", "super_offload"),
+            *("pipeline_write", "super_offload"),
         ),
     ),
     OFFLOAD_PARAM: Section(

@@ -64,6 +64,13 @@ _AUTOCAST_SCALING = Half(loss_scale_window=2000, hysteresis=1)
 """What torch.amp.GradScaler does."""
 
 
+@dataclass(frozen=True)
+class _PartlyOnDevice(Config):
+    """A `Config` of a run whose optimizer states are on the device in part."""
+
+    states_on_device: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Translation:
     """`without_effect`: keys that were given and make no difference here, as dotted paths."""
@@ -137,7 +144,7 @@ class _Translator:
                 raise ConfigError(f"{key} is set twice: by {key}={self._own[key]!r} and by DeepSpeed's keys. Leave one out.")
         return Translation(
             given=self._given,
-            config=Config(**(defaults | self._own | fields_)),
+            config=(_PartlyOnDevice if "states_on_device" in fields_ else Config)(**(defaults | self._own | fields_)),
             autocast=self._autocast(),
             half=self._half,
             optimizer=self._maker("optimizer"),
@@ -210,6 +217,7 @@ class _Translator:
         states = self._device(OFFLOAD_OPTIMIZER, zero, ("cpu_offload",), paths)
         if states is not None:
             found["optimizer_states"] = states
+        found |= self._share(zero.get("offload_optimizer"), states)
         if stage == 3:
             parameters = self._device(OFFLOAD_PARAM, zero, ("cpu_offload_params", "cpu_offload_param"), paths)
             if parameters is not None:
@@ -236,6 +244,19 @@ class _Translator:
             if "nvme_path" in section and str(path) not in paths:
                 paths.append(str(path))
         return "device" if device == "none" else str(device)
+
+    def _share(self, section: Any, states: str | None) -> dict[str, float]:
+        """Of the optimizer states, what of them stays on the device."""
+        path, ratio = f"{OFFLOAD_OPTIMIZER}.ratio", section.get("ratio") if isinstance(section, Mapping) else None
+        if ratio is None:
+            return {}
+        offloaded = self._number(path, ratio)
+        if offloaded > 1:
+            raise ConfigError(f"{path}={ratio!r} is not a share: expected a number from 0 to 1.")
+        if self._stage != 3 or states == "device":  # as in DeepSpeed
+            self._without_effect.append(path)
+            return {}
+        return {"states_on_device": round(1 - offloaded, 9)} if offloaded < 1 else {}
 
     def _precision(self) -> dict[str, Any]:
         given = {name: self._enabled(name) for name in ("fp16", "bf16")}

@@ -83,16 +83,12 @@ class Decision:
         sharing: RankGroup = ALONE,
         *,
         accumulates: bool = False,
-        states_on_device: float = 0.0,
     ) -> None:
         """`moments`: what the optimizer keeps. `accumulates`: there will be several micro-batches in a step, whose sums must
-        find room. `states_on_device`: the share of the optimizer states, 0 to 1, that is to lie on the device and be updated
-        there whether a budget leads to it or not."""
+        find room."""
         footprint = Footprint.of(layout, lambda dtype, crosses: format_of(config, moments, dtype, crosses))
         drive_nbytes = scratch.free_nbytes(config.nvme_paths)
-        self.problem = Problem(
-            config, accelerator, sharing, footprint, expected, drive_nbytes, accumulates, states_on_device
-        )  # fmt: skip
+        self.problem = Problem(config, accelerator, sharing, footprint, expected, drive_nbytes, accumulates)
 
     def decide(self, *, within_room: bool = False) -> Placement:
         """The placement for this model, these budgets, this device. Raises `BudgetError` with the smallest that would do.
@@ -143,8 +139,9 @@ def _least(problem: Problem, guessed: Problem, parameters: Tier, states: Tier) -
     """The least that these tiers take; where host memory cannot hold that and what is granted of the device's can, with as few
     units there as make it fit."""
     smallest = _smallest(guessed, parameters, states)
-    if problem.states_on_device and not problem.accelerator.unified:
-        smallest = DeviceShare(guessed, lambda _: True).holding(smallest, problem.states_on_device)
+    share = problem.config.states_on_device
+    if share and not problem.accelerator.unified:
+        smallest = DeviceShare(guessed, lambda _: True).holding(smallest, share)
     excess = guessed.excess(smallest)
     is_granted = problem.budget("device") is not None and problem.budget("cpu") is not None
     if excess is None or excess[0] == "device" or problem.accelerator.unified or not is_granted:

@@ -146,7 +146,7 @@ class Placement:
 @dataclass(frozen=True, slots=True)
 class Problem:
     """What a placement is decided for. `drive_nbytes`: what is free on the drives. `accumulates`: whether the sums of several
-    micro-batches are planned for. `states_on_device`: the share of the optimizer states that lies on the device in any case."""
+    micro-batches are planned for."""
 
     config: Config
     accelerator: Accelerator
@@ -155,7 +155,6 @@ class Problem:
     expected: Expected
     drive_nbytes: int
     accumulates: bool
-    states_on_device: float = 0.0
 
     @property
     def rates(self) -> Rates:

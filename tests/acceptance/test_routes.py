@@ -117,3 +117,14 @@ def test_a_newly_trained_parameter_finds_its_place(opened: Any) -> None:
         assert near == ({Memory.DEVICE} if memory else {Memory.HOST})
         engine.close()
     assert_same_bits(results[0], results[1])
+
+
+def test_what_deepspeed_keeps_on_the_device_is_updated_there_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", "deferred")
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}, "offload_param": {"device": "cpu"}}
+    keys = {"zero_optimization": zero, "bf16": {"enabled": True, "check_grad_overflow": False}, "gradient_clipping": CLIP}
+    model = llama(LAYERS)
+    with offload.initialize(model, two_groups(model), keys) as engine:
+        places = {route.update_in for route in engine._parts.placement.routes}
+        assert places == {Memory.DEVICE, Memory.HOST}
+        assert_same_bits(list(run_engine(engine, lambda run: bitwise_loop(run, STEPS))), reference("bf16", "fp32"))

@@ -11,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 import offload
 from offload.build.assembly import lay_out
+from offload.deepspeed_config import translate
 from offload.device.accelerator import Accelerator
 from offload.device.cpu import CpuAccelerator
 from offload.device.deferred import DeferredAccelerator
@@ -174,11 +175,12 @@ def test_a_share_of_the_states_lies_on_the_device_whatever_the_budgets(share: fl
     """As DeepSpeed's `offload_optimizer.ratio` asks for it."""
     units = [(f"unit {number}", [ParameterSpec(number, 4096, "bfloat16", 2, True)]) for number in range(10)]
     model = build_layout(units, chunk_numel=4096), Expected.of(0, [Use(number) for number in range(1, 10)])
-    config = offload.Config(parameters="cpu", optimizer_states="cpu")
-    decided = Decision(config, DeferredAccelerator(), *model, MOMENTS, states_on_device=share)
+    sections = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 1 - share}, "offload_param": {"device": "cpu"}}
+    config = translate({"zero_optimization": sections}, 1).config
+    decided = Decision(config, DeferredAccelerator(), *model, MOMENTS)
     placement = decided.decide()
     assert sum(route.update_in is Memory.DEVICE for route in placement.routes) == round(10 * share)
-    unified = Decision(config, CpuAccelerator(), *model, MOMENTS, states_on_device=share)
+    unified = Decision(config, CpuAccelerator(), *model, MOMENTS)
     assert not any(route.update_in is Memory.DEVICE for route in unified.decide().routes)
 
 
