@@ -80,6 +80,7 @@ SECTIONS: Mapping[str, Section] = {
             "activation_checkpointing": "as `deepspeed.checkpointing.configure`",
             "managed_gradient_accumulation": "false: every `step()` updates",
             "gradient_allreduce_op": '"mean"; below stage 3 also "sum": averages times the number of ranks',
+            "zero_allow_untested_optimizer": "nothing to allow: an optimizer without a kernel here is refused by name",
             "torch_autocast": "`torch.autocast` around the engine's forward; `offload.initialize` leaves it to the loop",
         },
         without_effect=(
@@ -87,7 +88,7 @@ SECTIONS: Mapping[str, Section] = {
             *("disable_python_gc", "dump_state", "flops_profiler", "graph_harvesting", "log_level", "memory_breakdown"),
             *("seq_parallel_communication_data_type", "sparse_gradients", "tensorboard", "timers"),
             *("use_data_before_expert_parallelism", "vocabulary_size", "wall_clock_breakdown", "wandb"),
-            *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "data_parallel_size"),
+            *("zero_force_ds_cpu_optimizer", "data_parallel_size"),
             *("prescale_gradients", "gradient_predivide_factor", "communication_data_type"),
         ),
         refused={

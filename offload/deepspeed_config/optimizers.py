@@ -25,6 +25,12 @@ _ADAM: Mapping[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "wei
 _TORCH_ADAM: Mapping[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}  # the rest is torch's default
 _LION: Mapping[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}
 _NAMES = ("Adam", "AdamW", "Adagrad", "Lion", "SGD")
+_NOT_BY_ELEMENT = {
+    "lamb": "it scales an update by norms of the whole tensor",
+    "onebitlamb": "it scales an update by norms of the whole tensor",
+    "muon": "it orthogonalises whole matrices",
+}
+"""Why an optimizer is no rule here: a chunk, which may be a part of a tensor, is updated apart from all others."""
 _WITHOUT_EFFECT = ("torch_adam", "adam_w_mode", "adamw_mode", "foreach", "fused", "set_grad_none")
 _REFUSED = {
     "amsgrad": (False, "leave it out"),
@@ -74,5 +80,6 @@ def _class_of(maker: Maker) -> tuple[Callable[..., torch.optim.Optimizer], Mappi
     if name not in others:
         near = difflib.get_close_matches(maker.type, _NAMES, n=1, cutoff=0.5)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise ConfigError(f"optimizer.type={maker.type!r} is not supported{hint}: expected one of {', '.join(_NAMES)}.")
+        why = f" ({_NOT_BY_ELEMENT[name]}, of which a chunk holds a part)" if name in _NOT_BY_ELEMENT else hint
+        raise ConfigError(f"optimizer.type={maker.type!r} is not supported{why}: expected one of {', '.join(_NAMES)}.")
     return others[name]

@@ -233,7 +233,8 @@ def test_optimizers(kind: str, params: dict[str, Any], expected_class: type, exp
 @pytest.mark.parametrize(
     ("kind", "params", "said"),
     [
-        ("Lamb", {}, ["optimizer.type='Lamb'", "Adagrad, Lion, SGD"]),
+        ("Lamb", {}, ["optimizer.type='Lamb'", "norms of the whole tensor", "Adagrad, Lion, SGD"]),
+        ("Muon", {}, ["optimizer.type='Muon'", "whole matrices", "Adagrad, Lion, SGD"]),
         ("OneBitAdam", {}, ["optimizer.type='OneBitAdam'", "'Adam'"]),
         ("AdamW", {"amsgrad": True}, ["optimizer.params.amsgrad=True"]),
         ("AdamW", {"bias_correction": False}, ["optimizer.params.bias_correction=False"]),
