@@ -19,7 +19,7 @@ import torch
 import transformers
 
 import offload
-from offload.cli.forecast import Work, forecast
+from offload.cli.forecast import Work, forecast_granted
 from offload.device.virtual.description import read_machine
 from offload.errors import BudgetError
 from offload.rehearsal.forecast import Forecast, refused
@@ -49,15 +49,19 @@ class Cell:
             hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
             intermediate_size=intermediate, vocab_size=32000, max_position_embeddings=_SEQUENCE, use_cache=False,
         )  # fmt: skip
-        with torch.device("meta"):
-            model = transformers.LlamaForCausalLM(shape).to(torch.bfloat16)
+
+        def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+            with torch.device("meta"):
+                model = transformers.LlamaForCausalLM(shape).to(torch.bfloat16)
+            return model, torch.optim.AdamW(model.parameters(), foreach=False)
+
         machine = read_machine(self.machine)
         config = offload.Config(
             dtype="bf16", nvme=".", cpu_memory=int(machine.cpu_nbytes), max_grad_norm=1.0, state_format="split"
         )
         work = Work(self.tokens // _SEQUENCE, _SEQUENCE, self.micro_batches, checkpointing=True)
         try:
-            return forecast(model, torch.optim.AdamW(model.parameters(), foreach=False), config, machine, work)
+            return forecast_granted(make, config, machine, work)[0]
         except BudgetError as error:
             return refused(error)
 

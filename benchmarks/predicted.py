@@ -8,7 +8,7 @@ engine in virtual time on a machine of these rates. Nothing is fitted to a case.
 nothing else; the last part does not, and can be made later from what the result file has:
 
     python benchmarks/predicted.py --nvme /mnt/nvme0 --out predicted.json --parts rates measured
-    python benchmarks/predicted.py --nvme /mnt/nvme0 --out predicted.json --parts predicted
+    python benchmarks/predicted.py --nvme /mnt/nvme0 --out predicted.json --parts moved predicted
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def config_of(case: Case, nvme: str) -> offload.Config:
 
 def measured(case: Case, nvme: str, steps: int) -> dict[str, Any]:
     """The engine: median seconds of `steps`, peak of resident memory above what was there before `initialize`, bytes moved by
-    one step that begins and ends with nothing under way."""
+    one step."""
     torch.manual_seed(0)
     small = torch.zeros(1, 8, dtype=torch.long)
     made_model(dataclasses.replace(case, width=64, layers=1))(input_ids=small, labels=small).loss.backward()  # libraries load
@@ -123,11 +123,14 @@ def measured(case: Case, nvme: str, steps: int) -> dict[str, Any]:
         Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
         seconds = [step() for _ in range(steps + 1)][1:]
         peak = _resident_nbytes("VmHWM") - before
-        _settle(engine)
-        first = _moved(engine)
-        step()
-        _settle(engine)
-        moved = {link: nbytes - first[link] for link, nbytes in _moved(engine).items()}
+        totals = []
+        for count in (0, 1, 2):  # to settle moves bytes of its own: by how much more than one step move two
+            for _ in range(count):
+                step()
+            _settle(engine)
+            totals.append(_moved(engine))
+        none, one, two = totals
+        moved = {link: (two[link] - one[link]) - (one[link] - none[link]) for link in none}
     return {
         "step_seconds": statistics.median(seconds), "seconds": seconds, "moved_nbytes": moved,
         "peak_nbytes": {"cpu": peak, "nvme": on_drive},
@@ -180,7 +183,8 @@ def rates(case: Case, nvme: str, machine: str) -> dict[str, Any]:
 # ---- all -------------------------------------------------------------------------------------------------------------
 
 
-PARTS = ("rates", "measured", "predicted")
+PARTS = ("rates", "measured", "moved", "predicted")
+"""`moved`: the engine again, for bytes alone. `measured` has them too."""
 
 
 def child(part: str, index: int, args: argparse.Namespace, machine: Path) -> dict[str, Any]:
@@ -204,7 +208,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nvme", default=".", help="a folder on the drive (default: the current one)")
     parser.add_argument("--cases", type=int, nargs="*", default=list(range(len(CASES))), help="indices (default: all)")
-    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS), help="what to make of each (default: all)")
+    parser.add_argument(
+        "--parts", nargs="*", choices=PARTS, default=["rates", "measured", "predicted"], help="what to make of each"
+    )
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--out", type=Path, help="the result file; what it has and is not made again stays")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
@@ -212,8 +218,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.part is not None:
         case = CASES[args.cases[0]]
-        if args.part == "measured":
-            print(json.dumps(measured(case, args.nvme, args.steps)))
+        if args.part in ("measured", "moved"):
+            print(json.dumps(measured(case, args.nvme, args.steps if args.part == "measured" else 1)))
         else:
             print(json.dumps({"rates": rates, "predicted": predicted}[args.part](case, args.nvme, args.machine)))
         return
@@ -227,13 +233,19 @@ def main() -> None:
         result = known.setdefault(json.dumps(case), {"case": case})
         for part in args.parts:
             if part == "predicted":
+                if "measured" not in result:
+                    raise SystemExit(f"case {index} was not measured: --parts rates measured")
                 machine.write_text(json.dumps(result["rates"]), encoding="utf-8")
-            result[part] = child(part, index, args, machine)
+            found = child(part, index, args, machine)
+            if part == "moved":
+                result["measured"]["moved_nbytes"] = found["moved_nbytes"]
+            else:
+                result[part] = found
         print(said(index, result), file=sys.stderr, flush=True)
         if args.out is not None:
             content["results"] = [known[key] for one in CASES if (key := json.dumps(dataclasses.asdict(one))) in known]
             args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    machine.unlink()
+    machine.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -342,19 +342,20 @@ def _peaks(was: dict[str, Any], said: dict[str, Any], tier: str) -> str:
 def plans(report: dict[str, Any]) -> str:
     """The table of benchmarks/plans.py."""
     introduction = (
-        f"`python -m offload {report['command']}`, in virtual time on machines as described in `device/virtual/machines`."
+        f"`python -m offload {report['command']}`, in virtual time on machines as described in `device/virtual/machines`: "
+        "24 GB on the card and 64 GB on the host (rtx3090, rtx4090), 80 GB and 512 GB (h100)."
     )
-    columns = "| model | machine | fits | states on | s/step (floor) | tokens/s | bounded by | peak device, CPU, NVMe |"
+    columns = "| model | machine | s/step (floor) | tokens/s | bounded by | states on | peak device, CPU, NVMe |"
     rows = []
     for one in report["results"]:
         start = f"| {one['model']} | {one['machine']} "
         if one["step_seconds"] is None:
-            rows.append(f"{start}| no | - | - | - | - | - |")
+            rows.append(f"{start}| does not fit | - | - | - | - |")
             continue
         peaks = ", ".join(gib(one["peak_nbytes"][tier]) for tier in ("device", "cpu", "nvme"))
         rows.append(
-            f"{start}| {'yes' if one['fits'] else 'no'} | {one['placement']['optimizer_states']} | {one['step_seconds']:.1f} "
-            f"({one['floor_seconds']:.1f}) | {one['tokens_per_second']:,.0f} | {one['bottleneck']} | {peaks} |"
+            f"{start}| {one['step_seconds']:.1f} ({one['floor_seconds']:.1f}){'' if one['fits'] else ', does not fit'} "
+            f"| {one['tokens_per_second']:,.0f} | {one['bottleneck']} | {one['placement']['optimizer_states']} | {peaks} |"
         )
     return introduction + "\n\n" + table(columns, rows)
 

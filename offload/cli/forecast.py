@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,7 +14,14 @@ from torch import nn
 import offload
 from offload.device.virtual.description import Machine
 from offload.device.virtual.machine import VirtualMachine
-from offload.rehearsal.forecast import Forecast, rehearse
+from offload.errors import BudgetError
+from offload.rehearsal.forecast import FIRST_STEPS, Forecast, rehearse
+
+_GRANTED_SHARE = 0.95
+"""Of the device's memory, with what the model takes: the rest is for what allocators lose."""
+
+Make = Callable[[], tuple[nn.Module, torch.optim.Optimizer]]
+"""A model on the meta device, and its optimizer; new each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +45,11 @@ def forecast(
     machine: Machine,
     work: Work,
     trace: Path | None = None,
+    *,
+    first_steps: int = FIRST_STEPS,
 ) -> Forecast:
     """Train `model`, which lies on the meta device, a few steps on `machine`; `trace`: the file for one of the last.
+    `first_steps`: before the one that is told of.
 
     Raises `BudgetError` where nothing fits."""
     if work.checkpointing:
@@ -57,4 +69,23 @@ def forecast(
     def begin() -> offload.Engine:
         return offload.initialize(model, optimizer, config)
 
-    return rehearse(VirtualMachine(machine), begin, step, tokens=work.tokens, trace=trace)
+    return rehearse(VirtualMachine(machine), begin, step, tokens=work.tokens, trace=trace, first_steps=first_steps)
+
+
+def forecast_granted(
+    make: Make, config: offload.Config, machine: Machine, work: Work, trace: Path | None = None
+) -> tuple[Forecast, offload.Config]:
+    """`forecast` with what the model's own tensors leave of the device's memory granted, where the configuration names neither
+    a budget for it nor the tiers; and the configuration of what is returned.
+
+    What they take is seen in one micro-batch. Raises `BudgetError` where nothing fits."""
+    is_open = config.device_memory is None and "auto" in (config.parameters, config.optimizer_states)
+    if is_open and not machine.is_unified:
+        alone = forecast(*make(), config, machine, replace(work, micro_batches=1), first_steps=0)
+        left = int(_GRANTED_SHARE * machine.device_nbytes) - alone.own_nbytes
+        with contextlib.suppress(BudgetError):  # less than the least, which is not bounded without a budget
+            granted = replace(config, device_memory=max(left, 1))
+            found = forecast(*make(), granted, machine, work, trace)
+            if found.fits:
+                return found, granted
+    return forecast(*make(), config, machine, work, trace), config

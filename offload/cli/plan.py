@@ -24,7 +24,7 @@ from offload.cli.arguments import (
     positive,
 )
 from offload.cli.corpus import BYTE_VOCABULARY_SIZE
-from offload.cli.forecast import Work, forecast
+from offload.cli.forecast import Work, forecast, forecast_granted
 from offload.cli.models import ModelChoice, build_outline, choose_model, make_optimizer
 from offload.cli.outline import Outline
 from offload.cli.plan_on_machine import add_machine_arguments, as_json, granted, machine_of, page, with_drives
@@ -81,25 +81,38 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         with VirtualMachine(machine).running(), outline_with({}) as outline:
             _print_bytes(outline, choice.title, args)
-    found, wishes = _forecast(args, config, machine, choice), None
+    (found, config), wishes = _forecast(args, config, machine, choice), None
     if found.peak_nbytes:
         numbers = {"batch": args.batch, "sequence": args.sequence, "micro_batches": args.accumulate}
         granted_nbytes = int(config.cpu_memory) if config.cpu_memory is not None else None
         more = with_drives(machine, int(machine.nvme_drives) + 1)
         wishes = wishes_of(found, machine, outline_with, cpu_memory=granted_nbytes, more=more, **numbers)
-    print(as_json(found, machine, args.tokens, wishes) if args.json else f"\n{page(found, machine, args.tokens, wishes)}")
+    device_nbytes = int(config.device_memory) if config.device_memory is not None else None
+    if args.json:
+        print(as_json(found, machine, args.tokens, wishes, device_nbytes))
+    else:
+        print(f"\n{page(found, machine, args.tokens, wishes, device_nbytes)}")
     return 0 if found.fits else 1
 
 
-def _forecast(args: argparse.Namespace, config: offload.Config, machine: Machine, choice: ModelChoice) -> Forecast:
-    model = build_outline(choice, args.lora)
-    if args.dtype in ("bf16", "fp16"):
-        model.to(torch.bfloat16 if args.dtype == "bf16" else torch.float16)
+def _forecast(
+    args: argparse.Namespace, config: offload.Config, machine: Machine, choice: ModelChoice
+) -> tuple[Forecast, offload.Config]:
+    """And the configuration that it is made with."""
+
+    def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = build_outline(choice, args.lora)
+        if args.dtype in ("bf16", "fp16"):
+            model.to(torch.bfloat16 if args.dtype == "bf16" else torch.float16)
+        return model, make_optimizer(model, args)
+
     work = Work(args.batch, args.sequence, args.accumulate, args.checkpointing == "full")
     try:
-        return forecast(model, make_optimizer(model, args), config, machine, work, args.trace)
+        if args.machine == "this":
+            return forecast(*make(), config, machine, work, args.trace), config
+        return forecast_granted(make, config, machine, work, args.trace)
     except BudgetError as error:
-        return refused(error)
+        return refused(error), config
 
 
 def _print_bytes(outline: Outline, title: str, args: argparse.Namespace) -> None:

@@ -92,9 +92,9 @@ def with_drives(machine: Machine, count: int) -> Machine:
     )
 
 
-def as_json(found: Forecast, machine: Machine, tokens: float | None, wishes: Wishes | None) -> str:
-    """The object that `plan --json` prints."""
-    values: dict[str, Any] = {"machine": machine.name, **found.as_json()}
+def as_json(found: Forecast, machine: Machine, tokens: float | None, wishes: Wishes | None, device_nbytes: int | None) -> str:
+    """The object that `plan --json` prints. `device_nbytes`: the budget for the device that the forecast is made with."""
+    values: dict[str, Any] = {"machine": machine.name, "device_memory": device_nbytes, **found.as_json()}
     values["days"] = tokens / found.tokens_per_second / _DAY_SECONDS if tokens and found.tokens_per_second else None
     values["nvme_written_per_day"], values["nvme_years"] = wear(found, machine)
     values["largest"] = wishes.largest if wishes is not None else {}
@@ -114,8 +114,8 @@ def _time(years: float) -> str:
     return f"{years:.1f} years" if years >= 1 else f"{years * _YEAR_DAYS:.0f} days"
 
 
-def page(found: Forecast, machine: Machine, tokens: float | None, wishes: Wishes | None) -> str:
-    """What a person reads."""
+def page(found: Forecast, machine: Machine, tokens: float | None, wishes: Wishes | None, device_nbytes: int | None) -> str:
+    """What a person reads. `device_nbytes`: as `as_json` has it."""
     if not found.peak_nbytes:
         return f"It does not fit: {found.reason}"
     places = ", ".join(f"{what.replace('_', ' ')} on {tier}" for what, tier in found.placement.items())
@@ -124,6 +124,7 @@ def page(found: Forecast, machine: Machine, tokens: float | None, wishes: Wishes
         f"On {machine.name}: {verdict} {places[0].upper()}{places[1:]}",
         f"{format_seconds(found.step_seconds)} a step, {found.tokens_per_second:,.0f} tokens/s{_days(found, tokens)}; the "
         f"floor is {format_seconds(found.floor_seconds)} ({found.bottleneck})",
+        *([f"with --device-memory {format_nbytes(device_nbytes).replace(' ', '')}"] if device_nbytes is not None else []),
         "",
         table(("needs", "seconds"), [(name, f"{seconds:.3f}") for name, seconds in found.floors.items() if seconds > 0]),
         "",

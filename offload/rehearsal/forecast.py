@@ -87,17 +87,23 @@ class Forecast:
 
 
 def rehearse(
-    virtual: VirtualMachine, begin: Callable[[], E], step: Callable[[E], None], *, tokens: int, trace: Path | None = None
+    virtual: VirtualMachine,
+    begin: Callable[[], E],
+    step: Callable[[E], None],
+    *,
+    tokens: int,
+    trace: Path | None = None,
+    first_steps: int = FIRST_STEPS,
 ) -> Forecast:
     """Train with what `begin` returns a few steps on `virtual`, which is new; the last of them is the one that is told of.
 
-    `tokens`: of one step, for the rate. `trace`: the file for a trace of that step.
+    `tokens`: of one step, for the rate. `trace`: the file for a trace of that step. `first_steps`: before it.
 
     Raises what `begin` and `step` raise: `BudgetError` where no placement fits."""
     with _inside(virtual):
         engine = begin()
         try:
-            for _ in range(FIRST_STEPS):
+            for _ in range(first_steps):
                 step(engine)
             before = _Reading(virtual)
             if trace is not None:

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import offload
-from offload.cli.forecast import Work, forecast
+from offload.cli.forecast import Work, forecast, forecast_granted
 from offload.cli.main import main
 from offload.device.cpu import CpuAccelerator
 from offload.device.deferred import DeferredAccelerator
@@ -129,6 +129,24 @@ def test_on_the_cores_nothing_is_copied_and_the_drive_moves_what_a_real_run_move
     found = foretold(machine=dataclasses.replace(UNIFIED, kind="cpu"), **fields)
     assert found.moved_nbytes == real and real["h2d"] == real["d2h"] == 0
     assert found.step_seconds >= found.floor_seconds > 0
+
+
+def test_what_the_model_leaves_of_a_device_is_granted() -> None:
+    """Unless the configuration names a budget, or there is no such memory."""
+
+    def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        with torch.device("meta"):
+            model = tiny()
+        return model, adamw(model)
+
+    config = offload.Config(dtype="bf16", nvme=".", cpu_memory=2**30)
+    plain = forecast(*make(), config, MACHINE, WORK)
+    found, granted = forecast_granted(make, config, MACHINE, WORK)
+    assert found.fits and found.step_seconds <= plain.step_seconds and found.moved_nbytes["h2d"] <= plain.moved_nbytes["h2d"]
+    assert granted.device_memory is not None and found.own_nbytes < int(granted.device_memory) < MACHINE.device_nbytes
+    assert forecast_granted(make, config, UNIFIED, WORK)[1] is config
+    named = dataclasses.replace(config, device_memory=2**30)
+    assert forecast_granted(make, named, MACHINE, WORK) == (forecast(*make(), named, MACHINE, WORK), named)
 
 
 @pytest.mark.parametrize("case", CASES)
