@@ -119,14 +119,17 @@ class RunningCalls:
         units = (call.unit for call in reversed(self._calls) if call.started or not started)
         return next((unit for unit in units if unit is not None), None)
 
-    def drop_cut_short(self) -> bool:
-        """Forget the calls that an interrupt ended. Whether none is left of those that there were."""
-        count = len(self._calls)
-        while count and not self._calls[count - 1].is_running():
-            count -= 1
-        ended_all = not count and bool(self._calls)
-        del self._calls[count:]
-        return ended_all
+    @property
+    def innermost(self) -> Call:
+        """There is one."""
+        return self._calls[-1]
+
+    def drop_cut_short(self) -> list[Call]:
+        """Forget the calls that an interrupt ended; returns them, the innermost first."""
+        dropped = []
+        while self._calls and not self._calls[-1].is_running():
+            dropped.append(self._calls.pop())
+        return dropped
 
     def none_goes_on(self) -> None:
         """No forward does, nor a backward: the thread's turn is over."""

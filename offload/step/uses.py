@@ -41,9 +41,14 @@ class Uses:
         something that is not part of what goes on has the room of those."""
         end_backwards = self._end_backwards()
         goes_on = end_backwards is not None and end_backwards()
-        if self._calls.drop_cut_short() and not goes_on:
+        dropped = self._calls.drop_cut_short()
+        if dropped and not self._calls and not goes_on:
             self._calls.none_goes_on()
             self.abandon()
+            return
+        for call in dropped:  # whoever called them caught what ended them, and goes on
+            if call.started and call.unit is not None:
+                self.end(call.unit, recorded=call.recorded)
 
     def start(self, unit: Unit, *, recorded: bool) -> None:
         """The unit's parameters must be there from now on. `recorded`: part of a training step, so of its trace."""
