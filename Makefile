@@ -92,8 +92,9 @@ test-deepspeed: install
 # ---- packages. Tools of their own (the extra "package"), so that building one needs no torch.
 ARCHITECTURE ?= x86_64
 PACKAGING    := $(VENV)-package
+MATRIX_FLAGS ?=
 ENVIRONMENTS ?= $(VENV)-matrix
-MATRIX       ?= python3.10:2.6.0 python3.11:2.13.0 python3.12:2.15.0 python3.13:2.15.0
+MATRIX       ?= python3.10:2.6.0 python3.11:2.13.0 python3.12:2.13.0 python3.13:2.15.0
 VERSION       = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' offload/__init__.py)
 WHEEL         = dist/offload-$(VERSION)-py3-none-manylinux_2_28_$(ARCHITECTURE).whl
 
@@ -113,7 +114,8 @@ sdist: $(PACKAGING)/.made
 	$(PACKAGING)/bin/python -m build --sdist --no-isolation .
 
 test-matrix: wheel
-	$(PACKAGING)/bin/python tests/matrix.py --package $(WHEEL) --environments $(ENVIRONMENTS) --out docs/performance/matrix.json $(MATRIX)
+	$(PACKAGING)/bin/python tests/matrix.py $(MATRIX_FLAGS) --package $(WHEEL) --environments $(ENVIRONMENTS) \
+	  --out docs/performance/matrix.json $(MATRIX)
 
 test-sdist: sdist
 	$(PACKAGING)/bin/python tests/matrix.py --package dist/offload-$(VERSION).tar.gz --environments $(ENVIRONMENTS) $(PYTHON):$(TORCH:torch==%=%)
