@@ -119,10 +119,11 @@ class RunningCalls:
         units = (call.unit for call in reversed(self._calls) if call.started or not started)
         return next((unit for unit in units if unit is not None), None)
 
-    @property
-    def innermost(self) -> Call:
-        """There is one."""
-        return self._calls[-1]
+    def has_inside(self, module: nn.Module) -> bool:
+        """Whether the calling thread's innermost call is another than of the module."""
+        own = threading.get_ident()
+        innermost = next((call for call in reversed(self._calls) if call.thread == own), None)
+        return innermost is not None and innermost.module is not module
 
     def drop_cut_short(self) -> list[Call]:
         """Forget the calls that an interrupt ended; returns them, the innermost first."""

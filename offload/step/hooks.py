@@ -228,7 +228,7 @@ class Hooks:
                 self._backwards.watch_values(unit, self._first_numbers[unit.index], output)
             return
         try:
-            if self._calls and self._calls.innermost.module is not module and not self._training.has_failed:
+            if self._calls.has_inside(module) and not self._training.has_failed:
                 with self._training.failures():
                     self._uses.end_cut_short()  # of what this forward called, and caught the end of
             call = self._calls.pop(module)
