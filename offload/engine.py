@@ -34,7 +34,7 @@ from offload.ranks.transport import join_ranks
 from offload.statistics import statistics
 from offload.step.components import Components, give_back
 from offload.step.training import Training
-from offload.step.value_loading import ValueLoading
+from offload.step.values.loading import ValueLoading
 from offload.succession import Succession
 
 if TYPE_CHECKING:

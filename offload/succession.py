@@ -27,9 +27,9 @@ from offload.model.optimizer import OffloadOptimizer
 from offload.model.taken_gradient import TakenGradient
 from offload.ranks.agreement import MeetingPoint
 from offload.step.components import Components, give_back
-from offload.step.held_interrupt import HeldInterrupt
-from offload.step.hooks import Hooks
-from offload.step.turn import Turn
+from offload.step.hooks.module_hooks import Hooks
+from offload.step.threads.held_interrupt import HeldInterrupt
+from offload.step.threads.turn import Turn
 
 T = TypeVar("T")
 

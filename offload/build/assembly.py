@@ -47,7 +47,7 @@ from offload.planning.trace import Expected
 from offload.ranks.consensus import Facts, together
 from offload.ranks.group import Group
 from offload.step.components import Components
-from offload.step.reduction import AVERAGE_VARIABLE, average_dtype
+from offload.step.gradients.reduction import AVERAGE_VARIABLE, average_dtype
 
 _log = logging.getLogger(__name__)
 

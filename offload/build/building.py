@@ -23,13 +23,13 @@ from offload.planning.trace import Expected
 from offload.ranks.group import Group
 from offload.step.chunk_stores import ParameterStore, RecordStore
 from offload.step.components import Closable, Components, give_back
-from offload.step.device_room import DeviceRoom
-from offload.step.fetching import DirectFetcher, Fetcher, HomeFetcher, StagedFetcher
-from offload.step.gradients import Gradients
-from offload.step.residency import Capacity, Residency
-from offload.step.sinks import sink_for
-from offload.step.timeline import Timeline
-from offload.step.update import Updates
+from offload.step.gradients.gradients import Gradients
+from offload.step.residency.device_room import DeviceRoom
+from offload.step.residency.fetching import DirectFetcher, Fetcher, HomeFetcher, StagedFetcher
+from offload.step.residency.residency import Capacity, Residency
+from offload.step.threads.timeline import Timeline
+from offload.step.updates.sinks import sink_for
+from offload.step.updates.update import Updates
 from offload.tiers.memory import MemoryLedger
 from offload.tiers.staging import StagingPool
 

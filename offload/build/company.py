@@ -22,14 +22,14 @@ from offload.ranks.rendezvous import Rendezvous
 from offload.ranks.transport import Ranks
 from offload.step.chunk_stores import ParameterStore
 from offload.step.components import Closable
-from offload.step.fetching import Fetcher, GatheredFetcher, StagedFetcher
-from offload.step.gradients import Gradients
-from offload.step.intake import Intake, OwnGradients
-from offload.step.reduction import Reduction
-from offload.step.shard_exchange import ShardExchange
-from offload.step.spreading import SpreadUpdates
-from offload.step.timeline import Timeline
-from offload.step.update import Updates
+from offload.step.gradients.gradients import Gradients
+from offload.step.gradients.intake import Intake, OwnGradients
+from offload.step.gradients.reduction import Reduction
+from offload.step.residency.fetching import Fetcher, GatheredFetcher, StagedFetcher
+from offload.step.residency.shard_exchange import ShardExchange
+from offload.step.threads.timeline import Timeline
+from offload.step.updates.gather_after_update import SpreadUpdates
+from offload.step.updates.update import Updates
 from offload.tiers.memory import MemoryLedger
 
 

@@ -16,7 +16,7 @@ from offload.model.flat import ParameterInfo
 from offload.model.guard import ParameterGuard
 from offload.model.optimizer import OffloadOptimizer
 from offload.step.components import Components
-from offload.step.hooks import Hooks
+from offload.step.hooks.module_hooks import Hooks
 from offload.step.training import Training
 
 _owned = WeakIdKeyDictionary()

@@ -32,8 +32,8 @@ from offload.model.optimizer import OffloadOptimizer
 from offload.ranks.agreement import MeetingPoint
 from offload.step.calls import in_backward
 from offload.step.components import Components
-from offload.step.gathering import Gathering
 from offload.step.training import Training
+from offload.step.values.gathering import Gathering
 
 T = TypeVar("T")
 

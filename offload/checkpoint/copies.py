@@ -23,7 +23,7 @@ from contextlib import suppress
 
 from offload.device.pending import Latch
 from offload.model.chunk import Chunk
-from offload.step.update import Updates
+from offload.step.updates.update import Updates
 
 _LOOK_SECONDS = 0.2
 

@@ -26,8 +26,8 @@ from offload.model.flat import ParameterInfo
 from offload.model.peft_names import is_peft, is_peft_model
 from offload.ranks.agreement import MeetingPoint
 from offload.step.components import Components
-from offload.step.gathering import Gathering
 from offload.step.training import Training
+from offload.step.values.gathering import Gathering
 
 Pieces = Iterable[tuple[ParameterInfo, torch.Tensor]]
 """Of each parameter all elements in slot order, in any number of parts."""

@@ -7,16 +7,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from offload.model.unit import Unit
-from offload.step.turn import Turn
-
-if TYPE_CHECKING:
-    from offload.step.backward_passes import BackwardUse
+from offload.step.threads.turn import Turn
 
 FORWARD = "forward"
 """What a turn lasts for while calls run outside of backward."""
@@ -41,7 +37,7 @@ class Call:
     """One forward call of a hooked module that is running. Written by `Hooks`.
 
     unit      None where an enclosing call covers its use
-    inputs    those that need gradients; `use`: that of backward, where forward makes a graph
+    inputs    those that need gradients; `use`: that of backward (`BackwardUse`), where forward makes a graph
     recorded  it is part of a training step
     started   the unit's use has started, and lasts as long as the call
     covers    so has one of all units
@@ -53,7 +49,7 @@ class Call:
     unit: Unit | None = None
     thread: int = dataclasses.field(default_factory=threading.get_ident)
     inputs: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    use: BackwardUse | None = None
+    use: object = None
     recorded: bool = False
     started: bool = False
     covers: bool = False

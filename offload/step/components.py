@@ -14,12 +14,12 @@ from offload.planning.placement import Placement
 from offload.planning.trace import Expected
 from offload.ranks.group import Group, Meeting
 from offload.step.chunk_stores import ParameterStore, RecordStore
-from offload.step.fetching import Fetcher
-from offload.step.gradients import Gradients
-from offload.step.intake import Intake
-from offload.step.residency import Residency
-from offload.step.timeline import Timeline
-from offload.step.update import Updates
+from offload.step.gradients.gradients import Gradients
+from offload.step.gradients.intake import Intake
+from offload.step.residency.fetching import Fetcher
+from offload.step.residency.residency import Residency
+from offload.step.threads.timeline import Timeline
+from offload.step.updates.update import Updates
 from offload.tiers.io import IoBackend
 from offload.tiers.memory import MemoryLedger
 from offload.tiers.staging import StagingPool

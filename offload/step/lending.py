@@ -20,9 +20,9 @@ from offload.model.unit import Unit
 from offload.ranks.agreement import MeetingPoint
 from offload.ranks.consensus import checksum
 from offload.step.components import Components
-from offload.step.failure_state import FailureState
-from offload.step.homes import Homes
+from offload.step.threads.failure_state import FailureState
 from offload.step.uses import Uses
+from offload.step.write_back import Homes
 
 
 class Lender:

@@ -25,8 +25,8 @@ from offload.model.guard import unguarded
 from offload.model.taken_gradient import TakenGradient
 from offload.model.unit import ShardState, Unit
 from offload.step.components import Components
-from offload.step.micro_batches import MicroBatches
-from offload.step.token_clipping import TokenClipping
+from offload.step.sum_room import MicroBatches
+from offload.step.torch_clipping import TokenClipping
 
 _NAMED = 5
 """How many names an error message lists."""

@@ -16,7 +16,7 @@ from offload.model.flat import ParameterInfo
 from offload.model.leading_call import led_by
 from offload.model.unit import Unit
 from offload.step.calls import RunningCalls
-from offload.step.residency import Residency
+from offload.step.residency.residency import Residency
 from offload.step.speculation import Speculation
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from offload.step import clip_history
-from offload.step.update import Updates
+from offload.step.updates.update import Updates
 
 from .models import Setup
 

@@ -15,7 +15,7 @@ from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5F
 import offload
 from offload.model.unit import Unit, UnitState
 from offload.planning.trace import Edge, Event
-from offload.step.update import Updates
+from offload.step.updates.update import Updates
 
 from .models import IN_MEMORY, IN_PLACE_IN_BACKWARD, ON_NVME, ON_NVME_IN_PLACE, Setup, adamw
 from .runs import assert_same_bits, digest, refused, run_engine, token_loop

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
-from offload.step.device_room import DeviceRoom
+from offload.step.residency.device_room import DeviceRoom
 
 from .models import adamw
 from .runs import assert_same_bits

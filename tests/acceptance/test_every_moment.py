@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.step import turn
+from offload.step.threads import turn
 
 from .moments import interrupted_at
 from .runs import digest

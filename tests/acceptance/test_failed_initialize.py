@@ -23,7 +23,7 @@ from offload.build import allocation
 from offload.build.ownership import Taking
 from offload.deferred_init.deferred_init import is_deferred
 from offload.model import weights
-from offload.step.hooks import Hooks
+from offload.step.hooks.module_hooks import Hooks
 from tests.tiers.faulty_io import Fault, FaultyBackend
 
 from .models import IN_MEMORY, ON_CPU, ON_NVME, ON_NVME_IN_PLACE, Setup, adamw, stack, vector_batches

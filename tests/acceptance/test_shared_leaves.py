@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from offload.build import assembly
 from offload.model.partition import ModuleUnit, fold_for_ranks, partition, uses_of
 from offload.planning.trace import Edge, Use
-from offload.step import shared_gradients
+from offload.step.hooks import shared_gradients
 
 from .models import (
     IN_MEMORY,

@@ -18,8 +18,8 @@ from torch import nn
 import offload
 from offload.build import assembly
 from offload.step import clip_history
-from offload.step.gradient_buffers import RETAINED
-from offload.step.update import Updates
+from offload.step.gradients.buffers import RETAINED
+from offload.step.updates.update import Updates
 from offload.tiers import scratch
 
 from . import test_working_set

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from offload.step import turn
+from offload.step.threads import turn
 
 from .models import IN_PLACE_IN_BACKWARD, ON_CPU, ON_NVME_IN_PLACE, Setup, Stack, adamw, stack, vector_batches
 from .runs import Run, assert_close, refused, run_engine, run_plain

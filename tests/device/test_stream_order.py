@@ -19,8 +19,8 @@ from offload.device import cuda
 from offload.device.cuda import CudaAccelerator
 from offload.planning import placement
 from offload.step.chunk_stores import ParameterStore
-from offload.step.gradient_transit import GradientTransit
-from offload.step.gradients import Gradients
+from offload.step.gradients.arrival import GradientArrival
+from offload.step.gradients.transit import GradientTransit
 from offload.tiers.memory import HostMemory
 from tests.acceptance.chosen import choosing
 from tests.acceptance.models import Stack, stack, vector_batches
@@ -249,13 +249,13 @@ def test_chunks_that_leave_together(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     count = placement._transit_buffer_count
     monkeypatch.setattr(placement, "_transit_buffer_count", lambda *given: int(count(*given) * share))
     received: list[int] = []
-    receive = Gradients.receive_chunks
+    receive = GradientArrival.receive_chunks
 
-    def counted(self: Gradients, chunks: list[Any], *given: Any) -> Any:
+    def counted(self: GradientArrival, chunks: list[Any], *given: Any) -> Any:
         received.append(len(chunks))
         return receive(self, chunks, *given)
 
-    monkeypatch.setattr(Gradients, "receive_chunks", counted)
+    monkeypatch.setattr(GradientArrival, "receive_chunks", counted)
     losses, weights = train(tmp_path, "cpu", "cpu", width=96)
     assert losses == expected[0] and all(torch.equal(weights[name], expected[1][name]) for name in weights)
     assert max(received) > (3 if share == 1.0 else 1)

@@ -19,10 +19,10 @@ from offload.errors import BudgetError
 from offload.model.unit import Unit, UnitState
 from offload.planning.plan import Op, Schedule, Verb, plan, required_nbytes
 from offload.planning.trace import Edge, Event, Recorder, Trace
-from offload.step.device_room import DeviceRoom
-from offload.step.fetching import Fetcher
-from offload.step.timeline import Timeline
-from offload.step.update import Updates
+from offload.step.residency.device_room import DeviceRoom
+from offload.step.residency.fetching import Fetcher
+from offload.step.threads.timeline import Timeline
+from offload.step.updates.update import Updates
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,10 +30,10 @@ from offload.ranks.agreement import MeetingPoint
 from offload.ranks.averaging import HostReduction, averages_on_device
 from offload.ranks.rendezvous import Rendezvous
 from offload.ranks.transport import Ranks
-from offload.step.gradients import Gradients
-from offload.step.intake import Intake
-from offload.step.norm import summed_over_ranks
-from offload.step.timeline import Timeline
+from offload.step.gradients.gradients import Gradients
+from offload.step.gradients.intake import Intake
+from offload.step.gradients.norm import summed_over_ranks
+from offload.step.threads.timeline import Timeline
 from offload.tiers.memory import HostMemory, MemoryLedger
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -1,12 +1,12 @@
 """The engine's ears in the model: hooks of modules and parameters.
 
     forward      a pre-hook starts the unit's use, a hook ends it
-    backward     hooks of a call's outputs and inputs say where it is (`offload.step.backward_passes`)
+    backward     hooks of a call's outputs and inputs say where it is (`offload.step.hooks.backward_passes`)
     covered      where all units stay, calls inside a forward or backward of the whole model only leave word of the values that
                  they computed with: backward is to find the same
     gradients    right before PyTorch accumulates into `p.grad` the token of an earlier gradient is taken out; right
                  after, the gradient is handed over and a token put in its place; the parts of a shared parameter's are
-                 added by `offload.step.shared_gradients`
+                 added by `offload.step.hooks.shared_gradients`
 
 Recomputation (activation checkpointing, reentrant or not) is a forward inside backward, and simply nests.
 """
@@ -27,13 +27,13 @@ from offload.model.flat import ParameterInfo
 from offload.model.guard import refuse_loading
 from offload.model.partition import is_lookup, renormalizing
 from offload.model.unit import Unit
-from offload.step.backward_passes import BackwardPasses, BackwardUse
 from offload.step.calls import FORWARD, Call, in_backward, stack_of
-from offload.step.inputs import tensors_in
-from offload.step.model_events import ModelEvents
+from offload.step.hooks.backward_passes import BackwardPasses, BackwardUse
+from offload.step.hooks.model_events import ModelEvents
+from offload.step.hooks.uncompiled import Uncompiled
+from offload.step.nested_tensors import tensors_in
 from offload.step.second_order import levels_of
 from offload.step.training import Training
-from offload.step.uncompiled import Uncompiled
 
 
 class _ModuleHook(Uncompiled):
@@ -241,7 +241,7 @@ class Hooks:
                 self._training.turn.end(FORWARD)
 
     def _after_forward(self, call: Call, unit: Unit, output: Any) -> None:
-        if call.use is not None:
+        if isinstance(call.use, BackwardUse):
             self._await_backward(call, call.use, unit, output)
         with self._training.failures():
             try:

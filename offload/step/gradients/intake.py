@@ -2,7 +2,7 @@
 
 Intake         nothing is trained: nothing comes
 OwnGradients   one rank: what it computed is what counts
-Reduction      several ranks (`offload.step.reduction`)
+Reduction      several ranks (`offload.step.gradients.reduction`)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from offload.device.kernels import exact_sum
 from offload.model.flat import ParameterInfo
 from offload.model.unit import Unit
 from offload.ranks.agreement import MeetingPoint
-from offload.step.gradients import Gradients
+from offload.step.gradients.gradients import Gradients
 
 
 class Intake:

@@ -30,9 +30,9 @@ from offload.model.update import ChunkUpdate, PieceUpdate, UnitUpdate
 from offload.planning.purposes import RECORDS, RECORDS_ON_DEMAND
 from offload.planning.route import Emission, Memory
 from offload.step.chunk_stores import RecordStore
-from offload.step.gradients import Gradients
-from offload.step.sinks import ParameterSink, ValuesNeeded
-from offload.step.timeline import RECORD_WRITES, Timeline
+from offload.step.gradients.gradients import Gradients
+from offload.step.threads.timeline import RECORD_WRITES, Timeline
+from offload.step.updates.sinks import ParameterSink, ValuesNeeded
 from offload.tiers.staging import Lease, StagingPool
 
 

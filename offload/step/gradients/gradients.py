@@ -22,9 +22,9 @@ from offload.model.chunk import Chunk, ChunkGradient
 from offload.model.flat import ParameterInfo
 from offload.model.taken_gradient import TakenGradient
 from offload.step.chunk_stores import StoreFactory
-from offload.step.gradient_arrival import GradientArrival
-from offload.step.gradient_places import GradientPlaces, gradient_of
-from offload.step.gradient_transit import Addition
+from offload.step.gradients.arrival import GradientArrival
+from offload.step.gradients.places import GradientPlaces, gradient_of
+from offload.step.gradients.transit import Addition
 from offload.tiers.staging import StagingPool
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from offload.device.accelerator import Accelerator, MemoryUse
 from offload.step.calls import in_backward
-from offload.step.inputs import tensors_in
+from offload.step.nested_tensors import tensors_in
 
 _SHARE = 0.9
 """Of what is left. The rest is for what the allocator cannot use of what it has, and for who else computes there."""

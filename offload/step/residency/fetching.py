@@ -20,7 +20,7 @@ from offload.model.unit import Fetch, Unit
 from offload.planning.purposes import FETCHED
 from offload.ranks.rendezvous import Rendezvous
 from offload.step.chunk_stores import ParameterStore
-from offload.step.update import Updates
+from offload.step.updates.update import Updates
 from offload.tiers.staging import Lease, StagingPool
 
 

@@ -15,9 +15,9 @@ from offload.model.unit import Unit
 from offload.model.weight_names import persistent_buffers
 from offload.ranks.agreement import MeetingPoint
 from offload.step.components import Components
-from offload.step.homes import Homes
 from offload.step.lending import Lending
 from offload.step.training import Training
+from offload.step.write_back import Homes
 
 
 class Gathering:

@@ -25,9 +25,9 @@ from offload.model.chunk import Chunk, ChunkGradient
 from offload.model.flat import ParameterInfo
 from offload.planning.purposes import SUMS
 from offload.planning.route import Memory
-from offload.step.gradient_buffers import GradientBuffers
-from offload.step.gradient_places import gradient_of
-from offload.step.gradient_transit import Addition, DeviceSums, GradientTransit, Landing, PackedPiece, joined, runs
+from offload.step.gradients.buffers import GradientBuffers
+from offload.step.gradients.places import gradient_of
+from offload.step.gradients.transit import Addition, DeviceSums, GradientTransit, Landing, PackedPiece, joined, runs
 from offload.tiers.staging import StagingPool
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from offload.model.unit import Unit
 from offload.model.update import UnitUpdate
 from offload.ranks.rendezvous import Rendezvous, Request
-from offload.step.update import Updates
+from offload.step.updates.update import Updates
 
 
 class SpreadUpdates(Updates):

@@ -11,9 +11,9 @@ from offload.model.flat import Flat
 from offload.model.unit import Unit
 from offload.ranks.transport import Ranks
 from offload.step.chunk_stores import ParameterStore
-from offload.step.fetching import StagedFetcher
-from offload.step.reduction import Reduction
-from offload.step.update import Updates
+from offload.step.gradients.reduction import Reduction
+from offload.step.residency.fetching import StagedFetcher
+from offload.step.updates.update import Updates
 from offload.tiers.memory import HostMemory, MemoryLedger
 
 

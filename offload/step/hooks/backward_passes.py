@@ -23,12 +23,12 @@ import torch
 from offload.errors import UsageError
 from offload.model.flat import ParameterInfo
 from offload.model.unit import Unit
-from offload.step.inputs import tensors_in
-from offload.step.model_events import ModelEvents
+from offload.step.hooks.model_events import ModelEvents
+from offload.step.hooks.shared_gradients import SharedGradients, is_accumulated
+from offload.step.nested_tensors import tensors_in
 from offload.step.second_order import SecondOrder, levels_of
-from offload.step.shared_gradients import SharedGradients, is_accumulated
+from offload.step.threads.turn import Turn
 from offload.step.training import Training
-from offload.step.turn import Turn
 
 
 class BackwardUse:

@@ -1,0 +1,1 @@
+"""Gradients from autograd to the update that consumes them."""

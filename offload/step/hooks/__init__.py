@@ -1,0 +1,1 @@
+"""What the model and autograd tell the engine."""

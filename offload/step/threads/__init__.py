@@ -1,0 +1,1 @@
+"""Who may go through the model, what Ctrl-C waits for, what a failure leaves, and who waited for whom."""

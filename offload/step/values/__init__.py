@@ -1,0 +1,1 @@
+"""Whole values by name, as users read and write them between steps."""
