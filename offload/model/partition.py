@@ -76,6 +76,8 @@ def _numel(module: nn.Module) -> int:
 
 def _big_leaves(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
     inside = {id(module) for _, block in blocks for module in block.modules()}
+    # Attention reads this one's weight and never calls it: as a unit it would come with the root's uses, which no plan knows.
+    inside.update(id(module.out_proj) for module in model.modules() if isinstance(module, nn.MultiheadAttention))
     big_numel = max(_numel(block) for _, block in blocks) // 4 if blocks else _numel(model) // 8
     return [
         (name, module)

@@ -177,6 +177,11 @@ FOUND = {
         ),
         ranks=2,
     ),
+    "what attention reads of a child that it does not call came with the root, beside what stays on the device": Program(
+        Model(width=3, blocks=("attention",)),
+        (Setup("nvme", accelerator="deferred", prefetch=0, on_device=1.0),),
+        (op("slope", batch=0), op("train", batch=1)),
+    ),
 } | {
     f"one backward through what is used twice found no room, {where}": Program(
         Model(width=3, blocks=blocks, reused=True, tie=tie, checkpointing="reentrant"),
