@@ -6,6 +6,7 @@ import itertools
 import weakref
 from collections.abc import Iterable, Mapping
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from offload.errors import ParameterAccessError
 
 _owners = WeakIdKeyDictionary()
 _ids = itertools.count()
+_DEVICE_OF = torch.Tensor.device.__get__
 _ANSWERS = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor")
 
 
@@ -62,7 +64,13 @@ class _Partitioned(nn.Parameter):
     """A parameter of `zero.Init` before `initialize`. It has no memory, and says that it is on the CPU, where its value is
     computed: libraries make what is to go with it (a larger embedding, an adapter) where it says it is."""
 
-    device = property(lambda _: torch.device("cpu"))
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Who asks for the device is told so. Operators see that it is nowhere: else they would compute with garbage."""
+        if func == _DEVICE_OF:
+            return torch.device("cpu")
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
 def answer(parameters: Iterable[nn.Parameter], ranks: int, plain: Mapping[int, type] | None = None) -> None:

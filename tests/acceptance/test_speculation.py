@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -319,10 +320,14 @@ def test_what_was_read_ahead_for_an_absent_unit_is_updated_where_it_is_used(
     def recall_late(updates: Updates, units: Any) -> Any:
         all_enqueued.set()
         for unit in updates.launched_units:
-            updates.apply(unit)  # on the way what comes next is read ahead, as far as there are buffers
-        waiting = [unit for unit in updates.pending_units if unit.update.job is None]
-        started = {unit.name: {one.started for one in unit.update.chunks} for unit in waiting}
-        partly_read.update(name for name, of_chunks in started.items() if of_chunks == {True, False})
+            updates.apply(unit)
+        deadline = time.monotonic() + 30
+        for unit in [unit for unit in updates.pending_units if unit.update.job is None]:
+            while not any(one.started for one in unit.update.chunks) and time.monotonic() < deadline:
+                updates.read_ahead()  # as far as there are buffers, once the last writes have left them
+                time.sleep(0.001)
+            if not all(one.started for one in unit.update.chunks):
+                partly_read.add(unit.name)
         return recall(updates, units)
 
     monkeypatch.setattr(Updates, "_run", run_late)

@@ -151,8 +151,20 @@ def test_a_block_in_a_block_after_initialize(start: Start) -> None:
             other = small()
     assert all(hasattr(one, "ds_id") and one.is_meta for one in other.parameters())
     with deepspeed.zero.GatheredParameters(other[0].weight):
-        assert other[0].weight.norm().item() > 0
+        assert other[0].weight.norm().item() == small()[0].weight.norm().item()
     assert engine.module is model
+
+
+def test_a_parameter_without_memory_says_it_is_on_the_cpu_and_nobody_computes_with_it() -> None:
+    """Not even with what the allocator last had there."""
+    with deepspeed.zero.Init():
+        model = small()
+    weight = model[0].weight
+    assert weight.device == torch.device("cpu") and weight.is_meta
+    found = (weight.norm(), weight + 1, weight.exp().sum(), torch.zeros_like(weight), weight.new_ones(3), weight.topk(2).values)
+    assert all(one.is_meta for one in found)
+    with pytest.raises(RuntimeError, match="meta"):
+        model(torch.ones(3, 4)).sum().item()
 
 
 def test_initial_values_are_rank_zeros(two: Crew) -> None:
