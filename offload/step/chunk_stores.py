@@ -145,6 +145,8 @@ class ChunkStore(ABC):
         """The chunk, which must be `undoable`, is again what it was before its last write. Nobody may be reading it."""
         self.settle_write(chunk)
         place = self._place(chunk)
+        if place.store is None:
+            return  # it has no bytes: plain SGD keeps nothing
         assert place.other is not None, "what is written in place cannot be undone"
         _turn(place)
 

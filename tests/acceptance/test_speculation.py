@@ -342,6 +342,18 @@ def test_what_was_read_ahead_for_an_absent_unit_is_updated_where_it_is_used(
 
 
 @both
+def test_an_update_without_states_is_undone(opened: Any, speculating: None, setup: Setup) -> None:
+    """Plain SGD keeps nothing but the weights."""
+    results = []
+    for where in (IN_MEMORY, setup):
+        model = llama(2, 64)
+        engine = opened(model, torch.optim.SGD(model.parameters(), lr=0.25), where, dtype="fp32", max_grad_norm=ALWAYS)
+        results.append(run_engine(engine, train))
+    assert_same_bits(results[1], results[0])
+    assert counts(engine) == (STEPS, STEPS)
+
+
+@both
 def test_non_finite_gradients_change_nothing(opened: Any, speculating: None, setup: Setup) -> None:
     """What was updated before the last gradient turned out not to be finite is as it was, and training goes on."""
 
