@@ -165,19 +165,8 @@ def simple_loop(steps: int = 6, width: int = 16, clip: float | None = None, rows
 
 def token_loop(steps: int = 6) -> Loop:
     """Language modelling on bytes of text with a Hugging Face model."""
-    batches = byte_batches(steps)
-
-    def loop(run: Run) -> list[float]:
-        losses = []
-        for tokens in batches:
-            loss = run.model(input_ids=tokens, labels=tokens).loss
-            loss.backward()
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
-    return loop
+    batches = [(tokens, tokens) for tokens in byte_batches(steps)]
+    return loop_of(batches, lambda run, _, tokens, labels: run.model(input_ids=tokens, labels=labels).loss)
 
 
 BITWISE_STEPS = 20
