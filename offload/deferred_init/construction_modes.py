@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from offload.deferred_init.file_values import MappedFiles
 from offload.deferred_init.parameter_names import ModuleWatch, modules_under_construction
+from offload.deferred_init.real_storages import RealStorages
 from offload.deferred_init.recording import Registry, touched_memories
 from offload.deferred_init.replay import needed_operations
 from offload.deferred_init.tape import Tape
@@ -50,9 +51,12 @@ class RecordOperators(TorchDispatchMode):
     def __init__(self, tape: Tape) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tape = tape
+        self._storages = RealStorages(tape)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():
+            if func.overloadpacket is torch.ops.aten.set_ and self._tape.is_deferred(args[0]):
+                return self._storages.put_under(args[0], func, *args[1:])
             return self._tape.call(func, tuple(args), kwargs or {})
 
 

@@ -17,12 +17,13 @@ When the block ends, buffers and other tensors that modules hold (as attributes,
 attributes) become real tensors; parameters stay on the meta device.
 
 What is loaded from safetensors inside the block is remembered, not read: `from_pretrained` of a local folder gives a model on
-the meta device whose values are those of its files, each read when it is asked for.
+the meta device whose values are those of its files, each read when it is asked for. So is what `torch.load` gives; it is in
+memory already, unless it was loaded with `mmap=True`.
 
 Limits. `.numpy()`, `data_ptr()` and DLPack give memory to others, which a recording cannot follow: `InitializerError`.
 Values changed through `parameter.data` after the block cannot be noticed; changes made on the parameter itself are, and
 are an error. A cast after the block (`model.to(torch.bfloat16)`) is applied to the replayed values. Parameters made
-of memory from elsewhere (`torch.from_numpy`, `torch.load`) are real from the start.
+of memory from elsewhere (`torch.from_numpy`) are real from the start.
 
 Thread-safety: a block concerns the thread that entered it. The other functions may be called from any thread, but two
 threads should not change one model at once; see `offload.deferred_init.replay` for what a replay touches.

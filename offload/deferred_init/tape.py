@@ -104,13 +104,22 @@ class Tape:
 
     def read(self, content: FileBytes) -> Tensor:
         """A deferred tensor, uint8 [nbytes], with what lies in a file."""
+        return self._bytes(content.nbytes, content)
+
+    def stored(self, storage: torch.UntypedStorage) -> Tensor:
+        """A deferred tensor, uint8 [nbytes], with what a real storage holds when the value is asked for."""
         with plain_torch():
-            twin = torch.empty(content.nbytes, dtype=torch.uint8, device="meta")
-            output = Output(0, view_over(Memory(), twin), content.nbytes)
+            held = torch.empty(0, dtype=torch.uint8).set_(storage)
+        return self._bytes(storage.nbytes(), aten.clone.default, Constant(held, None))
+
+    def _bytes(self, nbytes: int, function: Any, *args: Any) -> Tensor:
+        with plain_torch():
+            twin = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+            output = Output(0, view_over(Memory(), twin), nbytes)
             operation = Operation(
                 index=next_index(),
-                function=content,
-                args=(),
+                function=function,
+                args=args,
                 kwargs={},
                 reads=(),
                 writes=(),

@@ -47,6 +47,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         model = AutoModelForCausalLM.from_config(config())
         model.save_pretrained(found[name], max_shard_size="40KB" if name == "llama" else "5GB")
     found["adapter"] = tmp_path_factory.mktemp("adapter")
+    found["pickled"] = tmp_path_factory.mktemp("pickled")
+    model = AutoModelForCausalLM.from_pretrained(found["gpt2"])
+    model.config.save_pretrained(found["pickled"])
+    torch.save(model.state_dict(), found["pickled"] / "pytorch_model.bin")
     adapted(AutoModelForCausalLM.from_pretrained(found["llama"]), init_lora_weights=False).save_pretrained(found["adapter"])
     return found
 
@@ -87,6 +91,7 @@ LOADING: dict[str, Callable[[dict[str, Path]], Any]] = {
     "sharded": lambda at: AutoModelForCausalLM.from_pretrained(at["llama"]),
     "cast": lambda at: AutoModelForCausalLM.from_pretrained(at["llama"], dtype=torch.bfloat16),
     "tied": lambda at: AutoModelForCausalLM.from_pretrained(at["gpt2"]),
+    "pickled": lambda at: AutoModelForCausalLM.from_pretrained(at["pickled"]),
     "experts in files of their own": lambda at: AutoModelForCausalLM.from_pretrained(at["mixtral"]),
     "without a head": lambda at: AutoModel.from_pretrained(at["llama"]),
     "with a new head": lambda at: AutoModelForSequenceClassification.from_pretrained(at["llama"], num_labels=3),
