@@ -28,6 +28,7 @@ from offload.step.residency.device_room import DeviceRoom
 from offload.step.residency.fetching import DirectFetcher, Fetcher, HomeFetcher, StagedFetcher
 from offload.step.residency.residency import Capacity, Residency
 from offload.step.threads.timeline import Timeline
+from offload.step.updates.record_access import record_accesses
 from offload.step.updates.sinks import sink_for
 from offload.step.updates.update import Updates
 from offload.tiers.memory import MemoryLedger
@@ -92,7 +93,8 @@ class Building:
                 (emission, memory): sink_for(emission, accelerator, pool, places)
                 for emission, memory in {(route.emission, route.update_in) for route in self._routes}
             }
-            updates = company.updates(records, gradients, sinks, pool, accelerator, timeline)
+            accesses = record_accesses(records, pool, timeline)
+            updates = company.updates(records, gradients, accesses, sinks, accelerator, timeline)
             self._made.extend((gradients, updates))
         own_fetcher = self._fetcher(places, pool, updates)
         self._made.append(own_fetcher)

@@ -105,7 +105,6 @@ class StateWriter:
         records = self._parts.records
         if records is None or not chunk.flat.layout.trainable:
             return None
-        records.settle_write(chunk)
         home = records.view(chunk)
         in_place = home is not None and home.device.type == "cpu"
         content = home if home is not None and in_place else self._buffers.record.take(records.nbytes(chunk)).zero_()
@@ -131,7 +130,6 @@ class StateWriter:
 
     def _fill_values(self, chunk: Chunk, masters: torch.Tensor | None) -> None:
         nbytes, places = chunk.nbytes, self._parts.parameter_store
-        places.settle_write(chunk)
         places.settle_copies(chunk)
         home = places.view(chunk)
         in_place = home is not None and home.device.type == "cpu"

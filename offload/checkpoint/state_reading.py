@@ -233,7 +233,6 @@ def raw_arrays(parts: Components, places: ChunkStore, chunk: Chunk) -> dict[str,
 
 def _read(places: ChunkStore, chunk: Chunk, buffer: ChunkBuffer, transfers: list[Pending]) -> torch.Tensor:
     """The chunk's bytes in host memory: where they lie, or in the buffer when what joins `transfers` is over."""
-    places.settle_write(chunk)
     stored = places.view(chunk)
     if stored is not None and stored.device.type == "cpu":
         return stored

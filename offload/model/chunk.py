@@ -18,7 +18,7 @@ import torch
 from offload.device.pending import Pending
 from offload.device.step_table import StepTable
 from offload.layout import ChunkLayout, Extent, Piece
-from offload.planning.route import Route
+from offload.planning.route import RecordPath, Route
 from offload.tiers.staging import Lease
 from offload.tiers.store import Store
 
@@ -105,6 +105,7 @@ class Chunk:
     """A chunk of a flat. Made once, with its flat; two of them are the same chunk only if they are the same object.
 
     gradient    None where the chunk is not trained
+    record_path how its update gets at its record. Written by the `RecordStore` when it is made
     step_table  what the native step of the chunk is told, made at its first. Written by `Updates` on its lane
     """
 
@@ -113,6 +114,7 @@ class Chunk:
     pieces: tuple[tuple[ParameterInfo, Piece], ...]
     parameters: Place = field(default_factory=Place)
     record: Place = field(default_factory=Place)
+    record_path: RecordPath = RecordPath.IN_PLACE
     gradient: ChunkGradient | None = None
     step_table: StepTable | None = None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import lru_cache
 from itertools import chain, repeat
 
 from offload.planning.budget import Tier
@@ -54,6 +55,20 @@ class Emission(Enum):
     COPY_OUT = "copy out"
 
 
+_FROM_STORE = (Emission.RESIDENT, Emission.STORE)
+
+
+class RecordPath(Enum):
+    """How an update gets at a chunk's record, and leaves the new one.
+
+    IN_PLACE  it lies in memory that the update's kernel can address
+    FILE      read from a file into a staging buffer, and written from there
+    """
+
+    IN_PLACE = "in place"
+    FILE = "file"
+
+
 @dataclass(frozen=True, slots=True)
 class Route:
     """One unit's.
@@ -76,6 +91,21 @@ class Route:
     kept_records: int = 0
     undoable: bool = False
 
+    def __post_init__(self) -> None:
+        """Refuse what nothing executes."""
+        on_device = self.update_in is Memory.DEVICE
+        reasons = {
+            "there is no device memory beside the host's to update in": on_device and self.model_in is Memory.HOST,
+            "the host cannot address records in device memory": self.records_in is Memory.DEVICE and not on_device,
+            "records go to the device by way of host memory": on_device and self.records_in is not Memory.DEVICE,
+            "the device updates with gradients that it has": on_device and self.gradients_in is not Memory.DEVICE,
+            "what stays has no store to be read from": not self.has_store and self.emission in _FROM_STORE,
+            "values cross to the other memory": self.crosses and (self.home_in is self.update_in),
+        }
+        wrong = [reason for reason, holds in reasons.items() if holds]
+        if wrong:
+            raise AssertionError(f"{self} cannot be: {'; '.join(wrong)}")
+
     @property
     def has_store(self) -> bool:
         """Whether the parameters have a home in a store, rather than in the very memory that the model computes on."""
@@ -85,6 +115,11 @@ class Route:
     def home_in(self) -> Memory:
         """The memory in which the home of its parameters lies, or through which they come from there."""
         return self.model_in if self.parameters == "device" else Memory.HOST
+
+    @property
+    def records_in(self) -> Memory:
+        """The memory in which records lie, or through which they come from a file."""
+        return self.model_in if self.records == "device" else Memory.HOST
 
     @property
     def crosses(self) -> bool:
@@ -145,6 +180,7 @@ def with_undo(routes: Sequence[Route], unit_indices: Collection[int]) -> tuple[R
     return tuple(replace(one, undoable=True) if index in unit_indices else one for index, one in enumerate(routes))
 
 
+@lru_cache
 def _route(parameters: Tier, gradients: Tier, records: Tier, *, unified: bool, sharded: bool) -> Route:
     stays = not sharded and (parameters == "device" or (parameters == "cpu" and unified))
     arrival = Arrival.STAYS if stays else Arrival.READ if unified and not sharded else Arrival.COPIED

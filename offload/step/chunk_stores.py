@@ -16,6 +16,7 @@ from offload.model.chunk import Chunk, Place
 from offload.model.flat import Flat, some_of
 from offload.planning.budget import Tier
 from offload.planning.purposes import OPTIMIZER_STATES
+from offload.planning.route import RecordPath
 from offload.tiers.io import OpenFile, Priority
 from offload.tiers.store import ExtentSnapshot, Store
 
@@ -101,9 +102,14 @@ class ChunkStore(ABC):
         return extent.nbytes if extent is not None else 0
 
     def view(self, chunk: Chunk) -> torch.Tensor | None:
-        """The chunk's bytes where they lie, if they can be used in place."""
+        """The chunk's bytes where they lie, if they can be used in place. Waits for its last write then."""
         place = self._place(chunk)
-        return _NOTHING if place.extent is None or place.store is None else place.store.view(place.extent)
+        if place.extent is None or place.store is None:
+            return _NOTHING
+        found = place.store.view(place.extent)
+        if found is not None:
+            self.settle_write(chunk)
+        return found
 
     def read(self, chunk: Chunk, into: torch.Tensor) -> Pending:
         self.settle_write(chunk)
@@ -266,7 +272,9 @@ class RecordStore(ChunkStore):
         self._formats = {id(chunk.flat): format_of(chunk.flat) for chunk, _ in known}
         sizes = [(chunk, tier, self.format(chunk).nbytes(chunk.numel)) for chunk, tier in known]
         super().__init__(sizes, OPTIMIZER_STATES.furthest, make_store, undoable)
-        self.in_memory = all(self.view(chunk) is not None for chunk, _ in known)
+        for chunk, _ in known:
+            chunk.record_path = RecordPath.FILE if self.view(chunk) is None else RecordPath.IN_PLACE
+        self.in_memory = all(chunk.record_path is RecordPath.IN_PLACE for chunk, _ in known)
         """Whether every record is updated where it lies, with no transfer."""
 
     @staticmethod

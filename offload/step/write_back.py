@@ -33,6 +33,13 @@ class Homes:
         records.read(chunk, buffer).wait()
         return buffer
 
+    def put_back(self, chunk: Chunk, record: torch.Tensor) -> None:
+        """What `read_record` gave was changed: bring it home."""
+        records = self._parts.records
+        assert records is not None
+        if records.view(chunk) is None:
+            records.write(chunk, record).wait()
+
     def tell(self, chunk: Chunk, pieces: Iterable[Piece]) -> None:
         """Make the values of these pieces, in memory, what the record's masters on NVMe say, as an update leaves them. In
         staging buffers of the updates, none of which may run."""
@@ -70,8 +77,7 @@ class Homes:
                     record = records.over(chunk, buffer)
                     low, high = piece.start - chunk.start, piece.stop - chunk.start
                     record.replace_master(low, high, written[part].to(buffer.device), ordered[part].to(buffer.device))
-                    if records.view(chunk) is None:
-                        records.write(chunk, buffer).wait()
+                    self.put_back(chunk, buffer)
                 if chunk.route.has_store:
                     self._write_chunk(chunk)
 

@@ -27,13 +27,12 @@ from offload.device.step_table import JoinedTable, Span, StepTable
 from offload.model.chunk import Chunk
 from offload.model.unit import Unit
 from offload.model.update import ChunkUpdate, PieceUpdate, UnitUpdate
-from offload.planning.purposes import RECORDS, RECORDS_ON_DEMAND
-from offload.planning.route import Emission, Memory
+from offload.planning.route import Emission, Memory, RecordPath
 from offload.step.chunk_stores import RecordStore
 from offload.step.gradients.gradients import Gradients
-from offload.step.threads.timeline import RECORD_WRITES, Timeline
+from offload.step.threads.timeline import Timeline
+from offload.step.updates.record_access import RecordAccess
 from offload.step.updates.sinks import ParameterSink, ValuesNeeded
-from offload.tiers.staging import Lease, StagingPool
 
 
 class Watcher(Protocol):
@@ -53,12 +52,12 @@ class Updates:
         self,
         records: RecordStore,
         gradients: Gradients,
+        accesses: Mapping[RecordPath, RecordAccess],
         sinks: Mapping[tuple[Emission, Memory], ParameterSink],
-        pool: StagingPool,
         accelerator: Accelerator,
         timeline: Timeline,
     ) -> None:
-        self._records, self._gradients, self._sinks, self._pool = records, gradients, sinks, pool
+        self._records, self._gradients, self._accesses, self._sinks = records, gradients, accesses, sinks
         self._accelerator, self._timeline = accelerator, timeline
         self._reads = not records.in_memory or gradients.spills or gradients.brings
         # On the device an update is a launch in the order of compute, not work for a thread of the host.
@@ -196,7 +195,8 @@ class Updates:
                 self._give_up(chunk_update)
                 continue
             if not chunk_update.started:
-                self._start_reading(chunk_update, self._lease_now(chunk_update.chunk))
+                self._access(chunk_update.chunk).reserve(chunk_update, now=True)
+                self._start_reading(chunk_update)
             if unit.route.update_in is Memory.HOST:
                 self._read_ahead()
             update.published.append(self._apply(chunk_update))
@@ -218,7 +218,8 @@ class Updates:
                 for unit, update in runs:
                     self._run(unit, update)
                 return
-            places = zip(chunks, map(self._records_view, chunks), values, strict=True)
+            records = [self._access(one.chunk).begin(one) for one in updates]
+            places = zip(chunks, records, values, strict=True)
             self._joined = JoinedTable([(self._step_table(chunk, own), record, own) for chunk, record, own in places])
             self._joined_chunks = chunks
         assert self._joined is not None
@@ -230,51 +231,33 @@ class Updates:
         for one in updates:
             one.started = one.applied = True
 
-    def _records_view(self, chunk: Chunk) -> Tensor:
-        view = self._records.view(chunk)
-        assert view is not None, "a record in memory has its place there"
-        return view
-
     def _sink(self, chunk: Chunk) -> ParameterSink:
         """Each lane has its own: one chunk is in a sink's hands at a time."""
         return self._sinks[chunk.route.emission, chunk.route.update_in]
 
-    def _is_in_place(self, chunk: Chunk) -> bool:
-        """Whether the chunk's record is updated where it lies."""
-        return self._records.in_memory or self._records.view(chunk) is not None
-
-    def _lease_now(self, chunk: Chunk) -> Lease | None:
-        if self._is_in_place(chunk):
-            return None
-        lease = self._pool.try_lease(RECORDS)
-        if lease is None:
-            with self._timeline.lane_waiting(RECORD_WRITES):
-                lease = self._pool.lease(RECORDS_ON_DEMAND)
-        return lease
+    def _access(self, chunk: Chunk) -> RecordAccess:
+        return self._accesses[chunk.record_path]
 
     def _read_ahead(self) -> None:
-        """Read what comes next in the enqueued order, as far as there are buffers; pass over records that lie in memory."""
+        """Read what comes next in the enqueued order, as far as there are buffers."""
         while self._ahead:
             first = self._ahead[0]
-            if first.cancelled:
-                self._ahead.popleft()
-                continue
-            if not first.started and not self._is_in_place(first.chunk):
-                lease = self._pool.try_lease(RECORDS)
-                if lease is None:
-                    return
-                self._start_reading(first, lease)
-            elif not first.started and not self._prefetch_gradient(first):
+            if not (first.cancelled or first.started or self._reads_ahead(first)):
                 return
             self._ahead.popleft()
 
+    def _reads_ahead(self, update: ChunkUpdate) -> bool:
+        access = self._access(update.chunk)
+        if not access.reads_ahead:
+            return self._prefetch_gradient(update)
+        if not access.reserve(update, now=False):
+            return False
+        self._start_reading(update)
+        return True
+
     def _give_up(self, chunk_update: ChunkUpdate) -> None:
         chunk_update.started = True  # so that nothing is read ahead for it
-        lease, chunk_update.lease = chunk_update.lease, None
-        if lease is not None:
-            if chunk_update.reading is not None:
-                chunk_update.reading.wait()
-            lease.release()
+        self._access(chunk_update.chunk).forget(chunk_update)
         self._sink(chunk_update.chunk).forget(chunk_update.chunk)
 
     def _prefetch_gradient(self, chunk_update: ChunkUpdate) -> bool:
@@ -284,13 +267,11 @@ class Updates:
             chunk_update.failure = error  # as in _start_reading
             return True
 
-    def _start_reading(self, chunk_update: ChunkUpdate, lease: Lease | None) -> None:
+    def _start_reading(self, chunk_update: ChunkUpdate) -> None:
         chunk_update.started = True
-        chunk_update.lease = lease
         chunk = chunk_update.chunk
         try:
-            if lease is not None:
-                chunk_update.reading = self._records.read(chunk, lease.tensor[: self._records.nbytes(chunk)])
+            self._access(chunk).read(chunk_update)
             if self._old(chunk_update) is ValuesNeeded.ALL:
                 self._sink(chunk).read_ahead(chunk)
             self._gradients.prefetch(chunk)  # False: the update in hand reads it
@@ -304,17 +285,15 @@ class Updates:
         return ValuesNeeded.NONE if chunk_update.updates_every_slot else ValuesNeeded.REST
 
     def _apply(self, chunk_update: ChunkUpdate) -> Pending:
-        chunk, lease = chunk_update.chunk, chunk_update.lease
+        chunk = chunk_update.chunk
+        access = self._access(chunk)
         if chunk_update.failure is not None:
             raise chunk_update.failure
         with self._timeline.lane_waiting("read records"):
-            if chunk_update.reading is not None:
-                chunk_update.reading.wait()
+            buffer = access.begin(chunk_update)
             gradients = self._gradients.open(chunk, [piece.piece for piece in chunk_update.pieces])
         with self._timeline.lane_waiting("read parameters"):
             values = self._sink(chunk).begin(chunk, self._old(chunk_update))
-        buffer = lease.tensor if lease is not None else self._records.view(chunk)
-        assert buffer is not None
         watcher = self.watcher  # once: a save that ends takes it away
         if watcher is not None:
             with self._timeline.lane_waiting("copy for checkpoint"):
@@ -328,9 +307,7 @@ class Updates:
                 optimizer_step.update([_segment(chunk_update, piece, record, gradient, values) for piece, gradient in pairs])
         self._gradients.release(chunk)
         published = self._sink(chunk).commit(chunk, values, [piece.piece for piece in chunk_update.pieces])
-        if lease is not None:
-            chunk_update.lease = None
-            lease.release(after=self._records.write(chunk, buffer[: self._records.nbytes(chunk)]))
+        access.commit(chunk_update, buffer)
         chunk_update.applied = True  # before it is told: `coming` may be asked for between the two
         watcher = self.watcher
         if watcher is not None:

@@ -20,6 +20,7 @@ from offload.ranks.group import Group
 from offload.step.calls import in_backward
 from offload.step.components import Components
 from offload.step.training import Training
+from offload.step.write_back import Homes
 from offload.tiers.memory import HostMemory
 
 
@@ -28,7 +29,7 @@ class ValueLoading:
 
     def __init__(self, parts: Components, training: Training, model: nn.Module, state: Mapping[str, Tensor]) -> None:
         self._parts, self._training, self._state = parts, training, state
-        self._buffers = dict(persistent_buffers(model))
+        self._buffers, self._homes = dict(persistent_buffers(model)), Homes(parts)
 
     def run(self) -> None:
         """See `Engine.load_state_dict`."""
@@ -120,23 +121,16 @@ class ValueLoading:
         records = self._parts.records
         if records is None or not chunk.flat.layout.trainable or not records.format(chunk).own_master:
             return
-        records.settle_write(chunk)
-        stored = records.view(chunk)
-        buffer = stored
-        if buffer is None:
-            buffer = HostMemory(records.nbytes(chunk), "loaded records", ledger=self._parts.ledger).tensor
-            records.read(chunk, buffer).wait()
+        buffer = self._homes.read_record(chunk)
         record = records.over(chunk, buffer)
         for info, piece in chunk.pieces:
             part = ordered[info.index][piece.start - piece.slot.start : piece.stop - piece.slot.start]
             low, high = piece.start - chunk.start, piece.stop - chunk.start
             record.put_master(low, high, part.to(buffer.device))
-        if stored is None:
-            records.write(chunk, buffer).wait()
+        self._homes.put_back(chunk, buffer)
 
     def _set_home(self, chunk: Chunk, ordered: Mapping[int, Tensor]) -> None:
         places = self._parts.parameter_store
-        places.settle_write(chunk)
         stored = places.view(chunk)
         content = stored
         if content is None:

@@ -126,7 +126,7 @@ class NamedStates:
                 part = exact[piece.start - piece.slot.start : piece.stop - piece.slot.start]
                 low, high = piece.start - chunk.start, piece.stop - chunk.start
                 records.over(chunk, buffer).put_master(low, high, part.to(buffer.device))
-                self._put_back(chunk, buffer)
+                self._homes.put_back(chunk, buffer)
         self._training.values_changed(unit)
         uses.release(unit)
 
@@ -139,10 +139,4 @@ class NamedStates:
             part = exact[piece.start - piece.slot.start : piece.stop - piece.slot.start]
             low, high = piece.start - chunk.start, piece.stop - chunk.start
             records.over(chunk, buffer).put_moment(kind, low, high, part.to(buffer.device))
-            self._put_back(chunk, buffer)
-
-    def _put_back(self, chunk: Chunk, buffer: Tensor) -> None:
-        records = self._parts.records
-        assert records is not None
-        if records.view(chunk) is None:
-            records.write(chunk, buffer).wait()
+            self._homes.put_back(chunk, buffer)

@@ -1,0 +1,98 @@
+"""How an update gets at a chunk's record, and leaves the new one: one way for each `RecordPath`.
+
+`begin` gives the record's bytes, uint8, in memory that the update's kernel can address; `commit` brings what the update wrote
+there to the record's home. `reserve` and `read` may come long before: what is read ahead waits in the `ChunkUpdate`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from offload.model.update import ChunkUpdate
+from offload.planning.purposes import RECORDS, RECORDS_ON_DEMAND
+from offload.planning.route import RecordPath
+from offload.step.chunk_stores import RecordStore
+from offload.step.threads.timeline import RECORD_WRITES, Timeline
+from offload.tiers.staging import StagingPool
+
+
+class RecordAccess(ABC):
+    """See the module. The lane's thread alone calls it."""
+
+    reads_ahead = False
+    """Whether there is anything to `reserve` and `read`."""
+
+    def reserve(self, update: ChunkUpdate, *, now: bool) -> bool:
+        """Take memory to read the record into. False: there is none; `now`: wait until there is."""
+        return True
+
+    def read(self, update: ChunkUpdate) -> None:  # noqa: B027 - most records are at hand
+        """Start reading into what was reserved."""
+
+    def forget(self, update: ChunkUpdate) -> None:  # noqa: B027 - as above
+        """There will be no `begin`: let go of what was reserved."""
+
+    @abstractmethod
+    def begin(self, update: ChunkUpdate) -> Tensor:
+        """The record, at least its bytes. Waits for what was read."""
+
+    def commit(self, update: ChunkUpdate, record: Tensor) -> None:  # noqa: B027 - as above
+        """The update wrote to what `begin` gave. Readers find it by `RecordStore`, which has them wait as long as they must."""
+
+
+class RecordsInPlace(RecordAccess):
+    """The kernel addresses the record where it lies."""
+
+    def __init__(self, records: RecordStore) -> None:
+        self._records = records
+
+    def begin(self, update: ChunkUpdate) -> Tensor:
+        record = self._records.view(update.chunk)
+        assert record is not None, "a record in memory has its place there"
+        return record
+
+
+class RecordsFromFile(RecordAccess):
+    """The record is read into a staging buffer, and written from there."""
+
+    reads_ahead = True
+
+    def __init__(self, records: RecordStore, pool: StagingPool, timeline: Timeline) -> None:
+        self._records, self._pool, self._timeline = records, pool, timeline
+
+    def reserve(self, update: ChunkUpdate, *, now: bool) -> bool:
+        update.lease = self._pool.try_lease(RECORDS)
+        if update.lease is None and now:
+            with self._timeline.lane_waiting(RECORD_WRITES):
+                update.lease = self._pool.lease(RECORDS_ON_DEMAND)
+        return update.lease is not None
+
+    def read(self, update: ChunkUpdate) -> None:
+        assert update.lease is not None
+        chunk = update.chunk
+        update.reading = self._records.read(chunk, update.lease.tensor[: self._records.nbytes(chunk)])
+
+    def forget(self, update: ChunkUpdate) -> None:
+        lease, update.lease = update.lease, None
+        if lease is not None:
+            if update.reading is not None:
+                update.reading.wait()
+            lease.release()
+
+    def begin(self, update: ChunkUpdate) -> Tensor:
+        assert update.lease is not None
+        if update.reading is not None:
+            update.reading.wait()
+        return update.lease.tensor
+
+    def commit(self, update: ChunkUpdate, record: Tensor) -> None:
+        lease, update.lease = update.lease, None
+        assert lease is not None
+        lease.release(after=self._records.write(update.chunk, record[: self._records.nbytes(update.chunk)]))
+
+
+def record_accesses(records: RecordStore, pool: StagingPool, timeline: Timeline) -> dict[RecordPath, RecordAccess]:
+    """One for each path."""
+    return {RecordPath.IN_PLACE: RecordsInPlace(records), RecordPath.FILE: RecordsFromFile(records, pool, timeline)}
