@@ -33,8 +33,8 @@ class WorkingSet:
 
         Buffers take memory too, so that of a small budget gradients in memory, which need none, may be the better use."""
         candidates = [self._keep_gradients(self._keep_records(self._keep_parameters(smallest)))]
-        in_place = self._with_gradients(smallest, "cpu")
-        if smallest.gradients == "nvme" and self.fits(in_place):
+        in_place = self._with_gradients(smallest, "cpu") if smallest.gradients == "nvme" else None
+        if in_place is not None and self.fits(in_place):
             candidates.append(self._keep_records(self._keep_parameters(in_place)))
         return min(candidates, key=self._moved_nbytes)
 
