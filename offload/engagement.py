@@ -167,7 +167,11 @@ class Engagement:
         """`end`; the model is no engine's then."""
         self.training.closed = True
         disown(self.parts)
-        self.end()
+        try:
+            self.end()
+        finally:
+            for unit in self.parts.units:
+                unit.leave()
 
     def end(self) -> None:
         """Give back everything that was taken; the first failure of it is raised after all of it."""

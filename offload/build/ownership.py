@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from offload.deferred_init.held_tensors import Slot
 from offload.errors import ConfigError, UsageError
 from offload.model.flat import ParameterInfo
-from offload.model.guard import ParameterGuard
+from offload.model.guard import ParameterGuard, Remains
 from offload.model.optimizer import OffloadOptimizer
 from offload.step.components import Components
 from offload.step.hooks.module_hooks import Hooks
@@ -77,6 +77,7 @@ class Taking:
         self._infos = parts.parameters
         self._guards = [info.guard for info in self._infos]
         self._owned = [info.parameter in _owned for info in self._infos]
+        self._remains = Remains(info.parameter for info in self._infos)
         self._held: dict[int, torch.Tensor] = {}
         """By parameter index: what a parameter held; of one on the meta device the Parameter that has it meanwhile."""
         self._slots = slots
@@ -95,6 +96,7 @@ class Taking:
         """Point the parameters at their flats, put the buffers in their places, a guard before every parameter: from now on
         its value is there during uses only. What is raised on the way, an interrupt too, has changed nothing."""
         try:
+            self._remains.take()
             for unit in self._parts.units:
                 unit.open_up()
                 unit.point_parameters_at_flats(self._held)
@@ -131,6 +133,7 @@ class Taking:
             info.guard = guard
             if guard is not None:  # of the engine that this one was to be made anew from
                 guard.close_off(readable=False)
+        self._remains.put_back()
         for slots, name, former in self._former_slots:
             slots[name] = former
         for holder, name, before in self._hooks:  # what was interrupted while it was installed

@@ -14,6 +14,7 @@ from offload.deferred_init.deferred_init import is_deferred
 from offload.errors import ConfigError, InitializerError
 from offload.layout import ParameterSpec
 from offload.model.flat import ParameterInfo, dense_strides
+from offload.model.guard import is_left
 from offload.model.partition import ModuleUnit, renormalizing
 from offload.model.quantized import PackedWeights
 from offload.model.weight_names import persistent_buffers
@@ -108,7 +109,8 @@ def check_memory(infos: Iterable[ParameterInfo]) -> None:
     """Raise `ConfigError` where trained parameters share memory with others, or elements with themselves: apart they would
     drift. One Parameter under several names is one."""
     begun: list[tuple[ParameterInfo, _Extent]] = []
-    for info, extent in sorted(((info, _Extent.of(info)) for info in infos if info.numel), key=lambda pair: pair[1].place):
+    extents = ((info, _Extent.of(info)) for info in infos if info.numel and not is_left(info.parameter))
+    for info, extent in sorted(extents, key=lambda pair: pair[1].place):
         if info.trainable and extent.element_count() < info.numel:
             raise ConfigError(
                 f"parameter {info.fqn!r} has elements that share memory (shape {tuple(info.shape)}, strides "
@@ -192,8 +194,14 @@ def parameter_specs(infos: Iterable[ParameterInfo]) -> list[ParameterSpec]:
 
 def check_values(infos: Iterable[ParameterInfo], covered: Mapping[str, str]) -> None:
     for info in infos:
-        has_value = not info.parameter.is_meta or is_deferred(info.parameter) or any(fqn in covered for fqn in info.fqns)
-        if not has_value:
+        if any(fqn in covered for fqn in info.fqns):
+            continue
+        if is_left(info.parameter):
+            raise ConfigError(
+                f"parameter {info.fqn!r} has no value any more: it lay in a tier of an engine that was closed. Pass weights= "
+                "with what engine.export(dir) wrote before close(), or build the model anew and load a checkpoint."
+            )
+        if info.parameter.is_meta and not is_deferred(info.parameter):
             raise InitializerError(
                 f"parameter {info.fqn!r} is on the meta device and nothing says what its value is: build the model "
                 "inside "

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,12 +31,14 @@ class Watch:
     """How the engine is asked about one guarded parameter.
 
     `bring_in()` makes the value present for the enclosing forward and unguards the parameter, or raises; `readable`
-    says whether the value lies where the tensor points right now, so that reading needs no bringing in.
+    says whether the value lies where the tensor points right now, so that reading needs no bringing in. `left_as`: of what a
+    closed engine left without its value the class that the parameter is to have again.
     """
 
     fqn: str
     bring_in: Callable[[], None]
     readable: bool
+    left_as: type | None = None
 
 
 _watches: dict[int, Watch] = {}
@@ -144,11 +146,21 @@ def _is_on(parameter: torch.Tensor, device: torch.device | None) -> bool:
     )
 
 
-def _refuse_writing(fqn: str, func: Any) -> ParameterAccessError:
+def _refuse_writing(watch: Watch, func: Any) -> ParameterAccessError:
+    if watch.left_as is not None:
+        return _gone(watch.fqn)
     return ParameterAccessError(
-        f"parameter {fqn!r} was written outside engine.gathered ({getattr(func, '__name__', func)}): the write would not reach "
-        "its master weight or its optimizer state. "
+        f"parameter {watch.fqn!r} was written outside engine.gathered ({getattr(func, '__name__', func)}): the write would not "
+        "reach its master weight or its optimizer state. "
         + led_by("Write it inside `with engine.gathered([parameter]):`; an optimizer step is engine.optimizer's.")
+    )
+
+
+def _gone(fqn: str) -> ParameterAccessError:
+    return ParameterAccessError(
+        f"parameter {fqn!r} has no value any more: it lay in a tier of an engine that was closed. Before close(), "
+        "engine.export(dir) or engine.save_checkpoint(dir) keep the values; now offload.initialize(model, ..., weights=dir) "
+        "brings those of an export, and model.load_state_dict(state, assign=True) those of a state_dict()."
     )
 
 
@@ -156,7 +168,7 @@ def refuse_loading(module: nn.Module) -> None:
     """Raise where `module.load_state_dict` would write to a guarded parameter: PyTorch would make one long error of many."""
     for parameter in module.parameters(recurse=False):
         if id(parameter) in _watches:
-            raise _refuse_writing(_watches[id(parameter)].fqn, nn.Module.load_state_dict)
+            raise _refuse_writing(_watches[id(parameter)], nn.Module.load_state_dict)
 
 
 def _refuse_conversion(fqn: str) -> None:
@@ -193,7 +205,8 @@ def _guarded_torch_function(
     if func == _REPRESENT and guarded:
         watch = _watches[id(guarded[0])]
         if not watch.readable:
-            return f"Parameter {watch.fqn!r} of shape {tuple(args[0].shape)}, {args[0].dtype}, not in memory (engine.gathered)"
+            where = "not in memory (engine.gathered)" if watch.left_as is None else "without a value (its engine was closed)"
+            return f"Parameter {watch.fqn!r} of shape {tuple(args[0].shape)}, {args[0].dtype}, {where}"
     if func in _CONVERSIONS and any(args[0] is one for one in guarded):
         if _changes_nothing(func, args[0], args[1:], kwargs):
             return args[0]
@@ -204,12 +217,12 @@ def _guarded_torch_function(
     targets = target if isinstance(target, (list, tuple)) else (target,)
     for written in targets:
         if type(written) in _plain_classes and id(written) in _watches:
-            raise _refuse_writing(_watches[id(written)].fqn, func)
+            raise _refuse_writing(_watches[id(written)], func)
     if func == _DATA_GET and guarded:
         # `.data` shares memory but not the version counter: the only alias whose writes nothing else would see.
         with torch._C.DisableTorchFunctionSubclass():
             read_only = func(*args).as_subclass(_ReadOnlyData)
-        read_only._offload_fqn, read_only._offload_parameter = _watches[id(args[0])].fqn, args[0]
+        read_only._offload_watch, read_only._offload_parameter = _watches[id(args[0])], args[0]
         return read_only
     for parameter in guarded:
         _bring_in(parameter)
@@ -229,7 +242,7 @@ def _bring_in(parameter: torch.Tensor) -> None:
 class _ReadOnlyData(torch.Tensor):
     """What `p.data` gives between uses: reads are as those of the parameter, in-place writes raise."""
 
-    _offload_fqn: str
+    _offload_watch: Watch
     _offload_parameter: torch.Tensor
 
     def _plain(self) -> torch.Tensor:
@@ -247,7 +260,7 @@ class _ReadOnlyData(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.detach and isinstance(args[0], _ReadOnlyData):
-            _refuse_second_parameter(args[0]._offload_fqn)
+            _refuse_second_parameter(args[0]._offload_watch.fqn)
         if func not in _METADATA:
             for leaf in pytree.tree_leaves((args, kwargs)):
                 if isinstance(leaf, _ReadOnlyData):
@@ -255,7 +268,7 @@ class _ReadOnlyData(torch.Tensor):
         target = _writes_into(func, args, kwargs)
         for written in target if isinstance(target, (list, tuple)) else (target,):
             if isinstance(written, _ReadOnlyData):
-                raise _refuse_writing(written._offload_fqn, func)
+                raise _refuse_writing(written._offload_watch, func)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -277,6 +290,7 @@ class ParameterGuard:
 
     def __init__(self, fqn: str, parameter: nn.Parameter, bring_in: Callable[[], None]) -> None:
         self._parameter, self._key = parameter, id(parameter)
+        self._fqn = fqn
         self._plain_class, self._class_in_use = type(parameter), class_in_use(parameter)
         self._guard_class = _guard_class(type(parameter))
         self._readable_watch = Watch(fqn, bring_in, True)
@@ -294,8 +308,44 @@ class ParameterGuard:
         self._parameter.__class__ = self._class_in_use
         _watches.pop(self._key, None)
 
+    def leave(self) -> None:
+        """The engine is closed and the value went with it: who asks for it is told so, until `Remains` takes the parameter."""
+
+        def refuse(fqn: str = self._fqn) -> None:
+            raise _gone(fqn)
+
+        _watches[self._key] = Watch(self._fqn, refuse, False, self._plain_class)
+        self._parameter.__class__ = self._guard_class
+
     def release(self) -> None:
         """`open_up`, and keep no weak reference to the parameter."""
         self.open_up()
         self._parameter.__class__ = self._plain_class
         self._finalizer.detach()
+
+
+class Remains:
+    """Of these parameters those that a closed engine left without their values."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        watched = [(one, _watches.get(id(one))) for one in parameters]
+        self._left = [(one, watch) for one, watch in watched if watch is not None and watch.left_as is not None]
+
+    def take(self) -> None:
+        """Make them plain, to be given memory."""
+        for parameter, watch in self._left:
+            assert watch.left_as is not None
+            parameter.__class__ = watch.left_as
+            _watches.pop(id(parameter), None)
+
+    def put_back(self) -> None:
+        """As they were left."""
+        for parameter, watch in self._left:
+            parameter.__class__ = _guard_class(type(parameter))
+            _watches[id(parameter)] = watch
+
+
+def is_left(parameter: nn.Parameter) -> bool:
+    """Whether a closed engine left it without its value."""
+    watch = _watches.get(id(parameter))
+    return watch is not None and watch.left_as is not None

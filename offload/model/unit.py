@@ -270,3 +270,9 @@ class Unit:
         for info in self.parameters:
             if info.guard is not None and not info.lent_count:
                 info.guard.close_off(readable=readable)
+
+    def leave(self) -> None:
+        """The engine is closed: what lay in a tier has no value any more."""
+        for info in self.parameters if self.route.has_store else ():
+            if info.guard is not None and not info.lent_count:
+                info.guard.leave()

@@ -76,12 +76,15 @@ class ParameterGradients:
             info.parameter.grad = None
 
     def arrived(self, unit: Unit, info: ParameterInfo) -> torch.Tensor | None:
-        """PyTorch accumulated. Returns what it brought; None: a function of the user's has no gradient to give."""
+        """PyTorch accumulated. Returns what it brought; None: a function of the user's has no gradient to give, or the
+        parameter was frozen since its forward."""
         gradient, consumed = info.parameter.grad, self._consumed.pop(info.index, None)
         if consumed is not None:
             info.parameter.grad = consumed
-        elif gradient is not None:
-            self._take_over(unit, info, gradient, owned=True)
+            return gradient
+        if not _is_new(gradient):
+            return None
+        self._take_over(unit, info, gradient, owned=True)
         return gradient
 
     def take_left(self, units: Iterable[Unit] | None = None) -> int:

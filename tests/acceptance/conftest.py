@@ -43,9 +43,11 @@ def opened(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
     """`opened(model, optimizer, setup, **config)` is an engine on the setup's accelerator, closed after the test."""
     engines: list[Any] = []
 
-    def open_engine(model: nn.Module, optimizer: torch.optim.Optimizer, setup: Setup, **fields: Any) -> Any:
+    def open_engine(
+        model: nn.Module, optimizer: torch.optim.Optimizer, setup: Setup, *, weights: Path | None = None, **fields: Any
+    ) -> Any:
         monkeypatch.setenv("OFFLOAD_ACCELERATOR", setup.accelerator)
-        engine = offload.initialize(model, optimizer, offload.Config(**setup.fields(nvme, **fields)))
+        engine = offload.initialize(model, optimizer, offload.Config(**setup.fields(nvme, **fields)), weights=weights)
         engines.append(engine)
         return engine
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +19,8 @@ from torch import nn
 import offload
 
 from .guards import READ, WRITE, block_weight, check, everywhere, other_state
-from .models import Setup, adamw, stack
-from .runs import Run, assert_close, simple_loop
+from .models import IN_MEMORY, ON_NVME, Setup, adamw, stack
+from .runs import Run, assert_close, assert_same_bits, run_engine, simple_loop
 
 
 def _saved(run: Run) -> Any:
@@ -204,3 +207,52 @@ def test_moving_the_model(opened: Any, setup: Setup, name: str) -> None:
     assert name in ("to(cpu)", "share_memory"), f"{name} passed and training went on"
     assert_close(losses, simple_loop(3)(reference))
     assert_close(run.weights(), reference.weights())
+
+
+LOST = r"has no value any more: .* closed"
+
+
+def test_after_close_what_lay_in_a_tier(opened: Any, tmp_path: Path) -> None:
+    """It says that its value is gone, and the model goes on from an export, to the bit."""
+    model, in_memory = stack(), stack()
+    engine = opened(model, adamw(model), ON_NVME)
+    run_engine(engine, simple_loop(2))
+    engine.export(tmp_path / "export")
+    engine.close()
+    weight = model.blocks[1].up.weight
+    for read in (lambda: weight.sum(), lambda: model.state_dict()["inlet.weight"].clone(), lambda: model(torch.ones(1, 16))):
+        with pytest.raises(offload.ParameterAccessError, match=LOST):
+            read()
+    with pytest.raises(offload.ParameterAccessError, match=LOST), torch.no_grad():
+        weight.zero_()
+    assert "its engine was closed" in repr(weight)
+    again = adamw(model)
+    with pytest.raises(offload.ConfigError, match=LOST):
+        opened(model, again, ON_NVME)
+    with pytest.raises(offload.BudgetError):
+        opened(model, again, ON_NVME, weights=tmp_path / "export", cpu_memory=1)
+    with pytest.raises(offload.ParameterAccessError, match=LOST):  # as it was before
+        weight.sum()
+    kept = opened(in_memory, adamw(in_memory), IN_MEMORY, weights=tmp_path / "export")
+    found = run_engine(opened(model, again, ON_NVME, weights=tmp_path / "export"), simple_loop(3))
+    assert model.blocks[1].up.weight is weight
+    assert_same_bits(found, run_engine(kept, simple_loop(3)))
+
+
+def test_after_close_a_model_takes_values_of_its_own(opened: Any) -> None:
+    model = stack()
+    engine = opened(model, adamw(model), ON_NVME)
+    state = {name: value.clone() for name, value in engine.state_dict().items()}
+    engine.close()
+    model.load_state_dict(state, assign=True)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    model(torch.ones(1, 16)).sum().backward()
+
+
+def test_after_close_nothing_keeps_what_is_dropped(nvme: Path) -> None:
+    model = stack()
+    offload.initialize(model, adamw(model), offload.Config(**ON_NVME.fields(nvme))).close()
+    gone = weakref.ref(model.blocks[1].up.weight)
+    del model
+    gc.collect()
+    assert gone() is None

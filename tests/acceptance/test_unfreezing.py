@@ -27,6 +27,7 @@ from .models import (
     ON_NVME,
     ON_NVME_IN_PLACE,
     Setup,
+    Tied,
     adamw,
     stack,
     vector_batches,
@@ -108,6 +109,25 @@ def adding(run: Run) -> list[float]:
     return losses
 
 
+def frozen_between(run: Run) -> list[float]:
+    """What is frozen between a forward and its backward gets nothing of that; what came before stays."""
+    model, losses = run.model, []
+    chosen = [model.blocks[1].up.bias, model.blocks[2].up.weight]  # the second is shared
+    for x, y in vector_batches(4):
+        loss = F.mse_loss(model(x), y)
+        with run.no_sync():
+            F.mse_loss(model(y), x).backward()
+        for one in chosen:
+            one.requires_grad_(False)
+        loss.backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        for one in chosen:
+            one.requires_grad_(True)
+        losses.append(loss.item())
+    return losses
+
+
 @pytest.mark.parametrize(("make", "loop"), [(all_of, toggling), (trained_of, adding)], ids=["toggled", "added"])
 @anywhere
 def test_in_the_middle_of_a_run(opened: Any, setup: Setup, make: Any, loop: Any) -> None:
@@ -115,6 +135,21 @@ def test_in_the_middle_of_a_run(opened: Any, setup: Setup, make: Any, loop: Any)
     found = run_engine(opened(model, make(model), setup), loop)
     assert_close(found, run_plain(plain, make(plain), loop))
     assert_same_bits(found, run_engine(opened(in_memory, make(in_memory), IN_MEMORY), loop))
+
+
+@anywhere
+def test_between_a_forward_and_its_backward(opened: Any, setup: Setup) -> None:
+    runs = []
+    for where in (None, IN_MEMORY, setup):
+        torch.manual_seed(1)
+        model = Tied()
+        runs.append(
+            run_plain(model, all_of(model), frozen_between)
+            if where is None
+            else run_engine(opened(model, all_of(model), where), frozen_between)
+        )
+    assert_close(runs[1], runs[0])
+    assert_same_bits(runs[2], runs[1])
 
 
 @pytest.mark.parametrize("fields", [{"dtype": "bf16"}, {"dtype": "bf16", "state_format": "split"}], ids=["bf16", "split"])

@@ -306,9 +306,9 @@ class BackwardPasses:
     # ---- gradients -----------------------------------------------------------------------------------------------
 
     def before_accumulation(self, unit: Unit, info: ParameterInfo) -> None:
-        """PyTorch is about to accumulate into `p.grad`."""
+        """PyTorch is about to accumulate into `p.grad`; not where the parameter was frozen since its forward."""
         self.enter()
-        if info.trainable and is_accumulated(torch._C._current_autograd_node()):
+        if info.trainable and info.parameter.requires_grad and is_accumulated(torch._C._current_autograd_node()):
             self._accumulates = True
             with self._training.failures():
                 self._events.gradient_coming(unit, info)

@@ -102,7 +102,7 @@ def _may_be_taken(info: ParameterInfo, gradient: torch.Tensor, accumulation: Any
     parameter: Any = info.parameter
     own_hooks_only = len(parameter._backward_hooks or ()) == 1 and len(parameter._post_accumulate_grad_hooks or ()) == 1
     is_plain = gradient.layout is torch.strided and gradient.dtype == info.dtype and not gradient.requires_grad
-    if not own_hooks_only or not is_plain or gradient.shape != info.shape:
+    if not own_hooks_only or not is_plain or not parameter.requires_grad or gradient.shape != info.shape:
         return False
     return is_accumulated(accumulation)
 
