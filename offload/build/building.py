@@ -29,7 +29,7 @@ from offload.step.residency.fetching import DirectFetcher, Fetcher, HomeFetcher,
 from offload.step.residency.residency import Capacity, Residency
 from offload.step.threads.timeline import Timeline
 from offload.step.updates.record_access import record_accesses
-from offload.step.updates.sinks import sink_for
+from offload.step.updates.sinks import ReadAhead, sink_for
 from offload.step.updates.update import Updates
 from offload.tiers.memory import MemoryLedger
 from offload.tiers.staging import StagingPool
@@ -89,8 +89,9 @@ class Building:
         gradients = updates = None
         if records is not None:
             gradients = self._gradients([chunk for chunk, _ in trained], pool, averaged=company.averages_gradients)
+            ahead = ReadAhead(pool)
             sinks = {
-                (emission, memory): sink_for(emission, accelerator, pool, places)
+                (emission, memory): sink_for(emission, accelerator, pool, places, ahead)
                 for emission, memory in {(route.emission, route.update_in) for route in self._routes}
             }
             accesses = record_accesses(records, pool, timeline)

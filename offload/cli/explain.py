@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 
 from offload.cli.text import format_nbytes, format_rate, format_seconds, table
+from offload.profiling.advice import WORTH
 from offload.profiling.explanation import COMPUTE, Explanation, explain
 from offload.profiling.trace_events import read_trace
 
@@ -56,7 +57,7 @@ def _text(found: Explanation) -> str:
             f"  {'' if one.saves_seconds is None else '-' + format_seconds(one.saves_seconds) + '  '}{one.change}: {one.why}"
             for one in found.advice
         ]
-    elif found.bottleneck == COMPUTE:
+    elif found.bottleneck == COMPUTE and share > 1 - WORTH:
         lines += ["", "Nothing that moves is waited for: what is left is compute."]
     return "\n".join(lines)
 

@@ -145,6 +145,11 @@ class Accelerator(ABC):
     def copy_out(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
         """D2H on the drain stream, after all work given to compute so far. `source` is kept alive until then."""
 
+    def copy_out_beside_compute(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
+        """D2H on the drain stream of what compute was done with at the last `copy_in_after_compute`, and after the H2D copies
+        issued so far. `source` is kept alive until then."""
+        return self.copy_out(destination, source)
+
     def copy_in_after_compute(self) -> None:  # noqa: B027 - where copies run in the program's order there is nothing to do
         """H2D copies that are issued from now on wait for all work given to compute so far: it may still read their targets."""
 

@@ -3,7 +3,7 @@
     stream    work on it                                          waits for
     compute   forward, backward, gradient packing, device Adam    fetch, where `join` says so
     fetch     H2D of parameters                                   compute, at `fill` and at `copy_in_after_compute`
-    drain     D2H of gradients, norms, updated parameters         compute, at every `copy_out`
+    drain     D2H of gradients, norms, parameters                 compute, at every `copy_out`; fetch, beside compute
     ranks     collectives of several GPUs                         a mark of compute, given with each
 
 Why each hazard cannot happen (tests/device/test_stream_order.py holds the code to it without a GPU):
@@ -15,6 +15,9 @@ Why each hazard cannot happen (tests/device/test_stream_order.py holds the code 
 - *A flat is freed while its H2D runs.* A unit is emptied only after its fetch was finished, so after compute waits for
   the copies; the block goes back to the compute stream's pool, behind that wait.
 - *H2D over parameters that live on the device, while compute reads them.* `copy_in_after_compute` at the step.
+- *D2H of parameters and gradients that stay on the device, before they are written.* What wrote them was given to compute
+  before the step, or to fetch: fetch waits for compute at the step, and `copy_out_beside_compute` makes drain wait for fetch.
+  To wait for compute itself would put each update behind the forward that it runs under.
 - *D2H of a gradient that is not computed yet, or whose memory is reused.* `copy_out` makes drain wait for compute first
   and records the source on drain (`record_stream`), for who frees it early; gradients are copied from buffers that stay.
 - *The host writes pinned memory that an H2D still reads*, or reads what a D2H still writes. Whoever touches the host side
@@ -128,7 +131,13 @@ class CudaAccelerator(Accelerator):
         return _EventPending(self._fetch, source)
 
     def copy_out(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
-        self._drain.wait_stream(torch.cuda.current_stream(self.device))
+        return self._copy_out_after(torch.cuda.current_stream(self.device), destination, source)
+
+    def copy_out_beside_compute(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
+        return self._copy_out_after(self._fetch, destination, source)
+
+    def _copy_out_after(self, stream: torch.cuda.Stream, destination: torch.Tensor, source: torch.Tensor) -> Pending:
+        self._drain.wait_stream(stream)
         self._copy(D2H, self._drain, destination, source)
         source.record_stream(self._drain)
         return _EventPending(self._drain, destination)

@@ -332,9 +332,12 @@ def _staging(problem: Problem, choice: Choice, routes: Sequence[Route]) -> dict[
         if any(True for _ in _summed_outside(footprint.units, routes)):
             buffers[purposes.LANDING] = (LANDING_BUFFERS, footprint.parameter_buffer)
         buffers[purposes.SUMS] = (1, footprint.square_sums)
-    ahead = [any(unit.records(route.crosses).read) for unit, route in trained if _passes_through(unit, route)]
-    emits = [route for unit, route in trained if route.emission is Emission.COPY_IN]
-    emits += [route for unit, route in trained if _passes_through(unit, route) and route.emission is not Emission.RESIDENT]
+    emits = [
+        (unit, route)
+        for unit, route in trained
+        if route.emission is Emission.COPY_IN or (_passes_through(unit, route) and route.emission is not Emission.RESIDENT)
+    ]
+    ahead = [any(unit.records(route.crosses).read) for unit, route in emits]
     if emits:
         # updated parameters on their way home, and where the update reads them too, those read ahead
         buffers[purposes.EMITTED] = ((READ_AHEAD if any(ahead) else 0) + 1 + IN_WRITING, footprint.parameter_buffer)

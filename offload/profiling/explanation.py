@@ -6,11 +6,13 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from offload.profiling.advice import WORTH, Advice, Adviser
+from offload.profiling.advice import Advice, Adviser
 from offload.profiling.attribution import DRIVE, OUTSIDE, Waited, attributed
 from offload.profiling.trace_events import Trace
 
 COMPUTE = "compute"
+_BOUNDS = 0.1
+"""Of a step: where compute stands still for less, it is compute that bounds the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ def explain(trace: Trace) -> Explanation:
     floor_of = max(busy, key=busy.__getitem__)
     ways = [name for name in work if name != DRIVE]
     worst = max(ways, key=lambda name: work[name].exposed_seconds, default=COMPUTE)
-    is_exposed = worst != COMPUTE and work[worst].exposed_seconds > WORTH * step
+    is_exposed = worst != COMPUTE and work[worst].exposed_seconds > _BOUNDS * step
     return Explanation(
         steps=steps,
         step_seconds=step,

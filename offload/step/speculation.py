@@ -85,13 +85,13 @@ class Speculation:
         live = [info for info in unit.parameters if info.trainable and self._gradients.is_live(info)]
         if live and not self.begun_units:
             self.speculated_step_count += 1
+        self._accelerator.copy_in_after_compute()  # the lane may bring what it needs as soon as it is enqueued
         for _, updates in self._maker.make(live, factor):
             self.begun_units.append(unit)
             unit.early = EarlyUpdate(live, updates)
             self._hypers.update((one.info.group_index or 0, one.hyper) for update in updates for one in update.pieces)
             self._gradients.hold(unit.early.chunks)
             self._updates.enqueue(unit, updates)
-        self._accelerator.copy_in_after_compute()
         self._residency.launch_resident()
 
     def _may_begin(self, unit: Unit) -> bool:

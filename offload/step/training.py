@@ -233,6 +233,7 @@ class Training(FailureState):
         for info in live:
             self._taken.consume(info)
         coming.update(maker.make(live, factor))
+        self._accelerator.copy_in_after_compute()  # the lane may bring what an update needs as soon as it is enqueued
         for unit in self._residency.next_order() if coming else ():
             if unit in coming:
                 self._updates.enqueue(unit, coming[unit])
@@ -243,7 +244,6 @@ class Training(FailureState):
         self.uses.abandon()  # of a backward that an exception cut short: what is in use is not fetched anew
         self._intake.end_step()
         self._residency.end_step()
-        self._accelerator.copy_in_after_compute()
         self._updates.read_ahead()
         self._residency.bring_first()
         self._residency.launch_resident()

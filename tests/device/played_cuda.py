@@ -280,6 +280,10 @@ class PlayedAccelerator(CudaAccelerator):
         self._note(destination)
         return super().copy_out(destination, source)
 
+    def copy_out_beside_compute(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
+        self._note(destination)
+        return super().copy_out_beside_compute(destination, source)
+
     def _note(self, host: torch.Tensor) -> None:
         """A copy is asynchronous only where the driver knows every byte of its host side."""
         start, stop = host.data_ptr(), host.data_ptr() + host.nbytes

@@ -98,8 +98,11 @@ MIXED: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
+PARTS = [("cpu", "device"), ("nvme", "device"), ("device", "cpu"), ("device", "nvme"), ("cpu", "cpu"), ("nvme", "nvme")]
+
+
 @pytest.mark.parametrize("state_format", ["split", "bf16", "8bit"])
-@pytest.mark.parametrize(("parameters", "states"), [("cpu", "device"), ("nvme", "device"), ("cpu", "cpu"), ("nvme", "nvme")])
+@pytest.mark.parametrize(("parameters", "states"), PARTS)
 def test_no_race_where_parameters_are_a_part_of_their_masters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parameters: str, states: str, state_format: str
 ) -> None:

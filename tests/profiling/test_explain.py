@@ -78,6 +78,13 @@ def test_what_moves_under_compute_is_hidden_and_compute_is_the_bottleneck() -> N
     assert (found.floor_of, found.floor_seconds) == ("compute", 10.0)
 
 
+def test_compute_is_the_bottleneck_where_it_stands_still_for_less_than_a_tenth() -> None:
+    """What saves time all the same is advised."""
+    events = (op(MAIN, "work", "zero_grad", "", 9.2, 10), *use("forward", "a", 0, 9.2))
+    found = explain(trace_of(*events))
+    assert found.work["host"].exposed_seconds == pytest.approx(0.8) and found.bottleneck == "compute"
+
+
 def test_the_bytes_of_the_unit_in_question_come_before_others() -> None:
     found = explain(
         trace_of(

@@ -77,6 +77,15 @@ def test_auto_is_as_fast_as_the_best_fixed_placement(
     assert auto[0] <= LIMIT * min(compared)
 
 
+def test_updates_that_read_what_stays_on_the_device_run_under_the_forward() -> None:
+    """With split states: backward, and then the longer of the forward and the updates. A twentieth for what they begin with."""
+    model, work = small(), Work(batch=2, sequence=2048, micro_batches=1, checkpointing=False)
+    config = offload.Config(dtype="bf16", parameters="device", optimizer_states="cpu", state_format="split")
+    found = forecast(model, torch.optim.AdamW(model.parameters()), config, read_machine("rtx4090"), work)
+    forward, memory = found.floors["compute"] / 3, found.floors["host memory"]
+    assert found.step_seconds <= 1.05 * (2 * forward + max(forward, memory))
+
+
 def test_what_was_decided_is_said_and_told(caplog: pytest.LogCaptureFixture) -> None:
     """In the log in five lines, in `stats` in full."""
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))

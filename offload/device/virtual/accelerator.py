@@ -158,9 +158,15 @@ class VirtualAccelerator(Accelerator):
         return self._told(H2D, source.nbytes, self._machine.fetch.add(amounts))
 
     def copy_out(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
+        return self._copy_out_after(self._machine.compute.last, source)
+
+    def copy_out_beside_compute(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
+        return self._copy_out_after(self._machine.fetch.last, source)
+
+    def _copy_out_after(self, event: Event, source: torch.Tensor) -> Pending:
         self._machine.call()
         amounts = self._machine.amounts({"d2h": source.nbytes, "memory_bandwidth": source.nbytes})
-        return self._told(D2H, source.nbytes, self._machine.drain.add(amounts, after=[self._machine.compute.last]))
+        return self._told(D2H, source.nbytes, self._machine.drain.add(amounts, after=[event]))
 
     def _told(self, row: str, nbytes: int, copy: Event) -> Event:
         recording = self.recorder.to
@@ -236,6 +242,9 @@ class VirtualUnified(VirtualAccelerator):
         return self._copied(source)
 
     def copy_out(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
+        return self._copied(source)
+
+    def copy_out_beside_compute(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
         return self._copied(source)
 
     def _copied(self, source: torch.Tensor) -> Pending:

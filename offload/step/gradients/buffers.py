@@ -98,7 +98,7 @@ class GradientBuffers:
         there = state.buffer
         self._occupied.pop(state, None)  # nothing to be spilled
         state.buffer = lease.tensor[: there.nbytes].view(there.dtype)
-        state.transfer, state.lease = self._accelerator.copy_out(state.buffer, there), lease
+        state.transfer, state.lease = self._accelerator.copy_out_beside_compute(state.buffer, there), lease
 
     def put_back(self, state: ChunkGradient) -> None:
         """What was read back for an update stays a gradient: what lies in the store is still it."""

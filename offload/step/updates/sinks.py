@@ -12,7 +12,9 @@ parameter, where a copy in the record would cost a read and a write of 2.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from enum import Enum
+from functools import partial
 
 import torch
 
@@ -41,8 +43,9 @@ class ValuesNeeded(Enum):
 class ParameterSink(ABC):
     """See the module. One chunk is between `begin` and `commit` at a time, on the update's thread."""
 
-    def read_ahead(self, chunk: Chunk) -> None:  # noqa: B027 - most have the values at hand
-        """Start reading values of which a later `begin` will need all. May do nothing."""
+    def read_ahead(self, chunk: Chunk) -> bool:
+        """Start reading values of which a later `begin` will need all, once. False where no buffer is free for them now."""
+        return True
 
     def forget(self, chunk: Chunk) -> None:  # noqa: B027 - as above
         """There will be no `begin`: let go of what was read ahead."""
@@ -85,38 +88,65 @@ class ResidentSink(ParameterSink):
         return Settled()
 
 
+class ReadAhead:
+    """Staging buffers into which the present values of chunks come before their update: of READ_AHEAD at once, whatever sinks
+    they are of, so that one is left for the chunk in hand. Owned by the lane of the host's updates."""
+
+    def __init__(self, pool: StagingPool) -> None:
+        self._pool = pool
+        self._coming: dict[Chunk, tuple[Lease, Pending]] = {}
+
+    def __len__(self) -> int:
+        return len(self._coming)
+
+    def start(self, chunk: Chunk, bring: Callable[[torch.Tensor], Pending]) -> bool:
+        """Have `bring` fill a buffer, uint8 [chunk.nbytes]. False where none is left."""
+        if chunk in self._coming:
+            return True
+        lease = self._pool.try_lease(EMITTED) if len(self._coming) < READ_AHEAD else None
+        if lease is None:
+            return False
+        self._coming[chunk] = lease, bring(lease.tensor[: chunk.nbytes])
+        return True
+
+    def take(self, chunk: Chunk, bring: Callable[[torch.Tensor], Pending] | None) -> Lease:
+        """The buffer that it came into, now; where it was not read ahead one that `bring` fills, if that is given."""
+        lease, coming = self._coming.pop(chunk, (None, None))
+        if lease is None:
+            lease = self._pool.lease(EMITTED)
+            coming = bring(lease.tensor[: chunk.nbytes]) if bring is not None else None
+        if coming is not None:
+            coming.wait()
+        return lease
+
+    def forget(self, chunk: Chunk) -> None:
+        """It will not be taken."""
+        coming = self._coming.pop(chunk, None)
+        if coming is not None:
+            lease, reading = coming
+            reading.wait()
+            lease.release()
+
+
 class StoreSink(ParameterSink):
     """The home is a store in host memory or behind it; device memory is out of the host kernel's reach."""
 
-    def __init__(self, places: ParameterStore, pool: StagingPool) -> None:
-        self._places = places
-        self._pool = pool
-        self._ahead: dict[Chunk, tuple[Lease, Pending]] = {}
+    def __init__(self, places: ParameterStore, ahead: ReadAhead) -> None:
+        self._places, self._ahead = places, ahead
         self._lease: Lease | None = None
 
-    def read_ahead(self, chunk: Chunk) -> None:
-        if self._places.view(chunk) is None and len(self._ahead) < READ_AHEAD:
-            lease = self._pool.try_lease(EMITTED)
-            if lease is not None:
-                self._ahead[chunk] = lease, self._read(chunk, lease)
+    def read_ahead(self, chunk: Chunk) -> bool:
+        return self._places.view(chunk) is not None or self._ahead.start(chunk, partial(self._places.read, chunk))
 
     def forget(self, chunk: Chunk) -> None:
-        ahead = self._ahead.pop(chunk, None)
-        if ahead is not None:
-            lease, reading = ahead
-            reading.wait()
-            lease.release()
+        self._ahead.forget(chunk)
 
     def begin(self, chunk: Chunk, old: ValuesNeeded) -> torch.Tensor:
         self._places.settle_copies(chunk)
         stored = self._places.view(chunk)
         if stored is None:
-            self._lease, reading = self._ahead.pop(chunk, (None, None))
-            if self._lease is None:
-                self._lease = self._pool.lease(EMITTED)
-                reading = self._read(chunk, self._lease) if old is not ValuesNeeded.NONE else None
-            if reading is not None:
-                reading.wait()
+            reads = old is not ValuesNeeded.NONE
+            self._lease = self._ahead.take(chunk, partial(self._places.read, chunk) if reads else None)
             stored = self._lease.tensor
         return stored[: chunk.nbytes].view(chunk.flat.dtype)
 
@@ -127,25 +157,27 @@ class StoreSink(ParameterSink):
         lease.release(after=self._places.write(chunk, values.view(torch.uint8)))
         return Settled()
 
-    def _read(self, chunk: Chunk, lease: Lease) -> Pending:
-        return self._places.read(chunk, lease.tensor[: chunk.nbytes])
-
 
 class CopyInSink(ParameterSink):
     """The home is device memory and the kernel runs on the host: new values go over by H2D, slot by slot."""
 
-    def __init__(self, accelerator: Accelerator, pool: StagingPool, places: ParameterStore) -> None:
-        self._accelerator = accelerator
-        self._pool = pool
-        self._places = places
+    def __init__(self, accelerator: Accelerator, places: ParameterStore, ahead: ReadAhead) -> None:
+        self._accelerator, self._places, self._ahead = accelerator, places, ahead
         self._lease: Lease | None = None
 
+    def read_ahead(self, chunk: Chunk) -> bool:
+        return self._ahead.start(chunk, partial(self._bring, chunk))
+
+    def forget(self, chunk: Chunk) -> None:
+        self._ahead.forget(chunk)
+
     def begin(self, chunk: Chunk, old: ValuesNeeded) -> torch.Tensor:
-        self._lease = self._pool.lease(EMITTED)
-        content = self._lease.tensor[: chunk.nbytes]
-        if old is ValuesNeeded.ALL:  # the rest is never wanted: only updated slots are copied over
-            self._accelerator.copy_out(content, self._home(chunk).view(torch.uint8)).wait()
-        return content.view(chunk.flat.dtype)
+        # Of others than all of the old values none are wanted: only updated slots are copied over.
+        self._lease = self._ahead.take(chunk, partial(self._bring, chunk) if old is ValuesNeeded.ALL else None)
+        return self._lease.tensor[: chunk.nbytes].view(chunk.flat.dtype)
+
+    def _bring(self, chunk: Chunk, into: torch.Tensor) -> Pending:
+        return self._accelerator.copy_out_beside_compute(into, self._home(chunk).view(torch.uint8))
 
     def commit(self, chunk: Chunk, values: torch.Tensor, pieces: list[Piece]) -> Pending:
         assert self._lease is not None
@@ -215,11 +247,14 @@ class CopyOutSink(ParameterSink):
         return Settled()
 
 
-def sink_for(emission: Emission, accelerator: Accelerator, pool: StagingPool, places: ParameterStore) -> ParameterSink:
+def sink_for(
+    emission: Emission, accelerator: Accelerator, pool: StagingPool, places: ParameterStore, ahead: ReadAhead
+) -> ParameterSink:
+    """`ahead`: one for all sinks."""
     if emission is Emission.IN_PLACE:
         return InPlaceSink()
     if emission is Emission.COPY_IN:
-        return CopyInSink(accelerator, pool, places)
+        return CopyInSink(accelerator, places, ahead)
     if emission is Emission.RESIDENT:
         return ResidentSink(places)
-    return StoreSink(places, pool) if emission is Emission.STORE else CopyOutSink(accelerator, places, pool)
+    return StoreSink(places, ahead) if emission is Emission.STORE else CopyOutSink(accelerator, places, pool)

@@ -59,7 +59,8 @@ class Updates:
     ) -> None:
         self._records, self._gradients, self._accesses, self._sinks = records, gradients, accesses, sinks
         self._accelerator, self._timeline = accelerator, timeline
-        self._reads = not records.in_memory or gradients.spills or gradients.brings
+        brings_values = any(emission is Emission.COPY_IN for emission, _ in sinks)
+        self._reads = not records.in_memory or gradients.spills or gradients.brings or brings_values
         # On the device an update is a launch in the order of compute, not work for a thread of the host.
         self._lanes: dict[Memory, HostLane] = {
             Memory.DEVICE: InlineLane(accelerator.lock(), LaneRow("device update", accelerator.recorder)),
@@ -249,7 +250,7 @@ class Updates:
     def _reads_ahead(self, update: ChunkUpdate) -> bool:
         access = self._access(update.chunk)
         if not access.reads_ahead:
-            return self._prefetch_gradient(update)
+            return self._bring_ahead(update)
         if not access.reserve(update, now=False):
             return False
         self._start_reading(update)
@@ -260,9 +261,13 @@ class Updates:
         self._access(chunk_update.chunk).forget(chunk_update)
         self._sink(chunk_update.chunk).forget(chunk_update.chunk)
 
-    def _prefetch_gradient(self, chunk_update: ChunkUpdate) -> bool:
+    def _bring_ahead(self, chunk_update: ChunkUpdate) -> bool:
+        """What else than the record the update needs; False where a buffer for it is missing now."""
+        chunk = chunk_update.chunk
         try:
-            return self._gradients.prefetch(chunk_update.chunk)
+            if not self._gradients.prefetch(chunk):
+                return False
+            return self._old(chunk_update) is not ValuesNeeded.ALL or self._sink(chunk).read_ahead(chunk)
         except Exception as error:
             chunk_update.failure = error  # as in _start_reading
             return True
