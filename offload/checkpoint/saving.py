@@ -315,7 +315,8 @@ class Saver:
 
     def _open_lane(self) -> HostLane:
         if self._lane is None:
-            self._lane = self._parts.accelerator.host_lane("checkpoint", waits_for_io=True)
+            waits_for_ranks = self._parts.meeting.waits_for_others
+            self._lane = self._parts.accelerator.host_lane("checkpoint", waits_for_io=True, waits_for_ranks=waits_for_ranks)
             self._parts.made.append(self._lane)  # closed first of all: a save that was given up still reads what others hold
         return self._lane
 

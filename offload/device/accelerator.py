@@ -187,8 +187,9 @@ class Accelerator(ABC):
         return threading.RLock()
 
     @abstractmethod
-    def host_lane(self, name: str, *, waits_for_io: bool) -> HostLane:
-        """The lane on which CPU work of this name runs. `waits_for_io`: its jobs block on files."""
+    def host_lane(self, name: str, *, waits_for_io: bool, waits_for_ranks: bool = False) -> HostLane:
+        """The lane on which CPU work of this name runs. `waits_for_io`: its jobs block on files. `waits_for_ranks`: on
+        what other ranks do, so that no thread that those may wait for runs them."""
 
     def rates(self) -> Rates:
         """How fast bytes move here: what is usual for such a machine, or was measured."""

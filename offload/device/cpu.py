@@ -48,10 +48,10 @@ class CpuAccelerator(Accelerator):
     def join(self, pending: Pending) -> None:
         pending.wait()
 
-    def host_lane(self, name: str, *, waits_for_io: bool) -> HostLane:
+    def host_lane(self, name: str, *, waits_for_io: bool, waits_for_ranks: bool = False) -> HostLane:
         # Work that waits for files overlaps with the model; work that only computes would compete with it.
         told = LaneRow(name, self.recorder)
-        return ThreadLane(name, told=told) if waits_for_io else InlineLane(told=told)
+        return ThreadLane(name, told=told) if waits_for_io or waits_for_ranks else InlineLane(told=told)
 
     def about_to_allocate(self, nbytes: int) -> None:
         freed_memory.about_to_allocate(nbytes)

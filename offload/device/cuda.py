@@ -208,8 +208,8 @@ class CudaAccelerator(Accelerator):
     def settle_stamps(self) -> None:
         self.wait_for_all()
 
-    def host_lane(self, name: str, *, waits_for_io: bool) -> HostLane:
-        del waits_for_io
+    def host_lane(self, name: str, *, waits_for_io: bool, waits_for_ranks: bool = False) -> HostLane:
+        del waits_for_io, waits_for_ranks
         return ThreadLane(name, begin=lambda: torch.cuda.set_device(self.device), told=LaneRow(name, self.recorder))
 
     def pin(self, address: int, nbytes: int) -> Callable[[], None] | None:

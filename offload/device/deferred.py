@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from offload.device.accelerator import Accelerator, MemoryUse, UnitMemory
-from offload.device.lane import HostLane, InlineLane, Job, LaneRow
+from offload.device.lane import HostLane, InlineLane, Job, LaneRow, ThreadLane
 from offload.device.pending import Pending
 from offload.device.recording import D2H, H2D, TRANSFER
 
@@ -174,9 +174,10 @@ class DeferredAccelerator(Accelerator):
     def join(self, pending: Pending) -> None:
         pending.wait()
 
-    def host_lane(self, name: str, *, waits_for_io: bool) -> HostLane:
+    def host_lane(self, name: str, *, waits_for_io: bool, waits_for_ranks: bool = False) -> HostLane:
         del waits_for_io
-        return _Stream(told=LaneRow(name, self.recorder))
+        told = LaneRow(name, self.recorder)
+        return ThreadLane(name, told=told) if waits_for_ranks else _Stream(told=told)
 
     def close(self) -> None:
         for stream in self._streams:

@@ -267,8 +267,8 @@ class PlayedAccelerator(CudaAccelerator):
         super().__init__()
         self.device = torch.device("cpu")
 
-    def host_lane(self, name: str, *, waits_for_io: bool) -> HostLane:
-        made = super().host_lane(name, waits_for_io=waits_for_io)
+    def host_lane(self, name: str, *, waits_for_io: bool, waits_for_ranks: bool = False) -> HostLane:
+        made = super().host_lane(name, waits_for_io=waits_for_io, waits_for_ranks=waits_for_ranks)
         assert isinstance(made, ThreadLane)
         return _WatchedLane(name, begin=made._begin, told=made._told)
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import offload
+from offload.device.cpu import CpuAccelerator
+from offload.device.deferred import DeferredAccelerator
 from tests.acceptance.models import stack, vector_batches
 from tests.device import played_cuda
 from tests.device.played_cuda import Watch, play
@@ -79,3 +82,18 @@ def test_a_second_micro_batch_waits_for_nothing(tmp_path: Path, monkeypatch: pyt
         phase[0] = "step"
         engine.step()
     assert waits["step"] and not any(count for where, count in waits.items() if where.startswith("backward"))
+
+
+@pytest.mark.parametrize("kind", [CpuAccelerator, DeferredAccelerator])
+def test_what_waits_for_ranks_runs_on_a_thread_of_its_own(kind: Any) -> None:
+    """A save's commit waits for the other ranks: on the thread that waits for its copies those would wait for it."""
+    accelerator = kind()
+    lane = accelerator.host_lane("checkpoint", waits_for_io=True, waits_for_ranks=True)
+    threads: list[int] = []
+    try:
+        lane.submit(lambda: threads.append(threading.get_ident())).wait()
+    finally:
+        lane.close()
+        accelerator.close()
+    assert lane.runs_beside
+    assert threads and threads[0] != threading.get_ident()

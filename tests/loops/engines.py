@@ -359,6 +359,8 @@ class DrawnPlayer(EnginePlayer):
         return self._interrupted and failed
 
     def _settle(self, operation: Operation) -> Outcome:
+        if self.engine.closed:  # which told the failure of a save that was still running
+            return self._recover()
         self.graphs.clear()
         self._beside = None  # its failure was told; what it saved is seen where it is loaded
         try:
@@ -378,7 +380,7 @@ class DrawnPlayer(EnginePlayer):
     def _recover(self) -> Outcome:
         """The engine says that it cannot go on: from its last checkpoint, or from the start."""
         self._beside = None
-        if any(path.name.startswith("step-") for path in (self.folder / "checkpoints").glob("*")):
+        if not self.engine.closed and any(path.name.startswith("step-") for path in (self.folder / "checkpoints").glob("*")):
             with contextlib.suppress(offload.CheckpointError):
                 position = self._loaded(self.load(None))["position"]
                 if position is not None:

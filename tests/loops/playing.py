@@ -562,8 +562,8 @@ class Player(ABC):
         return self.state()
 
     def agrees(self, own: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the two are one state, as far as this side can tell."""
-        return all(torch.equal(own[name], other[name]) for name in other)
+        """Whether the two are one state, as far as this side can tell. What is trained has another dtype than what is not."""
+        return all(own[name].dtype == other[name].dtype and torch.equal(own[name], other[name]) for name in other)
 
     @abstractmethod
     def load_at(self, position: int | None) -> int | None:

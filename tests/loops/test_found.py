@@ -182,6 +182,30 @@ FOUND = {
         (Setup("nvme", accelerator="deferred", prefetch=0, on_device=1.0),),
         (op("slope", batch=0), op("train", batch=1)),
     ),
+    "what was frozen between its forward and its backward lost the gradient of the backward before": Program(
+        Model(width=3, blocks=("mlp", "normed"), reused=True, all_in_groups=True, max_grad_norm=0.3),
+        (Setup("cpu", "nvme", "deferred", prefetch=0, memory=1.0),),
+        (
+            op("forward", batch=1),
+            op("penalty", batch=3),
+            op("freeze", frozen=True, block=1),
+            op("backward", how="loss", retain=True, which=-1, sync=True),
+            op("clip", max_norm=0.5),
+        ),
+    ),
+    "the failure of a save that ran beside was told by close": Program(
+        Model(blocks=("mlp", "experts", "large"), tie="blocks", frozen=(1,), checkpointing="reentrant", optimizer="sgd"),
+        (
+            Setup("nvme", "nvme", "deferred", prefetch=0, on_device=1.5, drive="failing", fault="flip", failing=2),
+            Setup("cpu", "cpu"),
+        ),
+        (op("save", beside=True, number=1), op("anew", setup=0, how="scratch"), op("train", batch=1)),
+    ),
+    "a forward that was interrupted had given states to what was newly trained": Program(
+        Model(blocks=("mlp", "lora", "attention"), dtype="bf16", state_format="bf16", optimizer="lion", max_grad_norm=0.3),
+        (Setup("cpu", update="backward", prefetch=0, memory=1.4, seed=384, speculates=True),),
+        (op("add_group"), op("forward", batch=3, interrupt=1718)),
+    ),
 } | {
     f"one backward through what is used twice found no room, {where}": Program(
         Model(width=3, blocks=blocks, reused=True, tie=tie, checkpointing="reentrant"),

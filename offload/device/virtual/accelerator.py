@@ -193,8 +193,8 @@ class VirtualAccelerator(Accelerator):
     def lock(self) -> AbstractContextManager[object]:
         return Mutex(self._machine.simulation)
 
-    def host_lane(self, name: str, *, waits_for_io: bool) -> HostLane:
-        del waits_for_io
+    def host_lane(self, name: str, *, waits_for_io: bool, waits_for_ranks: bool = False) -> HostLane:
+        del waits_for_io, waits_for_ranks
         return VirtualLane(name, self._machine, LaneRow(name, self.recorder))
 
     def rates(self) -> Rates:
@@ -277,9 +277,9 @@ class VirtualCpu(VirtualUnified):
     def mark(self) -> Pending:
         return Settled()
 
-    def host_lane(self, name: str, *, waits_for_io: bool) -> HostLane:
+    def host_lane(self, name: str, *, waits_for_io: bool, waits_for_ranks: bool = False) -> HostLane:
         row = LaneRow(name, self.recorder)
-        return VirtualLane(name, self._machine, row) if waits_for_io else InlineLane(self.lock(), row)
+        return VirtualLane(name, self._machine, row) if waits_for_io or waits_for_ranks else InlineLane(self.lock(), row)
 
 
 def accelerator_on(machine: VirtualMachine) -> VirtualAccelerator:
