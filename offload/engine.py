@@ -57,7 +57,8 @@ def initialize(
     model      any module; on the CPU, or (parts of it) on the meta device under `offload.deferred_init()` or with
                `weights`. Its buffers are moved to the device.
     optimizer  `torch.optim.AdamW`, `Adam`, `Adagrad`, `SGD` or `offload.Lion` (also lion-pytorch's and timm's) over the
-               model's trainable parameters; state it has already is taken over.
+               model's trainable parameters, or another that computes element by element (`offload.model.own_optimizer`);
+               state it has already is taken over.
                None: the one that a config with DeepSpeed's keys describes; without it no training: forward, evaluation and
                generation only.
     config     a `Config`; or a mapping, or the path of a JSON file, with its keys or with DeepSpeed's (docs/deepspeed.md)

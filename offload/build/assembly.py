@@ -134,7 +134,7 @@ class Assembly:
     def _describe(self) -> _Described:
         config, model = self._config, self._model
         if self._optimizer is not None:
-            check_optimizer(self._optimizer)
+            check_optimizer(self._optimizer, config.state_format)
         module_units, packed = partition(model), PackedWeights(model)
         packed.complete(module_units)
         if self._ranks.world_size > 1:

@@ -155,7 +155,7 @@ class Checkpointing:
         scale, optimizer = self._training.loss_scale, self._optimizer
         entry = None
         if optimizer is not None:
-            entry = OptimizerEntry(optimizer.source_class.__name__, group_numbers(optimizer.param_groups))
+            entry = OptimizerEntry(optimizer.kind_name, group_numbers(optimizer.param_groups))
         tied = [info for info in self._parts.parameters if len(info.fqns) > 1]
         return Manifest(
             world_size=self._parts.ranks.world_size,
@@ -274,7 +274,7 @@ class Checkpointing:
     def _check(self, opened: OpenedCheckpoint) -> Matching:
         matching = Matching(opened.manifest, str(opened.path), self._parts)
         optimizer = self._optimizer
-        kind = optimizer.source_class.__name__ if optimizer is not None else None
+        kind = optimizer.kind_name if optimizer is not None else None
         matching.check(self._model, kind, optimizer.param_groups if optimizer is not None else ())
         opened.check_files()
         ranks = self._parts.ranks

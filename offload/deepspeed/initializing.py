@@ -22,6 +22,7 @@ from offload.deepspeed.settings import read_config
 from offload.deepspeed_config import Maker, Translation, make_optimizer, translate
 from offload.deferred_init.deferred_init import end_recording
 from offload.errors import ConfigError
+from offload.model.optimizer_kinds import kind_of
 
 _TUNING = ("distributed_port", "dist_init_required", "collate_fn", "config", "config_params")
 _REFUSED = {
@@ -61,6 +62,11 @@ def initialize(
         optimizer = optimizer(list(model_parameters) if model_parameters is not None else list(model.parameters()))
     elif said.optimizer is not None and not given:
         optimizer = make_optimizer(said.optimizer, model_parameters if model_parameters is not None else model.parameters())
+    if optimizer is not None and said.config.stage and not said.allows_untested and kind_of(type(optimizer)) is None:
+        raise AskedWrongly(
+            f"{type(optimizer).__name__} has no kernel here, and DeepSpeed has not tested it with ZeRO either: set "
+            "zero_allow_untested_optimizer to true, and it is called on parts of parameters."
+        )
     superseded = [key for key in ("optimizer", "scheduler") if getattr(said, key) is not None]
     superseded = [key for key in superseded if (given if key == "optimizer" else lr_scheduler is not None)]
     said.warn(2, tuple(superseded))

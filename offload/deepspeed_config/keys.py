@@ -80,7 +80,8 @@ SECTIONS: Mapping[str, Section] = {
             "activation_checkpointing": "as `deepspeed.checkpointing.configure`",
             "managed_gradient_accumulation": "false: every `step()` updates",
             "gradient_allreduce_op": '"mean"; below stage 3 also "sum": averages times the number of ranks',
-            "zero_allow_untested_optimizer": "nothing to allow: an optimizer without a kernel here is refused by name",
+            "zero_allow_untested_optimizer": "true: an optimizer without a kernel here is called on parts of parameters; "
+            "refused where it needs them whole",
             "torch_autocast": "`torch.autocast` around the engine's forward; `offload.initialize` leaves it to the loop",
         },
         without_effect=(

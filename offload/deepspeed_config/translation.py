@@ -88,6 +88,8 @@ class Translation:
     steps_per_print: int | None
     drop_last: bool
     ignores_unused: bool
+    allows_untested: bool
+    """An optimizer of the script's own, which has no kernel here, with ZeRO."""
     tag_validation: str
     """"fail", "warn" or "ignore"."""
     loads_universal: bool
@@ -157,6 +159,7 @@ class _Translator:
             steps_per_print=self._printing(),
             drop_last=self._flag("dataloader_drop_last", self._top.get("dataloader_drop_last", False)),
             ignores_unused=self._ignores_unused,
+            allows_untested=self._flag("zero_allow_untested_optimizer", self._top.get("zero_allow_untested_optimizer", False)),
             tag_validation=self._tag_validation(sections["checkpoint"]),
             loads_universal=self._flag("checkpoint.load_universal", sections["checkpoint"].get("load_universal", False)),
             activation_checkpointing=sections["activation_checkpointing"],

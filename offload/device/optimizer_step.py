@@ -32,7 +32,7 @@ def update(segments: Sequence[Segment]) -> None:
     for segment in segments:
         _check(segment)
         compiled = compiled_kernels.of(segment.grad.device)
-        if uses_native(segment.grad):
+        if uses_native(segment.grad) and segment.hyper.own is None:
             native.append(_arguments(segment))
         elif compiled is not None and segment.hyper.rule is Rule.ADAM and segment.state_format is StateFormat.FP32:
             compiled.adam(segment)

@@ -162,9 +162,16 @@ def _sgd(segment: Segment, p: Tensor, g: Tensor, moments: _Moments) -> tuple[Ten
     return fma(f32(-hyper.lr), g, p), None
 
 
+def _own(segment: Segment, p: Tensor, g: Tensor, moments: _Moments) -> tuple[Tensor, Tensor | None]:
+    own = segment.hyper.own
+    assert own is not None
+    return own(p, _scaled(segment, g), moments, segment.step), None
+
+
 _RULES: dict[Rule, Callable[[Segment, Tensor, Tensor, _Moments], tuple[Tensor, Tensor | None]]] = {
     Rule.ADAM: _adam,
     Rule.LION: _lion,
     Rule.ADAGRAD: _adagrad,
     Rule.SGD: _sgd,
+    Rule.OWN: _own,
 }

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
+
+from torch import Tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """What a rule may keep of a weight's past. exp_avg: an average of gradients (Adam, Lion), or SGD's momentum buffer.
@@ -18,6 +21,17 @@ class Rule(Enum):
     LION = "lion"
     ADAGRAD = "adagrad"
     SGD = "sgd"
+    OWN = "own"
+    """No kernel: `Hyper.own` computes it."""
+
+
+class OwnUpdate(Protocol):
+    """An optimizer that comes with its own arithmetic (`offload.model.own_optimizer`)."""
+
+    @property
+    def moments(self) -> tuple[str, ...]: ...
+
+    def __call__(self, p: Tensor, g: Tensor, moments: dict[str, Tensor], step: int) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +52,13 @@ class Hyper:
     decoupled: bool = False
     nesterov: bool = False
     maximize: bool = False
+    own: OwnUpdate | None = None
 
     @property
     def moments(self) -> tuple[str, ...]:
         """Which of `MOMENTS` a step with these numbers reads and writes."""
+        if self.own is not None:
+            return self.own.moments
         if self.rule is Rule.ADAM:
             return MOMENTS
         if self.rule is Rule.LION or (self.rule is Rule.SGD and self.beta1 != 0):

@@ -13,7 +13,7 @@ import torch
 
 from offload.device.rules import Hyper
 from offload.errors import UsageError
-from offload.model.optimizer_kinds import check_group, hyper_of_group, moments_of, state_names
+from offload.model.optimizer_kinds import check_group, hyper_of_group, kind_name, moments_of, state_names
 
 MARKER = "offload"
 """The entry of an optimizer's state_dict that says where the state is."""
@@ -72,7 +72,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.source_class, self._source = type(source), source
         refusal = source.register_step_pre_hook(_refuse_step)
         self._finalizer = weakref.finalize(self, refusal.remove)
-        self.moments = moments_of(source)
+        self.moments, self.kind_name = moments_of(source), kind_name(source)
 
     def disown(self) -> None:
         """The optimizer that was given is its user's again."""
@@ -86,8 +86,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def hyper_of(self, group_index: int) -> Hyper:
         """The numbers of one parameter group, as they stand now. Raises `UsageError` where its records cannot follow them."""
-        check_group(self.source_class, self.param_groups[group_index], group_index)
-        hyper = hyper_of_group(self.source_class, self.param_groups[group_index])
+        check_group(self._source, self.param_groups[group_index], group_index)
+        hyper = hyper_of_group(self._source, self.param_groups[group_index])
         if not set(hyper.moments) <= set(self.moments):
             raise UsageError(
                 f"momentum={hyper.beta1:g} of parameter group {group_index} was set after initialize, and without "
@@ -143,7 +143,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         numbers = itertools.count()
         groups = [group | {"params": [next(numbers) for _ in group["params"]]} for group in self.param_groups]
         marker = {"step_count": self.stepper.step_count, "state": "in the engine's tiers: engine.save_checkpoint(dir) saves it"}
-        state = {number: dict.fromkeys(state_names(self.source_class), _ELSEWHERE) for number in range(next(numbers))}
+        state = {number: dict.fromkeys(state_names(self._source), _ELSEWHERE) for number in range(next(numbers))}
         return {"state": state, "param_groups": copy.deepcopy(groups), MARKER: marker}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ import torch
 from offload.device.rules import MOMENTS, Hyper, Rule
 from offload.errors import ConfigError, UsageError
 from offload.model.lion import Lion
+from offload.model.own_optimizer import own_optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,7 @@ class OptimizerKind:
     rule: Rule
     state_names: Mapping[str, str]
     decoupled: bool = False
-    counts_steps: bool = True
+    counter_names: tuple[str, ...] = ("step",)
     refused: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -32,14 +33,14 @@ _KINDS: dict[type, OptimizerKind] = {
     torch.optim.Adam: OptimizerKind(Rule.ADAM, _ADAM, refused={"amsgrad": False, "differentiable": False}),
     torch.optim.Adagrad: OptimizerKind(Rule.ADAGRAD, {"exp_avg_sq": "sum"}, refused={"differentiable": False}),
     torch.optim.SGD: OptimizerKind(
-        Rule.SGD, {"exp_avg": "momentum_buffer"}, counts_steps=False, refused={"differentiable": False}
+        Rule.SGD, {"exp_avg": "momentum_buffer"}, counter_names=(), refused={"differentiable": False}
     ),
 }
 _LION = OptimizerKind(
     Rule.LION,
     {"exp_avg": "exp_avg"},
     decoupled=True,
-    counts_steps=False,
+    counter_names=(),
     # Of lion-pytorch and of timm: variants that compute something else.
     refused={"decoupled_wd": False, "cautious_factor": 1.0, "caution": False, "corrected_weight_decay": False},
 )
@@ -54,22 +55,35 @@ def kind_of(optimizer_class: type) -> OptimizerKind | None:
     return _KINDS.get(optimizer_class)
 
 
-def state_names(optimizer_class: type) -> tuple[str, ...]:
-    """What an optimizer of that class calls its state of one parameter."""
-    kind = kind_of(optimizer_class)
-    assert kind is not None
-    return *kind.state_names.values(), *(("step",) if kind.counts_steps else ())
-
-
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `ConfigError` for an optimizer that has no exact counterpart here."""
+def _kind(optimizer: torch.optim.Optimizer) -> OptimizerKind:
+    """Raises `ConfigError` for one that neither has a counterpart nor can be called on parts of parameters."""
     kind = kind_of(type(optimizer))
     if kind is None:
-        names = ", ".join(f"torch.optim.{one.__name__}" for one in _KINDS)
+        own = own_optimizer(optimizer)
+        kind = OptimizerKind(Rule.OWN, own.names, counter_names=tuple(own.counters))
+    return kind
+
+
+def kind_name(optimizer: torch.optim.Optimizer) -> str:
+    """By which checkpoints know it; of one with its own arithmetic with the arrays that it keeps."""
+    kind = _kind(optimizer)
+    return type(optimizer).__name__ + (f"({', '.join(kind.state_names)})" if kind.rule is Rule.OWN else "")
+
+
+def state_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """What it calls its state of one parameter."""
+    kind = _kind(optimizer)
+    return *kind.state_names.values(), *kind.counter_names
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, state_format: str) -> None:
+    """Raise `ConfigError` for an optimizer that has no exact counterpart here, and cannot be called on parts of parameters.
+    foreach, fused and capturable make no difference and are accepted."""
+    kind = _kind(optimizer)
+    if kind.rule is Rule.OWN and state_format in ("bf16", "8bit"):
         raise ConfigError(
-            f"optimizer {type(optimizer).__module__}.{type(optimizer).__qualname__} is not supported: pass {names} or "
-            "offload.Lion (or the Lion of lion-pytorch or timm). foreach, fused and capturable make no difference and are "
-            "accepted."
+            f"state_format={state_format!r} rounds what Adam, Adagrad, Lion and SGD keep, and nobody here knows how "
+            f"{type(optimizer).__qualname__}'s state may be rounded: set state_format to 'fp32' or 'split'."
         )
     for index, group in enumerate(optimizer.param_groups):
         for option, neutral in kind.refused.items():
@@ -80,10 +94,11 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
-def hyper_of_group(optimizer_class: type, group: Mapping[str, Any]) -> Hyper:
-    """The numbers of one parameter group, as they stand now."""
-    kind = kind_of(optimizer_class)
-    assert kind is not None
+def hyper_of_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Hyper:
+    """The numbers of one parameter group of it, as they stand now."""
+    kind = _kind(optimizer)
+    if kind.rule is Rule.OWN:
+        return Hyper(Rule.OWN, lr=0.0, own=own_optimizer(optimizer).step_of(group))
     if kind.rule is Rule.SGD:
         beta1, beta2 = group["momentum"], group["dampening"]
     else:
@@ -106,11 +121,10 @@ _AT_LEAST_0 = ("lr", "eps", "weight_decay", "momentum", "lr_decay")
 _FP32_MAX = torch.finfo(torch.float32).max
 
 
-def check_group(optimizer_class: type, group: Mapping[str, Any], group_index: int) -> None:
+def check_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], group_index: int) -> None:
     """Raise `UsageError` where a number of the group, as it stands now, is none to step with: what torch's constructors refuse,
     and what is not finite in fp32."""
-    kind = kind_of(optimizer_class)
-    assert kind is not None
+    kind = _kind(optimizer)
     given = group.get("betas", (0.0, 0.0))
     betas = given if isinstance(given, (tuple, list)) else ()
     named = {name: group[name] for name in (*_AT_LEAST_0, "dampening") if name in group}
@@ -136,14 +150,18 @@ def check_group(optimizer_class: type, group: Mapping[str, Any], group_index: in
 
 def moments_of(optimizer: torch.optim.Optimizer | None) -> tuple[str, ...]:
     """What records keep for this optimizer: the moments of all its groups."""
-    groups = optimizer.param_groups if optimizer is not None else []
-    used = {name for group in groups for name in hyper_of_group(type(optimizer), group).moments}
+    if optimizer is None:
+        return ()
+    used = {name for group in optimizer.param_groups for name in hyper_of_group(optimizer, group).moments}
     return tuple(name for name in MOMENTS if name in used)
 
 
 def moments_saved_by(kind_name: str, groups: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """What a checkpoint of an optimizer whose class has this name holds of every trained parameter."""
     known = {**{one.__name__: one for one in _KINDS}, Lion.__name__: Lion}
+    _, parenthesis, kept = kind_name.removesuffix(")").partition("(")
+    if parenthesis:
+        return tuple(name for name in MOMENTS if name in kept.split(", "))
     if kind_name not in known:
         return MOMENTS
     if known[kind_name] is torch.optim.SGD:
@@ -163,13 +181,12 @@ class InitialState:
 
 def initial_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, fqn: str) -> InitialState:
     """Raises `ConfigError` where the state is incomplete."""
-    kind = kind_of(type(optimizer))
+    kind = _kind(optimizer)
     state: Mapping[str, Any] = optimizer.state.get(parameter, {})
-    assert kind is not None
     found = {moment: state[name] for moment, name in kind.state_names.items() if state.get(name) is not None}
     if not state or (kind.rule is Rule.SGD and not found):
         return InitialState({}, 0)
-    names = state_names(type(optimizer))
+    names = state_names(optimizer)
     missing = [name for name in names if state.get(name) is None]
     if missing:
         raise ConfigError(f"the optimizer's state of {fqn!r} has no {', '.join(missing)}: expected {', '.join(names)}.")
@@ -191,4 +208,4 @@ def initial_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, fqn
                 f"the optimizer's {kind.state_names[moment]} of {fqn!r} is {what}: expected values of shape "
                 f"{list(parameter.shape)}. Load the state of this very model's optimizer."
             )
-    return InitialState(found, int(state["step"]) if kind.counts_steps else 1)
+    return InitialState(found, int(state[kind.counter_names[0]]) if kind.counter_names else 1)

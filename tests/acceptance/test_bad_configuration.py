@@ -101,29 +101,26 @@ def test_config_is_frozen_and_of_at_most_a_dozen_fields() -> None:
     assert len(config.__dataclass_fields__) <= 12
 
 
-class MyAdamW(torch.optim.AdamW):
+class OfTheNorm(torch.optim.AdamW):
     """A subclass may compute anything; taking it for its base class would be silent."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
-                p.sub_(0.1)
-
-
-class Lion(MyAdamW):
-    """A stranger's class of a known name."""
+                p.sub_(p.grad / p.grad.norm())
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda p: torch.optim.RMSprop(p, lr=0.1), ["RMSprop", "AdamW", "SGD"]),
+        (
+            lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.9, centered=True),
+            ["RMSprop", "more than 2 arrays", "AdamW", "SGD"],
+        ),
         (lambda p: torch.optim.LBFGS(p), ["LBFGS", "AdamW"]),
-        (lambda p: Lion(p), ["Lion", "offload.Lion"]),
+        (lambda p: OfTheNorm(p), ["OfTheNorm", "depends on more", "AdamW"]),
         (lambda p: torch.optim.NAdam(p), ["NAdam", "AdamW"]),
-        (lambda p: torch.optim.RAdam(p), ["RAdam", "AdamW"]),
-        (lambda p: MyAdamW(p), ["MyAdamW", "AdamW"]),
         (lambda p: torch.optim.AdamW(p, amsgrad=True), ["amsgrad"]),
         (lambda p: torch.optim.Adam(p, amsgrad=True), ["amsgrad"]),
         (lambda p: torch.optim.SGD(p, differentiable=True), ["differentiable"]),

@@ -43,7 +43,7 @@ def test_the_bits_of_the_optimizer_that_users_know(kind: type[torch.optim.Optimi
     for step in range(1, 13):
         parameter.grad = exact.rough_values(numel, generator, specials=False).clamp(-1e3, 1e3)
         optimizer.step()
-        update([Segment(parameter.grad, arrays, None, hyper_of_group(kind, optimizer.param_groups[0]), step)])
+        update([Segment(parameter.grad, arrays, None, hyper_of_group(optimizer, optimizer.param_groups[0]), step)])
     names = {"exp_avg": "exp_avg", "momentum_buffer": "exp_avg", "exp_avg_sq": "exp_avg_sq", "sum": "exp_avg_sq"}
     has_root = kind not in (torch.optim.SGD, offload.Lion)
     for name, value in optimizer.state[parameter].items():

@@ -215,7 +215,7 @@ class Updates:
         chunks = tuple(one.chunk for one in updates)
         if chunks != self._joined_chunks:
             values = [chunk.values for chunk in chunks]
-            if not uses_native(values[0]):
+            if not uses_native(values[0]) or _is_own(updates[0]):
                 for unit, update in runs:
                     self._run(unit, update)
                 return
@@ -304,7 +304,7 @@ class Updates:
             with self._timeline.lane_waiting("copy for checkpoint"):
                 watcher.before_update(chunk)
         with self._timeline.lane_working("adam"):
-            if uses_native(values):
+            if uses_native(values) and not _is_own(chunk_update):
                 self._step_by_table(chunk_update, buffer, values, gradients)
             else:
                 record = self._records.over(chunk, buffer)
@@ -332,6 +332,11 @@ class Updates:
         if chunk.step_table is None:
             chunk.step_table = StepTable(self._records.format(chunk), chunk.numel, values.dtype, _spans(chunk))
         return chunk.step_table
+
+
+def _is_own(update: ChunkUpdate) -> bool:
+    """Whether an optimizer with its own arithmetic makes it."""
+    return any(piece.hyper.own is not None for piece in update.pieces)
 
 
 def _spans(chunk: Chunk) -> list[Span]:

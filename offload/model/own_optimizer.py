@@ -1,0 +1,174 @@
+"""Optimizers without a kernel here, the user's own or others of torch's: `step` is called on one run of elements at a time.
+
+That is the same as on whole parameters where it computes element by element, and where all it remembers are arrays in the
+parameter's shape (at most as many as there are `MOMENTS`, whose places in the record they take) and counts of the steps. Both
+are tried before anything is allocated: three steps on a small parameter as a whole, and the same ones by parts, each with an
+optimizer that knows no more than the record holds.
+
+The bits are those of torch's operations on these runs of elements; torch may round the last few of a run otherwise than the
+others, so another size of the chunks can change a last bit, which it cannot with the rules that have a kernel.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from offload.device.rules import MOMENTS
+from offload.errors import ConfigError
+
+_SHAPE, _CUT, _STEPS = (6, 16), 40, 3
+
+
+class _Unfit(Exception):
+    """Why it cannot be called on parts, as a clause."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnStep:
+    """The step of one parameter group, with its numbers as they were when this was made.
+
+    names     the optimizer's name of each moment that it keeps
+    counters  what counts steps in its state, and one that says of which kind
+    """
+
+    kind: type
+    attributes: Mapping[str, Any]
+    options: Mapping[str, Any]
+    names: Mapping[str, str]
+    counters: Mapping[str, Any]
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        return tuple(self.names)
+
+    def __call__(self, p: Tensor, g: Tensor, moments: dict[str, Tensor], step: int) -> Tensor:
+        """The new weights of p, with the gradient g, both float32 [numel]; `moments` are replaced. Update `step`, from 1: at
+        the first the optimizer makes its state. p and the old moments may be written to. Any thread."""
+        state: dict[str, Any] = {}
+        if step > 1:
+            state = {theirs: moments[ours] for ours, theirs in self.names.items()}
+            state |= {name: _count_like(one, step - 1) for name, one in self.counters.items()}
+        parameter = nn.Parameter(p)
+        optimizer = _made(self.kind, self.attributes, self.options, parameter)
+        if state:
+            optimizer.state[parameter] = state
+        _step(optimizer, parameter, g)
+        for ours, theirs in self.names.items():
+            moments[ours] = optimizer.state[parameter][theirs]
+        return parameter.data
+
+
+def _made(kind: type, attributes: Mapping[str, Any], options: Mapping[str, Any], parameter: nn.Parameter) -> Any:
+    """An optimizer of that kind which has this one parameter, and has done nothing yet."""
+    optimizer: Any = object.__new__(kind)
+    vars(optimizer).update(attributes)
+    vars(optimizer).update({name: OrderedDict() for name in attributes if name.endswith("_hooks")})
+    optimizer.state = defaultdict(dict)
+    optimizer.param_groups = [dict(options) | {"params": [parameter]}]
+    return optimizer
+
+
+def _step(optimizer: Any, parameter: nn.Parameter, g: Tensor) -> None:
+    parameter.grad = g
+    with torch.no_grad():
+        optimizer.step()
+
+
+def _count_like(one: Any, count: int) -> Any:
+    return torch.full_like(one, count) if isinstance(one, Tensor) else type(one)(count)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnOptimizer:
+    """What was found by trying it."""
+
+    kind: type
+    attributes: Mapping[str, Any]
+    names: Mapping[str, str]
+    counters: Mapping[str, Any]
+
+    def step_of(self, group: Mapping[str, Any]) -> OwnStep:
+        options = {name: value for name, value in group.items() if name != "params"}
+        return OwnStep(self.kind, self.attributes, options, self.names, self.counters)
+
+
+_found: WeakKeyDictionary[torch.optim.Optimizer, OwnOptimizer] = WeakKeyDictionary()
+
+
+def own_optimizer(optimizer: torch.optim.Optimizer) -> OwnOptimizer:
+    """Tries an optimizer, once. Raises `ConfigError` with the reason where it cannot be called on parts of parameters."""
+    if optimizer not in _found:
+        apart = ("state", "param_groups", "step")
+        attributes = {name: value for name, value in vars(optimizer).items() if name not in apart}
+        names: dict[str, str] = {}
+        counters: dict[str, Any] = {}
+        try:
+            for group in optimizer.param_groups:
+                options = {name: value for name, value in group.items() if name != "params"}
+                _try(type(optimizer), attributes, options, names, counters)
+        except _Unfit as unfit:
+            raise ConfigError(
+                f"optimizer {type(optimizer).__module__}.{type(optimizer).__qualname__} is not supported: {unfit}. The engine "
+                "updates parts of parameters, one after the other. Pass torch.optim.AdamW, Adam, Adagrad, SGD or offload.Lion "
+                "(or the Lion of lion-pytorch or timm), or any optimizer that computes element by element."
+            ) from unfit.__cause__
+        _found[optimizer] = OwnOptimizer(type(optimizer), attributes, names, counters)
+    return _found[optimizer]
+
+
+def _try(
+    kind: type, attributes: Mapping[str, Any], options: Mapping[str, Any], names: dict[str, str], counters: dict[str, Any]
+) -> None:
+    """Three steps as a whole, then by parts. `names` and `counters` grow by what the optimizer keeps. Raises `_Unfit`."""
+    random = torch.Generator().manual_seed(0)
+    whole = nn.Parameter(torch.randn(_SHAPE, generator=random))
+    gradients = [torch.randn(_SHAPE, generator=random) for _ in range(_STEPS)]
+    parts = [whole.detach().flatten()[:_CUT].clone(), whole.detach().flatten()[_CUT:].clone()]
+    try:
+        optimizer = _made(kind, attributes, options, whole)
+        for count, gradient in enumerate(gradients, 1):
+            _step(optimizer, whole, gradient.clone())
+            _sort(optimizer.state[whole], count, names, counters)
+        step = OwnStep(kind, attributes, options, _used(names, optimizer.state[whole]), counters)
+        arrays: list[dict[str, Tensor]] = [{}, {}]
+        for count, gradient in enumerate(gradients, 1):
+            pieces = gradient.flatten()[:_CUT].clone(), gradient.flatten()[_CUT:].clone()
+            parts = [step(p, g, own, count) for p, g, own in zip(parts, pieces, arrays, strict=True)]
+    except _Unfit:
+        raise
+    except Exception as error:
+        raise _Unfit(f"its step fails on a part of a parameter ({type(error).__name__}: {error})") from error
+    found = torch.cat([part.flatten() for part in parts])
+    if not torch.allclose(found, whole.detach().flatten(), rtol=1e-5, atol=1e-6):
+        raise _Unfit(
+            "what it computes of an element depends on more than that element's gradient and state, as on the others of its "
+            "parameter (LAMB, Muon)"
+        )
+
+
+def _used(names: Mapping[str, str], state: Mapping[str, Any]) -> dict[str, str]:
+    return {ours: theirs for ours, theirs in names.items() if theirs in state}
+
+
+def _sort(state: Mapping[str, Any], count: int, names: dict[str, str], counters: dict[str, Any]) -> None:
+    """Tell arrays from counters in the state after step `count`. Raises `_Unfit` for what is neither."""
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.shape == _SHAPE and value.dtype == torch.float32:
+            if name not in names.values():
+                free = [one for one in MOMENTS if one not in names]
+                if not free:
+                    raise _Unfit(f"of a parameter it keeps {', '.join(state)}, more than {len(MOMENTS)} arrays")
+                names[name if name in free else free[0]] = name
+        elif (isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)) and value == count:
+            counters.setdefault(name, value)
+        elif value is not None:
+            raise _Unfit(
+                f"its state of a parameter has {name!r}, which is neither an array in the parameter's shape nor a count"
+            )
