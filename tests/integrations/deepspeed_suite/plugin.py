@@ -215,7 +215,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for line in _outcomes.read_text().splitlines():
             one = json.loads(line)
             _known[one["item"]] = one["outcome"]
-    items[:] = [item for item in items if item.nodeid not in _known]
+    only = os.environ.get("SUITE_ONLY")
+    wanted = set(json.loads(Path(only).read_text())) if only else None
+    items[:] = [one for one in items if one.nodeid not in _known and (wanted is None or one.nodeid in wanted)]
 
 
 def _record(item: str, outcome: str, why: str) -> None:

@@ -1,10 +1,14 @@
 """Runs DeepSpeed's own tests on `offload.deepspeed`, file by file, and writes a table of what came of them.
 
-    DEEPSPEED_TESTS=/path/to/DeepSpeed/tests python -m tests.integrations.deepspeed_suite.run [--out FOLDER] [file ...]
+    DEEPSPEED_TESTS=/path/to/DeepSpeed python -m tests.integrations.deepspeed_suite.run [--retry failed] [file ...]
 
-Fetches nothing. `reasons.json` says, for items that do not pass, why: the first pattern that is found in the item's name or in
-its last line decides. A word in it is "internal", "needs a GPU", "refused: ...", "DeepSpeed: ..." (it is wrong, as ...) or
-"skipped: ..." (the test skips itself); what has none is "open".
+Fetches nothing. `outcomes.json` holds what came of every file, with the version of this package that it was run at: a file that
+is run again replaces what was said of it, `--retry failed` runs and replaces the items that did not pass, and a run that was
+stopped goes on where it was (in `--scratch`). `outcomes.md` is the table made of it.
+
+`reasons.json` says why an item does not pass: the first pattern found in the item's name or in its last line decides. A word
+is "internal: ...", "needs a GPU", "refused: ...", "DeepSpeed: ..." (it is wrong, as ...) or "skipped: ..." (the test skips
+itself); what has none is "open", and what did not end in its time "hung".
 """
 
 from __future__ import annotations
@@ -14,11 +18,12 @@ import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
-import tempfile
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,52 +33,95 @@ FILES = (
     *("runtime/zero", "v1/zero", "runtime/half_precision/test_*.py", "v1/half_precision", "checkpoint", "ops/adam", "ops/lion"),
     *("ops/adagrad", "runtime/test_*.py", "runtime/activation_checkpointing"),
 )
-FILE_SECONDS = 3600
+ITEM_SECONDS = float(os.environ.setdefault("SUITE_ITEM_SECONDS", "60"))
+COLLECTING_SECONDS = 300
+PASSED = ("passed", "xfailed")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--out", type=Path, default=None, help="where outcomes lie; what is there already is not run again")
-    parser.add_argument("--table", type=Path, default=None, help="write the table here")
-    parser.add_argument("-k", dest="keyword", default=None, help="pytest's -k")
+    parser.add_argument("--state", type=Path, default=HERE / "outcomes.json", help="what came of every file, kept and amended")
+    parser.add_argument("--table", type=Path, default=HERE / "outcomes.md", help="the table made of it")
+    parser.add_argument("--scratch", type=Path, default=ROOT / "build" / "deepspeed-suite", help="of a run that is under way")
+    parser.add_argument("--retry", choices=["failed"], default=None, help="only items that did not pass, and are not skipped")
+    parser.add_argument("--table-only", action="store_true", help="run nothing")
     parser.add_argument("files", nargs="*", help="below unit/; default: all that are covered")
     given = parser.parse_args()
+    state = json.loads(given.state.read_text()) if given.state.is_file() else {}
+    if not given.table_only:
+        tests = _tests()
+        for file in files(tests, given.files or FILES):
+            only = [name for name, (outcome, _) in state.get(file, {}).get("others", {}).items() if outcome != "skipped"]
+            if given.retry and not only:
+                continue
+            amends = given.retry is not None and "" not in only  # "": the file was not collected
+            found, seconds = run(tests, file, given.scratch, only if amends else None)
+            state[file] = merged(state.get(file), found, seconds, amends)
+            given.state.write_text(json.dumps(dict(sorted(state.items())), indent=0) + "\n")
+            print(
+                f"{file}: {state[file]['passed']} pass, {Counter(one for one, _ in state[file]['others'].values())}", flush=True
+            )
+    given.table.write_text(table(state, json.loads((HERE / "reasons.json").read_text())))
+    print(given.table.read_text().partition("| not passed")[0])
+
+
+def _tests() -> Path:
     tests = Path(os.environ.get("DEEPSPEED_TESTS", ""))
     tests = tests / "tests" if (tests / "tests" / "unit").is_dir() else tests
     if not (tests / "unit" / "common.py").is_file():
         raise SystemExit("DEEPSPEED_TESTS names no folder with DeepSpeed's tests: its repository, or the folder tests in it.")
-    out = given.out or Path(tempfile.mkdtemp(prefix="deepspeed-suite-"))
-    out.mkdir(parents=True, exist_ok=True)
-    found: list[dict[str, Any]] = []
-    for file in files(tests, given.files or FILES):
-        found += run(tests, file, out, given.keyword)
-    report = table(found, json.loads((HERE / "reasons.json").read_text()))
-    if given.table is not None:
-        given.table.write_text(report)
-    print(report)
+    return tests
 
 
 def files(tests: Path, patterns: Sequence[str]) -> list[str]:
     """Test files below unit/, in order."""
     found: dict[str, None] = {}
     for pattern in patterns:
-        for path in sorted((tests / "unit").glob(pattern)):
+        for path in sorted((tests / "unit").glob(pattern.removeprefix("unit/"))):
             inner = sorted(path.rglob("test_*.py")) if path.is_dir() else [path]
             found.update({str(one.relative_to(tests)): None for one in inner})
     return list(found)
 
 
-def run(tests: Path, file: str, out: Path, keyword: str | None) -> list[dict[str, Any]]:
-    """The outcomes of a file's items. A process that ends in the middle of an item is begun anew after it."""
-    folder = out / file.replace("/", "-").removesuffix(".py")
-    folder.mkdir(exist_ok=True)
-    outcomes, current = folder / "outcomes", folder / "current"
+def merged(
+    before: Mapping[str, Any] | None, found: Iterable[Mapping[str, Any]], seconds: float, amends: bool
+) -> dict[str, Any]:
+    """The row of a file: how many items pass, what came of each other one, and at which versions that was found."""
+    now = {one["item"].partition("::")[2]: one for one in found}
+    passed = sum(one["outcome"] in PASSED for one in now.values())
+    others = {name: [one["outcome"], last_line(one["why"])] for name, one in now.items() if one["outcome"] not in PASSED}
+    versions = [version()]
+    if amends and before is not None:
+        passed += before["passed"]
+        others = {name: said for name, said in before["others"].items() if name not in now} | others
+        versions = [*(one for one in before["versions"] if one not in versions), *versions]
+        seconds += before["seconds"]
+    return {"versions": versions, "seconds": round(seconds), "passed": passed, "others": others}
+
+
+def version() -> str:
+    """The commit; `SUITE_VERSION` says it where the package is a copy outside its repository."""
+    said = os.environ.get("SUITE_VERSION")
+    if said is not None:
+        return said
+    commit = ["git", "describe", "--always", "--dirty", "--match", ""]
+    return subprocess.run(commit, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def run(tests: Path, file: str, scratch: Path, only: Sequence[str] | None) -> tuple[list[dict[str, Any]], float]:
+    """The outcomes of a file's items, and the seconds. A process that ends in the middle of an item is begun anew after it."""
+    folder = scratch / file.replace("/", "-").removesuffix(".py")
+    folder.mkdir(parents=True, exist_ok=True)
+    outcomes, current, begun = folder / "outcomes", folder / "current", time.monotonic()
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join((str(ROOT), str(tests))),
         "SUITE_OUTCOMES": str(outcomes),
         "OMP_NUM_THREADS": "1",
         "OFFLOAD_ACCELERATOR": os.environ.get("OFFLOAD_ACCELERATOR", "cpu"),
     }
+    if only is not None:
+        (folder / "only").write_text(json.dumps([f"{file}::{name}" if name else file for name in only]))
+        environment["SUITE_ONLY"] = str(folder / "only")
     command = [
         sys.executable,
         "-m",
@@ -85,21 +133,37 @@ def run(tests: Path, file: str, out: Path, keyword: str | None) -> list[dict[str
         "no:cacheprovider",
     ]
     command += ["-o", "addopts=", "--rootdir", str(tests), "--basetemp", str(folder / "temporary"), "-m", "not nightly", file]
-    if keyword is not None:
-        command += ["-k", keyword]
     while True:
         current.unlink(missing_ok=True)
-        with (folder / "log").open("a") as log, contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run(command, cwd=tests, env=environment, stdout=log, stderr=log, timeout=FILE_SECONDS, check=False)
+        hung = _watched(command, tests, environment, folder)
         found = [json.loads(line) for line in outcomes.read_text().splitlines()] if outcomes.exists() else []
         last = current.read_text() if current.exists() else None
         if last is None or any(one["item"] == last for one in found):
             break
+        why = "HUNG: and did not heed the signal" if hung else "ENDED: the process ended in it"
         with outcomes.open("a") as file_:
-            file_.write(json.dumps({"item": last, "outcome": "failed", "why": "ENDED: the process ended or hung in it"}) + "\n")
-    counts = Counter(one["outcome"] for one in found)
-    print(f"{file}: {dict(counts)}", flush=True)
-    return found
+            file_.write(json.dumps({"item": last, "outcome": "failed", "why": why}) + "\n")
+    for one in (outcomes, current, folder / "only"):
+        one.unlink(missing_ok=True)
+    return found, time.monotonic() - begun
+
+
+def _watched(command: Sequence[str], tests: Path, environment: Mapping[str, str], folder: Path) -> bool:
+    """Run it. Whether it had to be killed, since an item did not end although the plugin's own limits were over."""
+    with (folder / "log").open("a") as log:
+        process = subprocess.Popen(command, cwd=tests, env=environment, stdout=log, stderr=log, start_new_session=True)
+        begun, current = time.time(), folder / "current"
+        try:
+            while process.poll() is None:
+                time.sleep(0.5)
+                since = current.stat().st_mtime if current.exists() else begun + COLLECTING_SECONDS
+                if time.time() > max(since, begun) + 4 * ITEM_SECONDS:
+                    return True
+            return False
+        finally:  # its ranks, too, which a process that was ended has left behind
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def last_line(why: str) -> str:
@@ -109,34 +173,41 @@ def last_line(why: str) -> str:
         for line in lines
         if re.match(r"(E +)?[A-Za-z_.]*(Error|Exception|Lacking|Wrongly|Unfit|NotDone|WrongValue)\b", line)
     ]
-    return (said[-1] if said else lines[-1] if lines else "").removeprefix("E ").strip()
+    return (said[-1] if said else lines[-1] if lines else "").removeprefix("E ").strip()[:300]
 
 
-def reason(one: Mapping[str, Any], reasons: Mapping[str, str]) -> str:
-    if one["outcome"] in ("passed", "xfailed"):
-        return ""
-    text = f"{one['item']}\n{last_line(one['why'])}"
-    return next((word for pattern, word in reasons.items() if re.search(pattern, text)), "open")
+def reason(item: str, why: str, reasons: Mapping[str, str]) -> str:
+    if why.startswith("HUNG"):
+        return "hung"
+    return next((word for pattern, word in reasons.items() if re.search(pattern, f"{item}\n{why}")), "open")
 
 
-def table(found: Sequence[Mapping[str, Any]], reasons: Mapping[str, str]) -> str:
+def table(state: Mapping[str, Any], reasons: Mapping[str, str]) -> str:
     """In Markdown: counts by file, then every item that did not pass, with its word."""
-    by_file: dict[str, Counter[str]] = {}
-    for one in found:
-        word = "passed" if one["outcome"] in ("passed", "xfailed") else reason(one, reasons).partition(":")[0]
-        by_file.setdefault(one["item"].partition("::")[0], Counter())[word] += 1
+    why = {
+        f"{file}::{name}": reason(f"{file}::{name}", said[1], reasons)
+        for file, row in state.items()
+        for name, said in row["others"].items()
+    }
+    by_file = {file: Counter({"passed": row["passed"]}) for file, row in state.items()}
+    for item, word in why.items():
+        by_file[item.partition("::")[0]][word.partition(":")[0]] += 1
     total = sum(by_file.values(), Counter())
     words = ["passed", *sorted(word for word in total if word != "passed")]
-    lines = [f"| file | items | {' | '.join(words)} |", "|---" * (len(words) + 2) + "|"]
+    counted = sum(total[word] for word in total if word not in ("internal", "needs a GPU", "skipped"))
+    lines = ["# DeepSpeed's own tests on offload.deepspeed", "", (HERE / "preface.md").read_text().strip(), ""]
+    lines += [
+        f"Of {counted} items that neither look at internals nor need a GPU nor skip themselves, {total['passed']} pass, "
+        f"{total['passed'] / max(counted, 1):.1%}. {total['hung']} hung.",
+        "",
+    ]
+    lines += [f"| file | items | {' | '.join(words)} | version |", "|---" * (len(words) + 3) + "|"]
     for file, counts in by_file.items():
-        lines.append(f"| {file} | {sum(counts.values())} | {' | '.join(str(counts[word] or '') for word in words)} |")
-    lines.append(f"| all | {sum(total.values())} | {' | '.join(str(total[word]) for word in words)} |")
-    counted = total["passed"] + total["refused"] + total["open"] + total["DeepSpeed"]
-    lines += ["", f"Of {counted} items that neither look at internals nor need a GPU {total['passed']} pass."]
+        row = " | ".join(str(counts[word] or "") for word in words)
+        lines.append(f"| {file} | {sum(counts.values())} | {row} | {', '.join(state[file]['versions'])} |")
+    lines.append(f"| all | {sum(total.values())} | {' | '.join(str(total[word]) for word in words)} | |")
     lines += ["", "| not passed | why |", "|---|---|"]
-    for one in found:
-        if one["outcome"] not in ("passed", "xfailed"):
-            lines.append(f"| {one['item'].replace('|', '/')} | {reason(one, reasons)} |")
+    lines += [f"| {item.replace('|', '/')} | {word} |" for item, word in why.items()]
     return "\n".join(lines) + "\n"
 
 
