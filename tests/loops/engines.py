@@ -324,6 +324,8 @@ class DrawnPlayer(EnginePlayer):
 
     def _after(self, operation: Operation, error: BaseException, now: Any, before: Facts, interrupted: bool) -> Outcome:
         self._interrupted = self._interrupted or interrupted
+        if interrupted:
+            leave_contexts()
         if (interrupted and isinstance(error, KeyboardInterrupt)) or self._is_of_the_drive(error) or self._was_swallowed(error):
             return self._settle(operation) if self.program.ranks == 1 else {"is": "died", "struck": True}
         died = self.died_of(error)
@@ -412,6 +414,14 @@ class MemoryPlayer(EnginePlayer):
         if position is not None:
             self.engine.load_checkpoint(self.path(position))
         return position
+
+
+def leave_contexts() -> None:
+    """An interrupt that comes just as `torch.no_grad()` or a checkpoint's context begins or ends leaves PyTorch's state of the
+    thread as it is then, with and without an engine."""
+    torch.set_grad_enabled(True)
+    while torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 @contextlib.contextmanager
