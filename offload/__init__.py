@@ -19,6 +19,7 @@ from offload.errors import (
 )
 from offload.importing.values import export_universal_checkpoint, import_checkpoint, read_values
 from offload.model.lion import Lion
+from offload.model.partition import unit
 
 __version__ = "0.2.0"
 
@@ -43,4 +44,5 @@ __all__ = [
     "import_checkpoint",
     "initialize",
     "read_values",
+    "unit",
 ]

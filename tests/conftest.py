@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from offload.model import partition
+
 try:
     import hypothesis
 except ImportError:  # a machine with a GPU and none of our tools: the tests of tests/gpu need pytest alone
@@ -13,6 +15,8 @@ else:
     # A busy machine must not fail a test.
     hypothesis.settings.register_profile("offload", deadline=None, derandomize=True)
     hypothesis.settings.load_profile("offload")
+
+partition.JOINED_NUMEL = 0  # the models of the tests are tiny, and are to have units all the same; test_joined_units.py sets it
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

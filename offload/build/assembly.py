@@ -37,7 +37,7 @@ from offload.model.description import (
 )
 from offload.model.flat import ParameterInfo
 from offload.model.optimizer_kinds import InitialState, check_optimizer, initial_state, moments_of
-from offload.model.partition import ModuleUnit, fold_for_ranks, partition, uses_of
+from offload.model.partition import ModuleUnit, fold_for_ranks, join_neighbours, partition, uses_of
 from offload.model.quantized import PackedWeights
 from offload.model.weights import WeightSource
 from offload.planning.deciding import Decision, Weight, lightest
@@ -139,6 +139,8 @@ class Assembly:
         packed.complete(module_units)
         if self._ranks.world_size > 1:
             module_units = fold_for_ranks(module_units, LEAST_UNIT_NUMEL)
+        else:
+            module_units = join_neighbours(module_units)
         dtype = DTYPES[config.dtype] if config.dtype is not None else None
         infos = describe_parameters(model, module_units, packed, self._optimizer, dtype)
         if not infos:

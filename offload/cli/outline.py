@@ -18,7 +18,7 @@ from offload.errors import BudgetError, ConfigError
 from offload.layout import Layout
 from offload.model.description import check_state_format, describe_parameters, parameter_specs
 from offload.model.optimizer_kinds import moments_of
-from offload.model.partition import fold_for_ranks, partition, uses_of
+from offload.model.partition import fold_for_ranks, join_neighbours, partition, uses_of
 from offload.model.quantized import PackedWeights
 from offload.planning.budget import Tier
 from offload.planning.deciding import Decision
@@ -73,8 +73,7 @@ class Outline:
         self._laid_out: list[tuple[offload.Config, tuple[Layout, Placement]]] = []
         units, packed = partition(model), PackedWeights(model)
         packed.complete(units)
-        if rank_count > 1:
-            units = fold_for_ranks(units, LEAST_UNIT_NUMEL)
+        units = fold_for_ranks(units, LEAST_UNIT_NUMEL) if rank_count > 1 else join_neighbours(units)
         dtype = None if config.dtype is None else DTYPES[config.dtype]
         infos = describe_parameters(model, units, packed, optimizer, dtype)
         check_state_format(config, infos)

@@ -5,19 +5,51 @@
     big leaf   a module without children outside every block that holds much (an embedding, a head); leaves that share
                a parameter (tied weights) are one unit, which is used wherever one of them is
     root       the model itself, with every parameter that is in no other unit
+    joined     small blocks that follow each other in one list, together, up to `JOINED_NUMEL`
 
-Any other parameter that several modules share belongs to the unit that holds all of them: a block if they all lie inside
-it, else the root.
+A module that the user marked (`offload.unit`) is a unit by itself, in place of the blocks around it and inside it. Any other
+parameter that several modules share belongs to the unit that holds all of them: a block if all lie inside it, else the root.
+
+Joined blocks lie in one flat: one fetch, one update, one hand-over of each kind for all of them. Each one's call is a use of
+the unit of its own, whatever the order and the number of calls, and opens the block's own parameters alone. So nothing is asked
+of the code that calls them; where it calls few of them, the others were fetched in vain, which the bound keeps small.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from torch import nn
 
+from offload.errors import UsageError
 from offload.planning.trace import Use
+
+JOINED_NUMEL = 1 << 20
+"""Elements: what the host does for a unit takes as long as a drive needs for some of 4 MiB, however small the unit is."""
+_MARK = "_offload_unit"
+
+
+def unit(module: nn.Module) -> nn.Module:
+    """Mark `module`, before `initialize`, as a unit: all its parameters are fetched, let go and updated together, and with no
+    others. Returns it, for use inside an assignment.
+
+    Without marks the units are the elements of the model's lists of blocks, of which small neighbours are joined, and large
+    modules without children. A mark takes precedence: over blocks inside the module, which are then parts of it, over marks
+    inside it, and over the block around it. What else that block holds is then divided as what lies outside of blocks: large
+    modules without children are units, the rest is the root's, which is in memory during the whole forward and backward. Copies
+    of the module, by `copy.deepcopy` or `pickle`, are marked too. Results are the same with any marks. Raises `UsageError` for
+    what is no `nn.Module`.
+    """
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"offload.unit was given {type(module).__name__}: it marks a module (nn.Module) of the model.")
+    module.__dict__[_MARK] = True
+    return module
+
+
+def _is_marked(module: nn.Module) -> bool:
+    return _MARK in module.__dict__
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +63,17 @@ class ModuleUnit:
     @property
     def numel(self) -> int:
         return sum(parameter.numel() for _, parameter in self.parameters)
+
+    @property
+    def shares_parameters(self) -> bool:
+        """Whether several of its modules use one of them."""
+        return share_parameters(self.modules)
+
+
+def share_parameters(modules: Iterable[nn.Module]) -> bool:
+    """Whether one parameter is of several of the modules."""
+    counts = Counter(id(parameter) for module in modules for parameter in module.parameters())
+    return any(count > 1 for count in counts.values())
 
 
 def _block_class_names(model: nn.Module) -> set[str]:
@@ -60,14 +103,34 @@ def _elements(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]
             yield from _elements(child, f"{path}.")
 
 
+def _marked(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The outermost marked modules inside, by name."""
+    for name, child in module.named_children():
+        if _is_marked(child):
+            yield f"{prefix}{name}", child
+        else:
+            yield from _marked(child, f"{prefix}{name}.")
+
+
 def _blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Marked modules, and the blocks that neither lie in one nor hold one; each once, by its first name."""
+    marked = _unique(_marked(model))
+    inside = {id(module) for _, one in marked for module in one.modules()}
+    blocks = (entry for entry in _default_blocks(model) if not any(id(module) in inside for module in entry[1].modules()))
+    return [entry for entry in _unique((*marked, *blocks)) if next(entry[1].parameters(), None) is not None]
+
+
+def _default_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     named = list(_outermost(model, "", _block_class_names(model)))
     if not named and isinstance(model, (nn.ModuleList, nn.Sequential)):
         named = [(str(index), element) for index, element in enumerate(model)]
-    found = named or list(_elements(model, ""))
-    # One module listed twice (weight sharing between layers) is one unit.
-    unique = {id(module): (name, module) for name, module in reversed(found)}
-    return [entry for entry in reversed(unique.values()) if next(entry[1].parameters(), None) is not None]
+    return named or list(_elements(model, ""))
+
+
+def _unique(found: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """One module listed twice (weight sharing between layers) is one unit."""
+    unique = {id(module): (name, module) for name, module in reversed(list(found))}
+    return list(reversed(unique.values()))
 
 
 def _numel(module: nn.Module) -> int:
@@ -131,11 +194,41 @@ def _join_sharing(chosen: dict[int, ModuleUnit], leaves: Iterable[nn.Module]) ->
                 first.update({key: unit for key, value in first.items() if value is other})
 
 
+def join_neighbours(units: list[ModuleUnit]) -> list[ModuleUnit]:
+    """The same parameters in fewer units: small blocks that follow each other in one list are one."""
+    root, joined = units[0], list[ModuleUnit]()
+    for unit in units[1:]:
+        before = joined[-1] if joined else root
+        if before is not root and _may_join(before, unit):
+            first = before.name.rpartition("-")[0] if len(before.modules) > 1 else before.name
+            joined[-1] = ModuleUnit(
+                f"{first}-{unit.name.rpartition('.')[2]}",
+                [*before.modules, *unit.modules],
+                [*before.parameters, *unit.parameters],
+            )
+        else:
+            joined.append(unit)
+    return [root, *joined]
+
+
+def _may_join(before: ModuleUnit, unit: ModuleUnit) -> bool:
+    (holder, _, _), (other, _, index) = before.name.rpartition("."), unit.name.rpartition(".")
+    may_not = (is_lookup(block) or _is_marked(block) for block in (*before.modules, *unit.modules))
+    is_next = holder == other and index.isdigit() and before.name.rpartition("-")[2].rpartition(".")[2].isdigit()
+    fits = before.numel + unit.numel <= JOINED_NUMEL
+    return is_next and fits and not any(may_not) and not before.shares_parameters and not unit.shares_parameters
+
+
 def uses_of(units: list[ModuleUnit]) -> list[Use]:
     """The uses of the units in a forward of the model, as the order of its modules has them."""
     unit_of = {id(module): index for index, unit in enumerate(units) if index for module in unit.modules}
-    used = (module for module in _outside(units[0].modules[0], set(unit_of)) if id(module) in unit_of)
-    return [Use(unit_of[id(module)], not is_lookup(module)) for module in used]
+    shared = {index for index, unit in enumerate(units) if unit.shares_parameters}
+    used = [module for module in _outside(units[0].modules[0], set(unit_of)) if id(module) in unit_of]
+    found = [(unit_of[id(module)], module) for module in used]
+    return [
+        Use(index, not is_lookup(module), of_a_part=len(units[index].modules) > 1 and index not in shared)
+        for index, module in found
+    ]
 
 
 def renormalizing(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
@@ -171,7 +264,7 @@ def fold_for_ranks(units: list[ModuleUnit], least_numel: int) -> list[ModuleUnit
     room = max(unit.numel for unit in units)
     root, kept = units[0], []
     for unit in units[1:]:
-        if len(unit.modules) > 1:
+        if unit.shares_parameters:
             root.parameters.extend(unit.parameters)
         elif unit.numel < least_numel and unit.numel <= room:
             room -= unit.numel

@@ -27,6 +27,7 @@ from offload.errors import InitializerError
 from offload.layout import UnitLayout
 from offload.model.chunk import Chunk
 from offload.model.flat import Flat, ParameterInfo
+from offload.model.partition import share_parameters
 from offload.model.update import EarlyUpdate, UnitUpdate
 from offload.planning.route import Emission, Route
 from offload.ranks.rendezvous import Request
@@ -187,7 +188,7 @@ class Unit:
 
     layout: UnitLayout
     modules: list[nn.Module]
-    """Those whose forward uses the unit; more than one where they share its parameters."""
+    """Those whose forward uses the unit."""
     flats: list[Flat]
     parameters: list[ParameterInfo]
     route: Route
@@ -211,10 +212,47 @@ class Unit:
     chunks: list[Chunk] = field(init=False)
     """What this rank keeps of it, in order; `trained_chunks`: what it updates of it."""
     trained_chunks: list[Chunk] = field(init=False)
+    shares_parameters: bool = field(init=False)
+    """Whether several of its modules use one of them."""
+    _parts: dict[int, list[ParameterInfo]] = field(init=False)
+    """By id of a module, where several have nothing in common: its parameters."""
+    _open: dict[int, ParameterInfo] = field(init=False, default_factory=dict)
+    """By index, where there are such parts: those that may not be guarded."""
+    _guarded_readable: bool | None = field(init=False, default=None)
+    """How the others are guarded."""
 
     def __post_init__(self) -> None:
+        self.shares_parameters = share_parameters(self.modules)
+        self._parts = self._split() if len(self.modules) > 1 and not self.shares_parameters else {}
         self.chunks = [chunk for flat in self.flats for chunk in flat.chunks]
         self.trained_chunks = [chunk for chunk in self.chunks if chunk.flat.layout.trainable]
+
+    def _split(self) -> dict[int, list[ParameterInfo]]:
+        part_of = {id(parameter): id(module) for module in self.modules for parameter in module.parameters()}
+        parts: dict[int, list[ParameterInfo]] = {id(module): [] for module in self.modules}
+        for info in self.parameters:
+            for part in parts.values() if id(info.parameter) not in part_of else [parts[part_of[id(info.parameter)]]]:
+                part.append(info)
+        return parts
+
+    def part_of(self, module_id: int | None) -> list[ParameterInfo]:
+        """What a call of the module uses: of blocks that were joined the block's own, else all."""
+        return self._parts.get(module_id, self.parameters) if module_id is not None else self.parameters
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether it is of several modules that have nothing in common."""
+        return bool(self._parts)
+
+    @property
+    def parts(self) -> list[list[ParameterInfo]]:
+        """What calls of its modules use, apart where they have nothing in common."""
+        return list(self._parts.values()) or [self.parameters]
+
+    @property
+    def open_parameters(self) -> Iterable[ParameterInfo]:
+        """Those that were opened, of a unit in use."""
+        return list(self._open.values()) if self._parts else self.parameters
 
     @property
     def needs_residency(self) -> bool:
@@ -257,8 +295,13 @@ class Unit:
         """What this rank keeps of its parameters: where they stay on the device that is all of them, on every rank."""
         return self.chunks if self.route.has_store else [chunk for flat in self.flats for chunk in flat.homes()]
 
-    def open_up(self) -> None:
-        for info in self.parameters:
+    def open_up(self, module_id: int | None = None) -> None:
+        """What a call of the module uses, or all."""
+        for info in self.part_of(module_id):
+            if self._parts:
+                if info.index in self._open and info.guard is not None:
+                    continue
+                self._open[info.index] = info
             if info.guard is not None:
                 info.guard.open_up()
             info.note_version()  # now: to ask a guarded parameter takes longer than all else here
@@ -267,12 +310,23 @@ class Unit:
         """Guard all but those that are gathered. What is there for good, with no update to come, may be read; where one may
         begin early, once that is known."""
         readable = not self.residency.nbytes and self.update is None and (self.was_read or not self.route.undoable)
-        for info in self.parameters:
+        closed = self._open.values() if self._parts and self._guarded_readable is readable else self.parameters
+        for info in closed:
             if info.guard is not None and not info.lent_count:
                 info.guard.close_off(readable=readable)
+        if self._parts:
+            self._guarded_readable = readable
+            self._open = {index: info for index, info in self._open.items() if info.lent_count}
 
     def leave(self) -> None:
         """The engine is closed: what lay in a tier has no value any more."""
         for info in self.parameters if self.route.has_store else ():
             if info.guard is not None and not info.lent_count:
                 info.guard.leave()
+
+    def lend(self, info: ParameterInfo) -> None:
+        """Open one of its parameters, which stays open until its `lent_count` is 0 again."""
+        assert info.guard is not None
+        info.guard.open_up()
+        if self._parts:
+            self._open[info.index] = info

@@ -53,10 +53,11 @@ class Trace:
 @dataclass(frozen=True, slots=True)
 class Use:
     """One use of a unit besides the root in a forward, as the model's structure has it. `read_in_backward`: backward computes
-    with the values; of a lookup it does not."""
+    with the values; of a lookup it does not. `of_a_part`: no other use of the unit in a forward has the same parameters."""
 
     unit_index: int
     read_in_backward: bool = True
+    of_a_part: bool = False
 
 
 def guess(root_index: int, uses: Sequence[Use], *, overlapping: bool = False) -> Trace:
@@ -88,7 +89,7 @@ class Expected:
 
     @staticmethod
     def of(root_index: int, uses: Sequence[Use]) -> Expected:
-        counts = Counter(use.unit_index for use in uses)
+        counts = Counter(use.unit_index for use in uses if not use.of_a_part)
         shared = (unit_index for unit_index, count in counts.items() if count > 1)
         return Expected(guess(root_index, uses), guess(root_index, uses, overlapping=True), frozenset((root_index, *shared)))
 

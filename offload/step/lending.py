@@ -88,7 +88,7 @@ class Lender:
     def _lend(self, info: ParameterInfo) -> None:
         assert info.guard is not None
         if not info.lent_count:
-            info.guard.open_up()
+            self._parts.units[info.unit_index].lend(info)
             info.parameter.data = info.view.clone()
         info.lent_count += 1
 

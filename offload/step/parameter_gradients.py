@@ -53,6 +53,13 @@ class ParameterGradients:
         self.clipping = TokenClipping(parts.parameters, self.live, measure, self._accumulate)
         self.left = left_parameters(parts)
         """The parameters into whose `grad` PyTorch accumulates undisturbed, by unit."""
+        indices = {info.index for infos in self.left.values() for info in infos}
+        self._left_of_part: dict[int | None, list[ParameterInfo]] = {
+            id(module): [info for info in unit.part_of(id(module)) if info.index in indices]
+            for unit in parts.units
+            if unit.has_parts
+            for module in unit.modules
+        }
         self._trained = [info for info in parts.parameters if info.trainable]
         self.step_index = 0
         """Of the step that the gradients are for: that many were done."""
@@ -87,9 +94,11 @@ class ParameterGradients:
         self._take_over(unit, info, gradient, owned=True)
         return gradient
 
-    def take_left(self, units: Iterable[Unit] | None = None) -> int:
-        """Backward left these units, or (None) is over: take over what it left in `p.grad`. Returns its bytes."""
-        lists = self.left.values() if units is None else (self.left.get(unit.index, ()) for unit in units)
+    def take_left(self, unit: Unit | None = None, module_id: int | None = None) -> int:
+        """Backward left a module of the unit, or (None) is over: take over what it left in `p.grad`. Returns its bytes."""
+        lists: Iterable[Iterable[ParameterInfo]] = self.left.values()
+        if unit is not None:
+            lists = [self._left_of_part.get(module_id, self.left.get(unit.index, ()))]
         with unguarded():
             found = [(info, gradient) for infos in lists for info in infos if _is_new(gradient := info.parameter.grad)]
             if not found:
@@ -272,9 +281,9 @@ def left_parameters(parts: Components) -> dict[int, list[ParameterInfo]]:
         trained = [info for info in unit.parameters if info.trainable]
         if parts.stays:
             trained = [info for info in trained if gradients.adopts(info)]
-        elif sum(info.numel * info.dtype.itemsize for info in trained) > most:
+        elif max(sum(info.numel * info.dtype.itemsize for info in part if info.trainable) for part in unit.parts) > most:
             continue
-        if len(unit.modules) == 1:
+        if not unit.shares_parameters:
             found[unit.index] = [info for info in trained if info.dtype == torch.float32]
     return found
 

@@ -50,12 +50,13 @@ class Uses:
             if call.started and call.unit is not None:
                 self.end(call.unit, recorded=call.recorded)
 
-    def start(self, unit: Unit, *, recorded: bool) -> None:
-        """The unit's parameters must be there from now on. `recorded`: part of a training step, so of its trace."""
+    def start(self, unit: Unit, *, recorded: bool, module_id: int | None = None) -> None:
+        """The unit's parameters must be there from now on. `recorded`: part of a training step, so of its trace. `module_id`:
+        which of its modules uses it; None: all of it is used."""
         self._begin(unit, recorded=recorded)
         uses = unit.uses
-        if uses.count - uses.held_count == 1:
-            unit.open_up()
+        if uses.count - uses.held_count == 1 or unit.has_parts:
+            unit.open_up(module_id)
         for companion in uses.companions:
             self.start(companion, recorded=recorded)
 
@@ -135,7 +136,8 @@ class Uses:
             self._speculation.before_use(unit)
             self._residency.bring(unit)
             unit.was_read = True
-            unit.close_off()
+            if not unit.uses.count:
+                unit.close_off()
             return
         enclosing = self._calls.innermost_unit() if self.in_forward else None
         if enclosing is None:

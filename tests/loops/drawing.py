@@ -123,6 +123,7 @@ _setups = st.builds(
     strikes=st.sampled_from(["any", "parameters", "records", "gradients", "checkpoints", "sync"]),
     failing=st.integers(0, 20) | st.integers(0, 150),
     speculates=st.booleans(),
+    joined=st.sampled_from((0, 0, 100, 1 << 20)),
 )
 
 

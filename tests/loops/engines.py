@@ -21,6 +21,7 @@ from torch import nn
 import offload
 from offload.build import assembly
 from offload.device import lane
+from offload.model import partition
 from offload.step import clip_history
 from tests.tiers import faulty_io
 
@@ -98,6 +99,7 @@ class EnginePlayer(Player):
         self._patch.setenv("OFFLOAD_ACCELERATOR", setup.accelerator)
         self._patch.setenv("OFFLOAD_SEED", str(setup.seed))
         self._patch.setattr(assembly, "CHUNK_NUMELS", (4096,))
+        self._patch.setattr(partition, "JOINED_NUMEL", setup.joined)
         if setup.speculates:
             self._patch.setattr(clip_history, "QUIET_STEPS", 0)
         self.drives.connect(setup, self.ranks[0], self.program.ranks)

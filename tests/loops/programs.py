@@ -59,6 +59,7 @@ class Setup:
     strikes     what it strikes (`tests.loops.drives.FILES`), or "sync"
     failing     how many of these it lets pass
     speculates  updates in backward begin before it is known that the norm changes nothing, from the first step on
+    joined      so many elements small neighbours are joined to a unit of
     """
 
     parameters: str = "device"
@@ -74,6 +75,7 @@ class Setup:
     strikes: str = "any"
     failing: int = 0
     speculates: bool = False
+    joined: int = 0
 
     __repr__ = _shown
 

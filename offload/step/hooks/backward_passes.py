@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from offload.errors import UsageError
 from offload.model.flat import ParameterInfo
@@ -34,11 +35,11 @@ from offload.step.training import Training
 class BackwardUse:
     """One forward call's use of its unit in backward. `end` without `start` does nothing, and vice versa twice."""
 
-    def __init__(self, passes: BackwardPasses, unit: Unit, *, reads_values: bool) -> None:
-        """`reads_values`: whether backward computes with the values that forward finds."""
+    def __init__(self, passes: BackwardPasses, unit: Unit, module: nn.Module, *, reads_values: bool) -> None:
+        """`module`: which was called. `reads_values`: whether backward computes with the values that forward finds."""
         # Autograd's graph holds uses where Python's collector sees them one layer of the model at a time.
         self._passes, self._unit_index, self.reads_values = weakref.ref(passes), unit.index, reads_values
-        self._turn = weakref.ref(passes.turn)
+        self._turn, self.module_id = weakref.ref(passes.turn), id(module)
         self.version = unit.version if reads_values else None
         self.ends_with_parameters = False
         """Whether backward reads no more of the unit when its parameters have their gradients."""
@@ -71,7 +72,7 @@ class BackwardUse:
         passes.enter()
         if not passes.is_open(self):
             self.graph_task = torch._C._current_graph_task_id()
-            self.awaited = {info.index for info in self.unit.parameters if info.parameter.requires_grad}
+            self.awaited = {info.index for info in self.unit.part_of(self.module_id) if info.parameter.requires_grad}
             passes.start_use(self)
 
     def differentiate(self, _: torch.Tensor) -> None:
@@ -274,7 +275,7 @@ class BackwardPasses:
             self.second_order.let_go()  # a gradient is there: the function that made it is done
             self._events.backward_reaches(use.unit, use.version)
             if use.reads_values:
-                self._uses.start(use.unit, recorded=True)
+                self._uses.start(use.unit, recorded=True, module_id=use.module_id)
             use.epoch = self._uses.epoch
             self._open[use] = None
         if (recording := self._training.recorder.to) is not None:
@@ -287,7 +288,7 @@ class BackwardPasses:
             use.told()
         unit = use.unit
         with self._training.failures():
-            if unit.index in self._events.left_parameters and self._events.gradients_left(unit):
+            if unit.index in self._events.left_parameters and self._events.gradients_left(unit, use.module_id):
                 self._accumulates = True
             if use.reads_values and use.epoch == self._uses.epoch:
                 self._uses.end(unit, recorded=True, then=lambda: self._left(unit))

@@ -105,10 +105,10 @@ class ModelEvents:
             self._intake.leave(unit)
             self._speculation.backward_left(unit, 1.0 / self._training.loss_scale.value)
 
-    def gradients_left(self, unit: Unit | None = None) -> bool:
-        """Backward is about to leave the unit, or (None) to be over. Whether it left gradients in their parameters."""
+    def gradients_left(self, unit: Unit | None = None, module_id: int | None = None) -> bool:
+        """Backward is about to leave a module of the unit, or (None) to be over. Whether it left gradients in parameters."""
         with self._timeline.working("gradients"):
-            nbytes = self._gradients.take_left(None if unit is None else [unit])
+            nbytes = self._gradients.take_left(unit, module_id)
         if nbytes and unit is not None:
             self._residency.go_on()
             if self.memory_is_short:

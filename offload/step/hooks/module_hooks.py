@@ -79,8 +79,8 @@ class Hooks:
         self._uses, self._calls = training.uses, training.calls
         self._backwards = BackwardPasses(units, training, events)
         self._covers = events.all_stays
-        self._first_numbers = [0] * len(units)
-        """By unit: what autograd numbered the first function of its last covered call."""
+        self._first_numbers: dict[int, int] = {}
+        """By id of a unit's module: what autograd numbered the first function of its last covered call."""
         self._removers: list[Callable[[], None]] = []
         self._root = units[0].modules[0]
         self._renormalized = {id(module.weight) for module in renormalizing(self._root).values()}
@@ -140,7 +140,7 @@ class Hooks:
             if unit.update is not None:
                 with self._training.failures():
                     self._uses.settle(unit)
-            self._first_numbers[unit.index] = torch._C._autograd._get_sequence_nr()
+            self._first_numbers[id(module)] = torch._C._autograd._get_sequence_nr()
             return None
         call = self._push_call(module, inside_backward)
         if not inside_backward and len(self._calls) == 1:
@@ -159,7 +159,7 @@ class Hooks:
         if module is self._root:
             args, kwargs = changed = self._events.cast_inputs(args, kwargs)
         with self._training.failures():
-            self._uses.start(unit, recorded=call.recorded)
+            self._uses.start(unit, recorded=call.recorded, module_id=id(module))
             call.started = True
             if self._covers and unit is self._units[0] and not inside_backward:
                 self._uses.cover()
@@ -175,7 +175,7 @@ class Hooks:
 
     def _is_covered(self, unit: Unit, module: nn.Module, inside_backward: bool) -> bool:
         """Whether a forward or backward of the whole model has opened the unit, and nothing else has to know of its call."""
-        if module is self._root or len(unit.modules) > 1 or self._training.recorder.to is not None:
+        if module is self._root or unit.shares_parameters or self._training.recorder.to is not None:
             return False
         if not inside_backward:
             return self._calls.are_covered
@@ -213,7 +213,7 @@ class Hooks:
         if computed_again:
             self._backwards.computed_again(unit)
         reads_values = call.module not in unit.modules or not is_lookup(call.module)
-        call.use = use = BackwardUse(self._backwards, unit, reads_values=reads_values)
+        call.use = use = BackwardUse(self._backwards, unit, call.module, reads_values=reads_values)
         # Before the forward: an in-place operation in it would move the hook to a place inside the unit.
         call.inputs = inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         # With a leaf among them PyTorch cannot tell when all are done: then the use ends with the graph task.
@@ -225,7 +225,7 @@ class Hooks:
     def _leave_module(self, unit: Unit, module: nn.Module, output: Any) -> None:
         if self._covers and not self._calls.has(module):
             if torch.is_grad_enabled() and not is_lookup(module):
-                self._backwards.watch_values(unit, self._first_numbers[unit.index], output)
+                self._backwards.watch_values(unit, self._first_numbers[id(module)], output)
             return
         try:
             if self._calls.has_inside(module) and not self._training.has_failed:
@@ -272,7 +272,7 @@ class Hooks:
     def _report_writes(self, unit: Unit) -> None:
         """What this forward wrote in place to the unit's parameters."""
         uncounted = self._renormalized if torch.is_inference_mode_enabled() else ()  # no versions are counted there
-        for info in unit.parameters:
+        for info in unit.open_parameters:
             if (info.was_written or id(info.parameter) in uncounted) and not info.lent_count:
                 info.note_version()
                 self._events.forward_wrote(info)
@@ -282,7 +282,7 @@ def _trains_others(unit: Unit, module: nn.Module) -> bool:
     """Whether backward through a call of the module goes on to the gradients of other units. On its way it may read values of
     the unit, or of what comes with it, that are frozen or were detached: the gradients of the unit's own do not tell when it is
     through."""
-    own = {id(info.parameter) for info in unit.parameters}
+    own = {id(info.parameter) for info in unit.part_of(id(module))}
     return any(parameter.requires_grad and id(parameter) not in own for parameter in module.parameters())
 
 

@@ -91,7 +91,7 @@ class SharedGradients:
 
 def _is_shared(unit: Unit, info: ParameterInfo) -> bool:
     """Not whether the unit has several modules: one of them may have a bias of its own."""
-    if not info.trainable or len(unit.modules) == 1:
+    if not info.trainable or not unit.shares_parameters:
         return False
     return sum(any(one is info.parameter for one in module.parameters()) for module in unit.modules) > 1
 
