@@ -28,7 +28,7 @@ from tests.tiers import faulty_io
 from . import refusals
 from .checkpoints import contents_of, position_of
 from .drives import Drives
-from .playing import Boom, Facts, Outcome, Player
+from .playing import COUNTS, Boom, Facts, Outcome, Player
 from .programs import Operation, Program, Setup
 
 MEMORY = Setup()
@@ -166,7 +166,7 @@ class EnginePlayer(Player):
     def whole_state(self) -> dict[str, torch.Tensor]:
         stats = self.engine.stats()
         counts = torch.tensor([stats["steps"], stats["skipped_steps"], self.engine.loss_scale], dtype=torch.float64)
-        return self.state() | {"(steps, steps left out, loss scale)": counts}
+        return self.state() | {COUNTS: counts}
 
     def set_state(self, state: Mapping[str, torch.Tensor]) -> None:
         self.engine.load_state_dict(state)

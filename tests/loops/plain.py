@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.acceptance.runs import WEIGHT_ATOL
 
-from .playing import Outcome, Player
+from .playing import COUNTS, Outcome, Player
 from .programs import Program, Setup
 
 
@@ -25,11 +25,12 @@ class PlainPlayer(Player):
         self._snapshots: dict[int, Any] = {}
         self._clip_once: float | None = None
         self._norm = 0.0
+        self._step_count = 0
 
     def start(self, setup: Setup, state: Mapping[str, torch.Tensor] | None = None) -> None:
         self.model, self.optimizer = self.made(state)
         self.optimizer.register_step_pre_hook(self._before_step)
-        self._clip_once = None
+        self._clip_once, self._step_count = None, 0
 
     def end(self) -> None:
         pass
@@ -49,6 +50,7 @@ class PlainPlayer(Player):
         return [one for group in self.optimizer.param_groups for one in group["params"]]
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._step_count += 1
         limit = self._clip_once if self._clip_once is not None else self.program.model.max_grad_norm
         self._clip_once = None
         self._norm = self._measured()
@@ -100,7 +102,7 @@ class PlainPlayer(Player):
         self.model.load_state_dict(dict(state))
 
     def save(self, number: int, beside: bool) -> None:
-        content = (self.model.state_dict(), self.optimizer.state_dict(), torch.get_rng_state())
+        content = (self.model.state_dict(), self.optimizer.state_dict(), torch.get_rng_state(), self._step_count)
         self._snapshots[self.position] = copy.deepcopy(content)
 
     def wait(self) -> None:
@@ -112,13 +114,16 @@ class PlainPlayer(Player):
 
     def load_at(self, position: int | None) -> int | None:
         if position is not None:
-            weights, optimizer, random = copy.deepcopy(self._snapshots[position])
+            weights, optimizer, random, self._step_count = copy.deepcopy(self._snapshots[position])
             self.model.load_state_dict(weights)
             self.optimizer.load_state_dict(optimizer)
             torch.set_rng_state(random)
             self.optimizer.zero_grad()
             self._clip_once = None
         return position
+
+    def whole_state(self) -> dict[str, torch.Tensor]:
+        return self.state() | {COUNTS: torch.tensor([self._step_count, 0, 1.0], dtype=torch.float64)}
 
     def agrees(self, own: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
         return all(torch.allclose(own[name], other[name], rtol=0.0, atol=WEIGHT_ATOL) for name in own)

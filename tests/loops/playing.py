@@ -35,6 +35,10 @@ Outcome = dict[str, Any]
 MOST_GRAPHS = 3
 
 
+COUNTS = "(steps, steps left out, loss scale)"
+"""In a state: what tells a step that changed no weight from none."""
+
+
 @dataclass
 class Graph:
     """A loss that nobody has called backward of, or that was retained. `losses`: one for each rank that this side plays."""
@@ -558,7 +562,7 @@ class Player(ABC):
         return {"is": "settled", "state": self.whole_state()}
 
     def whole_state(self) -> dict[str, torch.Tensor]:
-        """With what tells a step that changed no weight from none."""
+        """With `COUNTS`."""
         return self.state()
 
     def agrees(self, own: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:

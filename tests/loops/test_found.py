@@ -193,6 +193,17 @@ FOUND = {
             op("clip", max_norm=0.5),
         ),
     ),
+    "a gradient that was to be spilled had a part on the device that needed the buffer it left": Program(
+        Model(
+            width=7, blocks=("large", "dropping"), reused=True, frozen=(0,), dtype="bf16", state_format="8bit", optimizer="adam"
+        ),
+        (Setup("nvme", "nvme", "deferred", update="auto", prefetch=2, on_device=1.5, seed=149, speculates=True),),
+        (
+            op("forward", batch=3),
+            op("backward", which=0, how="loss", sync=False),
+            op("backward", error="KeyboardInterrupt", fails_at=2),
+        ),
+    ),
     "the failure of a save that ran beside was told by close": Program(
         Model(blocks=("mlp", "experts", "large"), tie="blocks", frozen=(1,), checkpointing="reentrant", optimizer="sgd"),
         (

@@ -162,9 +162,11 @@ class GradientBuffers:
         return complete or awaited or oldest
 
     def _spill(self, state: ChunkGradient) -> None:
-        self._leave_device(state.chunk)
-        state.settle()
         assert state.buffer is not None and state.lease is not None
+        # What is still on the device may need a wider buffer. Where there is none it stays, and lands on what is read back.
+        if state.buffer.dtype == torch.float32 or self._pool.free_count(RETAINED):
+            self._leave_device(state.chunk)
+        state.settle()
         if state.transfer is not None:
             state.transfer.wait()
         store, extent = _place(state, state.buffer.dtype)
