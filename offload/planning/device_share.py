@@ -83,7 +83,7 @@ class DeviceShare:
 
     def _order(self, smallest: Placement, micro_batches: int) -> list[int]:
         counts = fetch_counts(self.problem, smallest, micro_batches)
-        return sorted(range(len(counts)), key=lambda index: -counts[index])
+        return sorted(range(len(counts)), key=lambda index: -sum(counts[index]))
 
     # ---- two ways --------------------------------------------------------------------------------------------------
 

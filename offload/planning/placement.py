@@ -24,9 +24,11 @@ from offload.planning.budget import (
     Tier,
 )
 from offload.planning.choice import Choice, Kept
-from offload.planning.load import Cost
+from offload.planning.link_seconds import Cost
 from offload.planning.plan import expected_nbytes, worthwhile_nbytes
+from offload.planning.purposes import StateNames
 from offload.planning.route import Emission, Memory, Route, routes_of, with_undo
+from offload.planning.route_bytes import held
 from offload.planning.sizes import Footprint, UnitSizes, gradient_buffer_nbytes, least_gradient_buffers
 from offload.planning.trace import Expected
 
@@ -224,13 +226,18 @@ def place(problem: Problem, choice: Choice) -> Placement:
     routes = routes_of(footprint.units, choice, unified=accelerator.unified, sharded=problem.sharing.shards_parameters)
     capacity = _capacity(problem, choice, routes)
     staging = _staging(problem, choice, routes)
-    lines = [*_state_lines(footprint.units, choice, routes, device)]
+    nbytes = Counter[tuple[StateNames, Tier]]()
+    for unit, route in zip(footprint.units, routes, strict=True):
+        for names, tier, count in held(unit, route):
+            nbytes[names, tier] += count
+    lines = _state_lines(purposes.PARAMETERS, choice.parameters, nbytes, device)
+    lines += _state_lines(purposes.OPTIMIZER_STATES, choice.states, nbytes, device)
     if capacity is not None:
         lines.append(MemoryLine(device, "parameters in use", capacity))
     lines.append(MemoryLine(device, "gradients before their reduction", footprint.unreduced_gradients))
     lines.append(MemoryLine("cpu", "gradients from other ranks", footprint.exchange))
-    gradients, sums = _gradient_lines(footprint.units, choice, routes)
-    lines += gradients
+    lines += _state_lines(purposes.GRADIENTS, choice.gradients, nbytes, device)
+    sums = _sum_lines(footprint.units, choice, routes)
     if problem.accumulates:
         lines += sums
     undoable: list[UnitSizes] = []
@@ -267,42 +274,20 @@ def _capacity(problem: Problem, choice: Choice, routes: Sequence[Route]) -> int 
 # ---- lines -----------------------------------------------------------------------------------------------------------
 
 
-def _state_lines(units: Sequence[UnitSizes], choice: Choice, routes: Sequence[Route], device: Tier) -> list[MemoryLine]:
-    """Parameters and records. Those of units that lie nearer than others have lines of their own."""
-    parameters, records = Counter[Tier](), Counter[Tier]()
-    for unit, route in zip(units, routes, strict=True):
-        near = sum(unit.chunks[: route.kept_parameters])
-        parameters["cpu"] += near
-        parameters[route.parameters] += unit.home - near
-        sizes = unit.records(route.crosses)
-        near = sum(sizes.chunks[: route.kept_records])
-        records["cpu"] += near
-        records[route.records] += sizes.nbytes - near
-    found = []
-    for furthest, nbytes, names in (
-        (choice.parameters, parameters, purposes.PARAMETERS),
-        (choice.states, records, purposes.OPTIMIZER_STATES),
-    ):
-        found.append(MemoryLine(device if furthest == "device" else furthest, names.furthest, nbytes[furthest]))
-        nearer: tuple[tuple[Tier, str], ...] = (("cpu", names.kept), ("device", names.near))
-        found += [MemoryLine(tier, name, nbytes[tier]) for tier, name in nearer if tier != furthest]
-    return found
+def _state_lines(names: StateNames, furthest: Tier, nbytes: Counter[tuple[StateNames, Tier]], device: Tier) -> list[MemoryLine]:
+    """Of one state. What of it lies nearer than `furthest` has lines of its own."""
+    found = [MemoryLine(device if furthest == "device" else furthest, names.furthest, nbytes[names, furthest])]
+    nearer: tuple[tuple[Tier, str], ...] = (("cpu", names.kept), ("device", names.near))
+    return found + [MemoryLine(tier, name, nbytes[names, tier]) for tier, name in nearer if tier != furthest]
 
 
-def _gradient_lines(
-    units: Sequence[UnitSizes], choice: Choice, routes: Sequence[Route]
-) -> tuple[list[MemoryLine], list[MemoryLine]]:
-    """What gradients take, and what their sums over micro-batches take besides."""
-    one, sums = Counter[Tier](), Counter[Tier]()
+def _sum_lines(units: Sequence[UnitSizes], choice: Choice, routes: Sequence[Route]) -> list[MemoryLine]:
+    """What fp32 sums of gradients over micro-batches take besides."""
+    sums = Counter[Tier]()
     for unit, route in zip(units, routes, strict=True):
-        one[route.gradients] += unit.gradients_nbytes
         sums[route.gradients] += unit.sums
-    tiers: list[tuple[Tier, str]] = [(choice.gradients, purposes.GRADIENTS.furthest)]
-    if choice.gradients != "device":
-        tiers.append(("device", purposes.GRADIENTS.near))
-    lines = [MemoryLine(tier, purpose, one[tier]) for tier, purpose in tiers]
-    wide = [MemoryLine(tier, purposes.ACCUMULATED, sums[tier]) for tier, _ in tiers if sums[tier]]
-    return lines, wide
+    tiers: list[Tier] = [choice.gradients, *(["device"] if choice.gradients != "device" else [])]
+    return [MemoryLine(tier, purposes.ACCUMULATED, sums[tier]) for tier in tiers if sums[tier]]
 
 
 # ---- buffers ---------------------------------------------------------------------------------------------------------

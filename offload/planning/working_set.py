@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from offload.planning.budget import Tier, spilled_nbytes
+from offload.planning.budget import Tier
 from offload.planning.choice import Choice
 from offload.planning.placement import Placement, Problem, place
+from offload.planning.purposes import OPTIMIZER_STATES, PARAMETERS, StateNames
+from offload.planning.route_bytes import held
+from offload.planning.traffic import spilled_by
 
 
 def largest(count: int, fits: Callable[[int], bool]) -> int:
@@ -49,13 +53,12 @@ class WorkingSet:
 
     def _moved_nbytes(self, placement: Placement) -> tuple[int, int]:
         """NVMe traffic of a step with one micro-batch: under the forward (with the updates), and in all."""
-        on_nvme = {line.purpose: line.nbytes for line in placement.plan.lines if line.tier == "nvme"}
-        parameters, records = on_nvme.get("parameters", 0), on_nvme.get("optimizer states", 0)
-        spilled = 0
-        if placement.gradients == "nvme":
-            routed = zip(self.problem.footprint.units, placement.routes, strict=True)
-            sizes = [nbytes for unit, route in routed if route.gradients_in is None for nbytes in unit.gradients]
-            spilled = spilled_nbytes(sizes, placement.retained_gradient_buffers)
+        on_nvme = Counter[StateNames]()
+        for unit, route in zip(self.problem.footprint.units, placement.routes, strict=True):
+            for state, tier, nbytes in held(unit, route):
+                on_nvme[state] += nbytes if tier == "nvme" else 0
+        parameters, records = on_nvme[PARAMETERS], on_nvme[OPTIMIZER_STATES]
+        spilled = spilled_by(self.problem, placement, 1)
         under_forward = 2 * parameters + 2 * records + spilled
         return under_forward, under_forward + parameters + spilled
 

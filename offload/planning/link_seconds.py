@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, field
 
 from offload.device.rates import Rates
+from offload.planning.route_bytes import Link, Moves
 
 
 @dataclass(slots=True)
 class Load:
-    """Bytes of one half of a step. `memory`: of host memory beyond what the links pass through it."""
+    """Of one half of a step."""
 
-    to_device: float = 0.0
-    from_device: float = 0.0
-    read: float = 0.0
-    written: float = 0.0
-    memory: float = 0.0
-    device_memory: float = 0.0
+    nbytes: defaultdict[Link, float] = field(default_factory=lambda: defaultdict(float))
     chunk_count: int = 0
     """Updated on the host, one after the other."""
 
+    def add(self, moves: Moves, times: float = 1) -> None:
+        for link, nbytes in moves:
+            self.nbytes[link] += times * nbytes
+
     def seconds_by(self, rates: Rates) -> dict[str, float]:
         """What each link takes."""
-        beside = self.chunk_count * rates.chunk_seconds
-        through = self.to_device + self.from_device + self.read + self.written
+        moved, beside = self.nbytes, self.chunk_count * rates.chunk_seconds
+        read, written = moved[Link.READ], moved[Link.WRITTEN]
+        through = moved[Link.TO_DEVICE] + moved[Link.FROM_DEVICE] + read + written
         return {
-            "host to device": self.to_device / rates.h2d,
-            "device to host": self.from_device / rates.d2h,
-            "NVMe": beside
-            + max(self.read / rates.nvme_read, self.written / rates.nvme_write, (self.read + self.written) / rates.nvme_both),
-            "host memory": beside + (self.memory + through) / rates.memory,
-            "device memory": self.device_memory / rates.device_memory,
+            Link.TO_DEVICE.value: moved[Link.TO_DEVICE] / rates.h2d,
+            Link.FROM_DEVICE.value: moved[Link.FROM_DEVICE] / rates.d2h,
+            "NVMe": beside + max(read / rates.nvme_read, written / rates.nvme_write, (read + written) / rates.nvme_both),
+            Link.HOST_MEMORY.value: beside + (moved[Link.HOST_MEMORY] + through) / rates.memory,
+            Link.DEVICE_MEMORY.value: moved[Link.DEVICE_MEMORY] / rates.device_memory,
         }
 
 

@@ -1,0 +1,83 @@
+"""What one unit moves over each link, and holds in each tier, by its route: the only place that says so.
+
+Traffic, cost, the plan's lines and what is weighed all count by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum
+
+from offload.planning.budget import Tier
+from offload.planning.purposes import GRADIENTS, OPTIMIZER_STATES, PARAMETERS, StateNames
+from offload.planning.route import Emission, Memory, Route
+from offload.planning.sizes import UnitSizes
+
+
+class Link(Enum):
+    """What bytes pass through. The memories: beyond what the other links pass through them."""
+
+    TO_DEVICE = "host to device"
+    FROM_DEVICE = "device to host"
+    READ = "NVMe read"
+    WRITTEN = "NVMe written"
+    HOST_MEMORY = "host memory"
+    DEVICE_MEMORY = "device memory"
+
+
+Moves = Iterator[tuple[Link, int]]
+
+
+def fetched(unit: UnitSizes, route: Route) -> Moves:
+    """By one fetch of its parameters."""
+    if not route.has_store or route.parameters == "device":
+        return
+    if route.model_in is Memory.DEVICE:
+        yield Link.TO_DEVICE, unit.home
+    if route.parameters == "nvme":
+        yield Link.READ, unit.home - sum(unit.chunks[: route.kept_parameters])
+
+
+def gradients_leave(unit: UnitSizes, route: Route, micro_batches: int) -> Moves:
+    """By gradients of all micro-batches, as they come. What spills is counted over all units (`traffic.spilled_by`)."""
+    if route.model_in is Memory.HOST or route.gradients_in is Memory.DEVICE:
+        return
+    yield Link.FROM_DEVICE, micro_batches * unit.gradients_nbytes
+    yield Link.HOST_MEMORY, (micro_batches - 1) * (unit.gradients_nbytes + 2 * sum(unit.gradients_wide))
+
+
+def updated(unit: UnitSizes, route: Route, micro_batches: int) -> Moves:
+    """By its update. Each record is read and written once; parameters are written once, and read where they are a part of the
+    master and not in its memory."""
+    sizes, trained = unit.records(route.crosses), sum(unit.trained)
+    gradients = sum(unit.gradients_wide) if micro_batches > 1 else unit.gradients_nbytes
+    if route.records == "nvme":
+        records = sum(sizes.chunks[route.kept_records :])
+        yield Link.READ, records
+        yield Link.WRITTEN, records
+    if route.parameters == "nvme":
+        for position, nbytes, old in zip(unit.trained_positions, unit.trained, sizes.read, strict=True):
+            if position >= route.kept_parameters:
+                yield Link.WRITTEN, nbytes
+                yield Link.READ, old if route.emission is not Emission.RESIDENT else 0
+    if route.brings_gradients:
+        yield Link.FROM_DEVICE, gradients
+    if route.crosses:
+        there, back = Link.TO_DEVICE, Link.FROM_DEVICE
+        new, old = (there, back) if route.emission is Emission.COPY_IN else (back, there)
+        yield new, trained
+        yield old, sum(sizes.read)
+    arithmetic = 2 * sizes.nbytes + gradients + trained + sum(sizes.read)
+    yield Link.HOST_MEMORY if route.update_in is Memory.HOST else Link.DEVICE_MEMORY, arithmetic
+
+
+def held(unit: UnitSizes, route: Route) -> Iterator[tuple[StateNames, Tier, int]]:
+    """Of each state, in each tier."""
+    near = sum(unit.chunks[: route.kept_parameters])
+    yield PARAMETERS, "cpu", near
+    yield PARAMETERS, route.parameters, unit.home - near
+    sizes = unit.records(route.crosses)
+    near = sum(sizes.chunks[: route.kept_records])
+    yield OPTIMIZER_STATES, "cpu", near
+    yield OPTIMIZER_STATES, route.records, sizes.nbytes - near
+    yield GRADIENTS, route.gradients, unit.gradients_nbytes
