@@ -29,13 +29,13 @@ from offload.model.flat import ParameterInfo
 from offload.model.optimizer import OffloadOptimizer
 from offload.model.taken_methods import TakenMethods
 from offload.profiling.profile import Profile
-from offload.ranks.agreement import MeetingPoint
+from offload.ranks.next_transfers import MeetingPoint
 from offload.step.components import Components
 from offload.step.hooks.model_events import ModelEvents
 from offload.step.hooks.module_hooks import Hooks
 from offload.step.threads.held_interrupt import HeldInterrupt
+from offload.step.threads.taking_turns import Turn
 from offload.step.threads.timeline import LinkMeter
-from offload.step.threads.turn import Turn
 from offload.step.training import Training
 from offload.step.values.gathering import Gathering
 from offload.step.values.named_states import NamedStates

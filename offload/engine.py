@@ -15,9 +15,9 @@ from torch import nn
 
 from offload.build.assembly import DTYPES, Assembly
 from offload.build.ownership import check_free
+from offload.checkpoint.carry_over import remove_abandoned
 from offload.checkpoint.checkpoint import Checkpointing
 from offload.checkpoint.numbering import checked_folder
-from offload.checkpoint.passing import remove_abandoned
 from offload.checkpoint.preemption import Preemption
 from offload.checkpoint.saving import Save
 from offload.config import Config, parse_nbytes
@@ -29,7 +29,7 @@ from offload.errors import EngineFailedError, UsageError, words_of
 from offload.model.optimizer import OffloadOptimizer
 from offload.model.weights import open_weights
 from offload.profiling.profile import Profile
-from offload.ranks.consensus import together
+from offload.ranks.all_or_none import together
 from offload.ranks.transport import join_ranks
 from offload.statistics import statistics
 from offload.step.components import Components, give_back

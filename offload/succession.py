@@ -17,19 +17,19 @@ from torch import nn
 
 from offload.build.assembly import rebuild
 from offload.build.refitting import refitted
+from offload.checkpoint.carry_over import passing_checkpoint
 from offload.checkpoint.matching import StatesMissing
-from offload.checkpoint.passing import passing_checkpoint
 from offload.config import Config
 from offload.deferred_init.held_tensors import Slot
 from offload.engagement import Engagement
 from offload.errors import UsageError
 from offload.model.optimizer import OffloadOptimizer
 from offload.model.taken_gradient import TakenGradient
-from offload.ranks.agreement import MeetingPoint
+from offload.ranks.next_transfers import MeetingPoint
 from offload.step.components import Components, give_back
 from offload.step.hooks.module_hooks import Hooks
 from offload.step.threads.held_interrupt import HeldInterrupt
-from offload.step.threads.turn import Turn
+from offload.step.threads.taking_turns import Turn
 
 T = TypeVar("T")
 

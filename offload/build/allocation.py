@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from offload.config import Config
 from offload.device.accelerator import Accelerator, HomeMemory
-from offload.device.virtual.presence import imagined
+from offload.device.virtual.current import imagined
 from offload.layout import Extent, Layout
 from offload.planning.budget import Tier
 from offload.planning.placement import Placement

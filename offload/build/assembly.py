@@ -12,8 +12,8 @@ from torch import nn
 
 from offload import _native
 from offload.build.building import Building
-from offload.build.handshake import agree_on_least, config_facts, parameter_facts
 from offload.build.materialize import InitialValues, NoValues, initial_buffers
+from offload.build.rank_facts import agree_on_least, config_facts, parameter_facts
 from offload.config import Config
 from offload.deferred_init.deferred_init import name_parameters
 from offload.deferred_init.held_tensors import Slot, replacing_held_tensors
@@ -23,8 +23,8 @@ from offload.device.cuda import CudaAccelerator
 from offload.device.deferred import DeferredAccelerator
 from offload.device.host_room import host_room
 from offload.device.virtual.accelerator import accelerator_on
+from offload.device.virtual.current import imagined
 from offload.device.virtual.machine import VirtualMachine
-from offload.device.virtual.presence import imagined
 from offload.errors import BudgetError, ConfigError
 from offload.layout import CHUNK_NUMELS, Layout, ParameterSpec, build_layout, large_chunk_numels
 from offload.model.description import (
@@ -44,7 +44,7 @@ from offload.planning.deciding import Decision, Weight, lightest
 from offload.planning.five_lines import lines_of
 from offload.planning.placement import ALONE, Placement, RankGroup
 from offload.planning.trace import Expected
-from offload.ranks.consensus import Facts, together
+from offload.ranks.all_or_none import Facts, together
 from offload.ranks.group import Group
 from offload.step.components import Components
 from offload.step.gradients.reduction import AVERAGE_VARIABLE, average_dtype

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from offload.build.allocation import Allocation
-from offload.build.company import Making, company_of
 from offload.build.materialize import InitialValues, Materializer
+from offload.build.rank_parts import Making, rank_parts
 from offload.config import Config
 from offload.device.accelerator import Accelerator, UnitMemory
 from offload.device.records import RecordFormat
-from offload.device.virtual.presence import imagined
+from offload.device.virtual.current import imagined
 from offload.layout import Layout, UnitLayout
 from offload.model.chunk import Chunk
 from offload.model.flat import Flat, ParameterInfo
@@ -18,7 +18,7 @@ from offload.model.optimizer_kinds import InitialState
 from offload.model.partition import ModuleUnit
 from offload.model.unit import Unit
 from offload.planning.placement import Placement, format_of
-from offload.planning.route import Arrival, Route
+from offload.planning.route import FetchPath, Route
 from offload.planning.trace import Expected
 from offload.ranks.group import Group
 from offload.step.chunk_stores import ParameterStore, RecordStore
@@ -28,9 +28,9 @@ from offload.step.residency.device_room import DeviceRoom
 from offload.step.residency.fetching import DirectFetcher, Fetcher, HomeFetcher, StagedFetcher
 from offload.step.residency.residency import Capacity, Residency
 from offload.step.threads.timeline import Timeline
-from offload.step.updates.record_access import record_accesses
-from offload.step.updates.sinks import ReadAhead, sink_for
+from offload.step.updates.record_paths import record_accesses
 from offload.step.updates.update import Updates
+from offload.step.updates.value_paths import ReadAhead, value_access
 from offload.tiers.memory import MemoryLedger
 from offload.tiers.staging import StagingPool
 
@@ -85,22 +85,22 @@ class Building:
         if imagined() is None:
             Materializer(accelerator, places, records, values, state_of, self._ledger).run(units)
         self.value_facts = values.facts()
-        company = company_of(self._ranks, Making(accelerator, self._layout, units, self._ledger, timeline))
+        of_ranks = rank_parts(self._ranks, Making(accelerator, self._layout, units, self._ledger, timeline))
         gradients = updates = None
         if records is not None:
-            gradients = self._gradients([chunk for chunk, _ in trained], pool, averaged=company.averages_gradients)
+            gradients = self._gradients([chunk for chunk, _ in trained], pool, averaged=of_ranks.averages_gradients)
             ahead = ReadAhead(pool)
-            sinks = {
-                (emission, memory): sink_for(emission, accelerator, pool, places, ahead)
-                for emission, memory in {(route.emission, route.update_in) for route in self._routes}
+            value_accesses = {
+                (value_path, memory): value_access(value_path, accelerator, pool, places, ahead)
+                for value_path, memory in {(route.value_path, route.update_in) for route in self._routes}
             }
             accesses = record_accesses(records, pool, timeline)
-            updates = company.updates(records, gradients, accesses, sinks, accelerator, timeline)
+            updates = of_ranks.updates(records, gradients, accesses, value_accesses, accelerator, timeline)
             self._made.extend((gradients, updates))
         own_fetcher = self._fetcher(places, pool, updates)
         self._made.append(own_fetcher)
-        fetcher, intake = company.fetcher(own_fetcher), company.intake(gradients)
-        self._made.extend(company.attend(places, updates))
+        fetcher, intake = of_ranks.fetcher(own_fetcher), of_ranks.intake(gradients)
+        self._made.extend(of_ranks.attend(places, updates))
         capacity = Capacity(placement.unit_capacity_nbytes or 0, self._has_unit_budget, self._room())
         residency = Residency(
             units, fetcher, updates,
@@ -110,7 +110,7 @@ class Building:
         return Components(
             accelerator=accelerator, layout=self._layout, placement=placement, units=units,
             parameters=[info for infos in by_unit for info in infos], pool=pool, ledger=self._ledger, timeline=timeline,
-            fetcher=fetcher, residency=residency, expected=expected, ranks=self._ranks, meeting=company.meeting, intake=intake,
+            fetcher=fetcher, residency=residency, expected=expected, ranks=self._ranks, meeting=of_ranks.meeting, intake=intake,
             parameter_store=places, records=records, gradients=gradients, updates=updates, backend=storage.backend, made=made,
         )  # fmt: skip
 
@@ -165,8 +165,8 @@ class Building:
         return format_of(self._config, self._moments, flat.layout.dtype, flat.route.crosses)
 
     def _fetcher(self, places: ParameterStore, pool: StagingPool, updates: Updates | None) -> Fetcher:
-        arrivals = {route.arrival for route in self._routes}
-        if Arrival.COPIED in arrivals:
+        fetch_paths = {route.fetch_path for route in self._routes}
+        if FetchPath.COPIED in fetch_paths:
             reads_directly = self._accelerator.unified
             return StagedFetcher(self._accelerator, places, None if reads_directly else pool, updates)
-        return DirectFetcher(places) if Arrival.READ in arrivals else HomeFetcher()
+        return DirectFetcher(places) if FetchPath.READ in fetch_paths else HomeFetcher()

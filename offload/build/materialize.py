@@ -30,7 +30,7 @@ from offload.model.weight_names import persistent_buffers
 from offload.model.weights import WeightSource
 from offload.planning.route import Memory
 from offload.progress import EVERY_NBYTES, Progress
-from offload.ranks.consensus import checksum
+from offload.ranks.all_or_none import checksum
 from offload.step.chunk_stores import ParameterStore, RecordStore
 from offload.tiers.memory import MemoryLedger
 from offload.tiers.staging import StagingPool

@@ -20,7 +20,7 @@ from offload.model.description import check_state_format, check_trainable, param
 from offload.model.flat import ParameterInfo
 from offload.model.optimizer_kinds import InitialState
 from offload.model.partition import ModuleUnit
-from offload.ranks.consensus import together
+from offload.ranks.all_or_none import together
 from offload.ranks.group import Group
 from offload.step.components import Components
 

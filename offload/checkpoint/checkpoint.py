@@ -29,7 +29,7 @@ from offload.checkpoint.restoring import StateWriter, StoredParameter
 from offload.checkpoint.saving import Save, Saver
 from offload.errors import CheckpointError, EngineFailedError, OffloadError, RankError, StorageError, UsageError, words_of
 from offload.model.optimizer import OffloadOptimizer
-from offload.ranks.agreement import MeetingPoint
+from offload.ranks.next_transfers import MeetingPoint
 from offload.step.calls import in_backward
 from offload.step.components import Components
 from offload.step.training import Training

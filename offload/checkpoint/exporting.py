@@ -24,7 +24,7 @@ from offload.device.rounding import round_into
 from offload.errors import EngineFailedError, RankError, UsageError
 from offload.model.flat import ParameterInfo
 from offload.model.peft_names import is_peft, is_peft_model
-from offload.ranks.agreement import MeetingPoint
+from offload.ranks.next_transfers import MeetingPoint
 from offload.step.components import Components
 from offload.step.training import Training
 from offload.step.values.gathering import Gathering

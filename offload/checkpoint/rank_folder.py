@@ -24,8 +24,8 @@ from offload.checkpoint.numbering import date_behind_others
 from offload.checkpoint.staged_folder import MANIFEST_NAME, StagedFolder, open_folder
 from offload.checkpoint.tensor_file import write_file
 from offload.errors import CheckpointError, RankError
-from offload.ranks.agreement import MeetingPoint
 from offload.ranks.group import Group, Meeting
+from offload.ranks.next_transfers import MeetingPoint
 
 _POLL_SECONDS = 0.01
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from offload import _native
-from offload.device.virtual.presence import imagined
+from offload.device.virtual.current import imagined
 
 DTYPE_CODES = {torch.float32: _native.F32, torch.bfloat16: _native.BF16, torch.float16: _native.F16}
 # Elements that the torch forms work on at a time: about ten float64 temporaries of that size.

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from offload.device.virtual.presence import imagined
+from offload.device.virtual.current import imagined
 from offload.errors import BudgetError
 
 _PROC = Path("/proc")

@@ -22,7 +22,7 @@ from torch import Tensor
 from offload import _native
 from offload.device import compiled_kernels
 from offload.device.flat import DTYPE_CODES, check_flat, chunk_numel, chunks, store, uses_native
-from offload.device.virtual.presence import imagined
+from offload.device.virtual.current import imagined
 
 BLOCK_NUMEL = 4096
 """Elements of a block of the sum of squares."""

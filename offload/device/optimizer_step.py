@@ -19,7 +19,7 @@ from offload.device.flat import DTYPE_CODES, check_flat, uses_native
 from offload.device.optimizer_step_torch import update_torch
 from offload.device.rules import MOMENTS, Rule
 from offload.device.segment import MASTER, REMAINDER, Segment, StateFormat, scale_name
-from offload.device.virtual.presence import imagined
+from offload.device.virtual.current import imagined
 
 
 def update(segments: Sequence[Segment]) -> None:

@@ -29,7 +29,7 @@ from offload.model.chunk import Chunk
 from offload.model.flat import Flat, ParameterInfo
 from offload.model.partition import share_parameters
 from offload.model.update import EarlyUpdate, UnitUpdate
-from offload.planning.route import Emission, Route
+from offload.planning.route import Route, ValuePath
 from offload.ranks.rendezvous import Request
 
 
@@ -257,7 +257,7 @@ class Unit:
     @property
     def needs_residency(self) -> bool:
         """Whether it must be in device memory while it is updated."""
-        return self.route.emission is Emission.RESIDENT
+        return self.route.value_path is ValuePath.RESIDENT
 
     @property
     def index(self) -> int:

@@ -19,12 +19,12 @@ from offload.device.host_room import host_rooms
 from offload.errors import BudgetError, ConfigError
 from offload.layout import Layout
 from offload.planning.budget import Tier
-from offload.planning.choice import Choice
 from offload.planning.cost import cost
 from offload.planning.device_share import DeviceShare
 from offload.planning.placement import ALONE, Placement, Problem, RankGroup, Verdict, format_of, place
 from offload.planning.purposes import RETAINED
 from offload.planning.sizes import Footprint, least_gradient_buffers
+from offload.planning.tier_choice import Choice
 from offload.planning.trace import Expected
 from offload.planning.traffic import Traffic
 from offload.planning.working_set import WorkingSet

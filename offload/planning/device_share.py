@@ -20,10 +20,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from offload.planning.choice import Choice, Near
 from offload.planning.placement import Placement, Problem, place
 from offload.planning.route import Memory
 from offload.planning.sizes import UnitSizes
+from offload.planning.tier_choice import Choice, Near
 from offload.planning.traffic import Traffic, fetch_counts
 from offload.planning.working_set import largest
 

@@ -23,13 +23,13 @@ from offload.planning.budget import (
     MemoryPlan,
     Tier,
 )
-from offload.planning.choice import Choice, Kept
 from offload.planning.link_seconds import Cost
-from offload.planning.plan import expected_nbytes, worthwhile_nbytes
 from offload.planning.purposes import StateNames
-from offload.planning.route import Emission, Memory, Route, routes_of, with_undo
+from offload.planning.route import Memory, Route, ValuePath, routes_of, with_undo
 from offload.planning.route_bytes import held
+from offload.planning.schedule import expected_nbytes, worthwhile_nbytes
 from offload.planning.sizes import Footprint, UnitSizes, gradient_buffer_nbytes, least_gradient_buffers
+from offload.planning.tier_choice import Choice, Kept
 from offload.planning.trace import Expected
 
 _DRIVE_RESERVE = 0.02
@@ -286,8 +286,8 @@ def _sum_lines(units: Sequence[UnitSizes], choice: Choice, routes: Sequence[Rout
     sums = Counter[Tier]()
     for unit, route in zip(units, routes, strict=True):
         sums[route.gradients] += unit.sums
-    tiers: list[Tier] = [choice.gradients, *(["device"] if choice.gradients != "device" else [])]
-    return [MemoryLine(tier, purposes.ACCUMULATED, sums[tier]) for tier in tiers if sums[tier]]
+    tiers: tuple[Tier, ...] = (choice.gradients, "device")
+    return [MemoryLine(tier, purposes.ACCUMULATED, sums[tier]) for tier in dict.fromkeys(tiers) if sums[tier]]
 
 
 # ---- buffers ---------------------------------------------------------------------------------------------------------
@@ -320,7 +320,8 @@ def _staging(problem: Problem, choice: Choice, routes: Sequence[Route]) -> dict[
     emits = [
         (unit, route)
         for unit, route in trained
-        if route.emission is Emission.COPY_IN or (_passes_through(unit, route) and route.emission is not Emission.RESIDENT)
+        if route.value_path is ValuePath.COPY_IN
+        or (_passes_through(unit, route) and route.value_path is not ValuePath.RESIDENT)
     ]
     ahead = [any(unit.records(route.crosses).read) for unit, route in emits]
     if emits:

@@ -14,8 +14,8 @@ from functools import lru_cache
 from itertools import chain, repeat
 
 from offload.planning.budget import Tier
-from offload.planning.choice import Choice
 from offload.planning.sizes import UnitSizes
+from offload.planning.tier_choice import Choice
 
 
 class Memory(Enum):
@@ -25,7 +25,7 @@ class Memory(Enum):
     DEVICE = "device"
 
 
-class Arrival(Enum):
+class FetchPath(Enum):
     """How a unit's parameters come to where the model computes.
 
     STAYS   they are there for good
@@ -38,7 +38,7 @@ class Arrival(Enum):
     COPIED = "copied"
 
 
-class Emission(Enum):
+class ValuePath(Enum):
     """Where an update finds a chunk's parameter values, and where it leaves the new ones.
 
     IN_PLACE  in the flat, which lies for good where the update's kernel can address it
@@ -55,7 +55,7 @@ class Emission(Enum):
     COPY_OUT = "copy out"
 
 
-_FROM_STORE = (Emission.RESIDENT, Emission.STORE)
+_FROM_STORE = (ValuePath.RESIDENT, ValuePath.STORE)
 
 
 class RecordPath(Enum):
@@ -85,8 +85,8 @@ class Route:
     records: Tier
     model_in: Memory
     update_in: Memory
-    arrival: Arrival
-    emission: Emission
+    fetch_path: FetchPath
+    value_path: ValuePath
     kept_parameters: int = 0
     kept_records: int = 0
     undoable: bool = False
@@ -99,7 +99,7 @@ class Route:
             "the host cannot address records in device memory": self.records_in is Memory.DEVICE and not on_device,
             "records go to the device by way of host memory": on_device and self.records_in is not Memory.DEVICE,
             "the device updates with gradients that it has": on_device and self.gradients_in is not Memory.DEVICE,
-            "what stays has no store to be read from": not self.has_store and self.emission in _FROM_STORE,
+            "what stays has no store to be read from": not self.has_store and self.value_path in _FROM_STORE,
             "values cross to the other memory": self.crosses and (self.home_in is self.update_in),
         }
         wrong = [reason for reason, holds in reasons.items() if holds]
@@ -109,7 +109,7 @@ class Route:
     @property
     def has_store(self) -> bool:
         """Whether the parameters have a home in a store, rather than in the very memory that the model computes on."""
-        return self.arrival is not Arrival.STAYS
+        return self.fetch_path is not FetchPath.STAYS
 
     @property
     def home_in(self) -> Memory:
@@ -124,7 +124,7 @@ class Route:
     @property
     def crosses(self) -> bool:
         """Whether the update's kernel computes in another memory than the parameters' home."""
-        return self.emission in (Emission.COPY_IN, Emission.COPY_OUT)
+        return self.value_path in (ValuePath.COPY_IN, ValuePath.COPY_OUT)
 
     @property
     def gradients_in(self) -> Memory | None:
@@ -183,7 +183,7 @@ def with_undo(routes: Sequence[Route], unit_indices: Collection[int]) -> tuple[R
 @lru_cache
 def _route(parameters: Tier, gradients: Tier, records: Tier, *, unified: bool, sharded: bool) -> Route:
     stays = not sharded and (parameters == "device" or (parameters == "cpu" and unified))
-    arrival = Arrival.STAYS if stays else Arrival.READ if unified and not sharded else Arrival.COPIED
+    fetch_path = FetchPath.STAYS if stays else FetchPath.READ if unified and not sharded else FetchPath.COPIED
     on_device = records == "device"
     return Route(
         parameters=parameters,
@@ -191,21 +191,21 @@ def _route(parameters: Tier, gradients: Tier, records: Tier, *, unified: bool, s
         records=records,
         model_in=Memory.HOST if unified else Memory.DEVICE,
         update_in=Memory.DEVICE if on_device and not unified else Memory.HOST,
-        arrival=arrival,
-        emission=_shard_emission(parameters, records, unified) if sharded else _emission(stays, on_device, unified),
+        fetch_path=fetch_path,
+        value_path=_shard_value_path(parameters, records, unified) if sharded else _value_path(stays, on_device, unified),
     )
 
 
-def _emission(stays: bool, on_device: bool, unified: bool) -> Emission:
+def _value_path(stays: bool, on_device: bool, unified: bool) -> ValuePath:
     if unified:
-        return Emission.IN_PLACE if stays else Emission.RESIDENT
+        return ValuePath.IN_PLACE if stays else ValuePath.RESIDENT
     if stays:
-        return Emission.IN_PLACE if on_device else Emission.COPY_IN
-    return Emission.COPY_OUT if on_device else Emission.STORE
+        return ValuePath.IN_PLACE if on_device else ValuePath.COPY_IN
+    return ValuePath.COPY_OUT if on_device else ValuePath.STORE
 
 
-def _shard_emission(parameters: Tier, records: Tier, unified: bool) -> Emission:
+def _shard_value_path(parameters: Tier, records: Tier, unified: bool) -> ValuePath:
     """Shards are updated at home: what is resident holds the other ranks' too, and is gathered anew."""
     if unified or (parameters == "device") == (records == "device"):
-        return Emission.STORE
-    return Emission.COPY_IN if parameters == "device" else Emission.COPY_OUT
+        return ValuePath.STORE
+    return ValuePath.COPY_IN if parameters == "device" else ValuePath.COPY_OUT

@@ -10,7 +10,7 @@ from enum import Enum
 
 from offload.planning.budget import Tier
 from offload.planning.purposes import GRADIENTS, OPTIMIZER_STATES, PARAMETERS, StateNames
-from offload.planning.route import Emission, Memory, Route
+from offload.planning.route import Memory, Route, ValuePath
 from offload.planning.sizes import UnitSizes
 
 
@@ -59,14 +59,15 @@ def updated(unit: UnitSizes, route: Route, micro_batches: int) -> Moves:
         for position, nbytes, old in zip(unit.trained_positions, unit.trained, sizes.read, strict=True):
             if position >= route.kept_parameters:
                 yield Link.WRITTEN, nbytes
-                yield Link.READ, old if route.emission is not Emission.RESIDENT else 0
+                yield Link.READ, old if route.value_path is not ValuePath.RESIDENT else 0
     if route.brings_gradients:
         yield Link.FROM_DEVICE, gradients
     if route.crosses:
-        there, back = Link.TO_DEVICE, Link.FROM_DEVICE
-        new, old = (there, back) if route.emission is Emission.COPY_IN else (back, there)
+        new, present = Link.TO_DEVICE, Link.FROM_DEVICE
+        if route.value_path is ValuePath.COPY_OUT:
+            new, present = present, new
         yield new, trained
-        yield old, sum(sizes.read)
+        yield present, sum(sizes.read)
     arithmetic = 2 * sizes.nbytes + gradients + trained + sum(sizes.read)
     yield Link.HOST_MEMORY if route.update_in is Memory.HOST else Link.DEVICE_MEMORY, arithmetic
 

@@ -9,8 +9,8 @@ from itertools import chain
 
 from offload.planning.budget import spilled_nbytes
 from offload.planning.placement import Placement, Problem
-from offload.planning.plan import Verb, plan
 from offload.planning.route_bytes import Link, fetched, gradients_leave, updated
+from offload.planning.schedule import Verb, plan
 from offload.planning.trace import Trace
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from offload.planning.budget import Tier
-from offload.planning.choice import Choice
 from offload.planning.placement import Placement, Problem, place
 from offload.planning.purposes import OPTIMIZER_STATES, PARAMETERS, StateNames
 from offload.planning.route_bytes import held
+from offload.planning.tier_choice import Choice
 from offload.planning.traffic import spilled_by
 
 

@@ -1,7 +1,7 @@
 """The thread that attends to a rendezvous: it talks to the other ranks, and does what all of them agreed on.
 
-It announces what is asked for to the other ranks, decides with them (`offload.ranks.agreement`), and has the `Service` move
-the bytes, while the training thread computes. Nothing of it exists on one rank.
+It announces what is asked for to the other ranks, decides with them (`offload.ranks.next_transfers`), and has the `Service`
+move the bytes, while the training thread computes. Nothing of it exists on one rank.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from offload.device.lane import start_thread
 from offload.device.pending import Pending
 from offload.errors import RankError
-from offload.ranks.agreement import Announcement, Blocked, Decision, MeetingPoint, decide
+from offload.ranks.next_transfers import Announcement, Blocked, Decision, MeetingPoint, decide
 from offload.ranks.rendezvous import Rendezvous
 from offload.ranks.transport import Ranks
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from offload.ranks.agreement import MeetingPoint
+from offload.ranks.next_transfers import MeetingPoint
 
 
 class Group(Protocol):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from offload.device.pending import Pending
-from offload.ranks.agreement import Announcement, Blocked, MeetingPoint
+from offload.ranks.next_transfers import Announcement, Blocked, MeetingPoint
 from offload.ranks.transport import Ranks
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from offload.model.unit import Unit
-from offload.step.threads.turn import Turn
+from offload.step.threads.taking_turns import Turn
 
 FORWARD = "forward"
 """What a turn lasts for while calls run outside of backward."""

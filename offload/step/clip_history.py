@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload.device.virtual.presence import imagined
+from offload.device.virtual.current import imagined
 
 QUIET_STEPS = 8
 """Steps without a strike after which the next is expected to have none."""

@@ -28,8 +28,8 @@ from offload.model.unit import ShardState, Unit
 from offload.model.update import ChunkUpdate, EarlyUpdate
 from offload.step.clip_history import ClipHistory
 from offload.step.components import Components
+from offload.step.homes import Homes
 from offload.step.update_making import UpdateMaker
-from offload.step.write_back import Homes
 
 
 class Speculation:

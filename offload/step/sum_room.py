@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from offload.errors import BudgetError, StorageError
 from offload.model.flat import ParameterInfo
-from offload.planning.room import missing_nbytes, remedy
+from offload.planning.free_memory import missing_nbytes, remedy
 from offload.step.components import Components
 
 

@@ -19,16 +19,16 @@ from offload.config import Config
 from offload.errors import NonFiniteGradientError, UsageError
 from offload.model.flat import some_of
 from offload.model.unit import ShardState, Unit
-from offload.ranks.agreement import MeetingPoint
+from offload.ranks.next_transfers import MeetingPoint
 from offload.step.calls import RunningCalls
 from offload.step.components import Components
+from offload.step.gathered_blocks import Lender
 from offload.step.gradients.norm import clip_factor, norm_of
-from offload.step.lending import Lender
 from offload.step.loss_scale import LossScale
 from offload.step.parameter_gradients import ParameterGradients
 from offload.step.speculation import Speculation
 from offload.step.threads.failure_state import FailureState
-from offload.step.threads.turn import Turn
+from offload.step.threads.taking_turns import Turn
 from offload.step.update_making import HyperOf, UpdateMaker
 from offload.step.uses import Uses
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from offload.device.pending import Pending
 from offload.device.recording import NVME_READ, NVME_WRITE, OpRecorder
-from offload.device.virtual.presence import Imagined
+from offload.device.virtual.current import Imagined
 from offload.layout import Extent
 from offload.tiers.extent_guard import ExtentGuard
 from offload.tiers.io.backend import IoStats, OpenFile, Priority, not_registered

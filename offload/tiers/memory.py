@@ -25,7 +25,7 @@ from torch import Tensor
 
 from offload.device.host_pages import populate
 from offload.device.host_room import refused_memory
-from offload.device.virtual.presence import imagined
+from offload.device.virtual.current import imagined
 from offload.layout import round_up
 
 PAGE_NBYTES = 4096

@@ -16,12 +16,12 @@ from torch import Tensor
 from offload.device.pending import AllOf, Pending
 from offload.device.recording import NOBODY, NVME_READ, NVME_WRITE, OpRecorder
 from offload.layout import EXTENT_ALIGN, Extent
-from offload.tiers.aside import Asides, Files
 from offload.tiers.extent_guard import ExtentGuard
 from offload.tiers.io import reflink
 from offload.tiers.io.backend import IoBackend, OpenFile, Priority
 from offload.tiers.io.failure import storage_error
 from offload.tiers.scratch import ScratchFile, ScratchFolder
+from offload.tiers.second_places import Asides, Files
 from offload.tiers.store import ExtentSnapshot
 from offload.tiers.verification import Stored, VerifiedRead, checksum, verification_is_on
 

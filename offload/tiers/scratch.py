@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from offload.device.virtual.presence import imagined
+from offload.device.virtual.current import imagined
 from offload.errors import ConfigError
 from offload.tiers.io.failure import storage_error
 from offload.tiers.scratch_file import ScratchFile, create_file, refuses_direct_io, reserve

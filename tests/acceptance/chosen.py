@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from offload.planning.choice import Near
 from offload.planning.deciding import Decision
 from offload.planning.placement import Placement, place
+from offload.planning.tier_choice import Near
 
 NONE: frozenset[int] = frozenset()
 

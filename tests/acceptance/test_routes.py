@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import offload
-from offload.planning.choice import Kept
 from offload.planning.route import Memory
+from offload.planning.tier_choice import Kept
 
 from .chosen import choosing
 from .models import IN_MEMORY, Setup, llama, two_groups

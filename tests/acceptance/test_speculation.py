@@ -290,13 +290,13 @@ def test_what_was_read_ahead_for_an_undone_update_is_read_again(opened: Any, mon
         if setup is ON_DEFERRED:
             updates = engine._parts.updates
             updates.apply(updates.pending_units[0])  # of the outlet; on the way what comes next is read ahead
-            (sink,) = updates._sinks.values()
-            assert sink._ahead
+            (values,) = updates._value_accesses.values()
+            assert values._ahead
             goes_on.set()
         with torch.no_grad():
             model(x)
         if setup is ON_DEFERRED:
-            assert not sink._ahead and counts(engine) == (1, 1)
+            assert not values._ahead and counts(engine) == (1, 1)
         with engine.gathered([weight]), torch.no_grad():
             weight.mul_(2)
         engine.step()

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from offload.step.threads import turn
+from offload.step.threads import taking_turns
 
 from .models import IN_PLACE_IN_BACKWARD, ON_CPU, ON_NVME_IN_PLACE, Setup, Stack, adamw, stack, vector_batches
 from .runs import Run, assert_close, refused, run_engine, run_plain
@@ -132,7 +132,7 @@ def test_what_one_thread_leaves_halfway_the_other_does_not_wait_for(opened: Any,
 
 
 def test_a_thread_that_stops_in_a_forward_is_told_of(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turn, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(taking_turns, "PATIENCE_SECONDS", 0.0)
     model = stack()
     engine = opened(model, adamw(model), ON_CPU)
     x, _ = vector_batches(1)[0]

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
-from offload.checkpoint.passing import passing_checkpoint
+from offload.checkpoint.carry_over import passing_checkpoint
 from offload.ranks.group import Alone, NoMeeting
 
 from .models import (

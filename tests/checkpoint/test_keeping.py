@@ -15,7 +15,7 @@ import torch
 
 import offload
 from offload.build import allocation
-from offload.tiers import aside
+from offload.tiers import second_places
 from tests.tiers.faulty_io import Fault, FaultyBackend
 
 from ..acceptance.models import ON_CPU, Setup
@@ -116,13 +116,13 @@ def test_a_drive_that_fills_up_meanwhile(opened: Any, tmp_path: Path, monkeypatc
     run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
     run.train(range(2))
     run.save(tmp_path / "waited")
-    held, real, given = Held(monkeypatch, 1), aside.allocate, []
+    held, real, given = Held(monkeypatch, 1), second_places.allocate, []
 
     def some(file: Any, offset: int, nbytes: int) -> int:
         given.append(nbytes)
         return real(file, offset, nbytes) if len(given) % 3 else errno.ENOSPC
 
-    monkeypatch.setattr(aside, "allocate", some)
+    monkeypatch.setattr(second_places, "allocate", some)
     before = allocated_nbytes(run)
     save = begun_at_the_end(run, tmp_path / "beside", monkeypatch)
     assert held.reached.wait(60)

@@ -20,8 +20,8 @@ from offload.layout import CHUNK_NUMEL, LARGEST_CHUNK_NUMEL, MANY_CHUNKS, Parame
 from offload.planning.budget import Tier
 from offload.planning.deciding import ABOUT_AS_LONG, PAIRINGS, Decision
 from offload.planning.placement import Placement
-from offload.planning.plan import plan, simulate
 from offload.planning.route import Memory
+from offload.planning.schedule import plan, simulate
 from offload.planning.trace import Expected, Use
 from offload.planning.traffic import Traffic
 

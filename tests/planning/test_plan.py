@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from offload.planning.plan import (
+from offload.planning.schedule import (
     Op,
     Schedule,
     Verb,

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from offload.planning.route import Arrival, Emission, Memory, Route
+from offload.planning.route import FetchPath, Memory, Route, ValuePath
 
 GOOD: dict[str, Any] = {
     "parameters": "cpu", "gradients": "device", "records": "device", "model_in": Memory.DEVICE, "update_in": Memory.DEVICE,
-    "arrival": Arrival.COPIED, "emission": Emission.COPY_OUT,
+    "fetch_path": FetchPath.COPIED, "value_path": ValuePath.COPY_OUT,
 }  # fmt: skip
-ON_HOST = {"parameters": "cpu", "gradients": "cpu", "records": "cpu", "update_in": Memory.HOST, "emission": Emission.STORE}
+ON_HOST = {"parameters": "cpu", "gradients": "cpu", "records": "cpu", "update_in": Memory.HOST, "value_path": ValuePath.STORE}
 
 
 def test_where_records_lie_and_where_they_are_updated_are_two_things() -> None:
@@ -25,10 +25,10 @@ def test_where_records_lie_and_where_they_are_updated_are_two_things() -> None:
     ("fields", "why"),
     [
         ({"model_in": Memory.HOST}, "no device memory beside the host's"),
-        ({"update_in": Memory.HOST, "emission": Emission.STORE}, "the host cannot address records"),
+        ({"update_in": Memory.HOST, "value_path": ValuePath.STORE}, "the host cannot address records"),
         ({"gradients": "cpu"}, "with gradients that it has"),
-        ({**ON_HOST, "arrival": Arrival.STAYS, "parameters": "device"}, "no store to be read from"),
-        ({**ON_HOST, "emission": Emission.COPY_IN}, "cross to the other memory"),
+        ({**ON_HOST, "fetch_path": FetchPath.STAYS, "parameters": "device"}, "no store to be read from"),
+        ({**ON_HOST, "value_path": ValuePath.COPY_IN}, "cross to the other memory"),
         ({"records": "nvme"}, "by way of host memory"),
     ],
 )

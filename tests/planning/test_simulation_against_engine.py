@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
-from offload.planning.plan import plan, required_nbytes, simulate
+from offload.planning.schedule import plan, required_nbytes, simulate
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", "deferred"])

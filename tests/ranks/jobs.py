@@ -24,7 +24,7 @@ import offload
 from offload.build import assembly
 from offload.checkpoint.writing import Snapshot
 from offload.device.recording import COLLECTIVES
-from offload.planning.plan import Verb
+from offload.planning.schedule import Verb
 from offload.profiling.trace_events import read_trace
 from offload.ranks.transport import Ranks
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import given, settings, strategies as st
 
-from offload.ranks.agreement import Announcement, Blocked, MeetingPoint, decide
+from offload.ranks.next_transfers import Announcement, Blocked, MeetingPoint, decide
 
 UNITS = 5
 

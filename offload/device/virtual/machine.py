@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from offload.device.virtual import presence
+from offload.device.virtual import current
 from offload.device.virtual.description import Machine
 from offload.device.virtual.links import Queue, Resource, Sharing
 from offload.device.virtual.simulation import Event, Simulation
@@ -49,12 +49,12 @@ class VirtualMachine:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Inside, this process runs on this machine; the calling thread is the one that drives the model."""
-        presence.enter(self)
+        current.enter(self)
         try:
             with self.simulation.running():
                 yield
         finally:
-            presence.leave()
+            current.leave()
 
     def is_lane(self) -> None:
         """The calling thread does host work: it computes on the cores, not on the device."""

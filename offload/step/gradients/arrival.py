@@ -26,7 +26,7 @@ from offload.model.flat import ParameterInfo
 from offload.planning.purposes import SUMS
 from offload.planning.route import Memory
 from offload.step.gradients.buffers import GradientBuffers
-from offload.step.gradients.places import gradient_of
+from offload.step.gradients.extents import gradient_of
 from offload.step.gradients.transit import Addition, DeviceSums, GradientTransit, Landing, PackedPiece, joined, runs
 from offload.tiers.staging import StagingPool
 

@@ -23,7 +23,7 @@ from offload.model.flat import ParameterInfo
 from offload.model.taken_gradient import TakenGradient
 from offload.step.chunk_stores import StoreFactory
 from offload.step.gradients.arrival import GradientArrival
-from offload.step.gradients.places import GradientPlaces, gradient_of
+from offload.step.gradients.extents import GradientPlaces, gradient_of
 from offload.step.gradients.transit import Addition
 from offload.tiers.staging import StagingPool
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from offload.device.kernels import exact_sum
 from offload.model.flat import ParameterInfo
 from offload.model.unit import Unit
-from offload.ranks.agreement import MeetingPoint
+from offload.ranks.next_transfers import MeetingPoint
 from offload.step.gradients.gradients import Gradients
 
 

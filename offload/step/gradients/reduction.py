@@ -26,8 +26,8 @@ from offload.model.flat import Flat, ParameterInfo
 from offload.model.unit import Unit
 from offload.planning.budget import UNREDUCED_UNITS
 from offload.planning.route import Memory
-from offload.ranks.agreement import MeetingPoint
 from offload.ranks.averaging import HostReduction, averages_on_device
+from offload.ranks.next_transfers import MeetingPoint
 from offload.ranks.rendezvous import Rendezvous
 from offload.ranks.transport import Ranks
 from offload.step.gradients.gradients import Gradients

@@ -10,10 +10,10 @@ from offload.errors import UsageError
 from offload.model.flat import ParameterInfo
 from offload.model.unit import Unit
 from offload.step.components import Components
+from offload.step.homes import Homes
 from offload.step.nested_tensors import cast_floating
 from offload.step.parameter_gradients import stale_gradient
 from offload.step.training import Training
-from offload.step.write_back import Homes
 
 
 class ModelEvents:

@@ -17,7 +17,7 @@ from typing import Any
 
 from offload.errors import BudgetError
 from offload.model.unit import Unit, UnitState
-from offload.planning.plan import Op, Schedule, Verb, plan, required_nbytes
+from offload.planning.schedule import Op, Schedule, Verb, plan, required_nbytes
 from offload.planning.trace import Edge, Event, Recorder, Trace
 from offload.step.residency.device_room import DeviceRoom
 from offload.step.residency.fetching import Fetcher

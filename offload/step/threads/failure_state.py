@@ -12,11 +12,11 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from offload.errors import EngineFailedError, NonFiniteGradientError, ParameterAccessError, UsageError, words_of
-from offload.ranks.agreement import MeetingPoint
 from offload.ranks.group import Meeting
+from offload.ranks.next_transfers import MeetingPoint
 from offload.step.threads import held_interrupt
 from offload.step.threads.held_interrupt import HeldInterrupt
-from offload.step.threads.turn import Turn
+from offload.step.threads.taking_turns import Turn
 
 _ANSWERS = (ParameterAccessError, UsageError, EngineFailedError, NonFiniteGradientError)
 """To an error of the user's: they leave the engine as it was."""

@@ -27,12 +27,12 @@ from offload.device.step_table import JoinedTable, Span, StepTable
 from offload.model.chunk import Chunk
 from offload.model.unit import Unit
 from offload.model.update import ChunkUpdate, PieceUpdate, UnitUpdate
-from offload.planning.route import Emission, Memory, RecordPath
+from offload.planning.route import Memory, RecordPath, ValuePath
 from offload.step.chunk_stores import RecordStore
 from offload.step.gradients.gradients import Gradients
 from offload.step.threads.timeline import Timeline
-from offload.step.updates.record_access import RecordAccess
-from offload.step.updates.sinks import ParameterSink, ValuesNeeded
+from offload.step.updates.record_paths import RecordAccess
+from offload.step.updates.value_paths import ValueAccess, ValuesNeeded
 
 
 class Watcher(Protocol):
@@ -52,14 +52,15 @@ class Updates:
         self,
         records: RecordStore,
         gradients: Gradients,
-        accesses: Mapping[RecordPath, RecordAccess],
-        sinks: Mapping[tuple[Emission, Memory], ParameterSink],
+        record_accesses: Mapping[RecordPath, RecordAccess],
+        value_accesses: Mapping[tuple[ValuePath, Memory], ValueAccess],
         accelerator: Accelerator,
         timeline: Timeline,
     ) -> None:
-        self._records, self._gradients, self._accesses, self._sinks = records, gradients, accesses, sinks
+        self._records, self._gradients = records, gradients
+        self._record_accesses, self._value_accesses = record_accesses, value_accesses
         self._accelerator, self._timeline = accelerator, timeline
-        brings_values = any(emission is Emission.COPY_IN for emission, _ in sinks)
+        brings_values = any(value_path is ValuePath.COPY_IN for value_path, _ in value_accesses)
         self._reads = not records.in_memory or gradients.spills or gradients.brings or brings_values
         # On the device an update is a launch in the order of compute, not work for a thread of the host.
         self._lanes: dict[Memory, HostLane] = {
@@ -126,7 +127,7 @@ class Updates:
 
     def _updates_together(self, unit: Unit) -> bool:
         """Whether the unit's update, which no lane has yet, needs nothing to be brought or taken anywhere."""
-        in_place = unit.route.emission is Emission.IN_PLACE and unit.route.update_in is Memory.HOST
+        in_place = unit.route.value_path is ValuePath.IN_PLACE and unit.route.update_in is Memory.HOST
         return in_place and not self._reads and unit.update is not None and unit.update.job is None
 
     def finish(self, unit: Unit) -> None:
@@ -232,12 +233,12 @@ class Updates:
         for one in updates:
             one.started = one.applied = True
 
-    def _sink(self, chunk: Chunk) -> ParameterSink:
-        """Each lane has its own: one chunk is in a sink's hands at a time."""
-        return self._sinks[chunk.route.emission, chunk.route.update_in]
+    def _values(self, chunk: Chunk) -> ValueAccess:
+        """Each lane has its own: one chunk is in its hands at a time."""
+        return self._value_accesses[chunk.route.value_path, chunk.route.update_in]
 
     def _access(self, chunk: Chunk) -> RecordAccess:
-        return self._accesses[chunk.record_path]
+        return self._record_accesses[chunk.record_path]
 
     def _read_ahead(self) -> None:
         """Read what comes next in the enqueued order, as far as there are buffers."""
@@ -259,7 +260,7 @@ class Updates:
     def _give_up(self, chunk_update: ChunkUpdate) -> None:
         chunk_update.started = True  # so that nothing is read ahead for it
         self._access(chunk_update.chunk).forget(chunk_update)
-        self._sink(chunk_update.chunk).forget(chunk_update.chunk)
+        self._values(chunk_update.chunk).forget(chunk_update.chunk)
 
     def _bring_ahead(self, chunk_update: ChunkUpdate) -> bool:
         """What else than the record the update needs; False where a buffer for it is missing now."""
@@ -267,7 +268,7 @@ class Updates:
         try:
             if not self._gradients.prefetch(chunk):
                 return False
-            return self._old(chunk_update) is not ValuesNeeded.ALL or self._sink(chunk).read_ahead(chunk)
+            return self._old(chunk_update) is not ValuesNeeded.ALL or self._values(chunk).read_ahead(chunk)
         except Exception as error:
             chunk_update.failure = error  # as in _start_reading
             return True
@@ -278,7 +279,7 @@ class Updates:
         try:
             self._access(chunk).read(chunk_update)
             if self._old(chunk_update) is ValuesNeeded.ALL:
-                self._sink(chunk).read_ahead(chunk)
+                self._values(chunk).read_ahead(chunk)
             self._gradients.prefetch(chunk)  # False: the update in hand reads it
         except Exception as error:
             # Reading ahead is nobody's errand: the failure waits for the update that needs what was not read.
@@ -298,7 +299,7 @@ class Updates:
             buffer = access.begin(chunk_update)
             gradients = self._gradients.open(chunk, [piece.piece for piece in chunk_update.pieces])
         with self._timeline.lane_waiting("read parameters"):
-            values = self._sink(chunk).begin(chunk, self._old(chunk_update))
+            values = self._values(chunk).begin(chunk, self._old(chunk_update))
         watcher = self.watcher  # once: a save that ends takes it away
         if watcher is not None:
             with self._timeline.lane_waiting("copy for checkpoint"):
@@ -311,7 +312,7 @@ class Updates:
                 pairs = zip(chunk_update.pieces, gradients, strict=True)
                 optimizer_step.update([_segment(chunk_update, piece, record, gradient, values) for piece, gradient in pairs])
         self._gradients.release(chunk)
-        published = self._sink(chunk).commit(chunk, values, [piece.piece for piece in chunk_update.pieces])
+        published = self._values(chunk).commit(chunk, values, [piece.piece for piece in chunk_update.pieces])
         access.commit(chunk_update, buffer)
         chunk_update.applied = True  # before it is told: `coming` may be asked for between the two
         watcher = self.watcher

@@ -13,11 +13,11 @@ from offload.model.chunk import Chunk
 from offload.model.flat import Flat, ParameterInfo
 from offload.model.unit import Unit
 from offload.model.weight_names import persistent_buffers
-from offload.ranks.agreement import MeetingPoint
+from offload.ranks.next_transfers import MeetingPoint
 from offload.step.components import Components
-from offload.step.lending import Lending
+from offload.step.gathered_blocks import Lending
+from offload.step.homes import Homes
 from offload.step.training import Training
-from offload.step.write_back import Homes
 
 
 class Gathering:

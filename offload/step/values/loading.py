@@ -15,12 +15,12 @@ from offload.model.file_dtypes import converts
 from offload.model.flat import Flat
 from offload.model.unit import Unit
 from offload.model.weight_names import Differences, persistent_buffers
-from offload.ranks.agreement import MeetingPoint
 from offload.ranks.group import Group
+from offload.ranks.next_transfers import MeetingPoint
 from offload.step.calls import in_backward
 from offload.step.components import Components
+from offload.step.homes import Homes
 from offload.step.training import Training
-from offload.step.write_back import Homes
 from offload.tiers.memory import HostMemory
 
 

@@ -11,11 +11,11 @@ from offload.errors import UsageError
 from offload.layout import Piece
 from offload.model.chunk import Chunk
 from offload.model.flat import ParameterInfo
-from offload.ranks.agreement import MeetingPoint
+from offload.ranks.next_transfers import MeetingPoint
 from offload.step.components import Components
+from offload.step.homes import Homes
 from offload.step.training import Training
 from offload.step.values.gathering import Gathering
-from offload.step.write_back import Homes
 
 VALUE, GRADIENT = "value", "gradient"
 

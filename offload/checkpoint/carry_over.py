@@ -16,8 +16,8 @@ from pathlib import Path
 from offload.checkpoint.staged_folder import PREFIX, StagedFolder, remove_leftovers
 from offload.config import Config
 from offload.errors import RankError
-from offload.ranks.agreement import MeetingPoint
 from offload.ranks.group import Group, Meeting
+from offload.ranks.next_transfers import MeetingPoint
 
 _log = logging.getLogger(__name__)
 

@@ -1,11 +1,11 @@
-"""Where an update finds a chunk's parameter values and where it leaves the new ones: one sink per `Emission`.
+"""Where an update finds a chunk's parameter values and where it leaves the new ones: one way for each `ValuePath`.
 
-A sink's `begin` gives the values [chunk.numel] in the parameters' dtype, in memory that the update's kernel can
+`begin` gives the values [chunk.numel] in the parameters' dtype, in memory that the update's kernel can
 address; `commit` brings what the update wrote there to the parameters' home. Where the parameters are (a part of) their
 own master the values are read and written; else they are only written, and only where a slot was updated.
 
 Least I/O with split states: the record leaves the bf16 parameter out, and the update takes it from its home. Where the unit
-is resident for the next forward anyway (`ResidentSink`) that costs nothing; from a store it is one read of 2 bytes per
+is resident for the next forward anyway (`ValuesResident`) that costs nothing; from a store it is one read of 2 bytes per
 parameter, where a copy in the record would cost a read and a write of 2.
 """
 
@@ -24,7 +24,7 @@ from offload.layout import Piece
 from offload.model.chunk import Chunk
 from offload.planning.budget import READ_AHEAD
 from offload.planning.purposes import EMITTED
-from offload.planning.route import Emission
+from offload.planning.route import ValuePath
 from offload.step.chunk_stores import ParameterStore
 from offload.tiers.staging import Lease, StagingPool
 
@@ -40,7 +40,7 @@ class ValuesNeeded(Enum):
     """It reads them."""
 
 
-class ParameterSink(ABC):
+class ValueAccess(ABC):
     """See the module. One chunk is between `begin` and `commit` at a time, on the update's thread."""
 
     def read_ahead(self, chunk: Chunk) -> bool:
@@ -62,7 +62,7 @@ class ParameterSink(ABC):
         """
 
 
-class InPlaceSink(ParameterSink):
+class ValuesInPlace(ValueAccess):
     """The flat lies for good where the kernel can address it."""
 
     def begin(self, chunk: Chunk, old: ValuesNeeded) -> torch.Tensor:
@@ -72,7 +72,7 @@ class InPlaceSink(ParameterSink):
         return Settled()
 
 
-class ResidentSink(ParameterSink):
+class ValuesResident(ValueAccess):
     """The unit is resident in memory that the kernel can address; its home is a store."""
 
     def __init__(self, places: ParameterStore) -> None:
@@ -89,8 +89,8 @@ class ResidentSink(ParameterSink):
 
 
 class ReadAhead:
-    """Staging buffers into which the present values of chunks come before their update: of READ_AHEAD at once, whatever sinks
-    they are of, so that one is left for the chunk in hand. Owned by the lane of the host's updates."""
+    """Staging buffers into which the present values of chunks come before their update: of READ_AHEAD at once, whatever path
+    they take, so that one is left for the chunk in hand. Owned by the lane of the host's updates."""
 
     def __init__(self, pool: StagingPool) -> None:
         self._pool = pool
@@ -128,7 +128,7 @@ class ReadAhead:
             lease.release()
 
 
-class StoreSink(ParameterSink):
+class ValuesInStore(ValueAccess):
     """The home is a store in host memory or behind it; device memory is out of the host kernel's reach."""
 
     def __init__(self, places: ParameterStore, ahead: ReadAhead) -> None:
@@ -158,7 +158,7 @@ class StoreSink(ParameterSink):
         return Settled()
 
 
-class CopyInSink(ParameterSink):
+class ValuesCopiedIn(ValueAccess):
     """The home is device memory and the kernel runs on the host: new values go over by H2D, slot by slot."""
 
     def __init__(self, accelerator: Accelerator, places: ParameterStore, ahead: ReadAhead) -> None:
@@ -197,7 +197,7 @@ class CopyInSink(ParameterSink):
         return stored[: chunk.nbytes].view(chunk.flat.dtype)
 
 
-class CopyOutSink(ParameterSink):
+class ValuesCopiedOut(ValueAccess):
     """The kernel runs on the device, the home is a store of the host: new values go over by D2H."""
 
     def __init__(self, accelerator: Accelerator, places: ParameterStore, pool: StagingPool) -> None:
@@ -247,14 +247,14 @@ class CopyOutSink(ParameterSink):
         return Settled()
 
 
-def sink_for(
-    emission: Emission, accelerator: Accelerator, pool: StagingPool, places: ParameterStore, ahead: ReadAhead
-) -> ParameterSink:
-    """`ahead`: one for all sinks."""
-    if emission is Emission.IN_PLACE:
-        return InPlaceSink()
-    if emission is Emission.COPY_IN:
-        return CopyInSink(accelerator, places, ahead)
-    if emission is Emission.RESIDENT:
-        return ResidentSink(places)
-    return StoreSink(places, ahead) if emission is Emission.STORE else CopyOutSink(accelerator, places, pool)
+def value_access(
+    value_path: ValuePath, accelerator: Accelerator, pool: StagingPool, places: ParameterStore, ahead: ReadAhead
+) -> ValueAccess:
+    """`ahead`: one for all paths."""
+    if value_path is ValuePath.IN_PLACE:
+        return ValuesInPlace()
+    if value_path is ValuePath.COPY_IN:
+        return ValuesCopiedIn(accelerator, places, ahead)
+    if value_path is ValuePath.RESIDENT:
+        return ValuesResident(places)
+    return ValuesInStore(places, ahead) if value_path is ValuePath.STORE else ValuesCopiedOut(accelerator, places, pool)

@@ -17,12 +17,12 @@ import torch
 from offload.errors import RankError, UsageError
 from offload.model.flat import ParameterInfo
 from offload.model.unit import Unit
-from offload.ranks.agreement import MeetingPoint
-from offload.ranks.consensus import checksum
+from offload.ranks.all_or_none import checksum
+from offload.ranks.next_transfers import MeetingPoint
 from offload.step.components import Components
+from offload.step.homes import Homes
 from offload.step.threads.failure_state import FailureState
 from offload.step.uses import Uses
-from offload.step.write_back import Homes
 
 
 class Lender:

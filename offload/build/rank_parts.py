@@ -112,6 +112,6 @@ class SeveralRanks(OneRank):
         return (Attendance(self._ranks, self._rendezvous, exchange),)
 
 
-def company_of(ranks: Group, making: Making) -> OneRank:
+def rank_parts(ranks: Group, making: Making) -> OneRank:
     """As many as there are."""
     return SeveralRanks(making, ranks) if isinstance(ranks, Ranks) else OneRank(making)

@@ -11,7 +11,7 @@ from offload.layout import Piece
 from offload.model.chunk import Chunk
 from offload.model.flat import ParameterInfo
 from offload.planning.purposes import EMITTED, RECORDS_ON_DEMAND
-from offload.planning.route import Emission, Memory
+from offload.planning.route import Memory, ValuePath
 from offload.step.components import Components
 from offload.tiers.memory import HostMemory
 
@@ -51,7 +51,7 @@ class Homes:
         lease = pool.lease(RECORDS_ON_DEMAND)
         records.read(chunk, lease.tensor[: records.nbytes(chunk)]).wait()
         masters = records.over(chunk, lease.tensor).arrays[MASTER]
-        goes_over = chunk.route.emission is Emission.COPY_IN
+        goes_over = chunk.route.value_path is ValuePath.COPY_IN
         emitted = pool.lease(EMITTED) if goes_over else None
         values = home if emitted is None else emitted.tensor[: chunk.nbytes].view(chunk.flat.dtype)
         for piece in pieces:
