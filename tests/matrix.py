@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-NEEDED = ("numpy", "safetensors", "psutil", "aiofiles", "isal", "pytest", "hypothesis", "setuptools")
+NEEDED = ("numpy", "safetensors", "psutil", "aiofiles", "isal", "rich", "pytest", "hypothesis", "setuptools")
 TESTS = ("native", "layout", "planning", "tiers", "acceptance/test_torch_steps.py", "acceptance/test_unfreezing.py")
 HEADER = "native/include/offload.h"
 """With which a test compares the binding."""

@@ -10,6 +10,7 @@ parameter in fp32.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ from offload.checkpoint.staged_folder import MANIFEST_NAME, StagedFolder
 from offload.checkpoint.values import whole_tensor
 from offload.errors import CheckpointError, StorageError
 from offload.model.file_dtypes import DTYPES
+from offload.progress import Progress
+
+_log = logging.getLogger(__name__)
 
 _VERSION = "0.19.8"
 """Of DeepSpeed, whose layout this is."""
@@ -40,7 +44,9 @@ def export_universal(source: Path, target: Path) -> int:
             raise CheckpointError(f"{str(source)!r} holds no optimizer's numbers: save it from an engine that trains.")
         opened.check_files()
         opened.check_headers()
+        progress = Progress(_log, "export: %.1f of %.1f GiB of parameters", sum(4 * one.numel for one in manifest.parameters))
         for parameter in manifest.parameters:
+            progress.add(4 * parameter.numel)
             try:
                 _write_parameter(opened, parameter, folder.path / "zero")
             except (KeyError, ValueError, RuntimeError) as error:

@@ -19,6 +19,7 @@ from pathlib import Path
 from offload.build.assembly import DTYPES
 from offload.checkpoint.offline_export import export_checkpoint
 from offload.checkpoint.universal_export import export_universal
+from offload.cli.progress import ProgressLine
 from offload.cli.text import format_nbytes
 from offload.config import parse_nbytes
 from offload.errors import UsageError
@@ -39,13 +40,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """`export`. Returns 0."""
+    progress = ProgressLine()
     if args.format == _UNIVERSAL:
         if args.dtype is not None:
             raise UsageError(f"--dtype {args.dtype} with --format {_UNIVERSAL}: it is in fp32. Leave --dtype out.")
-        print(f"{export_universal(args.checkpoint, args.out)} parameters with their states: {args.out}")
+        with progress.showing():
+            count = export_universal(args.checkpoint, args.out)
+        print(f"{count} parameters with their states: {args.out}")
         return 0
     dtype = DTYPES[args.dtype] if args.dtype is not None else None
-    count = export_checkpoint(args.checkpoint, args.out, dtype, parse_nbytes(args.max_shard_size, "--max-shard-size"))
+    max_shard_nbytes = parse_nbytes(args.max_shard_size, "--max-shard-size")
+    with progress.showing():
+        count = export_checkpoint(args.checkpoint, args.out, dtype, max_shard_nbytes)
     files = sorted(args.out.glob("*.safetensors"))
     total = sum(file.stat().st_size for file in files)
     print(f"{count} tensors in {len(files)} file{'s' if len(files) > 1 else ''}, {format_nbytes(total)}: {args.out}")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from offload.cli.progress import ProgressLine
 from offload.cli.text import format_count
 from offload.importing.converting import KINDS, import_checkpoint
 
@@ -28,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """`import`. Returns 0."""
-    found = import_checkpoint(args.source, args.out, args.kind)
+    with ProgressLine().showing():
+        found = import_checkpoint(args.source, args.out, args.kind)
     trained = [parameter for parameter in found.parameters if parameter.trained]
     numel = sum(parameter.value.numel for parameter in found.parameters)
     print(

@@ -1,4 +1,4 @@
-"""One line about the run: refreshed in place on a terminal, written now and then elsewhere."""
+"""One line about the run, and bars for long pieces of work: in place on a terminal, plain lines now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -9,13 +9,23 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from torch.nn.modules.module import register_module_module_registration_hook
 
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
 _PLAIN_EVERY_SECONDS = 5.0
 _TERMINAL_EVERY_SECONDS = 0.1
-_BAR_WIDTH = 30
+_BEGINS = " ..."
+
+LOGGERS = (
+    *("offload.build.materialize", "offload.device.host_pages"),
+    *("offload.checkpoint.writing", "offload.checkpoint.restoring", "offload.checkpoint.export"),
+    *("offload.checkpoint.universal_export", "offload.importing.converting"),
+)
+"""What says how far `initialize`, a save, a load, an export and an import are."""
 
 
 class ProgressLine:
@@ -59,54 +69,99 @@ class ProgressLine:
             self._open = False
 
     @contextmanager
-    def showing(self, *loggers: str) -> Iterator[None]:
-        """Inside, what these say of their progress (INFO) is shown."""
-        handler = _Shown(self)
-        levels = {one: one.level for one in map(logging.getLogger, loggers)}
-        for logger in levels:
-            logger.addHandler(handler)
-            logger.setLevel(min(logging.INFO, logger.getEffectiveLevel()))
-        try:
-            yield
-        finally:
-            for logger, level in levels.items():
-                logger.removeHandler(handler)
-                logger.setLevel(level)
-            self.close()
+    def showing(self) -> Iterator[None]:
+        """Inside, what `LOGGERS` say of their progress (INFO) is shown: as bars on a terminal."""
+        with self._bars() as bars:
+            handler = _Shown(self, bars)
+            levels = {one: one.level for one in map(logging.getLogger, LOGGERS)}
+            for logger in levels:
+                logger.addHandler(handler)
+                logger.setLevel(min(logging.INFO, logger.getEffectiveLevel()))
+            try:
+                yield
+            finally:
+                for logger, level in levels.items():
+                    logger.removeHandler(handler)
+                    logger.setLevel(level)
 
     @contextmanager
     def counting_modules(self, doing: str) -> Iterator[None]:
         """Inside, how many modules are part of another by now is shown."""
-        self.show(f"{doing} ...", force=True)
-        counted = itertools.count(1)
+        with self._bars() as bars:
+            counted = itertools.count(1)
 
-        def registered(*_: object) -> None:
-            count = next(counted)
-            if self.due:
-                self.show(f"{doing}: {count} modules")
+            def tell(said: str) -> None:
+                if bars is None:
+                    self.show(f"{doing}{said}", force=said == _BEGINS)
+                else:
+                    bars.show(doing, said)
 
-        watching = register_module_module_registration_hook(registered)
+            def registered(*_: object) -> None:
+                tell(f": {next(counted)} modules")
+
+            tell(_BEGINS)
+            watching = register_module_module_registration_hook(registered)
+            try:
+                yield
+            finally:
+                watching.remove()
+
+    @contextmanager
+    def _bars(self) -> Iterator[_Bars | None]:
+        """Begins on a line of its own, and leaves the next one free."""
+        self.close()
+        if not self.in_place:
+            yield None
+            return
+        bars = _Bars(self._stream)
         try:
-            yield
+            yield bars
         finally:
-            watching.remove()
-            self.close()
+            bars.close()
+
+
+class _Bars:
+    """rich's, one for each piece of work. Any thread may tell of its own."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[said]}"), TimeRemainingColumn())
+        self._progress = Progress(*columns, console=Console(file=stream, force_terminal=True))
+        self._tasks: dict[str, TaskID] = {}
+        self._progress.start()
+
+    def show(self, doing: str, said: str, done: float = 0.0, total: float | None = None) -> None:
+        """`total`: None where nobody knows it; the bar then says that something goes on."""
+        if doing not in self._tasks:
+            self._tasks[doing] = self._progress.add_task(doing, total=total, said=said)
+        self._progress.update(self._tasks[doing], completed=done, total=total, said=said)
+
+    def say(self, text: str) -> None:
+        """A line above the bars."""
+        self._progress.console.print(text, highlight=False, markup=False)
+
+    def close(self) -> None:
+        """The bars stay; those whose end nobody knew have come to it."""
+        for task in self._progress.tasks:
+            if task.total is None:
+                self._progress.update(task.id, completed=1.0, total=1.0)
+        self._progress.stop()
 
 
 class _Shown(logging.Handler):
-    def __init__(self, line: ProgressLine) -> None:
+    def __init__(self, line: ProgressLine, bars: _Bars | None) -> None:
         super().__init__(logging.INFO)
-        self._line = line
+        self._line, self._bars = line, bars
 
     def emit(self, record: logging.LogRecord) -> None:
-        done = record.args
-        bar = _bar(*done) if self._line.in_place and isinstance(done, tuple) and len(done) == 2 else ""
-        self._line.show(f"{record.getMessage()}{bar}")
-
-
-def _bar(done: object, total: object) -> str:
-    """Of the two numbers of an `offload.progress.Progress`."""
-    if not (isinstance(done, float) and isinstance(total, float) and total > 0):
-        return ""
-    filled = min(_BAR_WIDTH, round(_BAR_WIDTH * done / total))
-    return f" [{'#' * filled}{'.' * (_BAR_WIDTH - filled)}]"
+        if self._bars is None:
+            self._line.show(record.getMessage())
+            return
+        match record.args:
+            case (float(done), float(total)):  # of an offload.progress.Progress
+                doing, _, said = record.getMessage().partition(": ")
+                self._bars.show(doing, said, done, total)
+            case _:
+                self._bars.say(record.getMessage())

@@ -45,11 +45,6 @@ from offload.cli.report import make_report, print_report
 from offload.cli.text import format_count, format_nbytes
 from offload.errors import ConfigError, StorageError
 
-PROGRESS_LOGGERS = (
-    *("offload.build.materialize", "offload.device.host_pages"),
-    *("offload.checkpoint.writing", "offload.checkpoint.restoring", "offload.checkpoint.export"),
-)
-"""What says how far `initialize`, a save, a load and an export are."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _BYTES = "bytes"
 _DEFAULT_STEPS = 100
@@ -127,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
         stream: TokenStream = ByteStream(documents) if tokenizer is None else TokenizedStream(documents, tokenizer)
         windows = Windows(stream, args.sequence, args.batch, args.seed)
         progress.say(_introduction(choice, model, stream, config))
-        with measurements.phase("initialize"), progress.showing(*PROGRESS_LOGGERS):
+        with measurements.phase("initialize"), progress.showing():
             engine = _initialize(model, optimizer, config, choice.weights)
         with engine:
             meter = EngineMeter(engine, measurements)
@@ -140,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
                 if not interruption.requested:
                     evaluate(args, model, windows, measurements, interruption)
                 if args.export is not None and not interruption.requested:
-                    with measurements.phase("export"), progress.showing(*PROGRESS_LOGGERS):
+                    with measurements.phase("export"), progress.showing():
                         engine.export(args.export, merged=args.merged)
                 meter.read()
                 measurements.interrupted = interruption.requested
@@ -252,7 +247,7 @@ class _Loop:
         self._model.train()
         measurements = self._measurements
         checkpoints = Checkpoints(self._args, self._engine, self._scheduler, token_count)
-        with self._progress.showing(*PROGRESS_LOGGERS):
+        with self._progress.showing():
             measurements.resumed_step_count = checkpoints.resume()
         if measurements.resumed_step_count:
             self._lines.goes_on = True
@@ -268,7 +263,7 @@ class _Loop:
             self._evaluate_if_due()
         measurements.seconds["training"] = time.perf_counter() - started - measurements.seconds.get("evaluation", 0.0)
         line.show()
-        with measurements.phase("save"), self._progress.showing(*PROGRESS_LOGGERS):
+        with measurements.phase("save"), self._progress.showing():
             checkpoints.at_end(measurements.total_step_count)
 
     def _is_over(self, started: float) -> bool:

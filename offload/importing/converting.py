@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -30,6 +31,9 @@ from offload.errors import CheckpointError
 from offload.importing import deepspeed_universal, deepspeed_zero, torch_distributed
 from offload.importing.source import Source, SourceParameter, SourceTensor, check_source, reading, refused
 from offload.model.file_dtypes import DTYPE_CODES
+from offload.progress import Progress
+
+_log = logging.getLogger(__name__)
 
 KINDS: dict[str, Callable[[Path], Source]] = {
     deepspeed_universal.KIND: deepspeed_universal.open_source,
@@ -94,6 +98,11 @@ class _Converter:
             imported=source.kind,
         )
 
+        tensors = [tensor for one in source.parameters for _, tensor in _tensors_of(one)]
+        tensors += [tensor for _, tensor in source.buffers]
+        total_nbytes = sum(tensor.numel * tensor.dtype.itemsize for tensor in tensors)
+        self._progress = Progress(_log, "import: %.1f of %.1f GiB are written", total_nbytes)
+
     def convert(self) -> Manifest:
         for index, parameters in enumerate(_batches(self._source.parameters)):
             self._write_parameters(f"part-{index:05d}.safetensors", parameters)
@@ -129,6 +138,7 @@ class _Converter:
             for (name, tensor), spec in zip(tensors, specs, strict=True):
                 for part in _parts(name, tensor):
                     _append(file, name, spec.dtype, part)
+                self._progress.add(spec.nbytes)
             file.finish()
         self._manifest.files.append(FileEntry(file.name, file.nbytes, file.header_nbytes, file.header_crc32))
         return {

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 
 import pytest
 import torch
 
 import offload
 from offload.build import materialize
-from offload.cli import train
-from offload.cli.progress import ProgressLine
+from offload.cli.progress import LOGGERS, ProgressLine
 from tests.acceptance.models import stack
 
 
@@ -36,8 +36,44 @@ def test_train_shows_it_and_leaves_the_log_as_it_was(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(materialize, "_SAID_EVERY_NBYTES", 1)
     stream = io.StringIO()
     progress = ProgressLine(stream)
-    before = [(logger.level, list(logger.handlers)) for logger in map(logging.getLogger, train.PROGRESS_LOGGERS)]
-    with progress.showing(*train.PROGRESS_LOGGERS):
+    before = [(logger.level, list(logger.handlers)) for logger in map(logging.getLogger, LOGGERS)]
+    with progress.showing():
         initialize()
     assert "of parameters are in place" in stream.getvalue()
-    assert before == [(logger.level, logger.handlers) for logger in map(logging.getLogger, train.PROGRESS_LOGGERS)]
+    assert before == [(logger.level, logger.handlers) for logger in map(logging.getLogger, LOGGERS)]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_has_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(materialize, "_SAID_EVERY_NBYTES", 1)
+    monkeypatch.setenv("COLUMNS", "120")
+    stream = Terminal()
+    progress = ProgressLine(stream)
+    with progress.counting_modules("building the model"):
+        stack(width=16, blocks=3)
+    progress.show("a line that is refreshed")
+    with progress.showing():
+        initialize()
+        logging.getLogger(LOGGERS[1]).info("taking memory")
+    progress.say("the end")
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
+    last = [line for part in shown.split("\n") if "━" in (line := part.split("\r")[-1])]
+    assert re.match(r"building the model +━+ .*\d+ modules", last[0]), shown
+    assert any(re.match(r"initialize +━+ +0.0 of 0.0 GiB of parameters are in place", line) for line in last), shown
+    assert (
+        "taking memory\n" in shown
+        and "\na line that is refreshed\n" in shown.replace("\r", "\n")
+        and shown.endswith("\nthe end\n")
+    )
+    assert all(not logging.getLogger(name).handlers for name in LOGGERS)
+
+
+def test_what_has_no_end_is_counted_in_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    with ProgressLine(stream).counting_modules("building the model"):
+        stack(width=16, blocks=3)
+    assert stream.getvalue() == "building the model ...\n"
