@@ -69,6 +69,16 @@ class Cell:
 CELLS = [Cell(*one) for one in itertools.product(SIZES, ("rtx4090", "h100"), (2048, 8192, 16384), (1, 4))]
 
 
+def in_order(found: Forecast, micro_batches: int) -> float:
+    """What the planner's cost makes of a step's halves, with what they compute: an update that could not be undone waits for
+    the norm of all gradients, which clips, and runs under the next forward. Of a micro-batch's computing the forward is a
+    quarter: backward has it again, and twice as much of its own."""
+    computing = found.floors["compute"]
+    forward = computing / micro_batches / 4
+    halves = {"forward": forward, "backward": computing - forward}
+    return max(found.floor_seconds, sum(max(least, *found.halves[half].values()) for half, least in halves.items()))
+
+
 def told(cell: Cell) -> dict[str, Any]:
     """What the result file has of it. `bound`: what was waited for longest, where the floor is far."""
     found = cell.run()
@@ -76,7 +86,8 @@ def told(cell: Cell) -> dict[str, Any]:
     if found.peak_nbytes:
         values |= {
             "step_seconds": found.step_seconds, "floor_seconds": found.floor_seconds, "bottleneck": found.bottleneck,
-            "ratio": found.step_seconds / found.floor_seconds, "tokens_per_second": found.tokens_per_second,
+            "ratio": found.step_seconds / found.floor_seconds, "in_order_seconds": in_order(found, cell.micro_batches),
+            "tokens_per_second": found.tokens_per_second,
             "bound": max(found.exposed_seconds, key=found.exposed_seconds.__getitem__), "exposed": found.exposed_seconds,
         }  # fmt: skip
     return values

@@ -17,7 +17,7 @@ from offload.device.virtual.machine import VirtualMachine
 from offload.errors import BudgetError
 from offload.rehearsal.forecast import FIRST_STEPS, Forecast, rehearse
 
-_GRANTED_SHARE = 0.95
+GRANTED_SHARE = 0.95
 """Of the device's memory, with what the model takes: the rest is for what allocators lose."""
 
 Make = Callable[[], tuple[nn.Module, torch.optim.Optimizer]]
@@ -82,7 +82,7 @@ def forecast_granted(
     is_open = config.device_memory is None and "auto" in (config.parameters, config.optimizer_states)
     if is_open and not machine.is_unified:
         alone = forecast(*make(), config, machine, replace(work, micro_batches=1), first_steps=0)
-        left = int(_GRANTED_SHARE * machine.device_nbytes) - alone.own_nbytes
+        left = int(GRANTED_SHARE * machine.device_nbytes) - alone.own_nbytes
         with contextlib.suppress(BudgetError):  # less than the least, which is not bounded without a budget
             granted = replace(config, device_memory=max(left, 1))
             found = forecast(*make(), granted, machine, work, trace)

@@ -30,6 +30,7 @@ from offload.cli.outline import Outline
 from offload.cli.plan_on_machine import add_machine_arguments, as_json, granted, machine_of, page, with_drives
 from offload.cli.text import format_count, format_nbytes, table
 from offload.cli.what_if import wishes_of
+from offload.config import parse_nbytes
 from offload.device.virtual.description import Machine
 from offload.device.virtual.machine import VirtualMachine
 from offload.errors import BudgetError, ConfigError
@@ -86,7 +87,8 @@ def run(args: argparse.Namespace) -> int:
         numbers = {"batch": args.batch, "sequence": args.sequence, "micro_batches": args.accumulate}
         granted_nbytes = int(config.cpu_memory) if config.cpu_memory is not None else None
         more = with_drives(machine, int(machine.nvme_drives) + 1)
-        wishes = wishes_of(found, machine, outline_with, cpu_memory=granted_nbytes, more=more, **numbers)
+        named = int(parse_nbytes(args.device_memory, "device_memory")) if args.device_memory is not None else None
+        wishes = wishes_of(found, machine, outline_with, cpu_memory=granted_nbytes, device_memory=named, more=more, **numbers)
     device_nbytes = int(config.device_memory) if config.device_memory is not None else None
     if args.json:
         print(as_json(found, machine, args.tokens, wishes, device_nbytes))

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from offload.cli.forecast import GRANTED_SHARE
 from offload.cli.outline import Outline
 from offload.device.virtual.description import Machine, changed
 from offload.device.virtual.machine import VirtualMachine
@@ -58,12 +59,14 @@ def wishes_of(
     sequence: int,
     micro_batches: int,
     cpu_memory: int | None,
+    device_memory: int | None,
     more: Machine,
 ) -> Wishes:
-    """`cpu_memory`: the budget that the forecast was made with. `more`: the machine with one drive more."""
+    """`cpu_memory`: the budget that the forecast was made with. `device_memory`: one that stays, whatever the
+    batch. `more`: the machine with one drive more."""
     with VirtualMachine(machine).running(), outline_with({}) as outline:
         placement = outline.placement()
-        largest = _largest(found, machine, outline, placement, batch, sequence)
+        largest = _largest(found, machine, outline, placement, batch, sequence, device_memory)
     budgets = {"cpu_memory": cpu_memory if cpu_memory is not None else int(machine.cpu_nbytes * 0.8)}
     if not machine.is_unified:
         budgets["device_memory"] = max(int(machine.device_nbytes - found.own_nbytes), 1)
@@ -84,14 +87,32 @@ def wishes_of(
 
 
 def _largest(
-    found: Forecast, machine: Machine, outline: Outline, placement: Placement, batch: int, sequence: int
+    found: Forecast,
+    machine: Machine,
+    outline: Outline,
+    placement: Placement,
+    batch: int,
+    sequence: int,
+    device_memory: int | None,
 ) -> dict[str, int]:
-    field_name, room = ("cpu_memory", machine.cpu_nbytes) if machine.is_unified else ("device_memory", machine.device_nbytes)
-    least = outline.smallest_nbytes(placement, field_name) or 0
-    times = (room - least) / max(found.own_nbytes, 1)
-    largest = {"batch": max(int(batch * times), 0), "sequence": max(int(sequence * times) // _ROUND * _ROUND, 0)}
+    field_name, room = ("cpu_memory", machine.cpu_nbytes)
+    if not machine.is_unified:
+        field_name, room = "device_memory", GRANTED_SHARE * machine.device_nbytes
+    least = max(outline.smallest_nbytes(placement, field_name) or 0, device_memory or 0)
+    times = max((room - least) / max(found.own_nbytes, 1), 0.0)
+    largest = {what: _most(found, machine, size, times) for what, size in (("batch", batch), ("sequence", sequence))}
+    if largest["sequence"] != sequence:
+        largest["sequence"] = largest["sequence"] // _ROUND * _ROUND
     on_drive = outline.placement("nvme", "nvme").plan.total_nbytes("nvme")
     return {"parameters": int(outline.parameter_numel * machine.nvme_nbytes / on_drive), **largest} if on_drive else largest
+
+
+def _most(found: Forecast, machine: Machine, size: int, times: float) -> int:
+    """`times` so large, but for what the run itself says: `size` fits, is too large, or something else does not fit."""
+    if found.fits:
+        return max(size, int(size * times))
+    room = machine.cpu_nbytes if machine.is_unified else machine.device_nbytes
+    return min(size - 1, int(size * times)) if found.peak_nbytes[found.model_tier] > room else 0
 
 
 def _traffic(machine: Machine, budgets: dict[str, int], outline_with: MakeOutline, micro_batches: int) -> Traffic | None:

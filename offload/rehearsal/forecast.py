@@ -68,6 +68,8 @@ class Forecast:
     own_nbytes: int
     """What the model takes there itself, about: activations, gradients, inputs."""
     values_read: int
+    halves: dict[str, dict[str, float]]
+    """Of "forward" and "backward": seconds that each link takes at least, as the placement was weighed by them."""
 
     @property
     def floor_seconds(self) -> float:
@@ -81,7 +83,7 @@ class Forecast:
         """The object that `plan --json` prints; null for NaN, which JSON does not have."""
         names = ("fits", "reason", "step_seconds", "floor_seconds", "bottleneck", "tokens_per_second", "floors")
         more = ("peak_nbytes", "moved_nbytes", "hidden", "exposed_seconds", "placement", "planned")
-        last = ("own_nbytes", "values_read")
+        last = ("own_nbytes", "values_read", "halves")
         values = {name: getattr(self, name) for name in names + more + last}
         return {name: None if value != value else value for name, value in values.items()}
 
@@ -169,6 +171,7 @@ def _forecast(engine: Rehearsed, virtual: VirtualMachine, before: _Reading, toke
         model_tier=model_tier,
         own_nbytes=max(peak[model_tier] - _of_the_engine(stats, model_tier), 0),
         values_read=virtual.values_read,
+        halves={half: stats["decision"][half] for half in ("forward", "backward")} if stats["decision"] is not None else {},
     )
 
 
@@ -181,4 +184,4 @@ def _of_the_engine(stats: dict[str, Any], tier: str) -> int:
 
 def refused(error: BudgetError) -> Forecast:
     """Where no placement fits."""
-    return Forecast(False, str(error), math.nan, {}, 0.0, {}, {}, {}, {}, {}, [], "", 0, 0)
+    return Forecast(False, str(error), math.nan, {}, 0.0, {}, {}, {}, {}, {}, [], "", 0, 0, {})

@@ -220,6 +220,28 @@ def test_files_that_describe_no_machine_are_refused(content: str, message: str, 
         read_machine("rtx")
 
 
+def test_the_largest_batch_that_is_told_fits_and_is_below_one_that_does_not(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "own.json"
+    path.write_text((Path(offload.__file__).parent / "device/virtual/machines/rtx4090.json").read_text())
+    content = json.loads(path.read_text())
+    content["device_nbytes"]["value"] = 2**28
+    path.write_text(json.dumps(content))
+
+    def planned(batch: int) -> dict[str, Any]:
+        shape = ["--hidden", "64", "--layers", "2", "--vocabulary", "256", "--dtype", "bf16", "--sequence", "128"]
+        main(["plan", *shape, "--machine", str(path), "--batch", str(batch), "--json"])
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    largest = planned(8)["largest"]["batch"]
+    assert largest > 8
+    assert planned(largest)["fits"]
+    beyond = planned(2 * largest)
+    assert not beyond["fits"] and beyond["largest"]["batch"] < 2 * largest
+
+
 def test_the_command_prints_one_object_or_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     own = {**json.loads((Path(offload.__file__).parent / "device/virtual/machines/rtx4090.json").read_text()), "name": "own"}
     path = tmp_path / "own.json"
