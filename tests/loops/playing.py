@@ -28,6 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import offload
+
 from .models import Boom, Subject, build, data, loss_of, optimizer_of
 from .programs import Operation, Program, Setup
 
@@ -410,8 +412,19 @@ class Player(ABC):
         return self.resumed(setup)
 
     def come_back(self) -> Any:
-        """Where every rank ended: in new processes, as `do_resume`."""
-        return self.resumed(self.program.setups.index(self.facts.setup))
+        """Where every rank ended: in new processes, as `do_resume`, with the groups of the run that saved."""
+        facts, setup = self.facts, self.program.setups.index(self.facts.setup)
+        positions = [one for number in sorted(facts.saved, reverse=True) for one in reversed(facts.saved[number])]
+        *first, last = dict.fromkeys([facts.saved_added[one] for one in positions] or [facts.added])
+        for facts.added in first:
+            try:
+                return self.resumed(setup)
+            except offload.CheckpointError as error:
+                if "does not fit this run" not in str(error):
+                    raise
+                self.end()
+        facts.added = last
+        return self.resumed(setup)
 
     def resumed(self, setup: int) -> Any:
         self._began(setup)
@@ -528,8 +541,10 @@ class Player(ABC):
         if outcome["is"] == "gone":
             return {"is": "gone"}
         self.end()
+        position = outcome["value"]["position"]
+        self.facts.added = self.facts.saved_added.get(position, self.facts.added)
         self._began(self.program.setups.index(self.facts.setup))
-        self._loaded(self.load_at(outcome["value"]["position"]))
+        self._loaded(self.load_at(position))
         return {"is": "back"}
 
     def _fails(self, loaded: int | None) -> None:
