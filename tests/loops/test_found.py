@@ -204,6 +204,17 @@ FOUND = {
             op("backward", error="KeyboardInterrupt", fails_at=2),
         ),
     ),
+    "an interrupt as no_sync began left room for sums that nobody could use": Program(
+        Model(
+            width=3, blocks=("experts",), tie="blocks", reused=True, checkpointing="reentrant", dtype="fp16", optimizer="adam"
+        ),
+        (Setup(accelerator="deferred", update="auto", on_device=1.5, seed=262, speculates=True),),
+        (
+            op("forward", batch=5),
+            op("backward", sync=False, retain=True, how="loss", which=-1, interrupt=54),
+            op("train", micro=2, batch=2),
+        ),
+    ),
     "the failure of a save that ran beside was told by close": Program(
         Model(blocks=("mlp", "experts", "large"), tie="blocks", frozen=(1,), checkpointing="reentrant", optimizer="sgd"),
         (

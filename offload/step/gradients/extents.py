@@ -35,7 +35,7 @@ class GradientPlaces:
 
     def take_room_for_sums(self) -> None:
         """Before the first sum of several micro-batches: make the store that fp32 sums lie in. Idempotent."""
-        make_sums, self._make_sums = self._make_sums, None
+        make_sums = self._make_sums
         if make_sums is None:
             return
         wide: dict[Tier, ExtentAllocator] = {}
@@ -46,10 +46,10 @@ class GradientPlaces:
         try:
             for tier, allocator in wide.items():
                 stores[tier] = make_sums(tier, allocator.extents)
+            for state in states:
+                state.wide_store = stores[state.chunk.route.gradients]
+            self._make_sums = None
         except BaseException:
-            self._make_sums = make_sums
-            for store in stores.values():
+            for store in stores.values() if self._make_sums is not None else ():
                 store.close()
             raise
-        for state in states:
-            state.wide_store = stores[state.chunk.route.gradients]
