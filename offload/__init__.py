@@ -2,7 +2,7 @@
 
 from offload.config import Config
 from offload.deferred_init.deferred_init import deferred_init
-from offload.engine import Engine, initialize
+from offload.engine import Engine, initialize, introductions
 from offload.errors import (
     BudgetError,
     CheckpointError,
@@ -18,8 +18,11 @@ from offload.errors import (
     UsageError,
 )
 from offload.importing.values import export_universal_checkpoint, import_checkpoint, read_values
+from offload.integrations.prepared import mark_as_prepared
 from offload.model.lion import Lion
 from offload.model.partition import unit
+
+introductions.append(mark_as_prepared)
 
 __version__ = "0.2.0"
 

@@ -89,10 +89,17 @@ def initialize(
     remove_abandoned(resolved)
     parts = assembly.build()
     try:
-        return Engine(model, chosen, resolved, parts, assembly.slots)
+        engine = Engine(model, chosen, resolved, parts, assembly.slots)
     except BaseException:
         give_back(parts.made)
         raise
+    for introduce in introductions:
+        introduce(engine)
+    return engine
+
+
+introductions: list[Callable[[Engine], None]] = []
+"""Called with every engine that `initialize` returns: frameworks that a script has imported are to find it in their way."""
 
 
 class Engine:

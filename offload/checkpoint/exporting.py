@@ -5,6 +5,7 @@ Everything is read unit by unit. On several ranks all of them gather, and the fi
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -17,18 +18,22 @@ from offload.checkpoint.checkpoint import Checkpointing
 from offload.checkpoint.consistency import row_major
 from offload.checkpoint.export import AdapterExporter, Exporter
 from offload.checkpoint.model_names import buffers_once, kept_fqn, model_configs
-from offload.checkpoint.peft_export import Merging, Skeleton, adapter_files
+from offload.checkpoint.peft_export import AdapterFile, Merging, Skeleton, adapter_files, computed_parameters
 from offload.checkpoint.state_reading import StateReader
 from offload.checkpoint.unpacking import Unpacking
+from offload.config import parse_nbytes
 from offload.device.rounding import round_into
 from offload.errors import EngineFailedError, RankError, UsageError
 from offload.model.flat import ParameterInfo
-from offload.model.peft_names import is_peft, is_peft_model
+from offload.model.peft_names import is_peft, is_peft_model, is_pretrained_model
 from offload.ranks.next_transfers import MeetingPoint
 from offload.step.components import Components
 from offload.step.training import Training
 from offload.step.values.gathering import Gathering
 
+_SAVE_OPTIONS = ("max_shard_size", "safe_serialization", "is_main_process", "save_function", "save_peft_format", "token")
+"""Of a Hugging Face model's `save_pretrained`: what an export has too, or has no need of."""
+_UNFINISHED = ".offload-export"
 Pieces = Iterable[tuple[ParameterInfo, torch.Tensor]]
 """Of each parameter all elements in slot order, in any number of parts."""
 
@@ -61,36 +66,52 @@ class Exporting:
         if keywords.get("state_dict") is not None or self._training.lender.lends_any:
             return own(*args, **keywords)
         self._prepare("save_pretrained")
-        skeleton = Skeleton(self._model, self._parts.parameters, None)
-        adapters = adapter_files(skeleton, keywords.get("save_embedding_layers", "auto"))
+        skeleton, adapters = self._adapters(None, keywords.get("save_embedding_layers", "auto"))
         wanted = {held for adapter in adapters for held in adapter.content.values() if isinstance(held, int)}
 
         def write(pieces: Pieces) -> None:
-            infos = {index: skeleton.infos[index] for index in sorted(wanted)}
-            values = {index: torch.empty(info.numel, dtype=info.dtype) for index, info in infos.items()}
-            arrived = dict.fromkeys(values, 0)
-            for info, part in pieces:
-                if info.index in wanted:
-                    start = arrived[info.index]
-                    arrived[info.index] = stop = start + part.numel()
-                    round_into(values[info.index][start:stop], part)
-            for index, value in values.items():
-                skeleton.fill(index, value)
+            _fill(skeleton, wanted, pieces)
             kind: Any = type(self._model)
             kind.save_pretrained(skeleton.model, *args, **keywords)
 
         self._write(write, wanted)
 
+    def save_whole(self, own: Callable[..., Any], save_directory: Any, *args: Any, **keywords: Any) -> Any:
+        """What `own`, the `save_pretrained` of a Hugging Face model, does: unit by unit, in the place of an earlier save.
+        Collective; the first rank writes. What an export cannot do (a `variant`, the hub) is left to `own`."""
+        self._training.check()
+        others = {name: value for name, value in keywords.items() if name not in _SAVE_OPTIONS and value not in (None, False)}
+        if args or others or not keywords.get("safe_serialization", True) or self._training.lender.lends_any:
+            return own(save_directory, *args, **keywords)
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        exported = folder / _UNFINISHED
+        first = self._parts.ranks.index == 0
+        if first and exported.exists():  # of a process that was killed
+            shutil.rmtree(exported)
+        shard_size = parse_nbytes(keywords.get("max_shard_size", "5GB"), "max_shard_size")
+        self.export(exported, None, shard_size, merged=False)
+        if first:
+            _move_over(exported, folder)
+
     @property
     def replaced_methods(self) -> dict[str, Callable[..., Any]]:
         """Methods of the model that are called in another way, by name: as `TakenMethods` has them."""
-        return {"save_pretrained": self.save_adapters} if is_peft_model(self._model) else {}
+        if is_peft_model(self._model):
+            return {"save_pretrained": self.save_adapters}
+        return {"save_pretrained": self.save_whole} if is_pretrained_model(self._model) else {}
 
     # ---- what is written -----------------------------------------------------------------------------------------
 
-    def _export_adapters(self, path: Path, dtype: torch.dtype | None) -> None:
+    def _adapters(self, dtype: torch.dtype | None, save_embedding_layers: Any = "auto") -> tuple[Skeleton, list[AdapterFile]]:
         skeleton = Skeleton(self._model, self._parts.parameters, dtype)
-        adapters = adapter_files(skeleton)
+        computed = computed_parameters(skeleton)
+        if computed:
+            self._write(lambda pieces: _fill(skeleton, computed, pieces), computed)
+        return skeleton, adapter_files(skeleton, save_embedding_layers)
+
+    def _export_adapters(self, path: Path, dtype: torch.dtype | None) -> None:
+        skeleton, adapters = self._adapters(dtype)
         exporter, places = AdapterExporter(path, dtype, adapters), dict[int, list[str]]()
         buffers: list[tuple[str, torch.Tensor]] = []
         for adapter in adapters:
@@ -191,3 +212,32 @@ class Exporting:
             raise failure
         if word:
             raise RankError(f"rank 0 could not write the export: {word.decode()}")
+
+
+def _fill(skeleton: Skeleton, wanted: Collection[int], pieces: Pieces) -> None:
+    """Give parameters of the skeleton their values."""
+    infos = {index: skeleton.infos[index] for index in sorted(wanted)}
+    values = {index: torch.empty(info.numel, dtype=skeleton.twins[index].dtype) for index, info in infos.items()}
+    arrived = dict.fromkeys(values, 0)
+    for info, part in pieces:
+        if info.index in wanted:
+            start = arrived[info.index]
+            arrived[info.index] = stop = start + part.numel()
+            round_into(values[info.index][start:stop], part)
+    for index, value in values.items():
+        skeleton.fill(index, value)
+
+
+def _move_over(exported: Path, folder: Path) -> None:
+    """Move what was exported up, over an earlier save: of that no weights stay, which would be loaded instead."""
+    kept = {path.name for path in exported.iterdir()}
+    for path in folder.glob("model*.safetensors*"):
+        if path.name not in kept:
+            path.unlink()
+    for path in sorted(exported.rglob("*")):
+        target = folder / path.relative_to(exported)
+        if path.is_dir():
+            target.mkdir(exist_ok=True)
+        else:
+            path.replace(target)
+    shutil.rmtree(exported)

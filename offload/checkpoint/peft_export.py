@@ -96,6 +96,15 @@ class AdapterFile:
     config: bytes
 
 
+def computed_parameters(skeleton: Skeleton) -> set[int]:
+    """Those of prompts, from which PEFT computes what it saves: `adapter_files` needs their values."""
+    encoders = getattr(skeleton.model, "prompt_encoder", None)
+    if not isinstance(encoders, nn.Module):
+        return set()
+    found = {skeleton.index_of(twin) for twin in encoders.parameters()}
+    return {index for index in found if index is not None}
+
+
 def adapter_files(skeleton: Skeleton, save_embedding_layers: Any = "auto") -> list[AdapterFile]:
     """Every adapter of the model; `save_embedding_layers` as PEFT has it.
 
@@ -120,7 +129,7 @@ def adapter_files(skeleton: Skeleton, save_embedding_layers: Any = "auto") -> li
             saved = {"": torch.empty(0)}
         for key, tensor in saved.items():
             index = skeleton.index_of(tensor)
-            if index is None and id(tensor) not in buffers:
+            if index is None and id(tensor) not in buffers and not config.is_prompt_learning:
                 raise UsageError(
                     f"the adapter {name!r} ({config.peft_type}) cannot be exported piece by piece, because PEFT computes what "
                     "it saves of it: `with engine.gathered(p for p in model.parameters() if p.requires_grad): "
@@ -132,7 +141,8 @@ def adapter_files(skeleton: Skeleton, save_embedding_layers: Any = "auto") -> li
 
 
 def _config_text(model: Any, config: Any) -> bytes:
-    """adapter_config.json, as `PeftModel.save_pretrained` has it; `config` is the skeleton's."""
+    """adapter_config.json, as `PeftModel.save_pretrained` has it."""
+    config = copy.copy(config)
     inner = model.base_model if config.is_prompt_learning else getattr(getattr(model, "base_model", model), "model", model)
     if config.base_model_name_or_path is None:
         config.base_model_name_or_path = inner.__dict__.get("name_or_path") or None

@@ -1,20 +1,22 @@
 """Accelerate's own loop on an engine.
 
-    engine = prepare(accelerator, model, optimizer, config)
+    engine = offload.initialize(model, optimizer, config)
     model, optimizer, loader = accelerator.prepare(engine.module, engine.optimizer, loader)
 
-An engine that exists: `attach(accelerator, engine)` instead of the first line. Without either the loop, accumulation and
-clipping work as well, but `save_state` and `load_state` know the engine only so.
-
 From there on the script is Accelerate's: `backward`, `accumulate`, `clip_grad_norm_`, `save_state`, `load_state`, `save_model`,
-`unwrap_model`. What runs in which dtype is the config's `dtype`: without it the accelerator's `mixed_precision`, with fp32
-masters, instead of autocast.
+`unwrap_model`. `accelerator.prepare` finds the engine by the model (`offload.integrations.prepared`).
+
+`prepare(accelerator, model, optimizer, config)` instead of the first line: what runs in which dtype is the config's `dtype`,
+and without it the accelerator's `mixed_precision`, with fp32 masters, instead of autocast. `attach(accelerator, engine)`: of a
+model that the accelerator had prepared before there was an engine.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -24,8 +26,10 @@ from accelerate import Accelerator
 from torch import nn
 
 import offload
-from offload import Config, Engine
+from offload import Config, Engine, UsageError
+from offload.integrations.prepared import mark_as_prepared
 
+_KNOWN = "_offload_engine"
 FOLDER = "offload"
 """What an engine saves, in the folder of what a framework does."""
 
@@ -46,6 +50,9 @@ def prepare(
 
 def with_precision(config: Config | Mapping[str, Any] | str | os.PathLike[str] | None, precision: str) -> Any:
     """The config with the framework's precision, where it says none. One with DeepSpeed's keys has its own."""
+    if isinstance(config, (str, os.PathLike)) and os.path.isfile(config):
+        with open(config, encoding="utf-8") as file:
+            config = json.load(file)
     if isinstance(config, Mapping) and not config.keys() <= {field.name for field in dataclasses.fields(Config)}:
         return config
     if isinstance(config, (str, os.PathLike)) or precision not in ("bf16", "fp16"):
@@ -55,8 +62,35 @@ def with_precision(config: Config | Mapping[str, Any] | str | os.PathLike[str] |
 
 
 def attach(accelerator: Accelerator, engine: Engine) -> None:
-    """Have this accelerator use the engine wherever its model is meant. Nothing but the accelerator itself changes."""
+    """Have this accelerator use the engine wherever its model is meant. Nothing but the accelerator itself changes.
+
+    Raises `UsageError` where the accelerator's `mixed_precision` is none that the engine runs in."""
+    if not _runs_in(engine, accelerator.mixed_precision):
+        raise UsageError(
+            f"Accelerator(mixed_precision={accelerator.mixed_precision!r}) does not fit an engine with "
+            f"dtype={engine.config.dtype!r}: make it with Config(dtype={accelerator.mixed_precision!r}), or by "
+            "offload.integrations.accelerate.prepare."
+        )
     _Attached(accelerator, engine).take()
+
+
+def meet(accelerator: Any, engine: Engine) -> bool:
+    """An accelerator is about to prepare the engine's model. Whether it is prepared then; if not, the accelerator puts autocast
+    around it, and knows the engine for what it saves and loads."""
+    if not isinstance(accelerator, Accelerator):
+        return False
+    known = vars(accelerator).get(_KNOWN)
+    if known is None or known() is not engine:
+        if accelerator.num_processes == 1 and not _runs_in(engine, accelerator.mixed_precision):
+            _Attached(accelerator, engine).take_saves()
+            return False
+        attach(accelerator, engine)
+    return True
+
+
+def _runs_in(engine: Engine, precision: str) -> bool:
+    wanted = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    return precision == "no" or any(parameter.dtype == wanted for parameter in engine.module.parameters())
 
 
 class _Attached:
@@ -68,10 +102,17 @@ class _Attached:
         self._saves_state = False
 
     def take(self) -> None:
-        accelerator, engine = self._accelerator, self._engine
-        engine.module._is_accelerate_prepared = True  # type: ignore[assignment]  # so it is neither wrapped nor moved
+        accelerator = self._accelerator
+        mark_as_prepared(self._engine)
+        setattr(accelerator, _KNOWN, weakref.ref(self._engine))
         accelerator.native_amp, accelerator.scaler = False, None
-        for name in ("backward", "clip_grad_norm_", "no_sync", "get_state_dict", "save_state"):
+        for name in ("backward", "clip_grad_norm_", "no_sync"):
+            setattr(accelerator, name, getattr(self, name))
+        self.take_saves()
+
+    def take_saves(self) -> None:
+        accelerator = self._accelerator
+        for name in ("get_state_dict", "save_state"):
             setattr(accelerator, name, getattr(self, name))
         accelerator.register_save_state_pre_hook(self._save)
         accelerator.register_load_state_pre_hook(self._load)

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,8 @@ class OffloadMixin:
     def evaluation_loop(self: Any, *args: Any, **keywords: Any) -> Any:
         if self.engine is None:
             self.create_optimizer()
-        return super().evaluation_loop(*args, **keywords)  # type: ignore[misc]
+        with _evaluated_as_trained(self.args, self.engine):
+            return super().evaluation_loop(*args, **keywords)  # type: ignore[misc]
 
     # ---- saves ---------------------------------------------------------------------------------------------------
 
@@ -121,6 +123,8 @@ class OffloadMixin:
         self.accelerator.wait_for_everyone()
         self.engine.export(exported)
         if self.args.should_save:
+            for path in folder.glob("model*.safetensors*"):  # of an earlier save: they would be loaded instead
+                path.unlink()
             for path in sorted(exported.rglob("*")):
                 target = folder / path.relative_to(exported)
                 if path.is_dir():
@@ -192,10 +196,29 @@ def enable(trainer: Trainer, offload: Settings = None) -> Trainer:
     """Have a Trainer that exists, and has not trained, use an engine: its class becomes one with `OffloadMixin` before its
     own."""
     kind = type(trainer)
+    if trainer.optimizer is not None and hasattr(trainer.optimizer, "optimizer"):
+        raise UsageError(f"this {kind.__name__} has trained already: enable(trainer) comes before; make another of its model.")
     if not issubclass(kind, OffloadMixin):
         trainer.__class__ = type(f"Offload{kind.__name__}", (OffloadMixin, kind), {"__module__": kind.__module__})
     vars(trainer)["_offload"] = offload
     return trainer
+
+
+@contextmanager
+def _evaluated_as_trained(args: Any, engine: Engine) -> Iterator[None]:
+    """`bf16_full_eval` and `fp16_full_eval` would convert the model: there is nothing to do where it runs in that."""
+    for name, dtype in (("bf16_full_eval", torch.bfloat16), ("fp16_full_eval", torch.float16)):
+        if getattr(args, name) and not any(parameter.dtype == dtype for parameter in engine.module.parameters()):
+            raise UsageError(
+                f"{name}=True would convert the model, which is the engine's: {name[:4]}=True has it train and evaluate in "
+                f"that dtype; or leave {name} out."
+            )
+    before = args.bf16_full_eval, args.fp16_full_eval
+    args.bf16_full_eval = args.fp16_full_eval = False
+    try:
+        yield
+    finally:
+        args.bf16_full_eval, args.fp16_full_eval = before
 
 
 def _is_adapted_and_deferred(model: Any, keywords: Mapping[str, Any]) -> bool:

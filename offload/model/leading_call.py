@@ -24,8 +24,8 @@ _MERGE = "engine.export(dir, merged=True) writes the merged model, unit by unit;
 _STATE = f"call engine.state_dict(), or {_GATHERED}"
 _LOAD = "call engine.load_state_dict(state), or engine.load_checkpoint(dir)"
 _ATTACH = (
-    "have the accelerator know the engine before: offload.integrations.accelerate.attach(accelerator, engine), or make it by "
-    "prepare(accelerator, model, optimizer, config) there"
+    "make the engine before accelerator.prepare(engine.module, engine.optimizer), or have the accelerator know it: "
+    "offload.integrations.accelerate.attach(accelerator, engine)"
 )
 _STEP = "call engine.optimizer.step(): the optimizer that was given to offload.initialize trains no more"
 

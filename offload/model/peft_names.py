@@ -15,6 +15,12 @@ def is_peft_model(model: nn.Module) -> bool:
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
+def is_pretrained_model(model: nn.Module) -> bool:
+    """Whether the model is one of Hugging Face's transformers."""
+    transformers = sys.modules.get("transformers.modeling_utils")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
 def is_peft(model: nn.Module) -> bool:
     """Whether the model is PEFT's, or a Hugging Face model that PEFT put adapters into."""
     peft = sys.modules.get("peft")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 
@@ -20,7 +20,7 @@ from offload.checkpoint.state_reading import StateReader
 from offload.cli.main import main
 
 from ..acceptance.models import IN_MEMORY, ON_CPU, ON_NVME, gpt2, llama
-from ..acceptance.runs import assert_same_bits, refused
+from ..acceptance.runs import assert_close, assert_same_bits, refused
 
 LLAMA = ["q_proj", "v_proj", "down_proj"]
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -194,8 +194,6 @@ def test_what_is_refused(opened: Any, tmp_path: Path) -> None:
     engine = opened(prompted, torch.optim.AdamW([p for p in prompted.parameters() if p.requires_grad]), ON_CPU)
     with refused(offload.UsageError, "merged=True", "prompts"):
         engine.export(tmp_path / "out", merged=True)
-    with refused(offload.UsageError, "default", "gathered"):
-        engine.export(tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -213,6 +211,51 @@ def test_save_pretrained_writes_what_it_writes_in_memory(opened: Any, tmp_path: 
     assert_same_bits(ours, theirs)
     assert sorted(os.listdir(tmp_path / "ours")) == sorted(os.listdir(tmp_path / "theirs"))
     PeftModel.from_pretrained(CASES[case][0](), tmp_path / "ours")
+
+
+PROMPTS: dict[str, Any] = {
+    "prefixes": lambda: PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"),
+    "projected prefixes": lambda: PrefixTuningConfig(
+        num_virtual_tokens=2, task_type="CAUSAL_LM", prefix_projection=True, encoder_hidden_size=8
+    ),
+    "prompts": lambda: PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+    "an encoder of prompts": lambda: PromptEncoderConfig(num_virtual_tokens=3, encoder_hidden_size=8, task_type="CAUSAL_LM"),
+}
+
+
+@pytest.mark.parametrize("case", PROMPTS)
+def test_prompts_are_computed_and_saved(opened: Any, tmp_path: Path, case: str) -> None:
+    model = get_peft_model(llama(), PROMPTS[case]())
+    plain = copy.deepcopy(model)
+    engine = trained(opened, model, ON_NVME)
+    model.save_pretrained(tmp_path / "ours")
+    engine.export(tmp_path / "exported")
+    in_memory(engine, plain, None).save_pretrained(tmp_path / "theirs")
+    ours, exported, theirs = (load_file(tmp_path / one / "adapter_model.safetensors") for one in ("ours", "exported", "theirs"))
+    assert_same_bits(ours, theirs)
+    assert_same_bits(exported, theirs)
+    PeftModel.from_pretrained(llama(), tmp_path / "exported")
+
+
+def test_adapters_that_the_model_itself_was_given(opened: Any, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = llama()
+    model.add_adapter(LoraConfig(r=3, target_modules=LLAMA))
+    plain = copy.deepcopy(model)
+    engine = trained(opened, model, ON_NVME)
+    model.save_pretrained(tmp_path / "ours")
+    in_memory(engine, plain, None).save_pretrained(tmp_path / "theirs")
+    ours, theirs = (load_file(tmp_path / whose / "adapter_model.safetensors") for whose in ("ours", "theirs"))
+    assert_same_bits(ours, theirs)
+    llama().save_pretrained(tmp_path / "base")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    loaded.load_adapter(tmp_path / "ours")
+    loaded.eval()
+    model.eval()
+    tokens = torch.arange(16)[None]
+    with torch.no_grad():
+        assert_close(loaded(input_ids=tokens).logits, model(input_ids=tokens).logits)
 
 
 def test_save_pretrained_takes_what_it_takes_in_memory(opened: Any, tmp_path: Path) -> None:

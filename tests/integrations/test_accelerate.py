@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
@@ -24,7 +26,7 @@ from ..acceptance.models import llama
 from ..acceptance.runs import assert_close, assert_same_bits, refused
 from .conftest import Distances
 from .test_trainer import settled
-from .trainers import ON_NVME, adapted, own_loop, rows
+from .trainers import IN_MEMORY, ON_NVME, adapted, own_loop, rows
 
 __all__ = ["settled"]
 
@@ -126,23 +128,63 @@ def test_placements_are_the_same_to_the_bit(tmp_path: Path, how: str) -> None:
     assert_same_bits(*runs)
 
 
-def test_an_engine_as_it_is_and_its_saves_once_the_accelerator_knows_it(tmp_path: Path) -> None:
-    ours = Loop(llama(), on_nvme(tmp_path), known=False)
+@pytest.mark.parametrize("how", ["fp32", "autocast", "bf16"])
+def test_an_engine_as_it_is(tmp_path: Path, how: str) -> None:
+    """Made by `offload.initialize`: the accelerator finds it when it prepares the model."""
+    options: dict[str, Any] = {} if how == "fp32" else {"mixed_precision": "bf16"}
+    fields = {"dtype": "bf16"} if how == "bf16" else {}
+    ours = Loop(llama(), on_nvme(tmp_path, **fields), known=False, **options)
     ours.run(0, 4)
     assert ours.accelerator.unwrap_model(ours.model) is ours.engine.module  # type: ignore[union-attr]
-    with refused(offload.ParameterAccessError, "Accelerator.save_state()", "attach(accelerator, engine)"):
-        ours.accelerator.save_state(str(tmp_path / "refused"))
-    attach(ours.accelerator, ours.engine)  # type: ignore[arg-type]
     ours.accelerator.save_state(str(tmp_path / "state"))
+    assert (tmp_path / "state" / "offload").is_dir() and not list((tmp_path / "state").glob("*.safetensors"))
     ours.run(4, 8)
-    again = Loop(llama(), on_nvme(tmp_path), known=False)
-    attach(again.accelerator, again.engine)  # type: ignore[arg-type]
+    again = Loop(llama(), on_nvme(tmp_path, **fields), known=False, **options)
     again.accelerator.load_state(str(tmp_path / "state"))
     again.run(4, 8)
     with ours.engine, again.engine:  # type: ignore[union-attr]
-        expected = list(own_loop(plain_batches()[:8], share=0.5, decay=0.9))
-        assert_same_bits([ours.losses, ours.engine.state_dict()], expected)  # type: ignore[union-attr]
-        assert_same_bits([again.losses, again.engine.state_dict()], [ours.losses[4:], expected[1]])  # type: ignore[union-attr]
+        expected = ours.engine.state_dict()  # type: ignore[union-attr]
+        if how == "fp32":
+            assert_same_bits([ours.losses, expected], list(own_loop(plain_batches()[:8], share=0.5, decay=0.9)))
+        assert_same_bits([again.losses, again.engine.state_dict()], [ours.losses[4:], expected])  # type: ignore[union-attr]
+        ours.accelerator.save_model(ours.model, str(tmp_path / "saved"))
+        assert_same_bits(load_file(tmp_path / "saved" / "model.safetensors"), expected)
+
+
+def test_autocast_around_an_engine_is_accelerates(tmp_path: Path) -> None:
+    plain = Loop(llama(), None, mixed_precision="bf16")
+    ours = Loop(llama(), on_nvme(tmp_path), known=False, mixed_precision="bf16")
+    plain.run(0, 4)
+    ours.run(0, 4)
+    with ours.engine:  # type: ignore[union-attr]
+        assert_close(ours.losses, plain.losses, 1e-2)
+
+
+def test_an_engine_that_was_made_after_the_model_was_prepared(tmp_path: Path) -> None:
+    accelerator, model = Accelerator(cpu=True), llama()
+    accelerator.prepare(model)
+    with offload.initialize(model, torch.optim.AdamW(model.parameters()), on_nvme(tmp_path)) as engine:
+        with refused(offload.ParameterAccessError, "Accelerator.save_state()", "attach(accelerator, engine)"):
+            accelerator.save_state(str(tmp_path / "refused"))
+        attach(accelerator, engine)
+        accelerator.save_state(str(tmp_path / "state"))
+        assert (tmp_path / "state" / "offload").is_dir()
+
+
+def test_a_precision_that_the_engine_has_not_is_named(tmp_path: Path) -> None:
+    model = llama()
+    with offload.initialize(model, torch.optim.AdamW(model.parameters()), on_nvme(tmp_path)) as engine:
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+        with refused(offload.UsageError, "mixed_precision='bf16'", "Config(dtype='bf16')"):
+            attach(accelerator, engine)
+
+
+def test_a_copy_and_a_model_without_its_engine_are_not_prepared(tmp_path: Path) -> None:
+    model = llama()
+    engine = offload.initialize(model, torch.optim.AdamW(model.parameters()), IN_MEMORY)
+    with engine, engine.gathered(model.parameters()):
+        copied = copy.deepcopy(model)
+    assert Accelerator(cpu=True).prepare(copied) is copied and not getattr(model, "_is_accelerate_prepared", False)
 
 
 def test_another_model_beside_it_is_accelerates_own(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import shutil
 import subprocess
@@ -346,3 +347,44 @@ def test_blocks_are_compiled(tmp_path: Path) -> None:
         other = plain(tmp_path / "plain", save_strategy="no", max_steps=3)
         other.train()
         assert_close(torch.tensor(logged(trainer, "loss")), torch.tensor(logged(other, "loss")), 1e-3)
+
+
+def test_evaluation_in_16_bits_is_that_of_training(tmp_path: Path) -> None:
+    trainer = offloaded(tmp_path / "bf16", bf16=True, bf16_full_eval=True, save_strategy="no")
+    first = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    with trainer.engine:
+        assert trainer.evaluate()["eval_loss"] < first and trainer.args.bf16_full_eval
+    other = offloaded(tmp_path / "fp32", bf16_full_eval=True)
+    with refused(offload.UsageError, "bf16_full_eval", "bf16=True"):
+        other.evaluate()
+    other.engine.close()
+
+
+def test_one_that_has_trained_is_not_enabled(tmp_path: Path) -> None:
+    trainer = plain(tmp_path, save_strategy="no", max_steps=1)
+    trainer.train()
+    with refused(offload.UsageError, "Trainer has trained already"):
+        enable(trainer, ON_NVME)
+
+
+def test_the_arguments_precision_and_a_config_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**ON_NVME, "nvme": str(tmp_path / "nvme")}))
+    fields: dict[str, Any] = {"bf16": True, "max_steps": 1, "save_strategy": "no"}
+    trainer = OffloadTrainer(
+        model=llama(), args=arguments(tmp_path, **fields), train_dataset=rows(), offload=tmp_path / "config.json"
+    )
+    trainer.train()
+    with trainer.engine:
+        assert trainer.engine.config.dtype == "bf16"
+
+
+def test_a_save_over_an_earlier_one_of_other_shards(trained: Any, tmp_path: Path) -> None:
+    trained.engine.module.save_pretrained(tmp_path, max_shard_size="20KB")
+    trained.save_model(str(tmp_path))
+    assert [path.name for path in tmp_path.glob("model*")] == ["model.safetensors"]
+
+
+def test_optimizers_that_cannot_be_are_named(tmp_path: Path) -> None:
+    with refused(offload.ConfigError, "transformers.optimization.Adafactor", "torch.optim.AdamW"):
+        offloaded(tmp_path, optim="adafactor").train()

@@ -1,0 +1,75 @@
+"""`save_pretrained` of a Hugging Face model that an engine has: what it writes in memory, unit by unit."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import offload
+from offload.checkpoint.state_reading import StateReader
+
+from ..acceptance.models import ON_CPU, ON_NVME, adamw, byte_batches, gpt2, llama
+from ..acceptance.runs import assert_same_bits, refused
+
+
+def trained(opened: Any, model: Any, setup: Any) -> Any:
+    engine = opened(model, adamw(model), setup)
+    tokens = byte_batches(1)[0]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    engine.step()
+    return engine
+
+
+@pytest.mark.parametrize("build", [llama, gpt2])
+def test_it_writes_what_it_writes_in_memory(
+    opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: Callable[[], Any]
+) -> None:
+    model = build()
+    plain = copy.deepcopy(model)
+    engine = trained(opened, model, ON_NVME)
+    plain.load_state_dict(engine.state_dict())
+    read: list[int] = []
+    pieces = StateReader.pieces
+    monkeypatch.setattr(StateReader, "pieces", lambda self, unit: (read.append(1), pieces(self, unit))[1])
+    model.save_pretrained(str(tmp_path / "ours"), is_main_process=True, save_function=torch.save)
+    assert len(read) > 2
+    plain.save_pretrained(tmp_path / "theirs")
+    assert sorted(os.listdir(tmp_path / "ours")) == sorted(os.listdir(tmp_path / "theirs"))
+    assert_same_bits(*(load_file(tmp_path / whose / "model.safetensors") for whose in ("ours", "theirs")))
+    for name in ("config.json", "generation_config.json"):
+        assert (tmp_path / "ours" / name).read_text() == (tmp_path / "theirs" / name).read_text()
+
+
+def test_of_an_earlier_save_there_no_weights_stay(opened: Any, tmp_path: Path) -> None:
+    """A file with all weights would be loaded before shards."""
+    llama().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / ".offload-export").mkdir()  # of a process that was killed
+    model = llama()
+    engine = trained(opened, model, ON_CPU)
+    for size in ("20KB", "5GB", "40KB"):
+        model.save_pretrained(tmp_path, max_shard_size=size)
+        assert (tmp_path / "model.safetensors").exists() == (size == "5GB")
+        assert_same_bits(dict(AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()), engine.state_dict())
+    assert (tmp_path / "tokenizer.json").exists() and not (tmp_path / ".offload-export").exists()
+
+
+def test_what_an_export_cannot_do_is_the_models_own(opened: Any, tmp_path: Path) -> None:
+    model = llama()
+    engine = trained(opened, model, ON_CPU)
+    with refused(offload.ParameterAccessError, "save_pretrained()", "engine.export(dir)", "gathered"):
+        model.save_pretrained(tmp_path, variant="x")
+    state = engine.state_dict()
+    model.save_pretrained(tmp_path / "given", state_dict=dict(state))
+    with engine.gathered(model.parameters()):
+        model.save_pretrained(tmp_path / "gathered")
+    for name in ("given", "gathered"):
+        assert_same_bits(dict(AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()), state)
