@@ -73,6 +73,7 @@ def initialize(
     end_recording()
     forget(model.parameters())
     classes = {id(one): type(one) for one in model.parameters()}
+    _round(model, said.config.dtype)
     engine = offload.initialize(model, optimizer, _config_of(said), sync_module_states=True)
     if said.config.stage == 3:
         answer(model.parameters(), comm.get_world_size(), classes)
@@ -92,6 +93,16 @@ def initialize(
         checkpointing.configure(None, **said.activation_checkpointing)
     atexit.register(_close_at_exit, weakref.ref(engine))
     return made, made.optimizer, loader, scheduler
+
+
+def _round(model: nn.Module, dtype: str | None) -> None:
+    """To the values that DeepSpeed's masters begin with: it makes them of the parameters after their cast to 16 bits."""
+    narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype or "")
+    if narrow is not None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dtype == torch.float32 and not parameter.is_meta:
+                    parameter.copy_(parameter.to(narrow))
 
 
 def _mark_leaves(model: nn.Module, said: Mapping[str, Any]) -> None:

@@ -171,3 +171,16 @@ def test_unseeded_ranks_and_values_on_two_ranks(two: Crew) -> None:
     for stage in (0, 1, 2, 3):
         first, second = two.do("values", stage=stage)
         assert first == second, stage
+
+
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_masters_begin_with_what_a_cast_to_16_bits_leaves(half: str) -> None:
+    """As DeepSpeed's do, which makes them of the parameters after the cast: a first step begins with its numbers."""
+    model = torch.nn.Linear(7, 5)
+    expected = model.weight.detach().to(torch.bfloat16 if half == "bf16" else torch.float16).float()
+    assert not torch.equal(expected, model.weight)
+    config = {"train_batch_size": 1, half: {"enabled": True}, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}}
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    found = deepspeed.utils.safe_get_full_fp32_param(model.weight)
+    engine.destroy()
+    assert found is not None and torch.equal(found, expected)

@@ -161,7 +161,7 @@ def _wait(processes: Any, answers: Any) -> list[tuple[int, str, str]]:
 
 def _let_run_on_cpu() -> None:
     """What the tests say for GPUs alone, though a CPU can do it: a DDP with device_ids to compare with, the number of the
-    device as a device, and bf16."""
+    device as a device, bf16, and a gathering of numbers, which gloo wants as one-dimensional tensors."""
     from torch.nn.parallel import DistributedDataParallel as DDP
     from unit import util  # of DeepSpeed's tests
 
@@ -171,6 +171,10 @@ def _let_run_on_cpu() -> None:
         on_cpu = all(one.device.type == "cpu" for one in module.parameters())
         make(self, module, None if on_cpu else device_ids, None if on_cpu else output_device, *args, **keywords)
 
+    gather = torch.distributed.all_gather_into_tensor
+    torch.distributed.all_gather_into_tensor = lambda output, input, *args, **keywords: gather(
+        output, input.reshape(1) if input.dim() == 0 else input, *args, **keywords
+    )
     DDP.__init__ = init
     type(offload.deepspeed.get_accelerator()).current_device = lambda accelerator: accelerator.current_device_name()
     util.bf16_required_version_check = lambda accelerator_check=True: True
