@@ -112,23 +112,30 @@ def paths_of(text: str | None) -> list[str] | None:
 
 def positive(text: str) -> int:
     """A count of at least 1 (for argparse)."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
-    return value
+    return _whole_number(text, 1)
 
 
 def natural(text: str) -> int:
     """A count of at least 0 (for argparse)."""
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} is not at least 0")
+    return _whole_number(text, 0)
+
+
+def _whole_number(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{value} is not at least {least}")
     return value
 
 
 def positive_number(text: str) -> float:
     """A number above 0 (for argparse)."""
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{value} is not above 0")
     return value

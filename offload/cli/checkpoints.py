@@ -32,7 +32,9 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Raise `ConfigError` for flags that say nothing without a folder."""
+    """Raise `ConfigError` for flags that say nothing without a folder, and for a folder that is none."""
+    if args.checkpoints is not None and args.checkpoints.exists() and not args.checkpoints.is_dir():
+        raise ConfigError(f"--checkpoints {str(args.checkpoints)!r} is not a folder: name one, or one to be made.")
     if args.checkpoints is None:
         for flag in ("save_every", "keep_last"):
             if getattr(args, flag) is not None:

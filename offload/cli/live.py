@@ -22,6 +22,8 @@ class JsonLines:
     def __init__(self, path: Path | None) -> None:
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(f"--json {str(path)!r}: its folder does not exist.")
+        if path is not None and path.is_dir():
+            raise ConfigError(f"--json {str(path)!r} is a folder: name a file.")
         self._path = path
         self.goes_on = False
         """Whether this run resumes another, whose lines stay; else the file begins anew."""

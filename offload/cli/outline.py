@@ -39,6 +39,8 @@ def check_room(
         there = Path(path).expanduser()
         while not there.exists():
             there = there.parent
+        if not (there.is_dir() and os.access(there, os.W_OK)):
+            raise ConfigError(f"--nvme {path!r}: {str(there)!r} is no folder that can be written to: name one on the drive.")
         free, share = shutil.disk_usage(there).free, needed_nbytes // len(paths)
         if share > free:
             raise ConfigError(

@@ -49,6 +49,40 @@ def test_what_was_probably_meant(capsys: pytest.CaptureFixture[str], arguments: 
     assert ended.value.code == 2 and f"did you mean {meant}?" in said and len(said.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--lora", "x"], "argument --lora: 'x' is not a whole number"),
+        (["--warmup", "-1"], "argument --warmup: -1 is not at least 0"),
+        (["--lr", "abc"], "argument --lr: 'abc' is not a number"),
+    ],
+)
+def test_a_number_that_is_none_is_said_so(capsys: pytest.CaptureFixture[str], flags: list[str], said: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--data", "stdlib", *flags])
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--nvme", "is no folder that can be written to"),
+        ("--checkpoints", "is not a folder"),
+        ("--json", "is a folder: name a file"),
+    ],
+)
+def test_a_path_of_another_kind_is_refused_before_the_text_is_read(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: Path, tmp_path: Path, flag: str, said: str
+) -> None:
+    from offload.cli import train
+
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", "cpu")
+    monkeypatch.setattr(train, "ByteStream", lambda documents: pytest.fail("the text was read"))
+    flags = ["train", "--data", str(text), *map(str, SMALL), "--optimizer-states", "nvme" if flag == "--nvme" else "cpu"]
+    assert main([*flags, flag, str(tmp_path if flag == "--json" else text)]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_nothing_is_guessed_where_nothing_is_close(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["train", "--data", "x", "--zzzzzz"])
