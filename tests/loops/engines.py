@@ -321,6 +321,9 @@ class DrawnPlayer(EnginePlayer):
             try:
                 return self._after(operation, error, now, before, interruption.struck)
             except BaseException as second:
+                died = self.died_of(second)
+                if died is not None:
+                    return died
                 second.__context__ = error
                 return {"is": "wrong", "says": "".join(traceback.format_exception(second))}
 
