@@ -29,8 +29,9 @@ def matrix(report: dict[str, Any]) -> str:
     for one in report["results"]:
         counts = ", ".join(f"{one[word]} {word}" for word in ("passed", "failed", "error", "skipped") if one.get(word))
         trained = "yes" if one["trained"] else "no"
-        rows.append(f"| {one['python']} | {one['torch']} | {trained} | {counts or 'not run'} |")
-    return table("| Python | torch | trains from a drive, saves, loads | tests of the core |", rows)
+        which = f" ({', '.join(one['tests'])})" if counts else ""
+        rows.append(f"| {one['machine']} | {one['python']} | {one['torch']} | {trained} | {counts or 'not run'}{which} |")
+    return table("| processor | Python | torch | trains from a drive, saves, loads | tests of the core |", rows)
 
 
 def frameworks(report: dict[str, Any]) -> str:

@@ -2,9 +2,11 @@
 
   python tests/matrix.py --package dist/offload-0.2.0-...whl --out docs/matrix.json python3.10:2.6.0 python3.13:2.15.0
   python tests/matrix.py --package dist/offload-0.2.0.tar.gz python3:2.13.0
+  python tests/matrix.py --package dist/offload-0.2.0-...aarch64.whl --interpreter ./python-under-qemu native
 
 Each pair has an environment of its own, where the wheel is all there is of this project: no checkout, no compiler on PATH.
-The tests are those that need torch alone. Their counts are written to --out, from which the README says what was tested.
+The tests are those that need torch alone. Their counts are written to --out, from which docs/compatibility.md says what was
+tested; what it holds of other environments stays.
 Of a source distribution the tests are its own: it is installed with a compiler in reach, and tested without one.
 """
 
@@ -20,6 +22,7 @@ import sys
 import tarfile
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,10 +79,10 @@ def put_tests(package: Path, place: Path) -> None:
     shutil.rmtree(unpacked)
 
 
-def run_tests(own: Path, place: Path, settings: dict[str, str]) -> dict[str, int]:
+def run_tests(own: Path, place: Path, settings: dict[str, str], tests: Sequence[str]) -> dict[str, int]:
     """How many passed, failed, ..."""
     done = subprocess.run(
-        [own, "-m", "pytest", "-q", "-m", "not gpu and not slow", *(f"tests/{one}" for one in TESTS)],
+        [own, "-m", "pytest", "-q", "-m", "not gpu and not slow", *(f"tests/{one}" for one in tests)],
         cwd=place,
         env=settings,
         stdout=subprocess.PIPE,
@@ -91,10 +94,15 @@ def run_tests(own: Path, place: Path, settings: dict[str, str]) -> dict[str, int
     return {word: int(number) for number, word in counts}
 
 
-def run(python: str, torch: str, package: Path, folder: Path, tests: bool) -> dict[str, object]:
+def install(python: str, torch: str, package: Path, folder: Path) -> Path:
+    """The interpreter of an environment with this torch and the package."""
     own = environment(python, torch, folder)
     subprocess.run([own, "-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall", package], check=True)
-    print(f"== {python}, torch {torch}", flush=True)
+    return own
+
+
+def run(own: Path, package: Path, tests: Sequence[str]) -> dict[str, object]:
+    """What came of the interpreter `own`, which has the package."""
     with tempfile.TemporaryDirectory() as place:
         put_tests(package, Path(place))
         (bare := Path(place, "bin")).mkdir()
@@ -104,28 +112,43 @@ def run(python: str, torch: str, package: Path, folder: Path, tests: bool) -> di
         started = time.monotonic()
         settings = kept | {"PATH": str(bare), "OMP_NUM_THREADS": "1", "OFFLOAD_ACCELERATOR": "cpu", "LANG": "C.UTF-8"}
         subprocess.run([own, "-c", TRAINING], cwd=place, env=settings, check=True)
-        counted = run_tests(own, Path(place), settings) if tests else {}
-    versions = "import sys, torch; print('{}.{}.{}'.format(*sys.version_info), torch.__version__)"
-    found_python, found_torch = subprocess.check_output([own, "-c", versions], text=True).split()
+        counted = run_tests(own, Path(place), settings, tests) if tests else {}
+    versions = "import sys, platform, torch; print('{}.{}.{}'.format(*sys.version_info), torch.__version__, platform.machine())"
+    found_python, found_torch, machine = subprocess.check_output([own, "-c", versions], text=True).split()
     print(counted or "trained", f"{time.monotonic() - started:.0f} s", flush=True)
-    return {"trained": True, "python": found_python, "torch": found_torch, "package": package.name, **counted}
+    found = {"trained": True, "python": found_python, "torch": found_torch, "machine": machine, "package": package.name}
+    return found | ({"tests": list(tests), **counted} if tests else {})
+
+
+def keep(result: dict[str, object], out: Path) -> None:
+    """Write it among the others, in the place of one of the same environment."""
+    same = ("python", "torch", "machine")
+    others = json.loads(out.read_text())["results"] if out.is_file() else []
+    others = [one for one in others if any(one[name] != result[name] for name in same)]
+    results = sorted([*others, result], key=lambda one: [str(one[name]) for name in ("machine", "python", "torch")])
+    out.write_text(json.dumps({"results": results}, indent=2) + "\n")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pairs", nargs="+", metavar="PYTHON:TORCH")
+    parser.add_argument("pairs", nargs="+", metavar="PYTHON:TORCH", help="or, with --interpreter, folders and files in tests/")
     parser.add_argument("--package", type=Path, required=True, help="a wheel, or a source distribution")
     parser.add_argument("--only-train", action="store_true", help="train a small model from a drive, and run no tests")
+    parser.add_argument("--interpreter", type=Path, help="one that has torch and the package, such as an emulated one")
     parser.add_argument("--environments", type=Path, default=ROOT / ".matrix", help="kept for the next run")
     parser.add_argument("--out", type=Path, help="a JSON file for the counts")
     args = parser.parse_args()
+    package, tests = args.package.absolute(), () if args.only_train else TESTS
     results = []
-    for pair in args.pairs:
-        results.append(run(*pair.rsplit(":", 1), args.package.absolute(), args.environments.absolute(), not args.only_train))
+    for pair in [args.interpreter] if args.interpreter else args.pairs:
+        if args.interpreter is not None:
+            own, tests = args.interpreter.absolute(), () if args.only_train else args.pairs
+        else:
+            own = install(*pair.rsplit(":", 1), package, args.environments.absolute())
+        print(f"== {pair}", flush=True)
+        results.append(run(own, package, tests))
         if args.out is not None:
-            args.out.write_text(
-                json.dumps({"tests": [] if args.only_train else list(TESTS), "results": results}, indent=2) + "\n"
-            )
+            keep(results[-1], args.out)
     bad = [one for one in results if one.get("failed") or one.get("error") or not (args.only_train or one.get("passed"))]
     return 1 if bad else 0
 

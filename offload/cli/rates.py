@@ -6,6 +6,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -105,7 +106,9 @@ class Drive:
         """A file of about `budget_nbytes`, at least 128 MiB and at most half of what is free.
 
         Raises `ConfigError` or `StorageError` where the path cannot be used."""
+        self._made = not Path(path).exists()
         scratch = ScratchFolder([path])
+        self._folder = Path(scratch.paths[0])
         status = os.statvfs(scratch.paths[0])
         free_nbytes = status.f_bavail * status.f_frsize
         least_nbytes = 2 * _TRANSFERS_IN_FLIGHT * _TRANSFER_NBYTES
@@ -126,6 +129,9 @@ class Drive:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self._file.close()
+        if self._made:  # a mistyped path is not to stay as a folder
+            with suppress(OSError):
+                self._folder.rmdir()
 
     def bytes_per_second(self, backend: IoBackend, direction: Direction, budget_seconds: float) -> float:
         """Sequential transfers of a chunk each, several at once. "both": reads and writes side by side, their sum."""

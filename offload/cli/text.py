@@ -24,7 +24,9 @@ def format_rate(nbytes: float, seconds: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Such as "1.25 s" or "3 min 20 s"."""
+    """Such as "12.5 µs", "1.25 s" or "3 min 20 s"."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.1f} µs"
     if seconds < 1:
         return f"{seconds * 1000:.1f} ms"
     if seconds < 100:

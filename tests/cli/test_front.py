@@ -111,6 +111,12 @@ def test_no_row_of_the_benchmark_is_above_what_the_machine_can_do() -> None:
     assert [row[-1] for row in rows] == ["90 %", "100 %", "45 %"]
 
 
+def test_measuring_a_drive_leaves_no_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["bench", "io", "--nvme", str(tmp_path / "new"), "--size", "1MiB", "--seconds", "0.01"]) == 0
+    assert main(["bench", "io", "--nvme", str(tmp_path), "--size", "1MiB", "--seconds", "0.01"]) == 0
+    assert "read" in capsys.readouterr().out and tmp_path.is_dir() and not list(tmp_path.iterdir())
+
+
 def test_each_step_is_a_line_of_json_and_of_text(train: Trainer, text: Path, tmp_path: Path) -> None:
     done, report = train(
         "--data", text, *SMALL, "--steps", 5, "--eval-every", 2, "--eval-batches", 2, "--lr", 1e-3, "--clip", 1.0
