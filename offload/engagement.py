@@ -198,9 +198,9 @@ class Engagement:
             if self.training.failure is None:
                 parts.residency.finish_updates()
                 parts.meeting.meet(MeetingPoint.CLOSING)
-                for places in (parts.parameter_store, parts.records):
-                    if places is not None:
-                        places.settle_writes()
+                for store in (parts.parameter_store, parts.records):
+                    if store is not None:
+                        store.settle_writes()
         finally:
             for unit in parts.units:
                 for info in unit.parameters:

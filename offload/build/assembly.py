@@ -237,10 +237,11 @@ def lay_out_together(
 ) -> tuple[Layout, Placement]:
     """The same on all ranks: the most that every one of them can do. Collective."""
     sharing = RankGroup(config.stage, ranks.shard_count, ranks.local_world_size) if ranks.world_size > 1 else ALONE
+    known = Known(accelerator, specs, expected, moments, sharing, ranks.shard_index)
     found: list[tuple[Layout, Placement]] = []
     together(
         ranks,
-        lambda: found.append(lay_out(config, accelerator, specs, expected, moments, sharing, ranks.shard_index)),
+        lambda: found.append(lay_out(config, known)),
         lambda _: {},
     )
     layout, placement = found[0]
@@ -249,34 +250,33 @@ def lay_out_together(
         agreed = lambda: (layout, placement)  # noqa: E731
     else:
         fixed = replace(config, parameters=least.parameters, optimizer_states=least.optimizer_states, prefetch=least.prefetch)
-        agreed = lambda: lay_out(  # noqa: E731
-            fixed, accelerator, specs, expected, moments, sharing, ranks.shard_index, (least.chunk_numel,)
-        )
+        agreed = lambda: lay_out(fixed, known, (least.chunk_numel,))  # noqa: E731
     return together(ranks, agreed, lambda made: {"placement": [made[1].parameters, made[1].optimizer_states]})
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a model is laid out for, whatever the configuration. `specs`: of each unit's parameters, with its name. `moments`:
+    what the optimizer keeps. `rank`: this one's index among those that share the shards."""
+
+    accelerator: Accelerator
+    specs: list[tuple[str, list[ParameterSpec]]]
+    expected: Expected
+    moments: tuple[str, ...]
+    sharing: RankGroup = ALONE
+    rank: int = 0
+
+
 def lay_out(
-    config: Config,
-    accelerator: Accelerator,
-    specs: list[tuple[str, list[ParameterSpec]]],
-    expected: Expected,
-    moments: tuple[str, ...],
-    sharing: RankGroup = ALONE,
-    rank: int = 0,
-    chunk_numels: Sequence[int] = (),
-    *,
-    accumulates: bool = False,
+    config: Config, known: Known, chunk_numels: Sequence[int] = (), *, accumulates: bool = False
 ) -> tuple[Layout, Placement]:
     """The layout with the largest chunks with which the placement fits the budgets, and where it is for the engine to choose
     the memory that is free, if any does; there smaller chunks are weighed where large ones take a part of the budget.
 
-    Raises `BudgetError` if none fits the budgets.
-
-    `moments`: what the optimizer keeps.
-
-    `rank`: this one's index among those that share the shards. `chunk_numels`: what to try instead of the usual.
+    Raises `BudgetError` if none fits the budgets. `chunk_numels`: what to try instead of the usual.
     `accumulates`: as `Decision` has it.
     """
+    specs, sharing = known.specs, known.sharing
     failure: BudgetError | None = None
     found: list[tuple[Layout, Placement]] = []
     weights: list[Weight] = []
@@ -284,9 +284,13 @@ def lay_out(
     large = large_chunk_numels(rank_numel)
     for within_room in (True, False):
         for chunk_numel in chunk_numels or (*large, *CHUNK_NUMELS):
-            layout = build_layout(specs, chunk_numel=chunk_numel, world_size=sharing.world_size, rank=rank, stage=sharing.stage)
+            layout = build_layout(
+                specs, chunk_numel=chunk_numel, world_size=sharing.world_size, rank=known.rank, stage=sharing.stage
+            )
             try:
-                decision = Decision(config, accelerator, layout, expected, moments, sharing, accumulates=accumulates)
+                decision = Decision(
+                    config, known.accelerator, layout, known.expected, known.moments, sharing, accumulates=accumulates
+                )
                 placement = decision.decide(within_room=within_room)
             except BudgetError as error:
                 failure = error

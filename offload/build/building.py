@@ -73,7 +73,7 @@ class Building:
             self._unit(unit, layout, infos)
             for unit, layout, infos in zip(module_units, self._layout.units, by_unit, strict=True)
         ]
-        places = ParameterStore(
+        parameter_store = ParameterStore(
             (pair for unit in units for pair in zip(unit.chunks, unit.route.parameter_tiers(), strict=False)),
             storage.parameters,
             self._is_undoable,
@@ -83,7 +83,7 @@ class Building:
         pool = storage.staging_pool()
         timeline = Timeline(accelerator.clock_ns, accelerator.recorder)
         if imagined() is None:
-            Materializer(accelerator, places, records, values, state_of, self._ledger).run(units)
+            Materializer(accelerator, parameter_store, records, values, state_of, self._ledger).run(units)
         self.value_facts = values.facts()
         of_ranks = rank_parts(self._ranks, Making(accelerator, self._layout, units, self._ledger, timeline))
         gradients = updates = None
@@ -91,16 +91,16 @@ class Building:
             gradients = self._gradients([chunk for chunk, _ in trained], pool, averaged=of_ranks.averages_gradients)
             ahead = ReadAhead(pool)
             value_accesses = {
-                (value_path, memory): value_access(value_path, accelerator, pool, places, ahead)
+                (value_path, memory): value_access(value_path, accelerator, pool, parameter_store, ahead)
                 for value_path, memory in {(route.value_path, route.update_in) for route in self._routes}
             }
             accesses = record_accesses(records, pool, timeline)
             updates = of_ranks.updates(records, gradients, accesses, value_accesses, accelerator, timeline)
             self._made.extend((gradients, updates))
-        own_fetcher = self._fetcher(places, pool, updates)
+        own_fetcher = self._fetcher(parameter_store, pool, updates)
         self._made.append(own_fetcher)
         fetcher, intake = of_ranks.fetcher(own_fetcher), of_ranks.intake(gradients)
-        self._made.extend(of_ranks.attend(places, updates))
+        self._made.extend(of_ranks.attend(parameter_store, updates))
         capacity = Capacity(placement.unit_capacity_nbytes or 0, self._has_unit_budget, self._room())
         residency = Residency(
             units, fetcher, updates,
@@ -111,7 +111,8 @@ class Building:
             accelerator=accelerator, layout=self._layout, placement=placement, units=units,
             parameters=[info for infos in by_unit for info in infos], pool=pool, ledger=self._ledger, timeline=timeline,
             fetcher=fetcher, residency=residency, expected=expected, ranks=self._ranks, meeting=of_ranks.meeting, intake=intake,
-            parameter_store=places, records=records, gradients=gradients, updates=updates, backend=storage.backend, made=made,
+            parameter_store=parameter_store, records=records, gradients=gradients, updates=updates,
+            backend=storage.backend, made=made,
         )  # fmt: skip
 
     # ---- units ---------------------------------------------------------------------------------------------------
@@ -164,9 +165,9 @@ class Building:
     def _format_of(self, flat: Flat) -> RecordFormat:
         return format_of(self._config, self._moments, flat.layout.dtype, flat.route.crosses)
 
-    def _fetcher(self, places: ParameterStore, pool: StagingPool, updates: Updates | None) -> Fetcher:
+    def _fetcher(self, parameter_store: ParameterStore, pool: StagingPool, updates: Updates | None) -> Fetcher:
         fetch_paths = {route.fetch_path for route in self._routes}
         if FetchPath.COPIED in fetch_paths:
             reads_directly = self._accelerator.unified
-            return StagedFetcher(self._accelerator, places, None if reads_directly else pool, updates)
-        return DirectFetcher(places) if FetchPath.READ in fetch_paths else HomeFetcher()
+            return StagedFetcher(self._accelerator, parameter_store, None if reads_directly else pool, updates)
+        return DirectFetcher(parameter_store) if FetchPath.READ in fetch_paths else HomeFetcher()

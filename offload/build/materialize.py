@@ -134,13 +134,13 @@ class Materializer:
     def __init__(
         self,
         accelerator: Accelerator,
-        places: ParameterStore,
+        parameter_store: ParameterStore,
         records: RecordStore | None,
         values: InitialValues,
         state_of: Callable[[ParameterInfo], InitialState],
         ledger: MemoryLedger,
     ) -> None:
-        self._accelerator, self._places, self._records = accelerator, places, records
+        self._accelerator, self._parameter_store, self._records = accelerator, parameter_store, records
         self._values, self._state_of = values, state_of
         self._pool = StagingPool(ledger=ledger, register=accelerator.pin, purpose="initial values")
         self._in_use: list[str] = []
@@ -161,7 +161,7 @@ class Materializer:
             )
             for unit in units:
                 self._unit(unit)
-                self._places.settle_writes()
+                self._parameter_store.settle_writes()
                 if self._records is not None:
                     self._records.settle_writes()
                 progress.add(unit.layout.nbytes)
@@ -193,7 +193,7 @@ class Materializer:
 
     def _home(self, chunk: Chunk) -> torch.Tensor | None:
         """The memory in which its parameters lie for good, uint8; None: a file."""
-        stored = self._places.view(chunk)
+        stored = self._parameter_store.view(chunk)
         return stored[: chunk.nbytes] if stored is not None else None
 
     def _staged_nbytes(self, unit: Unit, purpose: str) -> Iterator[int]:
@@ -201,14 +201,14 @@ class Materializer:
         for chunk in unit.homes:
             home = self._home(chunk)
             if home is None and purpose == _TO_FILE:
-                yield self._places.nbytes(chunk)
+                yield self._parameter_store.nbytes(chunk)
             elif home is not None and purpose == _TO_DEVICE and chunk.route.home_in is Memory.DEVICE:
                 yield chunk.nbytes
         for records, chunk in self._record_chunks(unit):
             home = records.view(chunk)
             if home is None and purpose == _TO_FILE:
                 yield records.nbytes(chunk)
-            elif home is not None and purpose == _TO_DEVICE and chunk.route.update_in is Memory.DEVICE:
+            elif home is not None and purpose == _TO_DEVICE and chunk.route.records_in is Memory.DEVICE:
                 given = {name for info, _ in chunk.pieces for name in self._state_of(info).moments}
                 yield sum(count * dtype.itemsize for _, dtype, count in _written(records, chunk, given))
 
@@ -218,9 +218,9 @@ class Materializer:
         home = self._home(chunk)
         if home is None:
             lease = self._pool.lease(_TO_FILE)
-            content = lease.tensor[: self._places.nbytes(chunk)].zero_()
+            content = lease.tensor[: self._parameter_store.nbytes(chunk)].zero_()
             self._put_values(chunk, content[: chunk.nbytes], values)
-            lease.release(after=self._places.write(chunk, content))
+            lease.release(after=self._parameter_store.write(chunk, content))
         elif chunk.route.home_in is Memory.HOST:
             self._put_values(chunk, home, values)
         else:
@@ -257,7 +257,7 @@ class Materializer:
             content = lease.tensor[: records.nbytes(chunk)].zero_()
             self._put_record(chunk, records.over(chunk, content), values, states)
             lease.release(after=records.write(chunk, content))
-        elif chunk.route.update_in is Memory.HOST:
+        elif chunk.route.records_in is Memory.HOST:
             self._put_record(chunk, records.over(chunk, home), values, states)
         else:
             self._copy_record(chunk, records, home, given, values, states)

@@ -64,7 +64,7 @@ class OneRank:
     def intake(self, gradients: Gradients | None) -> Intake:
         return OwnGradients(gradients) if gradients is not None else Intake()
 
-    def attend(self, places: ParameterStore, updates: Updates | None) -> Sequence[Closable]:
+    def attend(self, parameter_store: ParameterStore, updates: Updates | None) -> Sequence[Closable]:
         """Everything is there now. Returns what is to be closed."""
         return ()
 
@@ -103,11 +103,11 @@ class SeveralRanks(OneRank):
         )  # fmt: skip
         return self._reduction
 
-    def attend(self, places: ParameterStore, updates: Updates | None) -> Sequence[Closable]:
+    def attend(self, parameter_store: ParameterStore, updates: Updates | None) -> Sequence[Closable]:
         making = self._making
         exchange = ShardExchange(
             self._ranks, making.accelerator, making.units, making.ledger,
-            places=places, fetcher=self._own_fetcher, updates=updates, reduction=self._reduction,
+            parameter_store=parameter_store, fetcher=self._own_fetcher, updates=updates, reduction=self._reduction,
         )  # fmt: skip
         return (Attendance(self._ranks, self._rendezvous, exchange),)
 

@@ -129,11 +129,11 @@ class StateWriter:
         return masters
 
     def _fill_values(self, chunk: Chunk, masters: torch.Tensor | None) -> None:
-        nbytes, places = chunk.nbytes, self._parts.parameter_store
-        places.settle_copies(chunk)
-        home = places.view(chunk)
+        nbytes, parameter_store = chunk.nbytes, self._parts.parameter_store
+        parameter_store.settle_copies(chunk)
+        home = parameter_store.view(chunk)
         in_place = home is not None and home.device.type == "cpu"
-        content = home if home is not None and in_place else self._buffers.values.take(places.nbytes(chunk)).zero_()
+        content = home if home is not None and in_place else self._buffers.values.take(parameter_store.nbytes(chunk)).zero_()
         values = content[:nbytes].view(chunk.flat.dtype)
         for info, piece in chunk.pieces:
             low, high = piece.start - chunk.start, piece.stop - chunk.start
@@ -142,7 +142,7 @@ class StateWriter:
             else:
                 self._read_values(chunk, info, piece, values[low:high])
         if not in_place:
-            places.write(chunk, content).wait()
+            parameter_store.write(chunk, content).wait()
 
     def _read_values(self, chunk: Chunk, info: ParameterInfo, piece: Piece, into: torch.Tensor) -> None:
         stored, start = self._stored[info.index], piece.start - piece.slot.start

@@ -111,10 +111,10 @@ class ChunkBuffers:
 
     def __init__(self, parts: Components) -> None:
         chunks = [chunk for unit in parts.units for chunk in unit.chunks]
-        records, places = parts.records, parts.parameter_store
+        records, parameter_store = parts.records, parts.parameter_store
         trained = [chunk for chunk in chunks if chunk.flat.layout.trainable] if records is not None else []
         self.record = ChunkBuffer(parts, (records.nbytes(one) for one in trained) if records is not None else ())
-        self.values = ChunkBuffer(parts, (places.nbytes(one) for one in chunks))
+        self.values = ChunkBuffer(parts, (parameter_store.nbytes(one) for one in chunks))
 
     def close(self) -> None:
         self.record.close()
@@ -163,12 +163,12 @@ class StateReader:
         self._buffers.rotate(-1)
         transfers: list[Pending] = []
 
-        def read(places: ChunkStore, buffer: ChunkBuffer) -> torch.Tensor:
-            snapshot = kept.get(places)
+        def read(store: ChunkStore, buffer: ChunkBuffer) -> torch.Tensor:
+            snapshot = kept.get(store)
             if snapshot is None:
-                return _read(places, chunk, buffer, transfers)
-            content = buffer.take(places.nbytes(chunk))
-            transfers.append(places.read_snapshot(chunk, snapshot, content, priority))
+                return _read(store, chunk, buffer, transfers)
+            content = buffer.take(store.nbytes(chunk))
+            transfers.append(store.read_snapshot(chunk, snapshot, content, priority))
             return content
 
         try:
@@ -215,14 +215,14 @@ def stores_of(parts: Components, chunk: Chunk) -> list[ChunkStore]:
     return stores
 
 
-def raw_arrays(parts: Components, places: ChunkStore, chunk: Chunk) -> dict[str, range]:
+def raw_arrays(parts: Components, store: ChunkStore, chunk: Chunk) -> dict[str, range]:
     """The chunk's arrays that lie in one of its stores (`stores_of`) just as they will in a file, and where in its extent."""
     records = parts.records
     if not chunk.flat.layout.trainable:
         return {VALUE: range(chunk.nbytes)}
     if records is None or records.format(chunk).state_format is not StateFormat.FP32:
         return {}
-    if places is not records:
+    if store is not records:
         return {VALUE: range(chunk.nbytes)}
     found, start = {}, 0
     for name, dtype, numel in records.format(chunk).arrays(chunk.numel):
@@ -231,13 +231,13 @@ def raw_arrays(parts: Components, places: ChunkStore, chunk: Chunk) -> dict[str,
     return found
 
 
-def _read(places: ChunkStore, chunk: Chunk, buffer: ChunkBuffer, transfers: list[Pending]) -> torch.Tensor:
+def _read(store: ChunkStore, chunk: Chunk, buffer: ChunkBuffer, transfers: list[Pending]) -> torch.Tensor:
     """The chunk's bytes in host memory: where they lie, or in the buffer when what joins `transfers` is over."""
-    stored = places.view(chunk)
+    stored = store.view(chunk)
     if stored is not None and stored.device.type == "cpu":
         return stored
-    content = buffer.take(places.nbytes(chunk))
+    content = buffer.take(store.nbytes(chunk))
     if stored is not None:
         return content.copy_(stored)
-    transfers.append(places.read(chunk, content))
+    transfers.append(store.read(chunk, content))
     return content

@@ -112,8 +112,8 @@ class Snapshot:
         needed: dict[int, int] = {}
         there = os.stat(self._folder).st_dev
         needed[there] = sum(file.nbytes for file in self._files.values())
-        for places in (self._parts.records, self._parts.parameter_store):
-            for file, nbytes in places.room_for_snapshots() if places is not None else ():
+        for store in (self._parts.records, self._parts.parameter_store):
+            for file, nbytes in store.room_for_snapshots() if store is not None else ():
                 device, status = os.fstat(file.fileno()).st_dev, os.statvfs(file.fileno())
                 needed[device] = needed.get(device, 0) + nbytes
                 if needed[device] > status.f_bavail * status.f_frsize:
@@ -125,12 +125,12 @@ class Snapshot:
         a time."""
         stores = stores_of(self._parts, chunk)
         kept: dict[ChunkStore, ExtentSnapshot] = {}
-        for places in stores if self._keeps else ():
+        for store in stores if self._keeps else ():
             with self._failures():
-                places.settle_write(chunk)
-            snapshot = places.snapshot(chunk)
+                store.settle_write(chunk)
+            snapshot = store.snapshot(chunk)
             if snapshot is not None:
-                kept[places] = snapshot
+                kept[store] = snapshot
         self._kept[chunk] = kept
         return len(kept) == len(stores)
 
@@ -175,12 +175,12 @@ class Snapshot:
     def _share(self, chunk: Chunk) -> set[str]:
         """Have the chunk's file share what it can of what is kept: the arrays that it has so."""
         file, shared = self._file_of[chunk], set[str]()
-        for places, snapshot in self._kept.get(chunk, {}).items():
-            for kind, part in raw_arrays(self._parts, places, chunk).items() if places not in self._cannot_share else ():
+        for store, snapshot in self._kept.get(chunk, {}).items():
+            for kind, part in raw_arrays(self._parts, store, chunk).items() if store not in self._cannot_share else ():
                 if kind not in file.tensors.arrays_of(chunk):
                     continue
                 if not file.share(chunk, kind, snapshot, part):
-                    self._cannot_share.add(places)
+                    self._cannot_share.add(store)
                     break
                 shared.add(kind)
         return shared

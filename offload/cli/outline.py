@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.build.assembly import DTYPES, LEAST_UNIT_NUMEL, choose_accelerator, lay_out
+from offload.build.assembly import DTYPES, LEAST_UNIT_NUMEL, Known, choose_accelerator, lay_out
 from offload.cli.text import format_nbytes
 from offload.errors import BudgetError, ConfigError
 from offload.layout import Layout
@@ -146,7 +146,7 @@ class Outline:
         for asked, made in self._laid_out:
             if asked == config:
                 return made
-        known = (self._specs, self._expected, self._moments, self._sharing)
-        made = lay_out(config, self._accelerator, *known, accumulates=self._accumulates)
+        known = Known(self._accelerator, self._specs, self._expected, self._moments, self._sharing)
+        made = lay_out(config, known, accumulates=self._accumulates)
         self._laid_out.append((config, made))
         return made

@@ -29,7 +29,6 @@ class PagePool:
     def __init__(self) -> None:
         self._free: list[int] = []
         self._arenas: list[_native.Arena] = []
-        self.page_count = 0
 
     def unit_memory(self, nbytes: int) -> MovedPages:
         return MovedPages(self, nbytes)
@@ -44,7 +43,6 @@ class PagePool:
                 raise refused_memory(missing * PAGE_NBYTES, "parameters in use", error) from error
             self._arenas.append(arena)
             self._free.extend(arena.address + index * PAGE_NBYTES for index in range(missing))
-            self.page_count += missing
         taken, self._free = self._free[-count:], self._free[: len(self._free) - count]
         return taken
 

@@ -130,12 +130,6 @@ class Placement:
     def sums_nbytes(self) -> int:
         return sum(line.nbytes for line in self.sums)
 
-    @property
-    def undoable_units(self) -> frozenset[int]:
-        """Those whose updates may begin before the norm is known (`offload.step.speculation`): there is a second place for
-        what they write."""
-        return frozenset(index for index, route in enumerate(self.routes) if route.undoable)
-
     def with_sums(self) -> Placement:
         """The same with room for the sums of micro-batches."""
         return replace(self, plan=MemoryPlan((*self.plan.lines, *self.sums)), sums=(), sums_missing_nbytes=0)

@@ -33,7 +33,6 @@ class Kept:
     unit_count: int = 0
     """Units that need no fetch, since the device computes where their parameters lie."""
     parameter_count: int = 0
-    parameter_nbytes: int = 0
     record_count: int = 0
     record_nbytes: int = 0
 

@@ -79,7 +79,7 @@ class WorkingSet:
             return keep_chunks(ends[count], unit_count=count)
 
         def keep_chunks(count: int, unit_count: int = 0) -> Placement:
-            kept = replace(choice.kept, unit_count=unit_count, parameter_count=count, parameter_nbytes=sum(sizes[:count]))
+            kept = replace(choice.kept, unit_count=unit_count, parameter_count=count)
             return self._place(replace(choice, kept=kept))
 
         keeps_units = self.problem.accelerator.unified and self.problem.footprint.has_whole_units

@@ -43,11 +43,11 @@ class Homes:
     def tell(self, chunk: Chunk, pieces: Iterable[Piece]) -> None:
         """Make the values of these pieces, in memory, what the record's masters on NVMe say, as an update leaves them. In
         staging buffers of the updates, none of which may run."""
-        records, places, pool = self._parts.records, self._parts.parameter_store, self._parts.pool
-        home = places.view(chunk)
+        records, parameter_store, pool = self._parts.records, self._parts.parameter_store, self._parts.pool
+        home = parameter_store.view(chunk)
         assert records is not None and home is not None
         home = home[: chunk.nbytes].view(chunk.flat.dtype)
-        places.settle_copies(chunk)
+        parameter_store.settle_copies(chunk)
         lease = pool.lease(RECORDS_ON_DEMAND)
         records.read(chunk, lease.tensor[: records.nbytes(chunk)]).wait()
         masters = records.over(chunk, lease.tensor).arrays[MASTER]
@@ -82,14 +82,14 @@ class Homes:
                     self._write_chunk(chunk)
 
     def _write_chunk(self, chunk: Chunk) -> None:
-        places = self._parts.parameter_store
+        parameter_store = self._parts.parameter_store
         values = chunk.bytes
-        stored = places.view(chunk)
+        stored = parameter_store.view(chunk)
         if stored is not None:
             self._parts.accelerator.copy_out(stored[: values.numel()], values).wait()
         elif chunk.route.model_in is Memory.HOST:
-            places.write(chunk, values).wait()
+            parameter_store.write(chunk, values).wait()
         else:
             buffer = HostMemory(values.numel(), "gathered parameters", ledger=self._parts.ledger).tensor
             self._parts.accelerator.copy_out(buffer, values).wait()
-            places.write(chunk, buffer).wait()
+            parameter_store.write(chunk, buffer).wait()

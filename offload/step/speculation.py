@@ -40,7 +40,7 @@ class Speculation:
 
     def __init__(self, parts: Components, maker: UpdateMaker | None, *, begins_early: bool, norm_counts: bool) -> None:
         """`maker`: None where nothing is trained. `norm_counts`: whether the norm may change what a step does."""
-        self._places, self._records = parts.parameter_store, parts.records
+        self._parameter_store, self._records = parts.parameter_store, parts.records
         self._gradients, self._updates, self._residency = parts.gradients, parts.updates, parts.residency
         self._units, self._accelerator, self._maker, self._late = (
             parts.units,
@@ -180,7 +180,7 @@ class Speculation:
                 continue
             self._records.undo_write(update.chunk)
             if update.chunk.parameters.other is not None:
-                self._places.undo_write(update.chunk)
+                self._parameter_store.undo_write(update.chunk)
             else:
                 self._homes.tell(update.chunk, [one.piece for one in update.pieces])
         self._gradients.take_back(early.chunks)

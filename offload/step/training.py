@@ -49,7 +49,7 @@ class Training(FailureState):
         super().__init__(parts.meeting, turn)
         self._units, self._residency, self._parameters = parts.units, parts.residency, parts.parameters
         self._taken, self._updates, self._intake = parts.gradients, parts.updates, parts.intake
-        self._places, self._records = parts.parameter_store, parts.records
+        self._parameter_store, self._records = parts.parameter_store, parts.records
         self._accelerator, self._timeline, self.recorder = parts.accelerator, parts.timeline, parts.accelerator.recorder
         self.loss_scale = LossScale.of(config.loss_scale, config.dtype)
         self._max_grad_norm = config.max_grad_norm
@@ -81,9 +81,9 @@ class Training(FailureState):
         self.uses.end_cut_short()
         self._residency.finish_updates(besides=self.speculation.begun_units)
         self._settle_shards()
-        for places in (self._places, self._records):
-            if places is not None:
-                places.raise_failed_writes()
+        for parameter_store in (self._parameter_store, self._records):
+            if parameter_store is not None:
+                parameter_store.raise_failed_writes()
 
     def _settle_shards(self) -> None:
         for unit in self._units:

@@ -17,7 +17,7 @@ def gradient_of(chunk: Chunk) -> ChunkGradient:
     return chunk.gradient
 
 
-class GradientPlaces:
+class GradientExtents:
     """Makes the gradients of chunks, and the stores that they lie in. The stores are closed by whoever gave the factories."""
 
     def __init__(self, chunks: Sequence[Chunk], make_store: StoreFactory, make_sums: StoreFactory, *, reduced: bool) -> None:

@@ -2,7 +2,7 @@
 
     gradient_arrival   what becomes of a gradient that backward brings, on its way into its chunks' buffers
     gradient_buffers   where the buffers lie, and what leaves them for the store when they run out
-    gradient_places    the stores, and who has which extent there
+    extents            the stores, and who has which extent there
 
 Here is which of them count for the coming step, and who may read them. An update that may have to be undone
 (`offload.step.speculation`) does not consume what it reads: `hold` keeps it, until `drop_held` drops it or `take_back` makes
@@ -23,7 +23,7 @@ from offload.model.flat import ParameterInfo
 from offload.model.taken_gradient import TakenGradient
 from offload.step.chunk_stores import StoreFactory
 from offload.step.gradients.arrival import GradientArrival
-from offload.step.gradients.extents import GradientPlaces, gradient_of
+from offload.step.gradients.extents import GradientExtents, gradient_of
 from offload.step.gradients.transit import Addition
 from offload.tiers.staging import StagingPool
 
@@ -49,7 +49,7 @@ class Gradients:
         `transit_buffer_count`: chunks that may lie on the device on their way to the host; 0: nothing goes that way.
         """
         self._chunks = tuple(chunks)
-        self._places = GradientPlaces(self._chunks, make_store, make_sums, reduced=reduced)
+        self._extents = GradientExtents(self._chunks, make_store, make_sums, reduced=reduced)
         self._arrival = GradientArrival(
             self._chunks, pool, accelerator, reduced=reduced, transit_buffer_count=transit_buffer_count
         )
@@ -103,7 +103,7 @@ class Gradients:
 
     def take_room_for_sums(self) -> None:
         """Before the first sum of several micro-batches: make the store that fp32 sums lie in. Idempotent."""
-        self._places.take_room_for_sums()
+        self._extents.take_room_for_sums()
 
     def expect(self, info: ParameterInfo) -> None:
         """A gradient of `info` counts for the coming step, wherever it was computed and whether this rank's shard has any."""

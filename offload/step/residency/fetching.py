@@ -66,8 +66,8 @@ class HomeFetcher(Fetcher):
 class DirectFetcher(Fetcher):
     """Device memory where updates happen: the store can address it, or (units kept in memory) it is the store's own."""
 
-    def __init__(self, places: ParameterStore) -> None:
-        self._places = places
+    def __init__(self, parameter_store: ParameterStore) -> None:
+        self._parameter_store = parameter_store
 
     def fetched_nbytes(self, unit: Unit) -> int:
         return sum(flat.memory.nbytes for flat in unit.flats if not flat.memory.stays)
@@ -76,15 +76,15 @@ class DirectFetcher(Fetcher):
         for flat in unit.flats:
             flat.memory.fill()
         for chunk in unit.chunks:
-            self._places.fetch(chunk)
+            self._parameter_store.fetch(chunk)
 
     def finish(self, unit: Unit) -> None:
         for chunk in unit.chunks:
-            self._places.settle_fetch(chunk)
+            self._parameter_store.settle_fetch(chunk)
 
     def evict(self, unit: Unit) -> None:
         for chunk in unit.chunks:
-            self._places.settle_write(chunk)  # an update's write still reads this memory
+            self._parameter_store.settle_write(chunk)  # an update's write still reads this memory
         for flat in unit.flats:
             flat.memory.empty()
 
@@ -93,10 +93,10 @@ class StagedFetcher(Fetcher):
     """Device memory of its own, reached by H2D copies (or, where it is host memory, by reads straight into it)."""
 
     def __init__(
-        self, accelerator: Accelerator, places: ParameterStore, pool: StagingPool | None, updates: Updates | None
+        self, accelerator: Accelerator, parameter_store: ParameterStore, pool: StagingPool | None, updates: Updates | None
     ) -> None:
         """`pool`: of staging buffers; None where reads go straight into the unit's memory."""
-        self._accelerator, self._places, self._pool, self._updates = accelerator, places, pool, updates
+        self._accelerator, self._parameter_store, self._pool, self._updates = accelerator, parameter_store, pool, updates
         self._lane = accelerator.host_lane("fetch", waits_for_io=True)
 
     def fetched_nbytes(self, unit: Unit) -> int:
@@ -131,7 +131,7 @@ class StagedFetcher(Fetcher):
 
     def close(self) -> None:
         self._lane.close()
-        self._places.settle_all_copies()
+        self._parameter_store.settle_all_copies()
 
     def _bring(self, unit: Unit, copies: list[Pending], update: Pending | None) -> None:
         if update is not None:
@@ -139,7 +139,7 @@ class StagedFetcher(Fetcher):
         reading: deque[tuple[Chunk, Lease, Pending]] = deque()
         side_by_side: list[tuple[Chunk, Tensor]] = []
         for chunk in unit.chunks:
-            stored = self._places.view(chunk)
+            stored = self._parameter_store.view(chunk)
             if side_by_side and (stored is None or not _continues(side_by_side, chunk, stored)):
                 copies.append(self._copy_together(side_by_side))
                 side_by_side = []
@@ -147,7 +147,7 @@ class StagedFetcher(Fetcher):
                 side_by_side.append((chunk, stored[: chunk.nbytes]))
                 continue
             if self._pool is None:
-                copies.append(self._places.read(chunk, chunk.bytes))
+                copies.append(self._parameter_store.read(chunk, chunk.bytes))
                 continue
             lease = self._pool.try_lease(FETCHED)
             while lease is None:
@@ -157,7 +157,7 @@ class StagedFetcher(Fetcher):
                 else:
                     lease = self._pool.lease(FETCHED)
             nbytes = chunk.nbytes
-            reading.append((chunk, lease, self._places.read(chunk, lease.tensor[:nbytes])))
+            reading.append((chunk, lease, self._parameter_store.read(chunk, lease.tensor[:nbytes])))
         if side_by_side:
             copies.append(self._copy_together(side_by_side))
         while reading:
@@ -171,7 +171,7 @@ class StagedFetcher(Fetcher):
         source = stored.as_strided((target.numel(),), (1,), stored.storage_offset())
         copied = self._accelerator.copy_in(target, source)
         for chunk, _ in run:
-            self._places.copying(chunk, copied)
+            self._parameter_store.copying(chunk, copied)
         return copied
 
     def _copy(self, chunk: Chunk, lease: Lease, read: Pending) -> Pending:

@@ -27,14 +27,14 @@ class ShardExchange:
         units: list[Unit],
         ledger: MemoryLedger,
         *,
-        places: ParameterStore,
+        parameter_store: ParameterStore,
         fetcher: StagedFetcher | None,
         updates: Updates | None,
         reduction: Reduction | None,
     ) -> None:
         """`fetcher` where parameters are partitioned, `updates` and `reduction` where something is trained."""
         self._ranks, self._accelerator, self._units, self._ledger = ranks, accelerator, units, ledger
-        self._places, self._fetcher, self._updates, self._reduction = places, fetcher, updates, reduction
+        self._parameter_store, self._fetcher, self._updates, self._reduction = parameter_store, fetcher, updates, reduction
 
     def gather(self, unit_index: int, wanters: frozenset[int]) -> Pending | None:
         unit = self._units[unit_index]
@@ -72,22 +72,22 @@ class ShardExchange:
             return [(flat, self._in_memory(flat, on_host)) for flat in unit.flats]
         if self._updates is not None:
             self._updates.apply(unit)
-        return [(flat, self._from_home(self._places, flat)) for flat in unit.flats]
+        return [(flat, self._from_home(self._parameter_store, flat)) for flat in unit.flats]
 
     def _in_memory(self, flat: Flat, on_host: bool) -> Tensor:
         shard, itemsize = flat.layout.shard, flat.layout.itemsize
         own = flat.memory.flat[shard.start * itemsize : shard.stop * itemsize]
         return own.to("cpu") if on_host else own
 
-    def _from_home(self, places: ParameterStore, flat: Flat) -> Tensor:
+    def _from_home(self, parameter_store: ParameterStore, flat: Flat) -> Tensor:
         shard, itemsize = flat.layout.shard, flat.layout.itemsize
         whole = HostMemory(shard.numel * itemsize, "lent parameters", ledger=self._ledger).tensor
         for chunk in flat.chunks:
             start = (chunk.start - shard.start) * itemsize
             part = whole[start : start + chunk.nbytes]
-            stored = places.view(chunk)
+            stored = parameter_store.view(chunk)
             if stored is None:
-                places.read(chunk, part).wait()
+                parameter_store.read(chunk, part).wait()
             else:
                 part.copy_(stored[: part.numel()])
         return whole

@@ -75,16 +75,16 @@ class ValuesInPlace(ValueAccess):
 class ValuesResident(ValueAccess):
     """The unit is resident in memory that the kernel can address; its home is a store."""
 
-    def __init__(self, places: ParameterStore) -> None:
-        self._places = places
+    def __init__(self, parameter_store: ParameterStore) -> None:
+        self._parameter_store = parameter_store
 
     def begin(self, chunk: Chunk, old: ValuesNeeded) -> torch.Tensor:
-        self._places.settle_fetch(chunk)
-        self._places.settle_write(chunk)  # of the last update, from this very memory
+        self._parameter_store.settle_fetch(chunk)
+        self._parameter_store.settle_write(chunk)  # of the last update, from this very memory
         return chunk.values
 
     def commit(self, chunk: Chunk, values: torch.Tensor, pieces: list[Piece]) -> Pending:
-        self._places.write(chunk, chunk.bytes)
+        self._parameter_store.write(chunk, chunk.bytes)
         return Settled()
 
 
@@ -131,22 +131,24 @@ class ReadAhead:
 class ValuesInStore(ValueAccess):
     """The home is a store in host memory or behind it; device memory is out of the host kernel's reach."""
 
-    def __init__(self, places: ParameterStore, ahead: ReadAhead) -> None:
-        self._places, self._ahead = places, ahead
+    def __init__(self, parameter_store: ParameterStore, ahead: ReadAhead) -> None:
+        self._parameter_store, self._ahead = parameter_store, ahead
         self._lease: Lease | None = None
 
     def read_ahead(self, chunk: Chunk) -> bool:
-        return self._places.view(chunk) is not None or self._ahead.start(chunk, partial(self._places.read, chunk))
+        return self._parameter_store.view(chunk) is not None or self._ahead.start(
+            chunk, partial(self._parameter_store.read, chunk)
+        )
 
     def forget(self, chunk: Chunk) -> None:
         self._ahead.forget(chunk)
 
     def begin(self, chunk: Chunk, old: ValuesNeeded) -> torch.Tensor:
-        self._places.settle_copies(chunk)
-        stored = self._places.view(chunk)
+        self._parameter_store.settle_copies(chunk)
+        stored = self._parameter_store.view(chunk)
         if stored is None:
             reads = old is not ValuesNeeded.NONE
-            self._lease = self._ahead.take(chunk, partial(self._places.read, chunk) if reads else None)
+            self._lease = self._ahead.take(chunk, partial(self._parameter_store.read, chunk) if reads else None)
             stored = self._lease.tensor
         return stored[: chunk.nbytes].view(chunk.flat.dtype)
 
@@ -154,15 +156,15 @@ class ValuesInStore(ValueAccess):
         if self._lease is None:
             return Settled()
         lease, self._lease = self._lease, None
-        lease.release(after=self._places.write(chunk, values.view(torch.uint8)))
+        lease.release(after=self._parameter_store.write(chunk, values.view(torch.uint8)))
         return Settled()
 
 
 class ValuesCopiedIn(ValueAccess):
     """The home is device memory and the kernel runs on the host: new values go over by H2D, slot by slot."""
 
-    def __init__(self, accelerator: Accelerator, places: ParameterStore, ahead: ReadAhead) -> None:
-        self._accelerator, self._places, self._ahead = accelerator, places, ahead
+    def __init__(self, accelerator: Accelerator, parameter_store: ParameterStore, ahead: ReadAhead) -> None:
+        self._accelerator, self._parameter_store, self._ahead = accelerator, parameter_store, ahead
         self._lease: Lease | None = None
 
     def read_ahead(self, chunk: Chunk) -> bool:
@@ -192,7 +194,7 @@ class ValuesCopiedIn(ValueAccess):
         return last
 
     def _home(self, chunk: Chunk) -> torch.Tensor:
-        stored = self._places.view(chunk)
+        stored = self._parameter_store.view(chunk)
         assert stored is not None
         return stored[: chunk.nbytes].view(chunk.flat.dtype)
 
@@ -200,9 +202,9 @@ class ValuesCopiedIn(ValueAccess):
 class ValuesCopiedOut(ValueAccess):
     """The kernel runs on the device, the home is a store of the host: new values go over by D2H."""
 
-    def __init__(self, accelerator: Accelerator, places: ParameterStore, pool: StagingPool) -> None:
+    def __init__(self, accelerator: Accelerator, parameter_store: ParameterStore, pool: StagingPool) -> None:
         self._accelerator = accelerator
-        self._places = places
+        self._parameter_store = parameter_store
         self._pool = pool
 
     def begin(self, chunk: Chunk, old: ValuesNeeded) -> torch.Tensor:
@@ -213,20 +215,20 @@ class ValuesCopiedOut(ValueAccess):
 
     def _bring(self, chunk: Chunk, into: torch.Tensor) -> None:
         self._accelerator.copy_in_after_compute()  # which may still be using the memory that the allocator handed out
-        stored = self._places.view(chunk)
+        stored = self._parameter_store.view(chunk)
         if stored is not None:
             self._accelerator.join(self._accelerator.copy_in(into, stored[: into.numel()]))
             return
         lease = self._pool.lease(EMITTED)
         content = lease.tensor[: into.numel()]
-        self._places.read(chunk, content).wait()
+        self._parameter_store.read(chunk, content).wait()
         copied = self._accelerator.copy_in(into, content)
         lease.release(after=copied)
         self._accelerator.join(copied)
 
     def commit(self, chunk: Chunk, values: torch.Tensor, pieces: list[Piece]) -> Pending:
-        self._places.settle_copies(chunk)
-        stored = self._places.view(chunk)
+        self._parameter_store.settle_copies(chunk)
+        stored = self._parameter_store.view(chunk)
         lease = None
         nbytes = chunk.nbytes
         if stored is None:
@@ -234,7 +236,7 @@ class ValuesCopiedOut(ValueAccess):
             stored = lease.tensor[:nbytes]
             updated = sum(piece.numel for piece in pieces)
             if updated < chunk.numel:
-                self._places.read(chunk, stored).wait()
+                self._parameter_store.read(chunk, stored).wait()
         home = stored[:nbytes].view(chunk.flat.dtype)
         start = chunk.start
         last: Pending = Settled()
@@ -243,18 +245,22 @@ class ValuesCopiedOut(ValueAccess):
             last = self._accelerator.copy_out(home[low:high], values[low:high])
         last.wait()
         if lease is not None:
-            lease.release(after=self._places.write(chunk, lease.tensor[:nbytes]))
+            lease.release(after=self._parameter_store.write(chunk, lease.tensor[:nbytes]))
         return Settled()
 
 
 def value_access(
-    value_path: ValuePath, accelerator: Accelerator, pool: StagingPool, places: ParameterStore, ahead: ReadAhead
+    value_path: ValuePath, accelerator: Accelerator, pool: StagingPool, parameter_store: ParameterStore, ahead: ReadAhead
 ) -> ValueAccess:
     """`ahead`: one for all paths."""
     if value_path is ValuePath.IN_PLACE:
         return ValuesInPlace()
     if value_path is ValuePath.COPY_IN:
-        return ValuesCopiedIn(accelerator, places, ahead)
+        return ValuesCopiedIn(accelerator, parameter_store, ahead)
     if value_path is ValuePath.RESIDENT:
-        return ValuesResident(places)
-    return ValuesInStore(places, ahead) if value_path is ValuePath.STORE else ValuesCopiedOut(accelerator, places, pool)
+        return ValuesResident(parameter_store)
+    return (
+        ValuesInStore(parameter_store, ahead)
+        if value_path is ValuePath.STORE
+        else ValuesCopiedOut(accelerator, parameter_store, pool)
+    )

@@ -130,18 +130,18 @@ class ValueLoading:
         self._homes.put_back(chunk, buffer)
 
     def _set_home(self, chunk: Chunk, ordered: Mapping[int, Tensor]) -> None:
-        places = self._parts.parameter_store
-        stored = places.view(chunk)
+        parameter_store = self._parts.parameter_store
+        stored = parameter_store.view(chunk)
         content = stored
         if content is None:
-            content = HostMemory(places.nbytes(chunk), "loaded parameters", ledger=self._parts.ledger).tensor
+            content = HostMemory(parameter_store.nbytes(chunk), "loaded parameters", ledger=self._parts.ledger).tensor
         values = content[: chunk.nbytes].view(chunk.flat.dtype)
         for info, piece in chunk.pieces:
             part = ordered[info.index][piece.start - piece.slot.start : piece.stop - piece.slot.start]
             low, high = piece.start - chunk.start, piece.stop - chunk.start
             values[low:high].copy_(self._rounded(chunk.flat, part))
         if stored is None:
-            places.write(chunk, content).wait()
+            parameter_store.write(chunk, content).wait()
 
 
 def _share(ranks: Group, value: Tensor, owner: int) -> None:
