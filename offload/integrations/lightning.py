@@ -3,7 +3,8 @@
     trainer = lightning.Trainer(strategy=OffloadStrategy({"parameters": "nvme", ...}), devices=1)
 
 A checkpoint is Lightning's file, without weights, and the engine's folder beside it ("<file>.offload"): training goes on to the
-bit. What runs in which dtype is the config's `dtype`. For Fabric: `offload.integrations.fabric`.
+bit. One with `weights_only` is the file alone, with the weights, which takes their memory. What runs in which dtype is the
+config's `dtype`. For Fabric: `offload.integrations.fabric`.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class OffloadStrategy(EngineStrategy, DDPStrategy):
     def setup(self, trainer: Any) -> None:
         assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
+        if not self.is_shared:  # one process has the data in the script's own order, as without a strategy
+            trainer._accelerator_connector.use_distributed_sampler = False
         if trainer.state.fn == TrainerFn.FITTING or self._is_new:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -109,6 +112,10 @@ class OffloadStrategy(EngineStrategy, DDPStrategy):
         if self._accumulates:  # Lightning does so after the first of them that follows a resume
             warnings.warn(f"{filepath} is not written: gradients wait for a step, which no checkpoint holds.", stacklevel=2)
             return
+        if "optimizer_states" not in checkpoint:  # weights_only
+            checkpoint["state_dict"] = self.engine.state_dict()
+            super().save_checkpoint(checkpoint, filepath, *args, **keywords)
+            return
         super().save_checkpoint(checkpoint, filepath, *args, **keywords)
         self.engine.save_checkpoint(_folder(filepath))
 
@@ -124,7 +131,10 @@ class OffloadStrategy(EngineStrategy, DDPStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.engine is not None and self._checkpoint is not None
-        self.engine.load_checkpoint(self._checkpoint)
+        if checkpoint.get("state_dict"):
+            self.engine.load_state_dict(checkpoint["state_dict"])
+        else:
+            self.engine.load_checkpoint(self._checkpoint)
 
 
 def _folder(file: str | Path) -> str:

@@ -193,6 +193,33 @@ def test_trainer_validates_and_forgets_what_it_removes(tmp_path: Path) -> None:
         assert not file.exists() and not (tmp_path / "step=6.ckpt.offload").exists()
 
 
+def test_one_device_has_the_data_in_the_scripts_order(tmp_path: Path) -> None:
+    modules = [Module(), Module()]
+    for module, strategy in zip(modules, ("auto", on_trainer.OffloadStrategy(on_nvme(tmp_path))), strict=True):
+        trainer = lightning.Trainer(
+            accelerator="cpu", devices=1, strategy=strategy, max_steps=3, logger=False, enable_progress_bar=False,
+            enable_model_summary=False, enable_checkpointing=False,
+        )  # fmt: skip
+        trainer.fit(module, loader())
+    trainer.strategy.engine.close()
+    assert_close(modules[1].losses, modules[0].losses)
+
+
+def test_a_checkpoint_of_weights_alone_is_lightnings(tmp_path: Path) -> None:
+    module = Module()
+    trainer = trainer_of(tmp_path, on_nvme(tmp_path))
+    trainer.fit(module, loader())
+    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    assert not (tmp_path / "weights.ckpt.offload").exists()
+    with trainer.strategy.engine:
+        expected = trainer.strategy.engine.state_dict()
+        assert_same_bits(dict(Module.load_from_checkpoint(tmp_path / "weights.ckpt").state_dict()), expected)
+    other = trainer_of(tmp_path / "other", on_nvme(tmp_path))
+    other.validate(Module(), loader(), ckpt_path=str(tmp_path / "weights.ckpt"))
+    with other.strategy.engine:
+        assert_same_bits(other.strategy.engine.state_dict(), expected)
+
+
 # ---- several devices
 
 RANKS = """
