@@ -34,7 +34,11 @@ class DeepSpeedEngine(Saving, Numbers, nn.Module):  # type: ignore[misc]
     """Made by `initialize`. The model is `.module`; names of parameters begin with "module.", as in DeepSpeed.
 
     `.offload_engine` is this package's engine, with its statistics, `gathered` and `export`.
+
+    sparse_tensor_module_names  modules whose gradients travel as sparse tensors: none, all are dense
     """
+
+    sparse_tensor_module_names: frozenset[str] = frozenset()
 
     def __init__(self, engine: offload.Engine, said: Translation, lr_scheduler: Any, training_dataloader: Any) -> None:
         nn.Module.__init__(self)

@@ -262,6 +262,11 @@ class OneCycle(_Schedule):
             self._set(self.min_lrs)
             self._set_momentum(self.min_moms)
 
+    @property
+    def step_ratio(self) -> float:
+        """The first half's share of the cycle."""
+        return self.halves[0] / self.total_size
+
     def _height(self) -> float:
         """From 0 at the ends of the cycle to 1 at its peak."""
         first, second = self.halves
