@@ -71,6 +71,8 @@ class DeepSpeedEngine(Saving, Numbers, nn.Module):  # type: ignore[misc]
         self._show_scale()
 
     def _show_scale(self) -> None:
+        if self.optimizer is None:
+            return
         scale = self.loss_scaler.cur_scale
         if self._said.half is not None and self.offload_engine.loss_scale != scale:
             self.offload_engine.loss_scale = scale
@@ -82,6 +84,8 @@ class DeepSpeedEngine(Saving, Numbers, nn.Module):  # type: ignore[misc]
         with self._autocast():
             outputs = self.module(*inputs, **keywords)
         if self.gradient_accumulation_steps() == self._summing or not torch.is_grad_enabled():
+            return outputs
+        if torch._C._are_functorch_transforms_active():  # a derivative of the function itself, and no micro-batch
             return outputs
         return divided(outputs, self._divisor)
 

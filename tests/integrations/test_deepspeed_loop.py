@@ -249,3 +249,28 @@ def test_weights_of_a_checkpoint_into_gathered_parameters(start: Start, tmp_path
         model = deepspeed.utils.zero_to_fp32.load_state_dict_from_zero_checkpoint(engine.module, str(tmp_path))
         assert_same_bits(dict(model.state_dict()), saved)
     assert_same_bits(engine.module_state_dict(), saved)
+
+
+def test_torch_func_takes_the_derivative_of_the_model_itself() -> None:
+    """Whatever the number of micro-batches: it is no backward of the loop's."""
+    model = torch.nn.Linear(4, 1)
+    config = {"train_batch_size": 4, "gradient_accumulation_steps": 4, "optimizer": {"type": "AdamW"}}
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    found = torch.func.grad(lambda x: engine(x).sum())(torch.ones(4))
+    expected = model.weight.detach().clone()
+    engine.destroy()
+    torch.testing.assert_close(found, expected[0])
+
+
+def test_an_engine_without_an_optimizer_loads(tmp_path: Path) -> None:
+    found = []
+    for is_first in (True, False):
+        model = torch.nn.Linear(4, 1)
+        engine, *_ = deepspeed.initialize(model=model, config={"train_batch_size": 1})
+        if is_first:
+            engine.save_checkpoint(str(tmp_path), tag="1")
+        else:
+            engine.load_checkpoint(str(tmp_path), tag="1", load_optimizer_states=False, load_lr_scheduler_states=False)
+        found.append(engine.module.weight.detach().clone())
+        engine.destroy()
+    assert torch.equal(*found)
