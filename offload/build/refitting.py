@@ -40,8 +40,9 @@ class NewlyTrained:
         """Asked at every forward that is recorded."""
         count = sum(len(group["params"]) for group in self._groups())
         if count != self._known_count:
-            self._known_count, group_of = count, group_indices(self._groups())
+            group_of = group_indices(self._groups())
             self._waiting = [info for info in self._parameters if not info.trainable and id(info.parameter) in group_of]
+            self._known_count = count  # last: an interrupt may come before
         with torch._C.DisableTorchFunctionSubclass():
             return [info for info in self._waiting if info.parameter.requires_grad]
 

@@ -357,7 +357,9 @@ class DrawnPlayer(EnginePlayer):
         if self._is_of_the_drive(error):
             return {"is": "died", "struck": True}
         if any(isinstance(one, offload.RankError) for one in (error, error.__cause__)):
-            return {"is": "died", "struck": False, "says": "".join(traceback.format_exception(error))}
+            # What struck a save beside is told by a later call, and the other rank may have ended before this one made that.
+            struck = self.drives.has_struck
+            return {"is": "died", "struck": struck, "says": "".join(traceback.format_exception(error))}
         return None
 
     def _was_swallowed(self, error: BaseException) -> bool:

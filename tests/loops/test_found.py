@@ -215,6 +215,17 @@ FOUND = {
             op("train", micro=2, batch=2),
         ),
     ),
+    "an interrupt as a forward looked for what is newly trained left it unfound": Program(
+        Model(width=3, frozen=(0,), checkpointing="plain", groups=2, all_in_groups=True, max_grad_norm=1000000.0),
+        (Setup("nvme", "nvme", update="auto", seed=152, drive="slow", speculates=True),),
+        (
+            op("freeze", frozen=False, block=2),
+            op("state_dict"),
+            op("backward", sync=True, how="engine", retain=False, which=-1, interrupt=170),
+            op("backward_of_some", batch=4, part=0),
+            op("step"),
+        ),
+    ),
     "the failure of a save that ran beside was told by close": Program(
         Model(blocks=("mlp", "experts", "large"), tie="blocks", frozen=(1,), checkpointing="reentrant", optimizer="sgd"),
         (
