@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -179,10 +180,13 @@ def test_what_is_frozen_is_read_once_and_has_no_states(
     assert sum(read) == sum(parameter.nbytes for parameter in frozen) and max(read) == max(one.nbytes for one in frozen)
     written = engine.stats()["io"].written_nbytes
     train(engine, model, 2)
-    engine.state_dict()  # the last update is over
+    engine.state_dict()  # the last update is over; its records may be on their way yet
     flat_numel, flat_count = 4096, 2  # of the adapters of each layer, padded
+    expected, patience = 2 * flat_count * flat_numel * 12, 500
+    while engine.stats()["io"].written_nbytes - written < expected and (patience := patience - 1):
+        time.sleep(0.02)
     assert all(parameter.grad is None for parameter in frozen)
-    assert engine.stats()["io"].written_nbytes - written == 2 * flat_count * flat_numel * 12
+    assert engine.stats()["io"].written_nbytes - written == expected
 
 
 def test_weights_under_adapters_that_changed_them_are_refused(opened: Any, folders: dict[str, Path], nvme: Path) -> None:

@@ -24,7 +24,7 @@ from offload.integrations.transformers import OffloadMixin, OffloadTrainer, enab
 from ..acceptance.models import llama
 from ..acceptance.runs import assert_close, assert_same_bits, refused
 from .conftest import Distances
-from .trainers import ON_NVME, STEPS, adapted, arguments, logged, offloaded, plain, rows
+from .trainers import ON_NVME, STEPS, adapted, arguments, as_logged, logged, offloaded, plain, rows
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
 
@@ -98,7 +98,7 @@ def test_it_is_the_engines_own_loop_to_the_bit(trained: Any, tmp_path: Path) -> 
             engine.zero_grad()
             losses.append((torch.tensor(0.0) + parts[0] + parts[1]).item())
         assert_same_bits(trained.engine.state_dict(), engine.state_dict())
-    assert logged(trained, "loss") == [[loss] for loss in losses]
+    assert logged(trained, "loss") == [[as_logged(loss)] for loss in losses]
     assert logged(trained, "grad_norm") == [[norm] for norm in norms]
 
 
@@ -163,6 +163,31 @@ def test_the_figures_reach_tensorboard(tmp_path: Path, monkeypatch: pytest.Monke
     found = {name: events.Scalars(name)[-1].value for name in events.Tags()["scalars"]}
     assert found["train/offload/host_gib"] > 0 and found["train/offload/nvme_read_gb"] > 0
     assert {"train/loss", "train/grad_norm", "train/offload/nvme_write_gb", "train/offload/adam_hidden"} <= set(found)
+
+
+WANDB = """
+import json, sys
+from pathlib import Path
+import wandb
+from tests.integrations.trainers import offloaded
+trainer = offloaded(Path(sys.argv[1]) / "run", report_to=["wandb"], save_strategy="no", max_steps=2)
+trainer.train()
+print(json.dumps({name: value for name, value in dict(wandb.run.summary).items() if isinstance(value, float)}))
+trainer.engine.close()
+wandb.finish()
+"""
+
+
+def test_the_figures_reach_wandb(tmp_path: Path) -> None:
+    """In a process of its own: wandb takes over what a process prints and logs."""
+    pytest.importorskip("wandb")
+    settings = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(tmp_path), "OFFLOAD_ACCELERATOR": "cpu"}
+    settings["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", WANDB, str(tmp_path)]
+    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"')))
+    assert {"train/loss", "train/offload/host_gib", "train/offload/nvme_read_gb", "train/offload/nvme_write_gb"} <= set(found)
 
 
 def test_evaluation_prediction_and_generation_before_training(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from ..acceptance.runs import assert_close, assert_same_bits
 from . import preferences
 from .conftest import Distances
 from .test_trainer import settled
-from .trainers import IN_MEMORY, logged
+from .trainers import IN_MEMORY, as_logged, logged
 
 __all__ = ["settled"]
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -55,7 +55,7 @@ def _own_loop(trainer: Any, steps: int = 3) -> tuple[list[Any], dict[str, torch.
             engine.step()
             scheduler.step()
             engine.zero_grad()
-            figures.append([loss.item(), float(norm)])
+            figures.append([as_logged(loss.item()), float(norm)])
         return figures, engine.state_dict()
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainingArguments
 
@@ -60,6 +61,11 @@ def offloaded(folder: Path, model: Any = None, config: dict[str, Any] | None = N
         eval_dataset=rows(6),
         offload={**ON_NVME, "nvme": str(folder / "nvme"), **(config or {})},
     )
+
+
+def as_logged(figure: float) -> float:
+    """Before 5 transformers has losses with four digits in its logs."""
+    return round(figure, 4) if int(transformers.__version__.split(".")[0]) < 5 else figure
 
 
 def logged(trainer: Any, *names: str) -> list[Any]:
