@@ -107,7 +107,9 @@ $(PACKAGING)/.made: pyproject.toml
 wheel: $(PACKAGING)/.made
 	PATH="$(CURDIR)/$(PACKAGING)/bin:$$PATH" native/wheel.sh $(PACKAGING)/bin/python $(ARCHITECTURE)
 
+# By nvcc where there is one, else by NVRTC, which needs no GPU.
 wheel-cuda: $(PACKAGING)/.made
+	command -v nvcc >/dev/null || $(PACKAGING)/bin/python -m pip install --quiet --disable-pip-version-check 'nvidia-cuda-nvrtc>=13'
 	$(PACKAGING)/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist native/cuda_wheel
 
 sdist: $(PACKAGING)/.made

@@ -20,7 +20,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         type=Path,
         metavar="PATH",
-        help="a local Hugging Face checkpoint (folder), or a config.json: then new",
+        help="a local Hugging Face checkpoint (folder), or a config.json for a new model",
     )
     group.add_argument("--hidden", type=positive, metavar="N", help="width (default 512)")
     group.add_argument("--layers", type=positive, metavar="N", help="number of blocks (default 8)")
@@ -33,7 +33,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--vocabulary",
         type=positive,
         metavar="N",
-        help="tokens (default: as many as the data has; bytes, 257, where there is none)",
+        help="tokens (default: as many as the tokenizer has, or 257 for bytes)",
     )
 
 
@@ -57,21 +57,38 @@ def add_optimizer_arguments(parser: argparse.ArgumentParser) -> None:
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """The fields of `offload.Config`."""
     group = parser.add_argument_group("placement and budgets", "sizes are bytes, or text such as 16GiB or 500MB")
-    group.add_argument("--parameters", choices=PLACES, default="auto", help="where parameters live between uses")
-    group.add_argument("--optimizer-states", choices=PLACES, default="auto", help="where master weights and moments live")
-    group.add_argument("--nvme", metavar="PATH[,PATH...]", help="a folder, or one on each drive (then striped)")
+    group.add_argument(
+        "--parameters",
+        choices=PLACES,
+        default="auto",
+        help="the furthest place where parameters live between uses (default auto)",
+    )
+    group.add_argument(
+        "--optimizer-states",
+        choices=PLACES,
+        default="auto",
+        help="the furthest place where master weights and moments live (default auto)",
+    )
+    group.add_argument(
+        "--nvme", metavar="PATH[,PATH...]", help="a folder on the drive, or one on each of several drives (striped)"
+    )
     group.add_argument("--cpu-memory", metavar="SIZE", help="most host memory that the engine may hold")
     group.add_argument("--device-memory", metavar="SIZE", help="most device memory that the engine may hold")
     group.add_argument("--stage", type=int, default=3, help="ZeRO stage, 0 to 3 (default 3)")
-    group.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="what forward and backward run in")
     group.add_argument(
-        "--state-format", choices=("fp32", "split", "bf16", "8bit"), default="fp32", help="layout of the states (default fp32)"
+        "--dtype", choices=("bf16", "fp16", "fp32"), help="what forward and backward run in (default: the model's own)"
+    )
+    group.add_argument(
+        "--state-format",
+        choices=("fp32", "split", "bf16", "8bit"),
+        default="fp32",
+        help="split has the bits of fp32 in fewer bytes; bf16 and 8bit moments change results (default fp32)",
     )
     group.add_argument(
         "--update",
         choices=("auto", "step", "backward"),
         default=offload.Config.update,
-        help=f"when updates start (default {offload.Config.update})",
+        help=f"when updates begin: at step(), in backward, or as early as they can be undone (default {offload.Config.update})",
     )
     group.add_argument("--prefetch", type=int, default=1, metavar="N", help="units fetched ahead (default 1)")
     group.add_argument("--clip", type=float, metavar="NORM", help="clip the global gradient norm to this")
@@ -97,7 +114,9 @@ def config_of(args: argparse.Namespace) -> offload.Config:
 
 def add_drive_arguments(parser: argparse.ArgumentParser) -> None:
     """How much and how long a drive is measured."""
-    parser.add_argument("--size", default="1GiB", metavar="SIZE", help="of the scratch file that is written (default 1GiB)")
+    parser.add_argument(
+        "--size", default="1GiB", metavar="SIZE", help="size of the scratch file that is written (default 1GiB)"
+    )
 
 
 def paths_of(text: str | None) -> list[str] | None:

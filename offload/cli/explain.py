@@ -20,7 +20,7 @@ _LONGEST = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("trace", type=Path, help="the file")
+    parser.add_argument("trace", type=Path, help="the file that a profile, or plan --trace, wrote")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 

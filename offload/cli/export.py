@@ -31,10 +31,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="a folder that save_checkpoint made")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to make; it must not exist, or be empty")
     parser.add_argument(
-        "--dtype", choices=tuple(DTYPES), help="of the weights; fp32 is the master's precision (default: what the model ran in)"
+        "--dtype",
+        choices=tuple(DTYPES),
+        help="dtype of the weights; fp32 is the master's precision (default: what the model ran in)",
     )
-    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file (default 5GB)")
-    parser.add_argument("--format", choices=(_WEIGHTS, _UNIVERSAL), default=_WEIGHTS, help=f"(default {_WEIGHTS})")
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest size of a file (default 5GB)")
+    parser.add_argument(
+        "--format", choices=(_WEIGHTS, _UNIVERSAL), default=_WEIGHTS, help=f"what to write (default {_WEIGHTS})"
+    )
     parser.set_defaults(run=run)
 
 

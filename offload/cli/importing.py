@@ -23,7 +23,7 @@ from offload.importing.converting import KINDS, import_checkpoint
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="SRC", help="the folder to convert")
     parser.add_argument("out", type=Path, metavar="OUT", help="the checkpoint to make")
-    parser.add_argument("--kind", choices=tuple(KINDS), help="of SRC (default: what it looks like)")
+    parser.add_argument("--kind", choices=tuple(KINDS), help="the kind of SRC (default: what it looks like)")
     parser.set_defaults(run=run)
 
 

@@ -84,7 +84,9 @@ def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
         "--eval-batches", type=natural, default=8, metavar="N", help="held-out batches evaluated at the end (default 8)"
     )
     group.add_argument("--eval-every", type=positive, metavar="N", help="evaluate them after every N steps too")
-    group.add_argument("--seed", type=natural, default=0, help="of initial values and of the order of the data")
+    group.add_argument(
+        "--seed", type=natural, default=0, help="seed of the initial values and of the order of the data (default 0)"
+    )
 
 
 def _add_length_arguments(parser: argparse.ArgumentParser) -> None:
