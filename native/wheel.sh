@@ -21,4 +21,6 @@ export CXX="$work/c++" CXXFLAGS="-O3 -g0 -fPIC" _PYTHON_HOST_PLATFORM="linux-$ar
 mkdir -p dist
 rm -f dist/offload-*-"$tag".whl
 # auditwheel refuses a library that needs more than the tag promises.
-"$python" -m auditwheel repair --plat "$tag" --only-plat --wheel-dir dist "$work"/wheel/*.whl
+# It offers the tags of the machine that it runs on alone, so it is told that this is the other one.
+"$python" -c "import platform, runpy; platform.machine = lambda: '$architecture'; runpy.run_module('auditwheel', run_name='__main__')" \
+    repair --plat "$tag" --only-plat --wheel-dir dist "$work"/wheel/*.whl

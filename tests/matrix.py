@@ -31,7 +31,7 @@ TESTS = ("native", "layout", "planning", "tiers", "acceptance/test_torch_steps.p
 HEADER = "native/include/offload.h"
 """With which a test compares the binding."""
 TRAINING = """
-import torch, offload
+import platform, torch, offload
 model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
 places = {"parameters": "nvme", "optimizer_states": "nvme", "nvme": "scratch"}
 with offload.initialize(model, torch.optim.AdamW(model.parameters()), places) as engine:
@@ -45,8 +45,13 @@ with offload.initialize(model, torch.optim.AdamW(model.parameters()), places) as
     engine.save_checkpoint("checkpoint")
     engine.load_checkpoint("checkpoint")
     assert losses[-1] < losses[0] and offload._native.available() and engine.stats()["io"] is not None
+flags = set(open("/proc/cpuinfo").read().split())
+levels = {"avx512bw": "avx512", "avx2": "avx2"}  # the best first
+best = next((level for flag, level in levels.items() if flag in flags), "scalar")
+best = "neon" if platform.machine() == "aarch64" else best  # an emulator shows the other machine's flags
+assert offload._native.simd_level() == best, offload._native.simd_level()
 """
-"""From a drive, with the native library."""
+"""From a drive, with the native library and the kernels of this processor."""
 TOOLS = ("sh", "env", "cat", "ls")
 """All that a bare environment has on PATH."""
 

@@ -30,20 +30,37 @@ int core_of_cpu(int cpu) {
 }
 
 #if defined(OFFLOAD_HAVE_X86)
-// By cpuid: older clangs know the feature, but not in __builtin_cpu_supports.
-bool has_f16c() {
-    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-    return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
-}
+// By cpuid, and not by __builtin_cpu_supports: that asks the compiler's run-time library, and zig's answers no to everything.
+struct X86 {
+    unsigned leaf1_ecx = 0, leaf7_ebx = 0;
+    uint64_t saved = 0; // XCR0: the registers that the system keeps when it changes threads
+
+    X86() {
+        unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+        if (__get_cpuid(1, &eax, &ebx, &leaf1_ecx, &edx) == 0) return;
+        if ((leaf1_ecx & bit_OSXSAVE) != 0) {
+            __asm__ volatile("xgetbv" : "=a"(eax), "=d"(edx) : "c"(0));
+            saved = static_cast<uint64_t>(edx) << 32 | eax;
+        }
+        (void)__get_cpuid_count(7, 0, &eax, &leaf7_ebx, &ecx, &edx);
+    }
+
+    bool has(uint64_t registers, unsigned leaf1, unsigned leaf7) const {
+        return (saved & registers) == registers && (leaf1_ecx & leaf1) == leaf1 && (leaf7_ebx & leaf7) == leaf7;
+    }
+};
+
+constexpr uint64_t kYmm = 0x06, kZmm = 0xe6;
 #endif
 
 bool cpu_runs(const Kernels& table) {
+#if defined(OFFLOAD_HAVE_X86)
+    static const X86 cpu;
+#endif
     switch (table.level) {
 #if defined(OFFLOAD_HAVE_X86)
-    case OFFLOAD_SIMD_AVX2: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
-    case OFFLOAD_SIMD_AVX512:
-        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512vl");
+    case OFFLOAD_SIMD_AVX2: return cpu.has(kYmm, bit_FMA | bit_F16C, bit_AVX2);
+    case OFFLOAD_SIMD_AVX512: return cpu.has(kZmm, bit_FMA | bit_F16C, bit_AVX2 | bit_AVX512F | bit_AVX512DQ | bit_AVX512BW | bit_AVX512VL);
 #endif
     default: return true;
     }
