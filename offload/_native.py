@@ -143,7 +143,7 @@ _default_lock = threading.Lock()
 
 
 THREADS_VARIABLE = "OFFLOAD_THREADS"
-_ALONE_NUMEL = 4 * 2**20
+_ALONE_NUMEL, _HANDED_OUT_NUMEL = 4 * 2**20, 128 * 2**10
 _caller_alone: Threads | None = None
 
 
@@ -167,14 +167,15 @@ def _asked_for_count() -> int:
     return int(text)
 
 
-def _threads_for(numel: int) -> Threads:
+def _threads_for(numel: int, *, all_cores: bool) -> Threads:
     """The caller alone for a piece that one core streams in about a millisecond.
 
     Where torch computes on the same cores its threads spin between operations: a second thread of ours would wait for one
-    of them to be descheduled, which takes longer than the whole piece.
+    of them to be descheduled, which takes longer than the whole piece. `all_cores`: it does not, so the caller is alone only
+    for what takes no longer than to wake the others.
     """
     global _caller_alone
-    if numel > _ALONE_NUMEL:
+    if numel > (_HANDED_OUT_NUMEL if all_cores else _ALONE_NUMEL):
         return default_threads()
     if _caller_alone is None:
         _caller_alone = Threads(1)
@@ -215,19 +216,29 @@ def update_rows(address: int, count: int) -> None:
 
 
 def gradient_ingest(
-    dst: int, dst_dtype: int, src: int, src_dtype: int, numel: int, start_index: int, accumulate: bool, block_sums: int
+    dst: int,
+    dst_dtype: int,
+    src: int,
+    src_dtype: int,
+    numel: int,
+    start_index: int,
+    accumulate: bool,
+    block_sums: int,
+    *,
+    all_cores: bool = False,
 ) -> None:
-    """Copy or add a gradient and sum its squares by blocks (`offload_gradient_ingest`); address 0: none."""
-    pool = _threads_for(numel)
+    """Copy or add a gradient and sum its squares by blocks (`offload_gradient_ingest`); address 0: none. `all_cores`: none of
+    them computes the model."""
+    pool = _threads_for(numel, all_cores=all_cores)
     status = _loaded().offload_gradient_ingest(
         pool._pointer, dst or None, dst_dtype, src, src_dtype, numel, start_index, int(accumulate), block_sums or None
     )
     _check(status, f"gradient_ingest(numel={numel}, start_index={start_index})")
 
 
-def convert(dst: int, dst_dtype: int, src: int, src_dtype: int, numel: int) -> None:
-    """dst = src, cast (`offload_convert`)."""
-    pool = _threads_for(numel)
+def convert(dst: int, dst_dtype: int, src: int, src_dtype: int, numel: int, *, all_cores: bool = False) -> None:
+    """dst = src, cast (`offload_convert`). `all_cores`: none of them computes the model."""
+    pool = _threads_for(numel, all_cores=all_cores)
     _check(_loaded().offload_convert(pool._pointer, dst, dst_dtype, src, src_dtype, numel), f"convert(numel={numel})")
 
 

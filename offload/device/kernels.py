@@ -37,7 +37,15 @@ def ingest(dst: Tensor | None, src: Tensor, start_index: int, accumulate: bool) 
     return sums
 
 
-def ingest_async(dst: Tensor | None, src: Tensor, start_index: int, accumulate: bool, sums: Tensor | None = None) -> Tensor:
+def ingest_async(
+    dst: Tensor | None,
+    src: Tensor,
+    start_index: int,
+    accumulate: bool,
+    sums: Tensor | None = None,
+    *,
+    all_cores: bool = False,
+) -> Tensor:
     """Store a gradient, or add it, and sum the squares of what was stored.
 
     dst (None: only the sums of src) becomes src, or dst + src if `accumulate`, added in float32 and rounded once to
@@ -46,6 +54,8 @@ def ingest_async(dst: Tensor | None, src: Tensor, start_index: int, accumulate: 
     Returns float64 [number of blocks touched] on src's device (`sums`, where given), without waiting for it. Block b is
     the flat indices [4096 b, 4096 (b + 1)); its sum has 32 accumulators, of flat index mod 32, which add double(x)^2 in
     increasing order, then `for w in 16, 8, 4, 2, 1: lane[i] += lane[i + w]`. A sum is finite exactly if every element is.
+
+    `all_cores`: of the host, none of which computes the model.
     """
     _check_ingest(dst, src, start_index, accumulate)
     block_count = touched_block_count(start_index, src.numel())
@@ -65,8 +75,9 @@ def ingest_async(dst: Tensor | None, src: Tensor, start_index: int, accumulate: 
         return sums
     dst_address, dst_code = (0, _native.F32) if dst is None else (dst.data_ptr(), DTYPE_CODES[dst.dtype])
     src_code = DTYPE_CODES[src.dtype]
+    numel, target = src.numel(), sums.data_ptr()
     _native.gradient_ingest(
-        dst_address, dst_code, src.data_ptr(), src_code, src.numel(), start_index, accumulate, sums.data_ptr()
+        dst_address, dst_code, src.data_ptr(), src_code, numel, start_index, accumulate, target, all_cores=all_cores
     )
     return sums
 
@@ -96,8 +107,9 @@ def touched_block_count(start_index: int, numel: int) -> int:
     return -(-(start_index + numel) // BLOCK_NUMEL) - start_index // BLOCK_NUMEL if numel > 0 else 0
 
 
-def convert(dst: Tensor, src: Tensor) -> None:
-    """dst = src in dst's dtype, rounded to nearest even; a NaN that is narrowed becomes the one canonical NaN."""
+def convert(dst: Tensor, src: Tensor, *, all_cores: bool = False) -> None:
+    """dst = src in dst's dtype, rounded to nearest even; a NaN that is narrowed becomes the one canonical NaN. `all_cores`: as
+    of `ingest_async`."""
     check_flat("dst", dst, src.numel(), src.device)
     check_flat("src", src, src.numel(), src.device)
     if (machine := imagined()) is not None:
@@ -105,7 +117,7 @@ def convert(dst: Tensor, src: Tensor) -> None:
         return
     if uses_native(src):
         codes = DTYPE_CODES[dst.dtype], DTYPE_CODES[src.dtype]
-        _native.convert(dst.data_ptr(), codes[0], src.data_ptr(), codes[1], src.numel())
+        _native.convert(dst.data_ptr(), codes[0], src.data_ptr(), codes[1], src.numel(), all_cores=all_cores)
         return
     if dst.dtype == src.dtype:
         dst.copy_(src)

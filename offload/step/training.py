@@ -247,6 +247,7 @@ class Training(FailureState):
         self._updates.read_ahead()
         self._residency.bring_first()
         self._residency.launch_resident()
+        self._residency.fetch_first()
         for unit in self._updates.pending_units:
             if not unit.uses.count:
                 unit.close_off()

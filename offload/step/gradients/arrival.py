@@ -44,14 +44,16 @@ def _take_in(
     addition: Addition,
     dtype: torch.dtype,
     sums: torch.Tensor | None = None,
+    *,
+    all_cores: bool = False,
 ) -> torch.Tensor:
     """`kernels.ingest_async` of a gradient of a parameter in `dtype` into its place in a buffer, which may be wider."""
     if addition is not Addition.PART or target.dtype == dtype:
-        return kernels.ingest_async(target, values, start_index, addition is not Addition.FIRST, sums)
+        return kernels.ingest_async(target, values, start_index, addition is not Addition.FIRST, sums, all_cores=all_cores)
     total = torch.empty(target.shape, dtype=dtype, device=target.device)
-    kernels.convert(total, target)
-    found = kernels.ingest_async(total, values, start_index, True, sums)
-    kernels.convert(target, total)
+    kernels.convert(total, target, all_cores=all_cores)
+    found = kernels.ingest_async(total, values, start_index, True, sums, all_cores=all_cores)
+    kernels.convert(target, total, all_cores=all_cores)
     return found
 
 
@@ -254,7 +256,8 @@ class GradientArrival:
             for packed in run:
                 part = slice(packed.piece.start - start, packed.piece.stop - start)
                 start_index, addition = packed.piece.start, packed.addition
-                sums = _take_in(target[part], landed[part], start_index, addition, values.dtype)
+                # The model computes on the device: the host's cores are free.
+                sums = _take_in(target[part], landed[part], start_index, addition, values.dtype, all_cores=True)
                 state.sums[packed.parameter_index] = sums
 
         copied, added = self._landing.land(values, add)
@@ -326,7 +329,7 @@ class GradientArrival:
         def widen() -> None:
             for job in arriving:
                 job.wait()
-            kernels.convert(wide, narrow)
+            kernels.convert(wide, narrow, all_cores=self._transit is not None)
 
         if self._transit is None or state.chunk.route.gradients_in is Memory.DEVICE:
             widen()

@@ -176,6 +176,12 @@ class Residency:
             elif unit.residency.state is UnitState.RESIDENT:
                 self._updates.launch(unit)
 
+    def fetch_first(self) -> None:
+        """Start to fetch what the next forward begins with, as far as there is room: the loop may take a while until then."""
+        for op in self._schedule.at[0] if len(self._schedule.trace) else ():
+            if op.verb is Verb.FETCH:
+                self._start_fetch(self._units[op.unit_index], optional=True)
+
     @property
     def updates_run_beside(self) -> bool:
         """Whether updates compute beside the model, on a thread of their own."""

@@ -1,0 +1,92 @@
+"""While the loop gets its next batch: the first fetch of the next forward. And which cores add micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from offload import _native
+from offload.step.residency.fetching import StagedFetcher
+
+from .models import ON_CPU, ON_CPU_IN_PLACE, ON_NVME, ON_NVME_AT_STEP, Setup, adamw, stack, vector_batches
+from .runs import Run, assert_same_bits, run_engine
+
+away = pytest.mark.parametrize("setup", (ON_CPU, ON_NVME, ON_NVME_AT_STEP), ids=lambda setup: setup.name)
+
+
+def train(run: Run, micro_batches: int = 1, width: int = 16) -> list[float]:
+    losses = []
+    for step in range(4):
+        for x, y in vector_batches(micro_batches, width, seed=step):
+            loss = torch.nn.functional.mse_loss(run.model(x), y)
+            losses.append(loss.item())
+            loss.backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    return losses
+
+
+@away
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen at first"])
+def test_step_begins_the_first_fetch_of_the_next_forward(
+    opened: Any, setup: Setup, frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    model = stack()
+    first = next(module for name, module in model.named_modules() if name == "blocks.0")
+    if frozen:
+        first.requires_grad_(False)
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad])
+    engine = opened(model, optimizer, setup)
+    start = StagedFetcher.start
+    monkeypatch.setattr(StagedFetcher, "start", lambda self, unit: (events.append(unit.name), start(self, unit))[1])
+    model.register_forward_pre_hook(lambda *_: events.append("forward"), prepend=True)
+    x, y = vector_batches(1)[0]
+    for _ in range(3):
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        events.append("step")
+        engine.step()
+        engine.zero_grad()
+        events.append("stepped")
+    for begin in (index for index, event in enumerate(events) if event == "step"):
+        within = events[begin + 1 : events.index("stepped", begin)]
+        assert within[:1] in (["(root)"], ["blocks.0"]), events
+
+
+@away
+def test_the_budget_is_kept_and_no_bit_changes(opened: Any, setup: Setup) -> None:
+    found = []
+    for one in (Setup(), setup):
+        model = stack()
+        engine = opened(model, adamw(model), one)
+        found.append(run_engine(engine, train))
+        residency = engine._parts.residency
+        assert residency.peak_resident_nbytes <= residency.capacity_nbytes
+    assert_same_bits(*found)
+
+
+@pytest.mark.parametrize("setup", [ON_CPU, ON_CPU_IN_PLACE], ids=lambda setup: setup.name)
+def test_all_cores_add_micro_batches_where_none_computes_the_model(
+    opened: Any, setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone, threads = _native.Threads(1), _native.Threads(3)
+    monkeypatch.setattr(_native, "_HANDED_OUT_NUMEL", 0)
+    monkeypatch.setattr(_native, "_caller_alone", alone)
+    monkeypatch.setattr(_native, "_default_threads", threads)
+    added, ingest = list[bool](), _native.gradient_ingest
+
+    def watched(*arguments: Any, all_cores: bool = False) -> None:
+        if arguments[6]:  # adds to what is there
+            added.append(_native._threads_for(arguments[4], all_cores=all_cores) is threads)
+        ingest(*arguments, all_cores=all_cores)
+
+    monkeypatch.setattr(_native, "gradient_ingest", watched)
+    found = []
+    for one in (Setup(), setup):
+        model = stack(width=64)
+        added.clear()
+        found.append(run_engine(opened(model, adamw(model), one), lambda run: train(run, 3, 64)))
+    assert_same_bits(*found)
+    assert added and (all(added) if setup.accelerator == "deferred" else not any(added))
