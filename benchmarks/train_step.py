@@ -1,6 +1,7 @@
 """Seconds per training step and peak host memory, offloaded against plain PyTorch, in one run on one machine.
 
     python benchmarks/train_step.py --out docs/performance/train_step.json
+    python benchmarks/train_step.py --shapes 1B --cases "nvme, bf16, fp32;nvme, bf16, split" --steps 4 --out ...
     python benchmarks/train_step.py --shapes 125M --memory-sweep 6 --out docs/performance/memory_sweep.json
 
 GPT-2-shaped models, one sequence of 128 tokens (64 from 1B on, and at 125M again so that steps of the same tokens can be
@@ -321,7 +322,7 @@ def compare(options: argparse.Namespace, folder: str, rates: dict[str, Any]) -> 
     for shape in options.shapes.split(";"):
         common = {"shape": shape, "steps": options.steps, "nvme": folder, "overrides": {}}
         plain: float | None = None
-        for case in RUNS[shape]:
+        for case in RUNS[shape] if options.cases is None else options.cases.split(";"):
             if case.startswith("deepspeed"):
                 if options.deepspeed_python is None:
                     continue
@@ -337,10 +338,16 @@ def compare(options: argparse.Namespace, folder: str, rates: dict[str, Any]) -> 
 
 
 def others(before: dict[str, Any], report: dict[str, Any]) -> list[dict[str, Any]]:
-    """The results of shapes that this run did not measure, if they are from the same machine; each shape is of one run."""
-    measured = {result["shape"] for result in report["results"]}
+    """The results that this run did not measure, if they are from the same machine; each floor is of its own run."""
+    measured = {(result["shape"], result["case"]) for result in report["results"]}
     same = before["machine"] == report["machine"]
-    return [result for result in before["results"] if same and result["shape"] not in measured]
+    return [result for result in before["results"] if same and (result["shape"], result["case"]) not in measured]
+
+
+def in_order(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """By shape and case."""
+    shapes, cases = list(SHAPES), [case for some in RUNS.values() for case in some]
+    return sorted(results, key=lambda one: (shapes.index(one["shape"]), cases.index(one["case"])))
 
 
 def sweep(options: argparse.Namespace, folder: str, rates: dict[str, Any]) -> list[dict[str, Any]]:
@@ -368,10 +375,11 @@ def finished(result: dict[str, Any], compute: Compute, common: dict[str, Any], r
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="the figures as JSON; other shapes in it stay")
+    parser.add_argument("--out", type=Path, help="the figures as JSON; other rows in it stay")
     parser.add_argument("--nvme", help="folder on the drive to use; default: a temporary one in the current folder")
     parser.add_argument("--shapes", default="125M;1B", help="which models, of " + "; ".join(SHAPES))
     parser.add_argument("--steps", type=int, default=8, help="steps that count, after some that do not")
+    parser.add_argument("--cases", help="which of a model's rows, separated by semicolons; default: all")
     parser.add_argument("--memory-sweep", type=int, default=0, metavar="N", help="instead: N budgets of the first shape")
     parser.add_argument("--deepspeed-python", help="an interpreter that has DeepSpeed")
     options = parser.parse_args()
@@ -382,8 +390,7 @@ def main() -> None:
     if options.out is not None:
         if options.out.exists() and not options.memory_sweep:
             before = json.loads(options.out.read_text())
-            every = others(before, report) + results
-            report["results"] = sorted(every, key=lambda result: list(SHAPES).index(result["shape"]))
+            report["results"] = in_order(others(before, report) + results)
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(report, indent=1) + "\n")
 
