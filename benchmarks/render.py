@@ -57,8 +57,8 @@ def machine_line(report: dict[str, Any]) -> str:
 def train_step(report: dict[str, Any]) -> str:
     """The table of benchmarks/train_step.py."""
     introduction = (
-        "GPT-2-shaped, one sequence of 64 tokens (125M also of 128), fp32, clip 1.0, no GPU; medians of steps, each model in "
-        "one run. " + machine_line(report)
+        "GPT-2-shaped, one sequence of 64 tokens (125M also of 128), fp32, clip 1.0, no GPU; medians of steps. Rows of a model "
+        "may be of several runs, each with the floor of its own; the last run: " + machine_line(report)
     )
     counted = any("cpu_seconds" in result for result in report["results"])
     columns = "| model | how | s/step | x plain | floor s | hidden: NVMe read, write, Adam | peak RSS |"

@@ -452,17 +452,17 @@ def _watch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         with torch.utils._python_dispatch._disable_current_modes():
             step_chunk(self, which, record, values, gradients, *numbers)
 
-    def watched_ingest(dst: Any, src: Any, start: int, accumulate: bool, sums: Any = None) -> Any:
+    def watched_ingest(dst: Any, src: Any, start: int, accumulate: bool, sums: Any = None, **how: Any) -> Any:
         with torch.utils._python_dispatch._disable_current_modes():
-            result = ingest(dst, src, start, accumulate, sums)
+            result = ingest(dst, src, start, accumulate, sums, **how)
         written = [*([] if dst is None else [dst]), *([] if sums is None else [sums])]
         _detector.operation("ingest", [src], written)
         return result
 
-    def watched_convert(dst: Any, src: Any) -> None:
+    def watched_convert(dst: Any, src: Any, **how: Any) -> None:
         _detector.operation("convert", [src], [dst])
         with torch.utils._python_dispatch._disable_current_modes():
-            convert(dst, src)
+            convert(dst, src, **how)
 
     monkeypatch.setattr(optimizer_step, "update", watched_update)
     monkeypatch.setattr(StepTable, "update", watched_step)
