@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import plots
-from front_tables import frameworks, matrix, zero_memory
+from front_tables import frameworks, matrix, plans_in_short, zero_memory
 from gpu_report.tables import gpu, gpu_plots
 from markdown_text import gib, table
 
@@ -41,7 +41,7 @@ NAMES |= {
     for form in ("fp32", "split", "8bit")
     for more, how in (("", ""), (", backward", ', `update="backward"`'))
 }
-MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def machine_line(report: dict[str, Any]) -> str:
@@ -327,18 +327,32 @@ def predicted(report: dict[str, Any]) -> str:
     for result in report["results"]:
         case, was, said = result["case"], result["measured"], result["predicted"]
         settings = ", ".join(f"{name}={value}" for name, value in case["fields"].items())
-        error = said["step_seconds"] / was["step_seconds"] - 1
         moved = all(said["moved_nbytes"][link] == nbytes for link, nbytes in was["moved_nbytes"].items())
         rows.append(
             f"| {case['width']} x {case['layers']} | {case['batch'] * case['sequence']} x {case['micro_batches']} "
             f"| {settings} | "
-            f"{was['step_seconds']:.2f}, {said['step_seconds']:.2f} ({error:+.0%}) | {_peaks(was, said, 'cpu')} | "
+            f"{_seconds(was, said)} | {_peaks(was, said, 'cpu')} | "
             f"{_peaks(was, said, 'nvme')} | {'equal' if moved else 'not equal'} |"
         )
-    return "Measured on " + report["machine"]["cpu"] + ", fp32, no GPU.\n\n" + table(columns, rows)
+    counted = [one["measured"] for one in report["results"] if {"cpu"} <= one["measured"]["peak_nbytes"].keys()]
+    besides = max((one["resident_nbytes"] / one["peak_nbytes"]["cpu"] - 1 for one in counted), default=0.0)
+    introduction = (
+        f"Measured on {report['machine']['cpu']}, fp32, no GPU. Peak CPU is memory in use; by its defaults glibc keeps up to "
+        f"{besides:.0%} of it besides, in holes."
+    )
+    return introduction + "\n\n" + table(columns, rows)
+
+
+def _seconds(was: dict[str, Any], said: dict[str, Any]) -> str:
+    if "step_seconds" not in was:
+        return "not measured"
+    error = said["step_seconds"] / was["step_seconds"] - 1
+    return f"{was['step_seconds']:.2f}, {said['step_seconds']:.2f} ({error:+.0%})"
 
 
 def _peaks(was: dict[str, Any], said: dict[str, Any], tier: str) -> str:
+    if tier not in was["peak_nbytes"]:
+        return "not counted"
     there, told = was["peak_nbytes"][tier], said["peak_nbytes"][tier]
     return f"{gib(there)}, {gib(told)} ({told / there - 1:+.1%})" if there and told else "-"
 
@@ -401,6 +415,7 @@ TABLES = {
     "floors": floors,
     "predicted": predicted,
     "plans": plans,
+    "plans-in-short": plans_in_short,
     "matrix": matrix,
     "zero_memory": zero_memory,
     "frameworks": frameworks,
@@ -422,7 +437,7 @@ def rendered(page: Path) -> str:
     """The page with every marked table made anew from its result file."""
 
     def made(match: re.Match[str]) -> str:
-        results = RESULTS / f"{match[2]}.json"
+        results = RESULTS / f"{match[2].split('-')[0]}.json"
         if not results.exists():
             return match[0]  # not measured yet
         report = json.loads(results.read_text())

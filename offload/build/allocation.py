@@ -60,7 +60,11 @@ class Allocation:
         return self._made_store(OPTIMIZER_STATES, self._placement.optimizer_states, tier, extents)
 
     def gradients(self, tier: Tier, extents: Iterable[Extent]) -> Store:
-        return self._made_store(GRADIENTS, self._placement.gradients, tier, extents)
+        extents = list(extents)
+        store = self._made_store(GRADIENTS, self._placement.gradients, tier, extents)
+        if (machine := imagined()) is not None and extents and (part := store.view(extents[0])) is not None:
+            machine.takes_as_written(part)  # those of autograd may be kept instead
+        return store
 
     def sums(self, tier: Tier, extents: Iterable[Extent]) -> Store:
         """Of micro-batches."""

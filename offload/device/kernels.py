@@ -67,6 +67,8 @@ def ingest_async(
         return sums
     if (machine := imagined()) is not None:
         machine.pass_over(src, src.nbytes + (dst.nbytes * (1 + accumulate) if dst is not None else 0))
+        if dst is not None:
+            machine.wrote(dst)
         return sums if src.is_meta else sums.zero_()
     if not uses_native(src):
         compiled = compiled_kernels.of(src.device)
@@ -114,6 +116,7 @@ def convert(dst: Tensor, src: Tensor, *, all_cores: bool = False) -> None:
     check_flat("src", src, src.numel(), src.device)
     if (machine := imagined()) is not None:
         machine.pass_over(src, src.nbytes + dst.nbytes)
+        machine.wrote(dst)
         return
     if uses_native(src):
         codes = DTYPE_CODES[dst.dtype], DTYPE_CODES[src.dtype]

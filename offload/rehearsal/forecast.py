@@ -169,7 +169,7 @@ def _forecast(engine: Rehearsed, virtual: VirtualMachine, before: _Reading, toke
         placement=stats["placement"],
         planned=stats["planned"],
         model_tier=model_tier,
-        own_nbytes=max(peak[model_tier] - _of_the_engine(stats, model_tier), 0),
+        own_nbytes=max(peak[model_tier] + virtual.unwritten_nbytes - _of_the_engine(stats, model_tier), 0),
         values_read=virtual.values_read,
         halves={half: stats["decision"][half] for half in ("forward", "backward")} if stats["decision"] is not None else {},
     )

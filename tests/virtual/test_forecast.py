@@ -220,6 +220,20 @@ def test_files_that_describe_no_machine_are_refused(content: str, message: str, 
         read_machine("rtx")
 
 
+def test_memory_that_is_taken_as_it_is_written_counts_from_then_on() -> None:
+    machine = VirtualMachine(UNIFIED)
+    with machine.running(), CountedOperations(machine):
+        memory = machine.host_memory(1000)
+        assert memory is not None and machine.memory.nbytes == 1000
+        machine.takes_as_written(memory)
+        assert (machine.memory.nbytes, machine.unwritten_nbytes) == (0, 1000)
+        for _ in range(2):
+            memory[200:600].fill_(1)
+        assert (machine.memory.nbytes, machine.unwritten_nbytes) == (400, 600)
+        del memory
+        assert (machine.memory.nbytes, machine.unwritten_nbytes) == (0, 0)
+
+
 def test_the_largest_batch_that_is_told_fits_and_is_below_one_that_does_not(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

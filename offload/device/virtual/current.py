@@ -22,6 +22,14 @@ class Imagined(Protocol):
         """What stands for so many bytes of host memory: uint8 [nbytes]. None where addresses do that nobody writes to."""
         ...
 
+    def takes_as_written(self, memory: Tensor) -> None:
+        """What `host_memory` gave takes memory only as it is written."""
+        ...
+
+    def wrote(self, place: Tensor) -> None:
+        """`place` was written."""
+        ...
+
     def pass_over(self, place: Tensor, nbytes: int) -> None:
         """One pass over `nbytes`, by whoever computes on the memory in which `place` lies."""
         ...

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -45,6 +46,7 @@ class VirtualMachine:
         self.values_read = 0
         """How often the model asked for a value on the device, which there is none of."""
         self._lanes: set[int] = set()
+        self._as_written: dict[int, AsWritten] = {}
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -125,11 +127,48 @@ class VirtualMachine:
         """Where the model computes on it, it is on the meta device and counts with what the model takes."""
         return torch.empty(nbytes, dtype=torch.uint8, device="meta") if self.machine.is_unified else None
 
+    def takes_as_written(self, memory: Tensor) -> None:
+        """Of the storage of `memory`, a mapping of host memory, a page is taken when it is written first."""
+        if not (self.machine.is_unified and memory.is_meta):
+            return
+        storage = memory.untyped_storage()
+        taken = self._as_written[storage._cdata] = AsWritten(storage.nbytes())
+        self.memory.occupy(-taken.nbytes)
+        weakref.finalize(storage, self._was_freed, storage._cdata).atexit = False
+
+    def _was_freed(self, identity: int) -> None:
+        self.memory.occupy(self._as_written.pop(identity).left_nbytes)  # `track` counts all of it as freed
+
+    def wrote(self, place: Tensor) -> None:
+        """`place` was written."""
+        memory = self._as_written.get(place.untyped_storage()._cdata)
+        if memory is not None:
+            before = memory.left_nbytes
+            memory.parts.add((int(place.storage_offset()), place.nbytes))
+            self.memory.occupy(before - memory.left_nbytes)
+
+    @property
+    def unwritten_nbytes(self) -> int:
+        """Of memory that is taken as it is written, what was not yet."""
+        return sum(memory.left_nbytes for memory in self._as_written.values())
+
     def track(self, tensor: Tensor) -> None:
         """Count the tensor's memory until nothing refers to it."""
         storage = tensor.untyped_storage()
         self.memory.occupy(storage.nbytes())
         weakref.finalize(storage, self.memory.occupy, -storage.nbytes()).atexit = False
+
+
+@dataclass(slots=True)
+class AsWritten:
+    """Memory that is taken as it is written. `parts`: what was, by offset and bytes; they do not overlap."""
+
+    nbytes: int
+    parts: set[tuple[int, int]] = field(default_factory=set)
+
+    @property
+    def left_nbytes(self) -> int:
+        return max(self.nbytes - sum(nbytes for _, nbytes in self.parts), 0)
 
 
 class DeviceMemory:

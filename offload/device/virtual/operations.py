@@ -57,6 +57,8 @@ class CountedOperations(SeenOperations):
         result = function(*args, **given)
         outputs = tensors_in((result,))
         made = [one for one in _with_new_storage(outputs, inputs) if one.is_meta]
+        if function._schema.is_mutable:
+            self._machine.wrote(inputs[0])
         if made or function._schema.is_mutable:
             for one in made:
                 self._machine.track(one)
