@@ -13,11 +13,11 @@ for tool in "c++" "ar" "ranlib"; do
     printf '#!/bin/sh\nexec "%s" -m ziglang %s %s "$@"\n' "$python" "$tool" "$target" >"$work/$tool"
     chmod +x "$work/$tool"
 done
-# zig compiles its C++ library once for each set of these flags, and writes debug information unless told not to.
-export CXX="$work/c++" CXXFLAGS="-O3 -g0 -fPIC" _PYTHON_HOST_PLATFORM="linux-$architecture" CMAKE_BUILD_PARALLEL_LEVEL="${JOBS:-$(nproc)}"
+# zig compiles its C++ library once for each set of these flags, for cmake's trials too, and writes debug information unless told to strip.
+export CXX="$work/c++" CXXFLAGS="-O3 -s -fPIC" _PYTHON_HOST_PLATFORM="linux-$architecture" CMAKE_BUILD_PARALLEL_LEVEL="${JOBS:-$(nproc)}"
 "$python" -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$work/wheel" . \
     -C build-dir="$work/build" -C cmake.define.CMAKE_SYSTEM_NAME=Linux -C cmake.define.CMAKE_SYSTEM_PROCESSOR="$architecture" \
-    -C cmake.define.CMAKE_AR="$work/ar" -C cmake.define.CMAKE_RANLIB="$work/ranlib" -C cmake.define.CMAKE_SHARED_LINKER_FLAGS=-s
+    -C cmake.define.CMAKE_AR="$work/ar" -C cmake.define.CMAKE_RANLIB="$work/ranlib"
 mkdir -p dist
 rm -f dist/offload-*-"$tag".whl
 # auditwheel refuses a library that needs more than the tag promises.
