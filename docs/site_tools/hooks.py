@@ -67,7 +67,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 def command_line() -> str:
     """The page of the command line: what --help says."""
     sys.path.insert(0, str(ROOT))
-    os.environ["COLUMNS"] = "110"
+    os.environ["COLUMNS"] = "94"  # what a page is wide
     from offload.cli.main import build_parser
 
     parser = build_parser()
