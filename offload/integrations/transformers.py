@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import offload
@@ -46,7 +46,7 @@ class OffloadMixin:
     def __init__(self, *args: Any, offload: Settings = None, **keywords: Any) -> None:
         self._offload = offload
         model = keywords.get("model", args[0] if args else None)
-        if _is_adapted_and_deferred(model, keywords):
+        if _begins_deferred(model, keywords):
             self._begin_deferred(*args, **keywords)
         else:
             super().__init__(*args, **keywords)
@@ -80,6 +80,10 @@ class OffloadMixin:
             reference = getattr(self, "ref_model", None)
             if reference is not None and self.reference_engine is None and not getattr(self.args, "sync_ref_model", False):
                 self.reference_engine = offload.initialize(reference, None, config)
+            callbacks = self.callback_handler.callbacks
+            for place, callback in enumerate(callbacks):
+                if type(callback).__name__ == "SyncRefModelCallback":
+                    callbacks[place] = _GatheredSync(self.engine, callback)
             self.optimizer = self.engine.optimizer
             attach(self.accelerator, self.engine)
         return self.optimizer
@@ -221,10 +225,24 @@ def _evaluated_as_trained(args: Any, engine: Engine) -> Iterator[None]:
         args.bf16_full_eval, args.fp16_full_eval = before
 
 
-def _is_adapted_and_deferred(model: Any, keywords: Mapping[str, Any]) -> bool:
-    if not isinstance(model, nn.Module) or (keywords.get("peft_config") is None and not hasattr(model, "peft_config")):
-        return False
-    return any(parameter.is_meta for parameter in model.parameters())
+def _begins_deferred(model: Any, keywords: Mapping[str, Any]) -> bool:
+    """Whether a Trainer would do with models on the meta device what only a recording can: adapters, moves."""
+    is_adapted = keywords.get("peft_config") is not None or hasattr(model, "peft_config")
+    given = (model if is_adapted else None, keywords.get("ref_model"))
+    return any(isinstance(one, nn.Module) and any(parameter.is_meta for parameter in one.parameters()) for one in given)
+
+
+class _GatheredSync(TrainerCallback):
+    """TRL's callback that moves a reference model towards the policy: with the values of the policy there, which takes their
+    memory."""
+
+    def __init__(self, engine: Engine, callback: TrainerCallback) -> None:
+        self._engine, self._callback = engine, callback
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
+        if state.global_step % args.ref_model_sync_steps == 0:
+            with self._engine.gathered(self._engine.module.parameters()):
+                self._callback.on_step_end(args, state, control, **keywords)
 
 
 def _last_whole(folder: str | os.PathLike[str]) -> str:

@@ -53,8 +53,8 @@ def _sft(folder: Path) -> dict[str, Any]:
     return {"args": SFTConfig(str(folder), max_length=32, **FIELDS), "train_dataset": Dataset.from_dict({"text": LINES})}
 
 
-def _dpo(folder: Path) -> dict[str, Any]:
-    return {"args": DPOConfig(str(folder), max_length=32, **FIELDS), "train_dataset": Dataset.from_dict(PAIRS)}
+def _dpo(folder: Path, **fields: Any) -> dict[str, Any]:
+    return {"args": DPOConfig(str(folder), max_length=32, **FIELDS, **fields), "train_dataset": Dataset.from_dict(PAIRS)}
 
 
 def _rewards(folder: Path) -> dict[str, Any]:
@@ -74,8 +74,19 @@ KINDS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def trainer(kind: str, folder: Path, model: Path, *, lora: bool, offloaded: bool, deferred: bool = False) -> Any:
-    """A trainer of TRL's, plain or with everything on NVMe. `deferred`: the model never is in memory."""
+def trainer(
+    kind: str,
+    folder: Path,
+    model: Path,
+    *,
+    lora: bool,
+    offloaded: bool,
+    deferred: bool = False,
+    follows: bool = False,
+    **others: Any,
+) -> Any:
+    """A trainer of TRL's, plain or with everything on NVMe. `deferred`: the model never is in memory. `follows`: of DPO, the
+    reference model does the policy, at every step. `others`: as the trainer takes them."""
     base, build = KINDS[kind]
     torch.manual_seed(3)
     with offload.deferred_init() if deferred else contextlib.nullcontext():
@@ -83,7 +94,8 @@ def trainer(kind: str, folder: Path, model: Path, *, lora: bool, offloaded: bool
             policy = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1)
         else:
             policy = AutoModelForCausalLM.from_pretrained(model)
-    given = {"model": policy, "processing_class": byte_tokenizer(), **build(folder)}
+    settings = {"sync_ref_model": True, "ref_model_sync_steps": 1} if follows else {}
+    given = {"model": policy, "processing_class": byte_tokenizer(), **build(folder, **settings), **others}
     if lora:
         given["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
     if not offloaded:

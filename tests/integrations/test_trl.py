@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import offload
 
@@ -96,6 +98,28 @@ def test_adapters_of_the_trainers_own_on_a_model_that_never_was_in_memory(model:
         with trainer.engine:
             runs.append([_figures(trainer), trainer.engine.state_dict()])
     assert_same_bits(*runs)
+
+
+def test_a_reference_model_that_follows_the_policy(model: Path, tmp_path: Path) -> None:
+    """And one that never was in memory."""
+    runs = []
+    for offloaded in (False, True):
+        trainer = preferences.trainer("dpo", tmp_path / str(offloaded), model, lora=False, offloaded=offloaded, follows=True)
+        trainer.train()
+        runs.append(_figures(trainer))
+    trainer.engine.close()
+    assert_close(torch.tensor(runs[1]), torch.tensor(runs[0]), 1e-4)
+    figures = []
+    for deferred in (False, True):
+        with offload.deferred_init() if deferred else contextlib.nullcontext():
+            reference = AutoModelForCausalLM.from_pretrained(model)
+        trainer = preferences.trainer(
+            "dpo", tmp_path / f"given {deferred}", model, lora=False, offloaded=True, deferred=deferred, ref_model=reference
+        )
+        trainer.train()
+        with trainer.engine, trainer.reference_engine:
+            figures.append([_figures(trainer), trainer.engine.state_dict()])
+    assert_same_bits(*figures)
 
 
 RANKS = """
