@@ -122,6 +122,11 @@ class Training(FailureState):
         before, self.loss_is_scaled = self.loss_is_scaled, True
         try:
             yield
+        except BaseException:
+            if self.failure is None:
+                with self.failures():
+                    self.gradients.take_left()  # what the backward that was cut short brought is scaled too
+            raise
         finally:
             self.loss_is_scaled = before
 

@@ -226,6 +226,11 @@ FOUND = {
             op("step"),
         ),
     ),
+    "what a scaled backward that was cut short had brought was refused as unscaled by the next torch.autograd.grad": Program(
+        Model(blocks=("large", "normed"), tie="leaf", frozen=(0,), dtype="fp16", optimizer="sgd", groups=2),
+        (Setup(),),
+        (op("backward", fails_at=0, error="Boom"), op("slope", batch=5), op("step"), op("zero_grad"), op("train", batch=1)),
+    ),
     "the failure of a save that ran beside was told by close": Program(
         Model(blocks=("mlp", "experts", "large"), tie="blocks", frozen=(1,), checkpointing="reentrant", optimizer="sgd"),
         (
