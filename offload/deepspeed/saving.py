@@ -12,13 +12,12 @@ from torch import nn
 import offload
 from offload.config import expanded
 from offload.deepspeed import comm
-from offload.deepspeed.absent import AskedWrongly
 from offload.deepspeed.folder import agreed_tag, own_checkpoint, read_latest, write_latest
 from offload.deepspeed.loss_scaler import LossScaler
 from offload.deepspeed.packing import packed, unpacked
 from offload.deepspeed.utils import logger
 from offload.deepspeed_config import Translation
-from offload.errors import UsageError
+from offload.errors import ConfigError, UsageError
 
 PREFIX = "module."
 
@@ -121,7 +120,7 @@ class Saving:
         """
         del exclude_frozen_parameters
         if save_dir is None or not str(save_dir):
-            raise AskedWrongly(f"save_checkpoint(save_dir={save_dir!r}): name a folder.")
+            raise ConfigError(f"save_checkpoint(save_dir={save_dir!r}): name a folder.")
         name = agreed_tag(str(tag) if tag is not None else f"global_step{self.global_steps}", self._said.tag_validation)
         state = {
             "client_state": dict(client_state or {}),

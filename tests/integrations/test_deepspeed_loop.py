@@ -274,3 +274,11 @@ def test_an_engine_without_an_optimizer_loads(tmp_path: Path) -> None:
         found.append(engine.module.weight.detach().clone())
         engine.destroy()
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("nowhere", [None, ""])
+def test_a_save_to_nowhere_is_a_wrong_value(nowhere: Any) -> None:
+    engine, *_ = deepspeed.initialize(model=torch.nn.Linear(4, 1), config={"train_batch_size": 1})
+    with pytest.raises(ValueError, match="name a folder"):
+        engine.save_checkpoint(nowhere)
+    engine.destroy()
