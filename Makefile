@@ -83,11 +83,11 @@ in-place:
 test-gpu: in-place
 	@$(WITH_GPU); PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $$py -m pytest -q -rs -m gpu tests/gpu || [ $$? -eq 5 ]
 
-# Runs on a checkout of DeepSpeed's tests that the user names; fetches nothing. Writes the table beside the suite.
+# Runs on a checkout of DeepSpeed's tests that the user names; fetches nothing. Writes the table beside the suite. SUITE_FLAGS="--retry failed": only what did not pass.
 DEEPSPEED_SUITE := tests/integrations/deepspeed_suite
 test-deepspeed: install
 	$(PIP) install --quiet hjson
-	$(PY) -m $(subst /,.,$(DEEPSPEED_SUITE)).run --table $(DEEPSPEED_SUITE)/outcomes.md
+	$(PY) -m $(subst /,.,$(DEEPSPEED_SUITE)).run $(SUITE_FLAGS)
 
 # ---- packages. Tools of their own (the extra "package"), so that building one needs no torch.
 ARCHITECTURE ?= x86_64
