@@ -23,6 +23,24 @@ def zero_memory(report: dict[str, Any]) -> str:
     return introduction + "\n\n" + table(columns, rows)
 
 
+def overhead(report: dict[str, Any]) -> str:
+    """The table of benchmarks/overhead.py."""
+    machine, rows = report["machine"], []
+    for row in report["rows"]:
+        us = row["us_per_unit"]
+        parts = " | ".join(f"{us[name]:.0f}" for name in ("forward", "backward", "updates", "together"))
+        rows.append(
+            f"| {row['case']} | {row['plain_ms']:.1f} | {row['step_ms']:.1f} | {row['ratio']:.2f} | {parts} | "
+            f"{row['updates_us_per_chunk']:.0f} | {row['step()_us'] / 1e3:.1f} |"
+        )
+    columns = (
+        "| model, place | plain ms | ms | x plain | us a module: forward | backward | updates | together | us a chunk | "
+        "`step()` ms |"
+    )
+    introduction = f"Processor time of a step, {machine['cpu']}, torch {machine['torch']}; load average {report['load']:.1f}."
+    return introduction + "\n\n" + table(columns, rows)
+
+
 def matrix(report: dict[str, Any]) -> str:
     """The table of tests/matrix.py."""
     rows = []

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -20,6 +21,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from machine import describe_machine
 
 CASES = {"48 blocks of 64": ("blocks", "cpu"), "200 linears of 64": ("linears", "cpu"), "48 blocks on NVMe": ("blocks", "nvme")}
 """By name: the model, and the tier of parameters and states."""
@@ -150,7 +153,8 @@ def main() -> int:
             flush=True,
         )
     if options.out is not None:
-        options.out.write_text(json.dumps({"steps": options.steps, "rows": rows}, indent=1) + "\n")
+        report = {"machine": describe_machine(), "load": os.getloadavg()[0], "steps": options.steps, "rows": rows}
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import plots
-from front_tables import frameworks, matrix, plans_in_short, zero_memory
+from front_tables import frameworks, matrix, overhead, plans_in_short, zero_memory
 from gpu_report.tables import gpu, gpu_plots
 from markdown_text import gib, table
 
@@ -407,6 +407,7 @@ TABLES = {
     "loss_curves": loss_curves,
     "lora": lora,
     "train_step": train_step,
+    "overhead": overhead,
     "memory_sweep": memory_sweep,
     "device_memory": device_memory,
     "io": io,
