@@ -413,3 +413,6 @@ def test_a_save_over_an_earlier_one_of_other_shards(trained: Any, tmp_path: Path
 def test_optimizers_that_cannot_be_are_named(tmp_path: Path) -> None:
     with refused(offload.ConfigError, "transformers.optimization.Adafactor", "torch.optim.AdamW"):
         offloaded(tmp_path, optim="adafactor").train()
+    pytest.importorskip("bitsandbytes")
+    with refused(offload.ConfigError, "bitsandbytes.optim", "8 bits", "state_format='8bit'"):
+        offloaded(tmp_path, optim="adamw_bnb_8bit").train()
