@@ -570,19 +570,28 @@ class Player(ABC):
                         break
             else:
                 self.perform(operation)
+        elif any(before[name].dtype != one.dtype for name, one in outcome["state"].items() if name in before):
+            self._give_states()
         self.graphs.clear()
         self.do_zero_grad()
         self.facts.version += 1
         torch.manual_seed(1000 + self.position)
         return {"is": "settled", "state": self.whole_state()}
 
+    def _give_states(self) -> None:
+        """A forward began, and was interrupted when what is newly trained had got its states, fp32 masters among them."""
+        training = self.model.training
+        self.model.eval()
+        self._losses(0)
+        self.model.train(training)
+
     def whole_state(self) -> dict[str, torch.Tensor]:
         """With `COUNTS`."""
         return self.state()
 
     def agrees(self, own: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the two are one state, as far as this side can tell. What is trained has another dtype than what is not."""
-        return all(own[name].dtype == other[name].dtype and torch.equal(own[name], other[name]) for name in other)
+        """Whether the two are one state, as far as this side can tell."""
+        return all(torch.equal(own[name], other[name]) for name in other)
 
     @abstractmethod
     def load_at(self, position: int | None) -> int | None:
