@@ -2,7 +2,7 @@
 
 That is the same as on whole parameters where it computes element by element, and where all it remembers are arrays in the
 parameter's shape (at most as many as there are `MOMENTS`, whose places in the record they take) and counts of the steps. Both
-are tried before anything is allocated: three steps on a small parameter as a whole, and the same ones by parts, each with an
+are tried before anything is allocated: three steps on a parameter as a whole, and the same ones by parts, each with an
 optimizer that knows no more than the record holds.
 
 The bits are those of torch's operations on these runs of elements; torch may round the last few of a run otherwise than the
@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from offload.device.rules import MOMENTS
 from offload.errors import ConfigError
 
-_SHAPE, _CUT, _STEPS = (6, 16), 40, 3
+_SHAPE, _CUT, _STEPS = (48, 1024), 20_000, 3
+"""Of what is tried: as large as a layer, since some optimizers treat what is small in another way."""
 
 
 class _Unfit(Exception):
