@@ -11,7 +11,8 @@ Derivation, from the model inwards:
     extent    where a chunk (its parameters, its gradient, or its optimizer record) lies in a tier, in bytes
     record    the optimizer state of one chunk, contiguous: [master |] exp_avg | exp_avg_sq, each fp32 [chunk.numel]
 
-What always holds: slots of a flat are disjoint and in order; slots of one optimizer group are contiguous; every
+What always holds: slots of a flat are disjoint and in order; slots of one optimizer group are contiguous, in each part of a
+unit that others were joined to, which begins at a multiple of BLOCK (so that joining changes no block of a sum); every
 chunk boundary is a multiple of BLOCK (so that a block of the sum of squares never straddles two chunks, and every
 extent is a multiple of EXTENT_ALIGN bytes at an offset that is one); shards partition the padded flat.
 """
@@ -81,7 +82,8 @@ class ExtentAllocator:
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """What the layout needs to know of a parameter. `index` is its place in the engine's list of parameters."""
+    """What the layout needs to know of a parameter. `index` is its place in the engine's list of parameters; `part_index`: the
+    part of its unit, in one of several that were joined, that it is of."""
 
     index: int
     numel: int
@@ -89,6 +91,7 @@ class ParameterSpec:
     itemsize: int
     trainable: bool
     group_index: int = 0
+    part_index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,9 +259,11 @@ class _Ranks:
 
 def _flat_layout(unit_index: int, specs: Sequence[ParameterSpec], ranks: _Ranks, chunk_numel: int) -> FlatLayout:
     slots: list[Slot] = []
-    start = 0
+    start, part_index = 0, specs[0].part_index
     # A stable sort by group keeps the slots of one optimizer group contiguous and, within it, in model order.
-    for spec in sorted(specs, key=lambda spec: spec.group_index):
+    for spec in sorted(specs, key=lambda spec: (spec.part_index, spec.group_index)):
+        if spec.part_index != part_index:
+            start, part_index = round_up(start, BLOCK), spec.part_index
         slots.append(Slot(spec.index, start, spec.numel))
         start = round_up(start + spec.numel, SLOT_ALIGN)
     numel = round_up(max(start, 1), BLOCK * ranks.world_size)

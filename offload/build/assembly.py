@@ -110,14 +110,19 @@ class Assembly:
     def build(self) -> Components:
         """The parts; the model stays as it is. On several ranks collective: what fails on one fails on all."""
         ranks, config = self._ranks, self._config
-        described = together(ranks, self._describe, self._facts)
+        described = together(ranks, lambda: self._describe(joins=ranks.world_size == 1), self._facts)
         accelerator = together(ranks, choose_accelerator, lambda made: {"accelerator": made.name})
         ranks.use_devices(accelerator.device)
         _native.warn_if_missing()
-        expected = Expected.of(0, uses_of(described.module_units))
         building: Building | None = None
         try:
-            layout, placement = self._lay_out(accelerator, described, expected)
+            try:
+                layout, placement, expected = self._lay_out(accelerator, described)
+            except BudgetError:
+                if not any(unit.part_lengths for unit in described.module_units):
+                    raise
+                described = self._describe(joins=False)  # which takes less, with the same bits
+                layout, placement, expected = self._lay_out(accelerator, described)
             together(ranks, lambda: self._require_room(placement, described), lambda _: {})
             building = Building(accelerator, layout, placement, config, ranks, moments_of(self._optimizer))
             made = building
@@ -131,7 +136,7 @@ class Assembly:
     def _facts(self, described: _Described) -> Facts:
         return config_facts(self._config) | parameter_facts(described.infos) | {AVERAGE_VARIABLE: average_dtype()}
 
-    def _describe(self) -> _Described:
+    def _describe(self, *, joins: bool) -> _Described:
         config, model = self._config, self._model
         if self._optimizer is not None:
             check_optimizer(self._optimizer, config.state_format)
@@ -139,7 +144,7 @@ class Assembly:
         packed.complete(module_units)
         if self._ranks.world_size > 1:
             module_units = fold_for_ranks(module_units, LEAST_UNIT_NUMEL)
-        else:
+        elif joins:
             module_units = join_neighbours(module_units)
         dtype = DTYPES[config.dtype] if config.dtype is not None else None
         infos = describe_parameters(model, module_units, packed, self._optimizer, dtype)
@@ -157,14 +162,14 @@ class Assembly:
                 self._state_of(info)  # raises what the materializer would, before anything is read
         return _Described(module_units, infos, packed, covered)
 
-    def _lay_out(self, accelerator: Accelerator, described: _Described, expected: Expected) -> tuple[Layout, Placement]:
-        by_unit = described.by_unit
+    def _lay_out(self, accelerator: Accelerator, described: _Described) -> tuple[Layout, Placement, Expected]:
+        by_unit, expected = described.by_unit, Expected.of(0, uses_of(described.module_units))
         specs = [(unit.name, parameter_specs(members)) for unit, members in zip(described.module_units, by_unit, strict=True)]
         made = lay_out_together(self._ranks, self._config, accelerator, specs, expected, moments_of(self._optimizer))
         if self._ranks.index == 0:
             for line in lines_of(made[1]):
                 _log.info("%s", line)
-        return made
+        return *made, expected
 
     def _require_room(self, placement: Placement, described: _Described) -> None:
         """Raise `BudgetError` where what "auto" chose cannot be there, even once the model's own memory is given back: the

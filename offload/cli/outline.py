@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -73,19 +74,22 @@ class Outline:
         self._config = config
         self._sharing = RankGroup(config.stage, rank_count, rank_count)
         self._laid_out: list[tuple[offload.Config, tuple[Layout, Placement]]] = []
-        units, packed = partition(model), PackedWeights(model)
-        packed.complete(units)
-        units = fold_for_ranks(units, LEAST_UNIT_NUMEL) if rank_count > 1 else join_neighbours(units)
-        dtype = None if config.dtype is None else DTYPES[config.dtype]
-        infos = describe_parameters(model, units, packed, optimizer, dtype)
-        check_state_format(config, infos)
         self._moments = moments_of(optimizer)
-        members = [[info for info in infos if info.unit_index == index] for index in range(len(units))]
-        self._specs = [(unit.name, parameter_specs(infos)) for unit, infos in zip(units, members, strict=True)]
-        self._expected = Expected.of(0, uses_of(units))
         self._accelerator = choose_accelerator()
-        self.parameter_numel = sum(info.numel for info in infos)
-        self.unit_count = len(units)
+        apart, packed = partition(model), PackedWeights(model)
+        packed.complete(apart)
+        ways = [fold_for_ranks(apart, LEAST_UNIT_NUMEL)] if rank_count > 1 else [join_neighbours(apart), apart]
+        dtype = None if config.dtype is None else DTYPES[config.dtype]
+        self._ways: dict[int, Known] = {}
+        """By the number of units how they are divided: joined, and as they are where budgets hold no joined ones."""
+        for units in ways:
+            infos = describe_parameters(model, units, packed, optimizer, dtype)
+            check_state_format(config, infos)
+            members = [[info for info in infos if info.unit_index == index] for index in range(len(units))]
+            specs = [(unit.name, parameter_specs(infos)) for unit, infos in zip(units, members, strict=True)]
+            expected = Expected.of(0, uses_of(units))
+            self._ways.setdefault(len(units), Known(self._accelerator, specs, expected, self._moments, self._sharing))
+            self.parameter_numel = sum(info.numel for info in infos)
 
     def __enter__(self) -> Outline:
         return self
@@ -133,7 +137,7 @@ class Outline:
         return Traffic.of(problem, placement, [2 * micro_batches] * len(problem.footprint.units), micro_batches)
 
     def _decision(self, layout: Layout) -> Decision:
-        known = (self._expected, self._moments, self._sharing)
+        known = (self._ways[len(layout.units)].expected, self._moments, self._sharing)
         return Decision(self._config, self._accelerator, layout, *known, accumulates=self._accumulates)
 
     def _fixed(self, parameters: Tier, optimizer_states: Tier) -> offload.Config:
@@ -146,7 +150,19 @@ class Outline:
         for asked, made in self._laid_out:
             if asked == config:
                 return made
-        known = Known(self._accelerator, self._specs, self._expected, self._moments, self._sharing)
-        made = lay_out(config, known, accumulates=self._accumulates)
+        *first, last = self._ways.values()
+        for known in first:
+            with suppress(BudgetError):
+                made = lay_out(config, known, accumulates=self._accumulates)
+                break
+        else:
+            made = lay_out(config, last, accumulates=self._accumulates)
         self._laid_out.append((config, made))
         return made
+
+    @property
+    def unit_count(self) -> int:
+        """As the budgets have them; where they hold none, the fewest."""
+        with suppress(BudgetError):
+            return len(self._lay_out(self._config)[0].units)
+        return min(self._ways)

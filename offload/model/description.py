@@ -37,7 +37,7 @@ def describe_parameters(
     beside_statistics = _beside_statistics(model)
     infos: list[ParameterInfo] = []
     for unit_index, unit in enumerate(module_units):
-        for own_fqn, parameter in unit.parameters:
+        for (own_fqn, parameter), part_index in zip(unit.parameters, unit.part_indices, strict=True):
             group_index = groups.get(id(parameter))
             # A parameter that requires a gradient but is in no group is autograd's and the user's: its `grad` is
             # ordinary.
@@ -55,6 +55,7 @@ def describe_parameters(
                     trainable=trainable,
                     group_index=group_index if trainable else None,
                     unit_index=unit_index,
+                    part_index=part_index,
                 )
             )
     check_trainable(infos)
@@ -187,6 +188,7 @@ def parameter_specs(infos: Iterable[ParameterInfo]) -> list[ParameterSpec]:
             itemsize=info.dtype.itemsize,
             trainable=info.trainable,
             group_index=info.group_index or 0,
+            part_index=info.part_index,
         )
         for info in infos
     ]

@@ -40,6 +40,8 @@ class ParameterInfo:
     trainable: bool
     group_index: int | None
     unit_index: int
+    part_index: int = 0
+    """As of `ParameterSpec`."""
     guard: ParameterGuard | None = None
     step: int = 0
     lent_count: int = 0

@@ -12,7 +12,8 @@ parameter that several modules share belongs to the unit that holds all of them:
 
 Joined blocks lie in one flat: one fetch, one update, one hand-over of each kind for all of them. Each one's call is a use of
 the unit of its own, whatever the order and the number of calls, and opens the block's own parameters alone. So nothing is asked
-of the code that calls them; where it calls few of them, the others were fetched in vain, which the bound keeps small.
+of the code that calls them; where it calls few of them, the others were fetched in vain, which the bound keeps small. Each
+begins at a block of the sums of squares, so that the bits are the same; where budgets hold no joined ones none are joined.
 """
 
 from __future__ import annotations
@@ -59,6 +60,14 @@ class ModuleUnit:
     name: str
     modules: list[nn.Module]
     parameters: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+    part_lengths: tuple[int, ...] = ()
+    """Of one of several that were joined: how many parameters each of them brought."""
+
+    @property
+    def part_indices(self) -> list[int]:
+        """By parameter: which of the joined ones it is of."""
+        lengths = self.part_lengths or (len(self.parameters),)
+        return [index for index, length in enumerate(lengths) for _ in range(length)]
 
     @property
     def numel(self) -> int:
@@ -205,6 +214,7 @@ def join_neighbours(units: list[ModuleUnit]) -> list[ModuleUnit]:
                 f"{first}-{unit.name.rpartition('.')[2]}",
                 [*before.modules, *unit.modules],
                 [*before.parameters, *unit.parameters],
+                (*(before.part_lengths or (len(before.parameters),)), len(unit.parameters)),
             )
         else:
             joined.append(unit)

@@ -137,6 +137,7 @@ def trained(tree: Tree, setup: Setup, folder: Path, monkeypatch: pytest.MonkeyPa
                 with torch.no_grad():
                     losses.append(model(x).sum())
             engine.step()
+            losses.append(torch.tensor(engine.grad_norm))
             engine.zero_grad()
         return losses, engine.state_dict(), len(engine.stats()["units"])
 
@@ -147,9 +148,9 @@ def trained(tree: Tree, setup: Setup, folder: Path, monkeypatch: pytest.MonkeyPa
 def test_random_trees_train_to_the_same_bits(setup: Setup, tree: Tree, tmp_path_factory: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("scratch")
-        losses, weights, count = trained(tree, setup, folder, patch, 0)
+        losses, weights, count = trained(tree, setup, folder, patch, 0, max_grad_norm=0.05)
         for bound in (BOUND, 1 << 20):
-            other, found, fewer = trained(tree, setup, folder, patch, bound)
+            other, found, fewer = trained(tree, setup, folder, patch, bound, max_grad_norm=0.05)
             assert fewer <= count
             assert all(torch.equal(a, b) for a, b in zip(losses, other, strict=True))
             assert all(torch.equal(weights[name], value) for name, value in found.items())
@@ -291,3 +292,19 @@ def test_a_checkpoint_of_joined_units_is_read_by_separate_ones(tmp_path: Path, m
             engine.step()
             states.append(engine.state_dict())
     assert all(torch.equal(states[0][name], other[name]) for other in states[1:] for name in states[0])
+
+
+def test_where_a_budget_holds_no_joined_unit_they_stay_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least that a model needs is what it needs apart, as a refusal says it."""
+    setup, tree = Setup("nvme", "nvme", "cpu"), stacked(10)
+    least = {}
+    for joined in (0, 1 << 20):
+        with pytest.raises(offload.BudgetError) as refusal:
+            trained(tree, setup, tmp_path, monkeypatch, joined, cpu_memory=1)
+        least[joined] = refusal.value.smallest_nbytes
+    assert least[0] == least[1 << 20]
+    expected, weights, apart = trained(tree, setup, tmp_path, monkeypatch, 0, cpu_memory=least[0], max_grad_norm=0.05)
+    losses, found, count = trained(tree, setup, tmp_path, monkeypatch, 1 << 20, cpu_memory=least[0], max_grad_norm=0.05)
+    assert count == apart
+    assert all(torch.equal(one, other) for one, other in zip(losses, expected, strict=True))
+    assert all(torch.equal(weights[name], value) for name, value in found.items())

@@ -23,12 +23,12 @@ def layouts(draw: st.DrawFn) -> tuple[list[list[ParameterSpec]], Layout]:
     units: list[list[ParameterSpec]] = []
     index = 0
     for _ in range(draw(st.integers(1, 4))):
-        specs = []
+        specs, part = [], 0
         for _ in range(draw(st.integers(0, 6))):
             dtype, itemsize = draw(st.sampled_from(KINDS))
             numel = draw(st.integers(0, 3 * BLOCK))
-            specs.append(ParameterSpec(index, numel, dtype, itemsize, draw(st.booleans()), draw(st.integers(0, 2))))
-            index += 1
+            specs.append(ParameterSpec(index, numel, dtype, itemsize, draw(st.booleans()), draw(st.integers(0, 2)), part))
+            index, part = index + 1, part + draw(st.sampled_from([0, 0, 1]))
         units.append(specs)
     world_size = draw(st.sampled_from([1, 2, 3, 8]))
     rank = draw(st.integers(0, world_size - 1))
@@ -50,7 +50,7 @@ def test_every_parameter_has_one_slot(case: tuple[list[list[ParameterSpec]], Lay
 @given(layouts())
 def test_slots_are_disjoint_aligned_and_grouped(case: tuple[list[list[ParameterSpec]], Layout]) -> None:
     units, layout = case
-    group = {spec.index: spec.group_index for specs in units for spec in specs}
+    group = {spec.index: (spec.part_index, spec.group_index) for specs in units for spec in specs}
     for flat in layout.flats:
         end = 0
         for slot in flat.slots:
@@ -58,7 +58,23 @@ def test_slots_are_disjoint_aligned_and_grouped(case: tuple[list[list[ParameterS
             end = slot.stop
         assert end <= flat.numel
         groups = [group[slot.parameter_index] for slot in flat.slots]
-        assert groups == sorted(groups), "slots of one optimizer group are contiguous"
+        assert groups == sorted(groups), "slots of one optimizer group are contiguous in each part"
+
+
+@given(layouts())
+def test_a_part_is_laid_out_as_if_it_were_alone(case: tuple[list[list[ParameterSpec]], Layout]) -> None:
+    """But for where it begins, which is where a block of the sums does: so joining changes no bit of a norm."""
+    units, layout = case
+    for specs, unit in zip(units, layout.units, strict=True):
+        for part in {spec.part_index for spec in specs}:
+            own = [spec for spec in specs if spec.part_index == part]
+            (alone,) = build_layout([("part", own)], chunk_numel=layout.chunk_numel).units
+            joined = {(flat.dtype, flat.trainable): flat for flat in unit.flats}
+            for flat in alone.flats:
+                within = {slot.parameter_index: slot.start for slot in joined[flat.dtype, flat.trainable].slots}
+                begin = within[flat.slots[0].parameter_index]
+                assert begin % BLOCK == 0
+                assert [slot.start for slot in flat.slots] == [within[slot.parameter_index] - begin for slot in flat.slots]
 
 
 @given(layouts())

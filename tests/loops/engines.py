@@ -10,7 +10,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -405,8 +404,7 @@ class MemoryPlayer(EnginePlayer):
     """The reference: everything in memory, every update at its step. It follows what came of the program as drawn."""
 
     def start(self, setup: Setup, state: Mapping[str, torch.Tensor] | None = None) -> None:
-        # Joined as drawn: the blocks by which a norm is summed are those of a unit's elements.
-        super().start(replace(MEMORY, joined=setup.joined), state)
+        super().start(MEMORY, state)
 
     def save(self, number: int, beside: bool) -> None:
         """Of every save one folder: which of them the drawn side will load is not known here."""
