@@ -99,6 +99,13 @@ class Engagement:
         if self.profile is not None and self.profile.is_recording:
             self.profile.step_ended()
 
+    def clip_at_step(self, max_norm: float) -> float:
+        """See `Training.clip_at_step`. Raises where the step would, so that the norm is of all that it would use."""
+        self.training.check()
+        if self._fingerprint is not None:
+            self._fingerprint.check()
+        return self.training.clip_at_step(max_norm)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See `Training.zero_grad`."""
         self.training.zero_grad(set_to_none)

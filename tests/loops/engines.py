@@ -302,7 +302,7 @@ class DrawnPlayer(EnginePlayer):
     def take(self, operation: Operation) -> Outcome:
         if self.means_nothing(operation):
             return {"is": "nothing"}
-        now = refusals.Circumstances(self.program, self.facts, self.graphs, operation, self.trained_now())
+        now = refusals.Circumstances(self.program, self.facts, self.graphs, operation, self.trained_now(), self.wanted_now())
         why = refusals.excluded(now)
         if why is not None:
             return {"is": "nothing", "why": why}

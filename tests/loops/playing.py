@@ -53,6 +53,8 @@ class Graph:
     """What was."""
     added: bool
     """Whether a group had been added."""
+    wanted: set[str]
+    """What required gradients."""
 
 
 @dataclass
@@ -175,6 +177,10 @@ class Player(ABC):
         if torch.is_grad_enabled():
             self.facts.trained |= self.trained_now()
 
+    def wanted_now(self) -> set[str]:
+        """What requires gradients, in a group of the optimizer or not."""
+        return {name for name, one in self.model.named_parameters() if one.requires_grad}
+
     def trained_now(self) -> set[str]:
         """The names of what the optimizer has and autograd computes gradients of."""
         held = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
@@ -185,7 +191,7 @@ class Player(ABC):
             losses = self._losses(batch)
         self.graphs = [
             *self.graphs,
-            Graph(losses, self.facts.version, len(self.facts.trained), self.trained_now(), self.facts.added),
+            Graph(losses, self.facts.version, len(self.facts.trained), self.trained_now(), self.facts.added, self.wanted_now()),
         ][-MOST_GRAPHS:]
         return {"losses": [one.item() for one in losses]}
 

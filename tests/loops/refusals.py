@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch.utils.checkpoint
+
 import offload
 
 from .playing import Facts, Graph
@@ -33,8 +35,10 @@ class Refusal:
 class Circumstances:
     """Where the script stood before the operation."""
 
-    def __init__(self, program: Program, facts: Facts, graphs: list[Graph], operation: Operation, trained: set[str]) -> None:
-        """`trained`: the names of what is trained now."""
+    def __init__(
+        self, program: Program, facts: Facts, graphs: list[Graph], operation: Operation, trained: set[str], wanted: set[str]
+    ) -> None:
+        """`trained`, `wanted`: the names of what is trained now, and of what requires gradients."""
         self.program, self.operation = program, operation
         self.live, self.taken, self.synced = facts.live, facts.taken, facts.synced
         self.update, self.setup = facts.setup.update, facts.setup
@@ -48,6 +52,7 @@ class Circumstances:
         # Also by a forward that raised: what is newly trained got its states when that began.
         known = facts.trained | trained
         graph = graphs[which] if operation.name == "backward" and graphs else None
+        self.refrozen = graph is not None and graph.wanted != wanted
         self.grown = graph is not None and (graph.trained_count < len(known) or facts.added != graph.added)
 
     def legitimate(self, error: BaseException) -> Refusal | None:
@@ -92,6 +97,14 @@ REFUSALS: tuple[Refusal, ...] = (
         for operations, drops in ((("step", "clip"), False), (("closure", "train"), True))
     ),
     Refusal(
+        ("backward",),
+        torch.utils.checkpoint.CheckpointError,
+        "",
+        lambda now: bool(now.program.model.checkpointing) and now.refrozen,
+        "what was frozen or unfrozen since the forward is recorded otherwise when it is computed again, in PyTorch too",
+        drops_gradients=True,
+    ),
+    Refusal(
         ("save", "load_state_dict"),
         offload.UsageError,
         "while gradients wait for a step",
@@ -129,7 +142,7 @@ REFUSALS: tuple[Refusal, ...] = (
             "what is newly trained gets states at the next forward",
             drops_gradients=drops,
         )
-        for operations, drops in ((("step",), False), (("closure", "train"), True))
+        for operations, drops in ((("step", "clip"), False), (("closure", "train"), True))
     ),
     Refusal(
         _FORWARDS,
