@@ -153,7 +153,7 @@ def _cut_at_end(story: Story, moment: int) -> None:
 
     def look(frame: Any, event: str, _: Any) -> None:
         nonlocal moment
-        if event == "call" and frame.f_code.co_filename.endswith("lending.py") and moment >= 0:
+        if event == "call" and frame.f_code.co_filename.endswith("gathered_blocks.py") and moment >= 0:
             moment -= 1
             if moment < 0 and frame.f_code.co_name in ("__exit__", "take_back", "_take_all_back"):
                 raise KeyboardInterrupt

@@ -19,7 +19,7 @@ import offload
 from offload.build import assembly
 from offload.checkpoint.tensor_file import TensorFile
 from offload.checkpoint.unit_file import UnitFile
-from offload.tiers import NvmeStore, aside
+from offload.tiers import NvmeStore, second_places
 from offload.tiers.io import reflink
 
 from ..acceptance.models import ON_CPU, ON_NVME, ON_NVME_IN_BACKWARD, ON_NVME_IN_PLACE, Setup, adamw, stack
@@ -209,7 +209,7 @@ def test_what_comes_after_has_its_room(opened: Any, tmp_path: Path, shared: Shar
     run.train(range(2))
     run.engine._parts.residency.finish_updates()
     with monkeypatch.context() as patch:
-        patch.setattr(aside, "allocate", lambda *_: errno.ENOSPC)
+        patch.setattr(second_places, "allocate", lambda *_: errno.ENOSPC)
         run.save(tmp_path / "copied")
     assert shared.counts()[0] == 0 and held_nbytes(tmp_path) < OWN_NBYTES
     for _ in range(2):

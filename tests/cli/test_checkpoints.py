@@ -116,7 +116,7 @@ def test_what_cannot_go_on_says_which_flag(capsys: pytest.CaptureFixture[str], t
 
     assert "--save-every needs a folder" in said("--save-every", 2)
     assert "--keep-last needs a folder" in said("--keep-last", 2)
-    assert "cannot be listed" in said("--checkpoints", text)
+    assert "is not a folder" in said("--checkpoints", text)
     folder = tmp_path / "saves"
     assert main([str(argument) for argument in (*arguments, "--checkpoints", folder)]) == 0
     assert "--lr is 1.0, and was 0.0003" in said("--checkpoints", folder, "--lr", 1)

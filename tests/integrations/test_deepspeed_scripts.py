@@ -76,6 +76,14 @@ def small() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
+def rounded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """As DeepSpeed makes it before it makes the masters."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(dtype))
+    return model
+
+
 ACCUMULATING = """
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
@@ -191,7 +199,7 @@ def test_a_hugging_face_model_with_everything_from_the_config(tmp_path: Path) ->
     path.write_text(json.dumps(config))
     shown, at_exit = run(HUGGING_FACE, "--deepspeed", "--deepspeed_config", path)
     assert at_exit == {"closed": True}
-    model = gpt2()
+    model = rounded(gpt2(), torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     own = {"dtype": "bf16", "loss_scale": "skip", "max_grad_norm": 1.0, "nvme": str(tmp_path)} | ON_NVME
     losses, rates = [], [0.0, 0.0, 1e-2 / 3, 2e-2 / 3, 1e-2, 8e-3]
@@ -298,7 +306,7 @@ show(shown=shown, digest=digest(engine.module_state_dict()), scale=engine.loss_s
 
 def test_half_precision_with_a_dynamic_scale(tmp_path: Path) -> None:
     (shown,) = run(HALF, tmp_path)
-    model = small()
+    model = rounded(small(), torch.float16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
     iteration, expected, rates = -1, [], {-1: 0.0, 0: 0.0, 1: 0.05, 2: 0.07924812503605781, 3: 0.1, 4: 0.1}
     with offload.initialize(model, optimizer, {"dtype": "fp16", "optimizer_states": "cpu"}) as engine:

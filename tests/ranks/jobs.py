@@ -283,6 +283,8 @@ def counted(fields: dict[str, Any], steps: int) -> dict[str, Any]:
         batches = byte_batches((steps + 2) * world)
         for step in range(2):
             _step(model, [batches[step * world + rank]], engine, syncs=True)
+        with engine.gathered([]):  # what the step began of the next one's first fetch has been counted
+            pass
         before = engine.stats()["ranks"]
         for step in range(2, steps + 2):
             _step(model, [batches[step * world + rank]], engine, syncs=True)
