@@ -424,13 +424,13 @@ class Player(ABC):
         *first, last = dict.fromkeys([facts.saved_added[one] for one in positions] or [facts.added])
         for facts.added in first:
             try:
-                return self.resumed(setup)
+                return self.resumed(setup) | {"added": facts.added}
             except offload.CheckpointError as error:
                 if "does not fit this run" not in str(error):
                     raise
                 self.end()
         facts.added = last
-        return self.resumed(setup)
+        return self.resumed(setup) | {"added": last}
 
     def resumed(self, setup: int) -> Any:
         self._began(setup)
@@ -547,10 +547,9 @@ class Player(ABC):
         if outcome["is"] == "gone":
             return {"is": "gone"}
         self.end()
-        position = outcome["value"]["position"]
-        self.facts.added = self.facts.saved_added.get(position, self.facts.added)
+        self.facts.added = outcome["value"]["added"]
         self._began(self.program.setups.index(self.facts.setup))
-        self._loaded(self.load_at(position))
+        self._loaded(self.load_at(outcome["value"]["position"]))
         return {"is": "back"}
 
     def _fails(self, loaded: int | None) -> None:
