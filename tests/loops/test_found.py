@@ -231,6 +231,17 @@ FOUND = {
         (Setup(),),
         (op("backward", fails_at=0, error="Boom"), op("slope", batch=5), op("step"), op("zero_grad"), op("train", batch=1)),
     ),
+    "clipping left out the gradient of what was added to the optimizer after its forward": Program(
+        Model(width=3, blocks=("parametrised", "parametrised"), frozen=(1,), checkpointing="plain", optimizer="adam", groups=2),
+        (Setup("cpu"),),
+        (
+            op("freeze", block=1, frozen=False),
+            op("forward", batch=2),
+            op("backward"),
+            op("add_group"),
+            op("clip", max_norm=0.5),
+        ),
+    ),
     "the failure of a save that ran beside was told by close": Program(
         Model(blocks=("mlp", "experts", "large"), tie="blocks", frozen=(1,), checkpointing="reentrant", optimizer="sgd"),
         (
