@@ -88,8 +88,7 @@ class Engagement:
         """See `Training.step`. Raises first what is to be known before anything is done."""
         self.training.check()
         self.checkpointing.saver.raise_unseen()
-        if self._fingerprint is not None:
-            self._fingerprint.check()
+        self._check_fingerprint()
         recording = self.training.recorder.to
         if recording is None:
             self.training.step()
@@ -102,9 +101,13 @@ class Engagement:
     def clip_at_step(self, max_norm: float) -> float:
         """See `Training.clip_at_step`. Raises where the step would, so that the norm is of all that it would use."""
         self.training.check()
+        self._check_fingerprint()
+        return self.training.clip_at_step(max_norm)
+
+    def _check_fingerprint(self) -> None:
+        """Raise where the model or the optimizer's groups are not what the engine was made for."""
         if self._fingerprint is not None:
             self._fingerprint.check()
-        return self.training.clip_at_step(max_norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See `Training.zero_grad`."""

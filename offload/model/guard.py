@@ -290,7 +290,6 @@ class ParameterGuard:
 
     def __init__(self, fqn: str, parameter: nn.Parameter, bring_in: Callable[[], None]) -> None:
         self._parameter, self._key = parameter, id(parameter)
-        self._fqn = fqn
         self._plain_class, self._class_in_use = type(parameter), class_in_use(parameter)
         self._guard_class = _guard_class(type(parameter))
         self._readable_watch = Watch(fqn, bring_in, True)
@@ -311,10 +310,12 @@ class ParameterGuard:
     def leave(self) -> None:
         """The engine is closed and the value went with it: who asks for it is told so, until `Remains` takes the parameter."""
 
-        def refuse(fqn: str = self._fqn) -> None:
+        fqn = self._absent_watch.fqn
+
+        def refuse() -> None:  # knows the name alone: the table of watches keeps no parameter alive
             raise _gone(fqn)
 
-        _watches[self._key] = Watch(self._fqn, refuse, False, self._plain_class)
+        _watches[self._key] = Watch(fqn, refuse, False, self._plain_class)
         self._parameter.__class__ = self._guard_class
 
     def release(self) -> None:

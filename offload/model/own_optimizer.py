@@ -106,7 +106,7 @@ _found: WeakKeyDictionary[torch.optim.Optimizer, OwnOptimizer] = WeakKeyDictiona
 def own_optimizer(optimizer: torch.optim.Optimizer) -> OwnOptimizer:
     """Tries an optimizer, once. Raises `ConfigError` with the reason where it cannot be called on parts of parameters."""
     bits = getattr(getattr(optimizer, "args", None), "optim_bits", 32)
-    if bits != 32:  # bitsandbytes': what is small, as what is tried, has states in 32
+    if bits != 32:  # bitsandbytes': the trial would refuse it too, without saying what to pass instead
         raise ConfigError(
             f"optimizer {type(optimizer).__module__}.{type(optimizer).__qualname__} with states of {bits} bits is not "
             "supported: it computes block by block. Pass torch.optim.AdamW and Config(state_format='8bit')."
