@@ -139,11 +139,14 @@ class Engagement:
     def values_of(self, checkpoint: Path, strict: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """What `Engine.load_values` sets: of a strict load this rank's share; and the client_state."""
         index, count = self.parts.ranks.index, self.parts.ranks.world_size
-        state, client_state = read_values(checkpoint, lambda position: not strict or position % count == index)
+        state, manifest = read_values(checkpoint, lambda position: not strict or position % count == index)
         if not strict:
             own = self.state_dict()
             state = own | {name: value for name, value in state.items() if name in own and own[name].shape == value.shape}
-        return state, client_state
+        elif any(manifest.leaves_out(one) for one in manifest.parameters):
+            frozen = {fqn for one in manifest.parameters if manifest.leaves_out(one) for fqn in one.fqns}
+            state |= {name: value for name, value in self.state_dict(rank0_only=True).items() if name in frozen}
+        return state, manifest.client_state
 
     def info_of(self, parameter: nn.Parameter) -> ParameterInfo:
         """What the engine knows of one of the model's."""

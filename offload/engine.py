@@ -321,6 +321,7 @@ class Engine:
         keep_last: int | None = None,
         wait: bool = True,
         leave_gradients: bool = False,
+        without_frozen: bool = False,
     ) -> Save:
         """Write everything that a resume needs into the folder `dir`: when this returns it is there, whole and durable.
 
@@ -339,10 +340,14 @@ class Engine:
         leave_gradients  True: also between the micro-batches of a step: saved is what the last step left, and the gradients
                          go on waiting. False: a `UsageError` then, as a resume would begin that step anew
 
+        without_frozen   True: what is not trained is left out. A load leaves those parameters as they are
+
         Raises `StorageError` where writing fails (training may go on),
         `CheckpointError` where something that is no checkpoint is in the way.
         """
-        return self._checkpointing.save(dir, client_state, keep_last, wait=wait, leave_gradients=leave_gradients)
+        return self._checkpointing.save(
+            dir, client_state, keep_last, wait=wait, leave_gradients=leave_gradients, without_frozen=without_frozen
+        )
 
     def load_checkpoint(self, dir: str | os.PathLike[str]) -> dict[str, Any]:
         """Go on from a checkpoint, bit for bit; returns its client_state. Gradients at hand are dropped.

@@ -63,6 +63,7 @@ class Checkpointing:
         *,
         wait: bool = True,
         leave_gradients: bool = False,
+        without_frozen: bool = False,
     ) -> Save:
         """See `Engine.save_checkpoint`."""
         self._training.check()
@@ -70,7 +71,9 @@ class Checkpointing:
         if leave_gradients or not self.saver.follows_updates:
             with self._training.failures():
                 self._training.settle()
-        return self.saver.save(path, self._manifest(client), keep_last, wait=wait)
+        manifest = self._manifest(client)
+        manifest.without_frozen = without_frozen
+        return self.saver.save(path, manifest, keep_last, wait=wait)
 
     def _checked(
         self,
@@ -287,14 +290,18 @@ class Checkpointing:
         """Overwrite the engine's state. From here on a failure leaves it undefined."""
         training, residency, manifest = self._training, self._parts.residency, opened.manifest
         infos = {info.index: info for info in self._parts.parameters}
-        stored = {index: StoredParameter(opened, entry, infos[index]) for index, entry in matching.entries.items()}
+        stored = {
+            index: StoredParameter(opened, entry, infos[index])
+            for index, entry in matching.entries.items()
+            if not manifest.leaves_out(entry)
+        }
         with training.failures(holds_interrupts=False):
             training.uses.abandon()
             training.settle()
             training.restart(manifest.step_count)
             residency.evict_all()
             for info in self._parts.parameters:
-                info.step = stored[info.index].entry.step
+                info.step = matching.entries[info.index].step
             with closing(StateWriter(self._parts, stored)) as writer:
                 for unit in self._parts.units:
                     writer.unit(unit)

@@ -13,8 +13,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 FORMAT = "offload-checkpoint"
-VERSION, VERSION_IMPORTED, VERSION_PADDED = 1, 2, 3
+VERSION, VERSION_IMPORTED, VERSION_PADDED, VERSION_PARTIAL = 1, 2, 3, 4
 """A checkpoint is written in the lowest version that can say what it is."""
+KEYS_OF = {
+    "imported": (VERSION_IMPORTED,),
+    "padding": (VERSION_PADDED, VERSION_PARTIAL),
+    "without_frozen": (VERSION_PARTIAL,),
+}
+"""Keys that only these versions have."""
 VALUE = "value"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -129,6 +135,11 @@ class Manifest:
     """What kind of checkpoint it was converted from; None: a run saved it."""
     padding: list[TensorEntry] = field(default_factory=list)
     """Zeros between other ranges, so that those begin where blocks can be shared."""
+    without_frozen: bool = False
+    """The values of what was not trained are left out: these parameters have no pieces."""
+
+    def leaves_out(self, parameter: ParameterEntry) -> bool:
+        return self.without_frozen and parameter.group is None and not parameter.pieces
 
     def tensors(self) -> list[tuple[str, TensorEntry]]:
         """Every range of bytes, with a name for messages."""
@@ -153,10 +164,12 @@ def encode(manifest: Manifest) -> bytes:
     content, version = asdict(manifest), VERSION
     if manifest.imported is not None:
         version = VERSION_IMPORTED
+    elif manifest.without_frozen:
+        version = VERSION_PARTIAL
     elif manifest.padding:
         version = VERSION_PADDED
-    for key, since in (("imported", VERSION_IMPORTED), ("padding", VERSION_PADDED)):
-        if version != since:
+    for key, versions in KEYS_OF.items():
+        if version not in versions:
             del content[key]
     body = b'"manifest":' + json.dumps(content, separators=(",", ":"), allow_nan=False).encode() + b"}\n"
     return head(version, zlib.crc32(body)) + body

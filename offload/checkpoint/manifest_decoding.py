@@ -10,10 +10,12 @@ from typing import Any
 
 from offload.checkpoint.manifest import (
     FORMAT,
+    KEYS_OF,
     MOMENTS,
     VERSION,
     VERSION_IMPORTED,
     VERSION_PADDED,
+    VERSION_PARTIAL,
     BufferEntry,
     FileEntry,
     LossScaleEntry,
@@ -29,7 +31,7 @@ from offload.checkpoint.manifest import (
 from offload.errors import CheckpointError
 from offload.model.file_dtypes import DTYPES
 
-READABLE_VERSIONS = (VERSION, VERSION_IMPORTED, VERSION_PADDED)
+READABLE_VERSIONS = (VERSION, VERSION_IMPORTED, VERSION_PADDED, VERSION_PARTIAL)
 
 _FILE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,99}\.safetensors")
 _MAX_COUNT = (1 << 63) - 1
@@ -152,8 +154,9 @@ def _manifest(fields: _Fields, version: int) -> Manifest:
         random=[_random(_Fields(value, f"random {index}")) for index, value in enumerate(fields.items("random"))],
         files=[_file(_Fields(value, f"file {index}")) for index, value in enumerate(fields.items("files"))],
         client_state=fields.mapping("client_state"),
-        imported=fields.text("imported") if version == VERSION_IMPORTED else None,
-        padding=_padding(fields) if version == VERSION_PADDED else [],
+        imported=fields.text("imported") if version in KEYS_OF["imported"] else None,
+        padding=_padding(fields) if version in KEYS_OF["padding"] else [],
+        without_frozen=version in KEYS_OF["without_frozen"] and fields.truth("without_frozen"),
     )
     fields.end()
     return result

@@ -139,6 +139,10 @@ class Matching:
             info.dtype.is_complex,
         ):
             raise self._misfit(f"parameter {info.fqn!r} was of dtype {entry.dtype} and is of {info.dtype} now")
+        if self._manifest.leaves_out(entry):
+            if info.trainable:
+                raise self._misfit(f"parameter {info.fqn!r} was frozen, its value was left out, and it is trained now")
+            return
         check_parameter(entry, self._moments)
         records = self._parts.records
         missing = set(records.moments) - set(self._moments) if records is not None and trained else None

@@ -31,6 +31,11 @@ def export_checkpoint(source: Path, target: Path, dtype: torch.dtype | None, max
     with OpenedCheckpoint(source) as opened:
         manifest = opened.manifest
         _require_no_adapters(manifest, source)
+        if any(manifest.leaves_out(one) for one in manifest.parameters):
+            raise CheckpointError(
+                f"the checkpoint {str(source)!r} was saved without frozen parameters: load it into an engine of the model, and "
+                "call engine.export(dir)."
+            )
         try:
             names = _check(manifest)
         except Inconsistent as clause:

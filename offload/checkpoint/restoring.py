@@ -77,6 +77,7 @@ class StateWriter:
     """Fills the tiers. Owned by the thread that drives the model; nothing is resident that a store is the home of."""
 
     def __init__(self, parts: Components, stored: dict[int, StoredParameter]) -> None:
+        """What is not in `stored` keeps its value."""
         self._parts, self._stored = parts, stored
         self._buffers = ChunkBuffers(parts)
         total_nbytes = sum(unit.layout.nbytes for unit in parts.units)
@@ -93,7 +94,7 @@ class StateWriter:
             for chunk in unit.homes:
                 self._fill_values(chunk, None)
         for info in unit.parameters:
-            del self._stored[info.index]  # with what it may have reordered
+            self._stored.pop(info.index, None)  # with what it may have reordered
         self._progress.add(unit.layout.nbytes)
 
     def close(self) -> None:
@@ -135,7 +136,11 @@ class StateWriter:
         in_place = home is not None and home.device.type == "cpu"
         content = home if home is not None and in_place else self._buffers.values.take(parameter_store.nbytes(chunk)).zero_()
         values = content[:nbytes].view(chunk.flat.dtype)
+        if not in_place and any(info.index not in self._stored for info, _ in chunk.pieces):
+            self._take_present(chunk, home, content)
         for info, piece in chunk.pieces:
+            if info.index not in self._stored:
+                continue
             low, high = piece.start - chunk.start, piece.stop - chunk.start
             if masters is not None:
                 self._round(chunk, values[low:high], masters[low:high])
@@ -143,6 +148,12 @@ class StateWriter:
                 self._read_values(chunk, info, piece, values[low:high])
         if not in_place:
             parameter_store.write(chunk, content).wait()
+
+    def _take_present(self, chunk: Chunk, home: torch.Tensor | None, into: torch.Tensor) -> None:
+        if home is not None:
+            into[: home.numel()].copy_(home)
+        else:
+            self._parts.parameter_store.read(chunk, into).wait()
 
     def _read_values(self, chunk: Chunk, info: ParameterInfo, piece: Piece, into: torch.Tensor) -> None:
         stored, start = self._stored[info.index], piece.start - piece.slot.start

@@ -11,7 +11,7 @@ Whichever it is, the array is in memory too, for its checksums.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -35,9 +35,9 @@ from offload.tiers.store import ExtentSnapshot
 class UnitFile:
     """See the module. Made on the drive when something is first written to it."""
 
-    def __init__(self, folder: Path, unit: Unit, rank: int, moments: Sequence[str], backend: IoBackend | None) -> None:
-        """`moments`: what the optimizer keeps of a trained parameter. `backend`: for direct I/O, if there is one."""
-        self.unit, self.tensors, self._moments = unit, UnitTensors(unit, moments), moments
+    def __init__(self, folder: Path, unit: Unit, rank: int, tensors: UnitTensors, backend: IoBackend | None) -> None:
+        """`tensors`: of the unit. `backend`: for direct I/O, if there is one."""
+        self.unit, self.tensors = unit, tensors
         self._folder, self._name = folder, f"unit-{unit.index:05d}-rank-{rank:05d}.safetensors"
         self._backend = backend
         self._file: TensorFile | None = None
@@ -62,11 +62,11 @@ class UnitFile:
         file, specs = self.opened(), self.tensors.specs
         manifest.files.append(file_entry(file))
         for info in self.tensors.infos:
-            kept = self._moments if info.trainable else ()
+            kept = self.tensors.moments if info.trainable else ()
             moments = [tensor_entry(file, specs[tensor_name(info, name)]) if name in kept else None for name in MOMENTS]
             owned = self.tensors.owned[info.index]
             piece = PieceEntry(owned.start, owned.stop, tensor_entry(file, specs[tensor_name(info, VALUE)]), *moments)
-            manifest.parameters.append(_parameter_entry(info, self._steps[info.index], piece))
+            manifest.parameters.append(parameter_entry(info, self._steps[info.index], [piece]))
         manifest.padding += [tensor_entry(file, spec) for spec in self.tensors.padding]
 
     @property
@@ -173,7 +173,7 @@ def file_entry(file: TensorFile) -> FileEntry:
     return FileEntry(file.name, file.nbytes, file.header_nbytes, file.header_crc32)
 
 
-def _parameter_entry(info: ParameterInfo, step: int, piece: PieceEntry) -> ParameterEntry:
+def parameter_entry(info: ParameterInfo, step: int, pieces: list[PieceEntry]) -> ParameterEntry:
     return ParameterEntry(
         fqns=list(info.fqns),
         shape=list(info.shape),
@@ -181,5 +181,5 @@ def _parameter_entry(info: ParameterInfo, step: int, piece: PieceEntry) -> Param
         dtype=DTYPE_CODES[info.dtype],
         group=info.group_index,
         step=step,
-        pieces=[piece],
+        pieces=pieces,
     )

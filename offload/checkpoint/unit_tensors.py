@@ -45,13 +45,13 @@ class GapPart:
 class UnitTensors:
     """See the module."""
 
-    def __init__(self, unit: Unit, moments: Sequence[str]) -> None:
-        """`moments`: what the optimizer keeps of a trained parameter."""
-        self.owned = {info.index: owned for info, owned in owned_elements(unit)}
+    def __init__(self, unit: Unit, moments: Sequence[str], *, trained_only: bool = False) -> None:
+        """`moments`: what the optimizer keeps of a trained parameter. `trained_only`: nothing of others."""
+        self.owned = {info.index: owned for info, owned in owned_elements(unit, trained_only=trained_only)}
         self.infos = [info for info in unit.parameters if info.index in self.owned]
         self.specs: dict[str, TensorSpec] = {}
         self.padding: list[TensorSpec] = []
-        self._moments = moments
+        self.moments = moments
         self._arrays: dict[tuple[int, str], _Array] = {}
         for flat in unit.flats:
             for kind in self._kinds(flat):
@@ -76,7 +76,7 @@ class UnitTensors:
                 yield GapPart(name, place, nbytes, start - chunk.start, stop - chunk.start)
 
     def _kinds(self, flat: Flat) -> tuple[str, ...]:
-        return (VALUE, *self._moments) if flat.layout.trainable else (VALUE,)
+        return (VALUE, *self.moments) if flat.layout.trainable else (VALUE,)
 
     def _lay_out(self, flat: Flat, kind: str) -> None:
         first, last = flat.layout.chunks[0].start, flat.layout.chunks[-1].stop
@@ -99,9 +99,11 @@ class UnitTensors:
         self._arrays[id(flat), kind] = _Array(first, tensors[0][1].name, dtype.itemsize, gaps)
 
 
-def owned_elements(unit: Unit) -> Iterator[tuple[ParameterInfo, range]]:
+def owned_elements(unit: Unit, *, trained_only: bool = False) -> Iterator[tuple[ParameterInfo, range]]:
     """Of each parameter of which this rank's chunks hold any: the elements, in slot order. On one rank all of each."""
     for flat in unit.flats:
+        if trained_only and not flat.layout.trainable:
+            continue
         first, last = flat.layout.chunks[0].start, flat.layout.chunks[-1].stop
         for info, slot in zip(flat.parameters, flat.layout.slots, strict=True):
             start, stop = max(slot.start, first), min(slot.stop, last)

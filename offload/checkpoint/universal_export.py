@@ -46,6 +46,8 @@ def export_universal(source: Path, target: Path) -> int:
         opened.check_headers()
         progress = Progress(_log, "export: %.1f of %.1f GiB of parameters", sum(4 * one.numel for one in manifest.parameters))
         for parameter in manifest.parameters:
+            if manifest.leaves_out(parameter):
+                continue
             progress.add(4 * parameter.numel)
             try:
                 _write_parameter(opened, parameter, folder.path / "zero")
@@ -124,7 +126,7 @@ def _model_states(opened: OpenedCheckpoint) -> dict[str, Any]:
     own: Mapping[str, Any] = manifest.client_state
     is_drop_ins = "global_steps" in own
     trained = [[one for one in manifest.parameters if one.group == index] for index in _groups(manifest)]
-    frozen = [one for one in manifest.parameters if one.group is None]
+    frozen = [one for one in manifest.parameters if one.group is None and not manifest.leaves_out(one)]
     buffers = {one.fqn: whole_tensor(opened, one.fqn, one.data).reshape(one.shape) for one in manifest.buffers}
     states = {
         "module": buffers,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from offload.checkpoint.manifest import TensorEntry
+from offload.checkpoint.manifest import Manifest, TensorEntry
 from offload.checkpoint.opened import OpenedCheckpoint
 from offload.checkpoint.staged_folder import MANIFEST_NAME
 from offload.errors import CheckpointError
@@ -17,8 +16,9 @@ from offload.model.file_dtypes import DTYPES
 
 def read_values(
     path: Path, keeps: Callable[[int], bool] = lambda _: True, *, trained_only: bool = False
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """By fqn, tied parameters under each of their names, fp32 where they were trained; and the client_state.
+) -> tuple[dict[str, torch.Tensor], Manifest]:
+    """By fqn, tied parameters under each of their names, fp32 where they were trained, but for what was left out; and what else
+    the checkpoint says.
 
     `keeps(position)`: whether the parameter, or buffer, of that number is wanted. Checksums are compared. Raises
     `CheckpointError`, `StorageError`. Host memory: what is returned.
@@ -29,7 +29,8 @@ def read_values(
             opened.check_files()
             opened.check_headers()
             for position, parameter in enumerate(opened.manifest.parameters):
-                if keeps(position) and (parameter.group is not None or not trained_only):
+                left_out = opened.manifest.leaves_out(parameter) or (trained_only and parameter.group is None)
+                if keeps(position) and not left_out:
                     pieces = sorted(parameter.pieces, key=lambda piece: piece.start)
                     parts = [whole_tensor(opened, parameter.fqns[0], piece.value) for piece in pieces]
                     whole = torch.cat(parts) if parts else torch.empty(0, dtype=DTYPES[parameter.dtype])
@@ -42,7 +43,7 @@ def read_values(
             if isinstance(error, CheckpointError):
                 raise
             raise opened.damaged(MANIFEST_NAME, f"its parameters cannot be put together ({error})") from error
-        return found, opened.manifest.client_state
+        return found, opened.manifest
 
 
 def whole_tensor(opened: OpenedCheckpoint, name: str, tensor: TensorEntry) -> torch.Tensor:

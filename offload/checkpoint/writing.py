@@ -30,8 +30,8 @@ from offload.checkpoint.model_names import buffers_once
 from offload.checkpoint.random_state import CPU, DEVICE, take_random_state
 from offload.checkpoint.state_reading import Failures, Kept, StateReader, raw_arrays, stores_of
 from offload.checkpoint.tensor_file import METADATA, TensorFile, TensorSpec, known_dtype
-from offload.checkpoint.unit_file import ChunkCopy, UnitFile, file_entry, tensor_entry
-from offload.checkpoint.unit_tensors import owned_elements
+from offload.checkpoint.unit_file import ChunkCopy, UnitFile, file_entry, parameter_entry, tensor_entry
+from offload.checkpoint.unit_tensors import UnitTensors, owned_elements
 from offload.model.chunk import Chunk
 from offload.model.unit import Unit
 from offload.progress import Progress
@@ -78,19 +78,22 @@ class Snapshot:
         self._reader = StateReader(parts, failures, self._at_once)
         self._priority = Priority.BACKGROUND if beside else Priority.STATE
         moments = parts.records.moments if parts.records is not None else ()
+        self._trained_only = manifest.without_frozen
         self._files = {
-            unit: UnitFile(folder, unit, self._rank, moments, parts.backend) for unit in parts.units if self._writes(unit)
+            unit: UnitFile(folder, unit, self._rank, UnitTensors(unit, moments, trained_only=self._trained_only), parts.backend)
+            for unit in parts.units
+            if self._writes(unit)
         }
-        self._file_of = {chunk: file for unit, file in self._files.items() for chunk in unit.chunks}
+        self._file_of = {chunk: file for unit, file in self._files.items() for chunk in self._chunks(unit)}
         self._progress = Progress(_log, "save: %.1f of %.1f GiB are written", sum(file.nbytes for file in self._files.values()))
-        self._chunk_counts = {file: len(file.unit.chunks) for file in self._files.values()}
+        self._chunk_counts = {file: len(self._chunks(file.unit)) for file in self._files.values()}
         """What is still to come of each file."""
         self._unfinished: list[UnitFile] = []
         self._keeps = self._has_room_to_keep()
         self._kept: dict[Chunk, Kept] = {}
         self._cannot_share: set[ChunkStore] = set()
         self._under_way: deque[ChunkCopy] = deque()
-        order = [chunk for unit in parts.residency.next_order() if unit in self._files for chunk in unit.chunks]
+        order = [chunk for unit in parts.residency.next_order() if unit in self._files for chunk in self._chunks(unit)]
         self.copies = Copies(order, parts.updates, self._keep)
         self._whole: list[TensorFile] = []
         try:
@@ -102,10 +105,14 @@ class Snapshot:
     def _writes(self, unit: Unit) -> bool:
         """Whether this rank writes what it holds of the unit: of what several ranks hold alike, one in turn does."""
         ranks = self._parts.ranks
-        if not any(True for _ in owned_elements(unit)):
+        if not any(True for _ in owned_elements(unit, trained_only=self._trained_only)):
             return False
         alike = tuple(range(ranks.world_size)) if self._parts.layout.stage == 0 else ranks.replicas
         return alike[unit.index % len(alike)] == ranks.index
+
+    def _chunks(self, unit: Unit) -> list[Chunk]:
+        """What is written of the unit."""
+        return [chunk for chunk in unit.chunks if chunk.flat.layout.trainable or not self._trained_only]
 
     def _has_room_to_keep(self) -> bool:
         """Whether the scratch folders' file systems can hold every extent twice, and still the checkpoint."""
@@ -149,6 +156,9 @@ class Snapshot:
             self._abandon()
         for unit in sorted(self._files, key=lambda unit: unit.index):
             self._files[unit].enter(self._manifest)
+        if self._trained_only and self._rank == 0:
+            frozen = (info for info in self._parts.parameters if not info.trainable)
+            self._manifest.parameters += [parameter_entry(info, info.step, []) for info in frozen]
         self._finish_whole()
 
     def _copy_all(self, make_update: Callable[[Chunk], bool]) -> None:

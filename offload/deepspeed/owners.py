@@ -18,7 +18,7 @@ from offload.errors import ParameterAccessError
 _owners = WeakIdKeyDictionary()
 _ids = itertools.count()
 _DEVICE_OF = torch.Tensor.device.__get__
-_ANSWERS = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor")
+_ANSWERS = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "ds_persist")
 
 
 class ZeroParamStatus(Enum):
@@ -75,7 +75,8 @@ class _Partitioned(nn.Parameter):
 
 def answer(parameters: Iterable[nn.Parameter], ranks: int, plain: Mapping[int, type] | None = None) -> None:
     """Set what scripts look for on a parameter that is, or will be, partitioned: hasattr(p, "ds_id") is how they tell.
-    `ds_tensor` has the shape of a rank's share, and no values. `plain`: by id, the classes that engine's parameters had."""
+    `ds_tensor` has the shape of a rank's share, and no values; `ds_persist`: none stays gathered between its uses.
+    `plain`: by id, the classes that engine's parameters had."""
     for parameter in parameters:
         if plain is None and type(parameter) is nn.Parameter:
             parameter.__class__ = _Partitioned
@@ -86,6 +87,7 @@ def answer(parameters: Iterable[nn.Parameter], ranks: int, plain: Mapping[int, t
             parameter.numel(),
             _Status(parameter, plain[id(parameter)] if plain is not None else None),
             share,
+            False,
         )
         vars(parameter).update(zip(_ANSWERS, values, strict=True))
 

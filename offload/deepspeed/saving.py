@@ -116,9 +116,8 @@ class Saving:
         """A checkpoint of this package in `save_dir`/`tag` ("global_step<n>"), and `save_dir`/latest, which names it.
 
         `client_state` is JSON; the scheduler's state is saved with it. Between the micro-batches of a step what has accumulated
-        is not saved, as in DeepSpeed. A frozen parameter is saved in any case: what a resume needs is whole. Collective.
+        is not saved, as in DeepSpeed. `exclude_frozen_parameters`: a load leaves those as they are. Collective.
         """
-        del exclude_frozen_parameters
         if save_dir is None or not str(save_dir):
             raise ConfigError(f"save_checkpoint(save_dir={save_dir!r}): name a folder.")
         name = agreed_tag(str(tag) if tag is not None else f"global_step{self.global_steps}", self._said.tag_validation)
@@ -130,7 +129,9 @@ class Saving:
             "loss_scaler": packed(self.loss_scaler.state_dict()),
             "lr_scheduler": packed(self.lr_scheduler.state_dict()) if self.lr_scheduler is not None else None,
         }
-        self.offload_engine.save_checkpoint(expanded(save_dir) / name, client_state=state, leave_gradients=True)
+        self.offload_engine.save_checkpoint(
+            expanded(save_dir) / name, client_state=state, leave_gradients=True, without_frozen=exclude_frozen_parameters
+        )
         if save_latest and self.global_rank == 0:
             write_latest(expanded(save_dir), name)
         comm.barrier()

@@ -153,8 +153,8 @@ class Training(FailureState):
         """Raise where the gradients that come lack the loss scale."""
         if self.loss_scale.value != 1.0 and not self.loss_is_scaled:
             raise UsageError(
-                f"fp16 gradients need the loss scale ({self.loss_scale.value:g}): call engine.backward(loss) instead "
-                "of loss.backward()."
+                f"Loss scaling is required: fp16 gradients need the loss scale ({self.loss_scale.value:g}): call "
+                "engine.backward(loss) instead of loss.backward()."
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -199,7 +199,7 @@ def test_a_first_line_that_says_the_same_in_other_bytes(target: Target, before: 
     target.restore("MANIFEST.json")
 
 
-@pytest.mark.parametrize("version", [0, 4, "1", None, True, 1.5, [1]])
+@pytest.mark.parametrize("version", [0, 5, "1", None, True, 1.5, [1]])
 def test_other_versions(target: Target, version: Any) -> None:
     (target.damaged / "MANIFEST.json").write_bytes(signed(target.content, version))
     message = target.load()
