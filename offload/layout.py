@@ -22,6 +22,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 SLOT_ALIGN = 64
 """Elements. 256 bytes of fp32: a slot never shares a cache line or a SIMD lane pattern with its neighbour."""
@@ -246,6 +247,7 @@ class Layout:
         return (flat for unit in self.units for flat in unit.flats)
 
 
+@lru_cache(maxsize=256)  # the blocks of a model are cut alike
 def _cut(start: int, stop: int, numel: int) -> tuple[ChunkLayout, ...]:
     return tuple(ChunkLayout(index, begin, min(numel, stop - begin)) for index, begin in enumerate(range(start, stop, numel)))
 

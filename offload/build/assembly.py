@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import nn
@@ -287,15 +288,17 @@ def lay_out(
     weights: list[Weight] = []
     rank_numel = sum(spec.numel for _, unit_specs in specs for spec in unit_specs) // sharing.world_size
     large = large_chunk_numels(rank_numel)
+
+    @cache
+    def cut(chunk_numel: int) -> tuple[Layout, Decision]:
+        layout = build_layout(specs, chunk_numel=chunk_numel, world_size=sharing.world_size, rank=known.rank, stage=sharing.stage)
+        own = (config, known.accelerator, layout, known.expected, known.moments, sharing)
+        return layout, Decision(*own, accumulates=accumulates)
+
     for within_room in (True, False):
         for chunk_numel in chunk_numels or (*large, *CHUNK_NUMELS):
-            layout = build_layout(
-                specs, chunk_numel=chunk_numel, world_size=sharing.world_size, rank=known.rank, stage=sharing.stage
-            )
+            layout, decision = cut(chunk_numel)
             try:
-                decision = Decision(
-                    config, known.accelerator, layout, known.expected, known.moments, sharing, accumulates=accumulates
-                )
                 placement = decision.decide(within_room=within_room)
             except BudgetError as error:
                 failure = error

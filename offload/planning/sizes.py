@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, replace
 
 from offload.device.records import RecordFormat
 from offload.layout import EXTENT_ALIGN, FlatLayout, Layout, UnitLayout, round_up
@@ -112,8 +112,15 @@ class Footprint:
     def of(layout: Layout, format_of: FormatOf) -> Footprint:
         flats = list(layout.flats)
         alone = layout.world_size == 1
+        alike: dict[Hashable, UnitSizes] = {}  # the blocks of a model
+        units = []
+        for unit in layout.units:
+            shape = tuple((flat.dtype, flat.trainable, *((slot.start, slot.numel) for slot in flat.slots)) for flat in unit.flats)
+            if shape not in alike:
+                alike[shape] = UnitSizes.of(unit, layout, format_of)
+            units.append(replace(alike[shape], index=unit.index))
         return Footprint(
-            units=tuple(UnitSizes.of(unit, layout, format_of) for unit in layout.units),
+            units=tuple(units),
             parameter_buffer=max((chunk.numel * flat.itemsize for flat in flats for chunk in flat.chunks), default=0),
             square_sums=8 * sum(_square_sum_count(flat) for flat in flats if flat.trainable),
             has_whole_units=all(flat.shard.numel == flat.numel for flat in flats),
