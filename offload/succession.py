@@ -106,9 +106,9 @@ class Succession:
         own = {info.index: info.parameter.grad for info in parts.parameters}
         failure: Exception | None = None
         try:
+            ranks = parts.meeting.alongside(MeetingPoint.UNFREEZING, parts.ranks.renewed)
             self.current.end()
             try:
-                ranks = parts.ranks.renewed()
                 made = refitted(parts, self._config, optimizer.moments, optimizer.param_groups, trained, ranks)
             except Exception as error:
                 failure, made = error, rebuild(parts, self._config, optimizer.moments, parts.ranks.renewed())

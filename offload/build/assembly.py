@@ -291,7 +291,8 @@ def lay_out(
 
     @cache
     def cut(chunk_numel: int) -> tuple[Layout, Decision]:
-        layout = build_layout(specs, chunk_numel=chunk_numel, world_size=sharing.world_size, rank=known.rank, stage=sharing.stage)
+        place = {"world_size": sharing.world_size, "rank": known.rank, "stage": sharing.stage}
+        layout = build_layout(specs, chunk_numel=chunk_numel, **place)
         own = (config, known.accelerator, layout, known.expected, known.moments, sharing)
         return layout, Decision(*own, accumulates=accumulates)
 

@@ -115,7 +115,9 @@ class Footprint:
         alike: dict[Hashable, UnitSizes] = {}  # the blocks of a model
         units = []
         for unit in layout.units:
-            shape = tuple((flat.dtype, flat.trainable, *((slot.start, slot.numel) for slot in flat.slots)) for flat in unit.flats)
+            shape = tuple(
+                (flat.dtype, flat.trainable, tuple((slot.start, slot.numel) for slot in flat.slots)) for flat in unit.flats
+            )
             if shape not in alike:
                 alike[shape] = UnitSizes.of(unit, layout, format_of)
             units.append(replace(alike[shape], index=unit.index))

@@ -9,12 +9,14 @@ Alone, every agreement is the identity: what one rank says is all that is said, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from offload.ranks.next_transfers import MeetingPoint
+
+T = TypeVar("T")
 
 
 class Group(Protocol):
@@ -74,6 +76,10 @@ class Meeting(Protocol):
         """Wait until every rank is here; then `action` runs on all of them. Returns its result."""
         ...
 
+    def alongside(self, point: MeetingPoint, act: Callable[[], T]) -> T:
+        """`act`, which waits for the other ranks in a way of its own, while it is seen when one of them is gone."""
+        ...
+
     def watch(self, on: bool) -> None:
         """From now on it is seen when a rank is gone, though nothing is asked of it; or no longer."""
         ...
@@ -122,6 +128,9 @@ class NoMeeting:
 
     def meet(self, point: MeetingPoint, action: Callable[[], Any] | None = None, *, argument: int = 0) -> Any:
         return action() if action is not None else None
+
+    def alongside(self, point: MeetingPoint, act: Callable[[], T]) -> T:
+        return act()
 
     def watch(self, on: bool) -> None:
         pass

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
+from offload.device.lane import start_thread
 from offload.device.pending import Pending
 from offload.ranks.next_transfers import Announcement, Blocked, MeetingPoint
 from offload.ranks.transport import Ranks
+
+T = TypeVar("T")
 
 
 class Request(Pending):
@@ -53,7 +56,7 @@ class Rendezvous:
         self._action: Callable[[], Any] | None = None
         self._answer: list[Any] = []
         self._failure: BaseException | None = None
-        self._watching = False
+        self._watching = MeetingPoint.NONE
         self.asked = threading.Event()
         """Set when there is something to attend to."""
 
@@ -99,12 +102,42 @@ class Rendezvous:
                 finally:
                     self._blocked = Announcement()
 
+    def alongside(self, point: MeetingPoint, act: Callable[[], T]) -> T:
+        """`act`, which waits for the other ranks in a way of its own, in a thread of its own, while it is seen when one of them
+        is gone: then that is raised, and `act` is left behind. All ranks call it in the same place, at `point`."""
+        results: list[T] = []
+        failures: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                results.append(act())
+            except BaseException as error:
+                failures.append(error)
+            with self.changed:
+                self.changed.notify_all()
+
+        self._watch(point)
+        try:
+            start_thread(threading.Thread(target=run, name="offload-joining", daemon=True))
+            with self.changed:
+                while not (results or failures):
+                    self._require_going_on()
+                    self.changed.wait()
+        finally:
+            self._watch(MeetingPoint.NONE)
+        if failures:
+            raise failures[0]
+        return results[0]
+
     def watch(self, on: bool) -> None:
-        """From now on rounds go on though nothing is asked for, so that a rank that is gone is known; or no longer. All ranks
-        call it in the same place. From any thread."""
+        """From now on, beside a save, rounds go on though nothing is asked for, so that a rank that is gone is known; or no
+        longer. All ranks call it in the same place. From any thread."""
+        self._watch(MeetingPoint.SAVING if on else MeetingPoint.NONE)
+
+    def _watch(self, point: MeetingPoint) -> None:
         with self.changed:
-            self._watching = on
-            if on:
+            self._watching = point
+            if point:
                 self._wake()
 
     def abandon(self, reason: str) -> None:
@@ -156,7 +189,7 @@ class Rendezvous:
             return blocked.point.call
         kind = "gather" if self._gathers else "reduction of the gradients"
         units = self._gathers or self._reductions
-        otherwise = MeetingPoint.SAVING.call if self._watching else "training"
+        otherwise = self._watching.call if self._watching else "training"
         return f"{kind} of unit {self.unit_names[next(iter(units))]}" if units else otherwise
 
     def pause(self, seconds: float) -> None:

@@ -132,7 +132,13 @@ class Ranks:
         # Ranks outside of the members know nothing of them. PyTorch then names the group by its members, and a second one
         # of that name would find the addresses of the first, so that such a group cannot be given back.
         is_local = len(members) < dist.get_world_size()
-        group = dist.new_group(members, backend=backend, timeout=self._timeout, use_local_synchronization=is_local)
+        try:
+            group = dist.new_group(members, backend=backend, timeout=self._timeout, use_local_synchronization=is_local)
+        except RuntimeError as error:
+            raise RankError(
+                f"rank {dist.get_rank()} could not connect to the ranks {members} within {self._timeout} ({error}): one of "
+                "them failed, hangs or is gone. Start all of them again from the last checkpoint."
+            ) from error
         if not is_local:
             self._groups.append(group)
         return group

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import re
 import shutil
 import signal
 import sys
@@ -91,6 +92,8 @@ class EnginePlayer(Player):
         self._beside: tuple[Any, int, int] | None = None
         self.drives = Drives(self._patch)
         self._interrupted = False
+        self._more: dict[str, int] = {}
+        """Budgets that an error asked for."""
 
     # ---- the engine ----------------------------------------------------------------------------------------------
 
@@ -132,7 +135,8 @@ class EnginePlayer(Player):
             least = smallest(attempt, field, fields) if factor is not None else None
             if least is not None:
                 fields[field] = int(least * factor)
-        return fields
+        self._given = fields | self._more
+        return self._given
 
     def end(self) -> None:
         self.graphs.clear()
@@ -279,6 +283,22 @@ class DrawnPlayer(EnginePlayer):
     def begin(self) -> Outcome:
         return self._faultless(lambda: self._began(0))
 
+    def resumed(self, setup: int) -> Any:
+        """Where the checkpoint has states of what is not trained here yet, its budget may be too small: the user gives what the
+        error says, and starts again."""
+        try:
+            return super().resumed(setup)
+        except offload.BudgetError as error:
+            (field,) = re.findall(r"The smallest (\w+) that can is", str(error))
+            needed, given = error.smallest_nbytes, self._given[field]
+            assert needed is not None and needed > given, f"{given} bytes are enough, and yet: {error}"
+            self.end()
+            self._more = {field: needed}
+            try:
+                return super().resumed(setup)
+            finally:
+                self._more = {}
+
     def _faultless(self, start: Any) -> Outcome:
         """Start; where the failing drive fails at once, without the fault again."""
         try:
@@ -356,7 +376,8 @@ class DrawnPlayer(EnginePlayer):
             return None
         if self._is_of_the_drive(error):
             return {"is": "died", "struck": True}
-        if any(isinstance(one, offload.RankError) for one in (error, error.__cause__)):
+        told = type(error) is offload.CheckpointError and "rank 0 could not begin the checkpoint: StorageError" in str(error)
+        if told or any(isinstance(one, offload.RankError) for one in (error, error.__cause__)):
             # What struck a save beside is told by a later call, and the other rank may have ended before this one made that.
             struck = self.drives.has_struck
             return {"is": "died", "struck": struck, "says": "".join(traceback.format_exception(error))}

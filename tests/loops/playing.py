@@ -401,8 +401,10 @@ class Player(ABC):
         """Close and start again: "scratch", or with the weights ("state") or the last checkpoint of this run."""
         state = self.state() if how == "state" else None
         self.end()
+        if how == "checkpoint":
+            return self.resumed(setup)
         self._began(setup, state)
-        return self._loaded(self.load(None)) if how == "checkpoint" else {}
+        return {}
 
     def _began(self, setup: int, state: Mapping[str, torch.Tensor] | None = None) -> None:
         self.graphs.clear()

@@ -438,6 +438,23 @@ def failing(fields: dict[str, Any], how: str, when: str) -> None:
             engine.optimizer.zero_grad()
 
 
+def failing_to_connect(fields: dict[str, Any]) -> None:
+    """Rank 1 dies where the ranks connect anew, to make room for the states of what was unfrozen."""
+    rank, world = place()
+    model = llama()
+    optimizer = adamw(model)
+    model.model.layers[0].requires_grad_(False)
+    batch = byte_batches(world)[rank]
+    with offload.initialize(model, optimizer, offload.Config(**fields)) as engine:
+        model(input_ids=batch, labels=batch).loss.backward()
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+        model.model.layers[0].requires_grad_(True)
+        if rank == 1:
+            dist.new_group = lambda *_, **__: _fail("dies")
+        model(input_ids=batch, labels=batch)
+
+
 def _fail(how: str) -> None:
     if how == "dies":
         os.kill(os.getpid(), signal.SIGKILL)

@@ -81,6 +81,18 @@ def test_a_rank_that_fails(fresh: Callable[..., Crew], how: str, when: str) -> N
         assert answers[1]["error"] == ["ValueError", "rank 1 has had enough"]
 
 
+def test_a_rank_that_dies_where_they_connect_anew(fresh: Callable[..., Crew]) -> None:
+    """It is seen at once, not when the connecting has taken the group's time."""
+    crew = fresh(2, seconds=200)
+    began = time.monotonic()
+    crew.begin("failing_to_connect", fields=STAGE_3)
+    answer = crew.answers()[0]
+    assert "error" in answer, f"{answer}\n{crew.said(0)}"
+    kind, message = answer["error"]
+    assert kind == "RankError" and "rank 1" in message and "newly trained parameters" in message, message
+    assert time.monotonic() - began < 120
+
+
 def test_ranks_that_call_different_things(fresh: Callable[..., Crew]) -> None:
     for kind, message in fresh(2).errors("different_calls", fields=STAGE_3):
         assert kind == "RankError"
