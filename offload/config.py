@@ -89,6 +89,12 @@ class Config:
         or not: what DeepSpeed's keys may ask for."""
         return 0.0
 
+    @property
+    def masters_begin_rounded(self) -> bool:
+        """Whether fp32 masters begin as the values that `dtype` has, as DeepSpeed's do: it makes them of the parameters after
+        their cast to 16 bits."""
+        return False
+
     def __post_init__(self) -> None:
         checks = (self._check_choices, self._check_state_format, self._check_numbers, self._check_paths, self._check_loss_scale)
         for check in checks:

@@ -201,7 +201,12 @@ class Assembly:
         parameters = {fqn: info.parameter for info in described.infos for fqn in info.fqns}
         share = self._of_first_rank if self._shares else None
         values = InitialValues(
-            self._source, described.covered, parameters, keeps_checksums=self._ranks.world_size > 1, share=share
+            self._source,
+            described.covered,
+            parameters,
+            keeps_checksums=self._ranks.world_size > 1,
+            share=share,
+            rounded_to=DTYPES[self._config.dtype] if self._config.masters_begin_rounded and self._config.dtype else None,
         )
         return building.finish(described.module_units, described.by_unit, expected, values, self._state_of)
 

@@ -70,13 +70,15 @@ class InitialValues:
         *,
         keeps_checksums: bool = False,
         share: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        rounded_to: torch.dtype | None = None,
     ) -> None:
         """`names` in `source` and `parameters`: by fqn.
 
         keeps_checksums  so that ranks can tell whether they start from the same values
         share            what makes one rank's values everybody's; None: each takes its own
+        rounded_to       what fp32 values are rounded to, and stay fp32; None: nothing
         """
-        self._source, self._names, self._share = source, names, share
+        self._source, self._names, self._share, self._rounded_to = source, names, share, rounded_to
         self._loaded: dict[Value, Callable[[], torch.Tensor]] = {}
         """What is recorded of parameters that come from `source`: adapters are computed from what that holds."""
         if source is not None:
@@ -108,6 +110,11 @@ class InitialValues:
                 values[info.index] = value
         if self._share is not None:
             values = {info.index: self._share(values[info.index]) for info in infos}
+        if self._rounded_to is not None:
+            values = {
+                index: value.to(self._rounded_to).to(value.dtype) if value.dtype == torch.float32 else value
+                for index, value in values.items()
+            }
         if self._checksums is not None:
             self._checksums.update({info.fqn: checksum(values[info.index]) for info in infos})
         return values

@@ -19,6 +19,7 @@ from torch import nn
 import offload
 from offload.deepspeed import comm, fragments
 from offload.deepspeed.absent import AskedWrongly
+from offload.deepspeed.layer_drop import ProgressiveLayerDrop
 from offload.deepspeed.loss_scaler import LossScaler
 from offload.deepspeed.numbers import Numbers
 from offload.deepspeed.ops import BaseOptimizer
@@ -54,6 +55,7 @@ class DeepSpeedEngine(Saving, Numbers, nn.Module):  # type: ignore[misc]
         self._boundary: bool | None = None
         self._step_applied = self._backward_is_own = self._is_stepping = self.inside_no_sync_ctxt = False
         self._backwards_since_step = 0
+        self.progressive_layer_drop = ProgressiveLayerDrop(*said.layer_drop) if said.layer_drop is not None else None
         self._summing = self.world_size if said.sums_gradients else 1
         """What gradients, which are averaged over the ranks, are multiplied by."""
         if self.optimizer is not None:
@@ -81,6 +83,8 @@ class DeepSpeedEngine(Saving, Numbers, nn.Module):  # type: ignore[misc]
     # ---- the loop ------------------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        if self.progressive_layer_drop is not None and self.module.training:
+            keywords |= self.progressive_layer_drop.get_state()
         with self._autocast():
             outputs = self.module(*inputs, **keywords)
         if self.gradient_accumulation_steps() == self._summing or not torch.is_grad_enabled():
@@ -156,6 +160,8 @@ class DeepSpeedEngine(Saving, Numbers, nn.Module):  # type: ignore[misc]
             self._require_gradients()
         self.optimizer.step()
         self.offload_engine.zero_grad()
+        if self.progressive_layer_drop is not None:
+            self.progressive_layer_drop.update_state(self.global_steps)
         norm = self.offload_engine.grad_norm or 0.0
         self._step_applied = math.isfinite(norm)
         self.loss_scaler.update_scale(not self._step_applied)
@@ -198,7 +204,7 @@ class DeepSpeedEngine(Saving, Numbers, nn.Module):  # type: ignore[misc]
     def no_sync(self) -> Iterator[None]:
         """Backwards inside only accumulate; `step` belongs outside. At every stage: DeepSpeed refuses it from stage 2 on."""
         if self.inside_no_sync_ctxt:
-            raise AskedWrongly("no_sync context manager reentry is unsupported: leave the block first.")
+            raise AskedWrongly("no_sync context manager reentry is unsupported, nor can blocks be nested: leave the first.")
         self.inside_no_sync_ctxt = True
         try:
             with self.offload_engine.no_sync():

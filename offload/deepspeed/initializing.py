@@ -19,7 +19,7 @@ from offload.deepspeed.absent import AskedWrongly, check_keywords
 from offload.deepspeed.engine import DeepSpeedEngine
 from offload.deepspeed.owners import answer, forget, own
 from offload.deepspeed.settings import read_config
-from offload.deepspeed_config import Maker, Translation, make_optimizer, translate
+from offload.deepspeed_config import Maker, Translation, beginning_rounded, make_optimizer, translate
 from offload.deferred_init.deferred_init import end_recording
 from offload.errors import ConfigError
 from offload.model.optimizer_kinds import kind_of
@@ -73,7 +73,6 @@ def initialize(
     end_recording()
     forget(model.parameters())
     classes = {id(one): type(one) for one in model.parameters()}
-    _round(model, said.config.dtype)
     engine = offload.initialize(model, optimizer, _config_of(said), sync_module_states=True)
     if said.config.stage == 3:
         answer(model.parameters(), comm.get_world_size(), classes)
@@ -95,16 +94,6 @@ def initialize(
     return made, made.optimizer, loader, scheduler
 
 
-def _round(model: nn.Module, dtype: str | None) -> None:
-    """To the values that DeepSpeed's masters begin with: it makes them of the parameters after their cast to 16 bits."""
-    narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype or "")
-    if narrow is not None:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dtype == torch.float32 and not parameter.is_meta:
-                    parameter.copy_(parameter.to(narrow))
-
-
 def _mark_leaves(model: nn.Module, said: Mapping[str, Any]) -> None:
     marks = (("classes", utils.set_z3_leaf_modules), ("names", utils.set_z3_leaf_modules_by_name))
     for key, mark in (*marks, ("name_suffixes", utils.set_z3_leaf_modules_by_suffix)):
@@ -114,7 +103,8 @@ def _mark_leaves(model: nn.Module, said: Mapping[str, Any]) -> None:
 
 def _config_of(said: Translation) -> offload.Config:
     """fp16's scale is set by the drop-in's own rule; a step that overflows is left out in any case."""
-    return said.config if said.half is None else dataclasses.replace(said.config, loss_scale="skip")
+    config = beginning_rounded(said.config)
+    return config if said.half is None else dataclasses.replace(config, loss_scale="skip")
 
 
 def _settings(args: Any, others: Mapping[str, Any]) -> Translation:

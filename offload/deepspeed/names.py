@@ -25,6 +25,7 @@ from offload.deepspeed import (
 from offload.deepspeed.absent import absent
 from offload.deepspeed.accelerator import Accelerator, get_accelerator, is_current_accelerator_supported
 from offload.deepspeed.engine import DeepSpeedEngine
+from offload.deepspeed.layer_drop import ProgressiveLayerDrop
 from offload.deepspeed.loss_scaler import LossScaler
 from offload.deepspeed.owners import ZeroParamStatus
 from offload.deepspeed.refused import LayerSpec, MoE, PipelineModule, TiedLayerSpec, split_params_for_experts
@@ -100,6 +101,7 @@ MODULES: Mapping[str, Mapping[str, Any]] = {
     "runtime.lr_schedules": _SCHEDULES,
     "runtime.pipe": {},
     "runtime.pipe.module": {"PipelineModule": PipelineModule, "LayerSpec": LayerSpec},
+    "runtime.progressive_layer_drop": {"ProgressiveLayerDrop": ProgressiveLayerDrop},
     "runtime.swap_tensor": {"MIN_SWAPPABLE_BYTES": 2**20},
     "runtime.utils": {"see_memory_usage": utils.see_memory_usage, "move_to_device": outputs.move_to_device},
     "runtime.zero": _ZERO,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import offload
+from offload.deepspeed.layer_drop import ProgressiveLayerDrop
 from offload.deepspeed.loss_scaler import LossScaler
 from offload.deepspeed.settings import DeepSpeedConfig
 from offload.deepspeed_config import Translation
@@ -29,6 +30,7 @@ class Numbers:
     _said: Translation
     optimizer: Any
     loss_scaler: LossScaler
+    progressive_layer_drop: ProgressiveLayerDrop | None
 
     @property
     def _config(self) -> DeepSpeedConfig:
@@ -52,6 +54,10 @@ class Numbers:
 
     def get_batch_info(self) -> tuple[int, int, int]:
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    def get_pld_theta(self) -> float | None:
+        """The share of layers that is kept now; None without "progressive_layer_drop"."""
+        return self.progressive_layer_drop.get_theta() if self.progressive_layer_drop is not None else None
 
     def gradient_clipping(self) -> float:
         return self._config.gradient_clipping

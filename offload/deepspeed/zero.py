@@ -20,20 +20,26 @@ from offload.deferred_init.replay import plain_torch
 
 _INIT_TUNING = (
     *("data_parallel_group", "mem_efficient_linear", "remote_device", "pin_memory", "config_dict_or_path", "config"),
-    *("dtype", "zero_param_parallel_group", "sequence_data_parallel_group", "param_swapper", "tensor_overrides"),
+    *(
+        "zero_quantized_weights",
+        "zero_quantized_nontrainable_weights",
+        "dtype",
+        "zero_param_parallel_group",
+        "sequence_data_parallel_group",
+        "param_swapper",
+        "tensor_overrides",
+    ),
 )
 _INIT_REFUSED = {
     "mpu": "every rank computes whole layers",
-    "zero_quantized_weights": "it rounds weights on the wire",
-    "zero_quantized_nontrainable_weights": "it rounds weights on the wire",
 }
 
 
 def Init(module: nn.Module | None = None, *, enabled: bool = True, **tuning: Any) -> AbstractContextManager[None]:
     """`offload.deferred_init()`: what is built inside remembers its initialisers, which `initialize` replays unit by unit.
 
-    Initial values are computed in the dtype that the model asks for, and rounded where masters become parameters; DeepSpeed
-    rounds them to 16 bits first. A `module` that is built already stays as it is.
+    Initial values are computed in the dtype that the model asks for, and rounded to 16 bits in `initialize`, where the config
+    says so; DeepSpeed computes them in 16 bits. A `module` that is built already stays as it is.
     """
     check_keywords("deepspeed.zero.Init", tuning, _INIT_TUNING, _INIT_REFUSED)
     return _building() if enabled and module is None else nullcontext()

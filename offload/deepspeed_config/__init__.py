@@ -2,6 +2,16 @@
 
 from offload.deepspeed_config.optimizers import Maker, make_optimizer
 from offload.deepspeed_config.settings import read_settings, speaks_deepspeed
-from offload.deepspeed_config.translation import Batch, Half, Translation, translate
+from offload.deepspeed_config.translation import Batch, Half, Translation, beginning_rounded, translate
 
-__all__ = ["Batch", "Half", "Maker", "Translation", "make_optimizer", "read_settings", "speaks_deepspeed", "translate"]
+__all__ = [
+    "Batch",
+    "Half",
+    "Maker",
+    "Translation",
+    "beginning_rounded",
+    "make_optimizer",
+    "read_settings",
+    "speaks_deepspeed",
+    "translate",
+]

@@ -82,6 +82,8 @@ SECTIONS: Mapping[str, Section] = {
             "gradient_allreduce_op": '"mean"; below stage 3 also "sum": averages times the number of ranks',
             "zero_allow_untested_optimizer": "true: an optimizer without a kernel here is called on parts of parameters; "
             "refused where it needs them whole",
+            "progressive_layer_drop": "the engine's forward tells the model, which leaves layers out; "
+            "`offload.initialize` leaves it to the loop",
             "torch_autocast": "`torch.autocast` around the engine's forward; `offload.initialize` leaves it to the loop",
         },
         without_effect=(
@@ -104,7 +106,6 @@ SECTIONS: Mapping[str, Section] = {
             "hybrid_engine": Refusal("model.generate() works between steps: leave it out"),
             "nebula": Refusal("engine.save_checkpoint(wait=False) saves beside training: leave it out"),
             "pipeline": Refusal(_WHOLE_LAYERS),
-            "progressive_layer_drop": Refusal(_OWN_LOOP),
             "quantize_training": Refusal(_LEAVE_OUT),
             "sequence_parallel_size": Refusal(_WHOLE_LAYERS, (None, 1)),
             "sparse_attention": Refusal("it is a matter of the model: choose it there"),
@@ -136,15 +137,13 @@ SECTIONS: Mapping[str, Section] = {
             *("stage3_module_granularity_threshold", "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size"),
             *("stage3_use_all_reduce_for_fetch_params", "use_all_reduce_for_fetch_params", "sub_group_size"),
             *("use_multi_rank_bucket_allreduce", "zero_hpz_partition_size"),
+            # what travels is never rounded to fewer bits here
+            *("zero_quantized_gradients", "zero_quantized_nontrainable_weights", "zero_quantized_weights", "zeropp_loco_param"),
         ),
         refused={
             "mics_shard_size": Refusal("pass mesh= (replicate x shard) to offload.initialize", (None, -1)),
             "mics_hierarchical_params_gather": Refusal("pass mesh= (replicate x shard) to offload.initialize"),
             "zenflow": Refusal("updates are never stale here: leave it out", (None,), empty_asks=True),
-            "zero_quantized_gradients": Refusal("it rounds gradients to 4 bits on the wire: leave it out"),
-            "zero_quantized_nontrainable_weights": Refusal("it rounds weights to 8 bits on the wire: leave it out"),
-            "zero_quantized_weights": Refusal("it rounds weights to 8 bits on the wire: leave it out"),
-            "zeropp_loco_param": Refusal(_LEAVE_OUT),
         },
     ),
     OFFLOAD_OPTIMIZER: Section(
@@ -178,13 +177,17 @@ SECTIONS: Mapping[str, Section] = {
         translated={
             "enabled": "of a section that is off no key counts",
             "check_grad_overflow": "true if missing: steps with non-finite gradients are left out, else they raise",
+            "bf16_master_weights_and_grads": '`state_format` "split": an exact fp32 master, in the memory of a bf16 '
+            "weight and a bf16 master",
+            "bf16_optimizer_states": '`state_format` "bf16": moments in bf16, rounded stochastically; masters as above',
         },
         without_effect=("immediate_grad_update", "check_overflow"),
-        refused={
-            "bf16_master_weights_and_grads": Refusal(
-                "masters are fp32: leave it out; state_format='bf16' stores moments in bf16"
-            ),
-            "bf16_optimizer_states": Refusal("leave it out; state_format='bf16' stores moments in bf16"),
+    ),
+    "progressive_layer_drop": Section(
+        translated={
+            "enabled": "of a section that is off no key counts",
+            "theta": "what the share of layers that is kept comes down to; 1.0",
+            "gamma": "how fast, per step; 0.001",
         },
     ),
     "activation_checkpointing": Section(

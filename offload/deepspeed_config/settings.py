@@ -60,6 +60,11 @@ def read_settings(
             "torch_autocast of DeepSpeed's config is done by its engine: use offload.deepspeed.initialize, or put "
             "torch.autocast around the forward in your loop, and leave it out."
         )
+    if said.layer_drop is not None:
+        raise ConfigError(
+            "progressive_layer_drop of DeepSpeed's config is told to the model by its engine: use "
+            "offload.deepspeed.initialize, or pass it to the model in your loop, and leave it out."
+        )
     scaling = (
         []
         if said.half is None

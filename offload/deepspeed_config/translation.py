@@ -71,6 +71,17 @@ class _PartlyOnDevice(Config):
     states_on_device: float = 0.0
 
 
+@dataclass(frozen=True)
+class _BeginningRounded(_PartlyOnDevice):
+    masters_begin_rounded: bool = True
+
+
+def beginning_rounded(config: Config) -> Config:
+    """The same, of a run whose masters begin as DeepSpeed's do."""
+    said = {field.name: getattr(config, field.name) for field in fields(Config)}
+    return _BeginningRounded(**said, states_on_device=config.states_on_device)
+
+
 @dataclass(frozen=True, slots=True)
 class Translation:
     """`without_effect`: keys that were given and make no difference here, as dotted paths."""
@@ -97,6 +108,8 @@ class Translation:
     activation_checkpointing: Mapping[str, Any]
     autocast: torch.dtype | None
     """What torch.autocast around the forward computes in."""
+    layer_drop: tuple[float, float] | None
+    """theta and gamma of progressive layer dropping."""
     leaf_modules: Mapping[str, Any]
     """Modules that `z3_leaf_module` answers for: by "classes", "names" or "name_suffixes"."""
     without_effect: tuple[str, ...]
@@ -148,6 +161,7 @@ class _Translator:
             given=self._given,
             config=(_PartlyOnDevice if "states_on_device" in fields_ else Config)(**(defaults | self._own | fields_)),
             autocast=self._autocast(),
+            layer_drop=self._layer_drop(),
             half=self._half,
             optimizer=self._maker("optimizer"),
             scheduler=self._maker("scheduler"),
@@ -159,7 +173,7 @@ class _Translator:
             steps_per_print=self._printing(),
             drop_last=self._flag("dataloader_drop_last", self._top.get("dataloader_drop_last", False)),
             ignores_unused=self._ignores_unused,
-            allows_untested=self._flag("zero_allow_untested_optimizer", self._top.get("zero_allow_untested_optimizer", False)),
+            allows_untested=self._allows_untested(),
             tag_validation=self._tag_validation(sections["checkpoint"]),
             loads_universal=self._flag("checkpoint.load_universal", sections["checkpoint"].get("load_universal", False)),
             activation_checkpointing=sections["activation_checkpointing"],
@@ -268,11 +282,27 @@ class _Translator:
             raise ConfigError("fp16.enabled and bf16.enabled contradict each other: choose one.")
         if brain is not None:
             skips = self._flag("bf16.check_grad_overflow", brain.get("check_grad_overflow", True))
-            return {"dtype": "bf16"} | ({"loss_scale": "skip"} if skips else {})
+            return {"dtype": "bf16"} | ({"loss_scale": "skip"} if skips else {}) | self._narrower_states(brain)
         if half is None:
             return {}
         self._half = self._scaling(half)
         return {"dtype": "fp16"} | ({"loss_scale": self._half.loss_scale} if self._half.loss_scale else {})
+
+    def _narrower_states(self, brain: Mapping[str, Any]) -> dict[str, Any]:
+        names = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
+        masters, moments = (self._flag(f"bf16.{name}", brain.get(name, False)) for name in names)
+        if moments and not masters:
+            raise ConfigError(f"bf16.{names[1]} needs bf16.{names[0]}, as in DeepSpeed: set both to true.")
+        return {"state_format": "bf16" if moments else "split"} if masters else {}
+
+    def _layer_drop(self) -> tuple[float, float] | None:
+        name = "progressive_layer_drop"
+        section = self._enabled(name)
+        if section is None:
+            return None
+        return self._number(f"{name}.theta", section.get("theta", 1.0)), self._number(
+            f"{name}.gamma", section.get("gamma", 0.001)
+        )
 
     def _autocast(self) -> torch.dtype | None:
         section = self._enabled("torch_autocast")
@@ -310,6 +340,11 @@ class _Translator:
             else:
                 said[field.name] = self._number(path, value)
         return Half(**said)
+
+    def _allows_untested(self) -> bool:
+        key = "zero_allow_untested_optimizer"
+        value = self._top.get(key, False)
+        return self._flag(key, bool(value) if value in (0, 1) else value)  # DeepSpeed's own configs say 1
 
     def _tag_validation(self, checkpoint: Mapping[str, Any]) -> str:
         mode = checkpoint.get("tag_validation", "warn")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import offload.deepspeed as deepspeed
+from offload.planning.route import Memory
 
 from .conftest import CONFIG, small
 
@@ -109,3 +111,28 @@ def summed() -> bool:
         norms.append(engine.get_global_grad_norm() or 0.0)
         engine.destroy()
     return norms[0] == 2 * norms[1]
+
+
+def partly_on_device(ratio: float) -> dict[str, Any]:
+    """Of eight blocks, how many are updated on the device; and what training with that gives."""
+    before = os.environ.get("OFFLOAD_ACCELERATOR")
+    os.environ["OFFLOAD_ACCELERATOR"] = "deferred"  # whose device memory is not the host's
+    try:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(8)))
+        states = {"device": "cpu", "ratio": ratio}
+        sections = {"stage": 3, "offload_optimizer": states, "offload_param": {"device": "cpu"}}
+        engine = deepspeed.initialize(model=model, config=_config(zero_optimization=sections, bf16={"enabled": True}))[0]
+        losses = []
+        for _ in range(3):
+            inputs = torch.ones(1, 512, dtype=torch.bfloat16).to(engine.device)
+            loss = engine(inputs * (1 + dist.get_rank())).float().square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        routes = [unit.route for unit in engine.offload_engine._parts.units if unit.parameters]
+        values = {name: value.sum().item() for name, value in engine.module_state_dict().items()}
+        engine.destroy()
+    finally:
+        os.environ.pop("OFFLOAD_ACCELERATOR") if before is None else os.environ.update(OFFLOAD_ACCELERATOR=before)
+    return {"on device": [route.update_in is Memory.DEVICE for route in routes], "losses": losses, "values": values}

@@ -282,7 +282,7 @@ def test_parameters_of_several_models_are_not_gathered(start: Callable[..., Any]
 def test_init_asks_for_nothing_else() -> None:
     with deepspeed.zero.Init(enabled=False, config_dict_or_path={}, dtype=torch.bfloat16):
         assert not nn.Linear(2, 2).weight.is_meta
-    with refused(offload.UsageError, "zero_quantized_weights"):
-        deepspeed.zero.Init(zero_quantized_weights=True)
+    with refused(offload.UsageError, "mpu"):
+        deepspeed.zero.Init(mpu=object())
     with refused(offload.UsageError, "'confg'", "'config'"):
         deepspeed.zero.Init(confg={})

@@ -315,3 +315,17 @@ def test_the_zero_section_as_deepspeed_shows_it() -> None:
 def test_zenflow_without_keys_asks_for_it() -> None:
     with refused(offload.ConfigError, "zenflow={}", "never stale"):
         translate({"train_batch_size": 1, "zero_optimization": {"stage": 2, "zenflow": {}}}, 1)
+
+
+def test_16_bit_masters_and_moments_are_the_formats_of_as_many_bytes() -> None:
+    masters, moments = {"bf16_master_weights_and_grads": True}, {"bf16_optimizer_states": True}
+    for keys, expected in (({}, "fp32"), (masters, "split"), (masters | moments, "bf16")):
+        assert translate({"bf16": {"enabled": True, **keys}}, 1).config.state_format == expected
+    with refused(offload.ConfigError, "bf16_optimizer_states needs bf16.bf16_master_weights_and_grads"):
+        translate({"bf16": {"enabled": True, **moments}}, 1)
+
+
+def test_what_zeropp_rounds_on_the_wire_travels_as_it_is() -> None:
+    keys = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zero_hpz_partition_size": 2}
+    said = translate({"zero_optimization": {"stage": 3, **keys}}, 1)
+    assert set(said.without_effect) == {f"zero_optimization.{key}" for key in keys}

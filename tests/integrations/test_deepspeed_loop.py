@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -282,3 +283,31 @@ def test_a_save_to_nowhere_is_a_wrong_value(nowhere: Any) -> None:
     with pytest.raises(ValueError, match="name a folder"):
         engine.save_checkpoint(nowhere)
     engine.destroy()
+
+
+def test_progressive_layer_drop_is_told_to_the_forward(start: Start) -> None:
+    """theta falls from 1 with the steps, and is not given in evaluation."""
+
+    class Dropping(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.told = small(), []
+
+        def forward(self, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
+            self.told.append(keywords)
+            return self.inner(x)
+
+    config = {"progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.1}}
+    engine = start(config, model=Dropping())
+    told = engine.module.told
+    for _ in range(3):
+        engine.backward(engine(torch.ones(3, 4)).square().mean())
+        engine.step()
+    assert [one["pld_theta"] for one in told] == pytest.approx([1.0, 1.0, 0.5 * math.exp(-0.1) + 0.5])
+    assert all(one["progressive_layer_drop"] is True for one in told)
+    assert engine.get_pld_theta() == pytest.approx(0.5 * math.exp(-0.2) + 0.5)
+    engine.eval()
+    engine(torch.ones(3, 4))
+    assert told[-1] == {}
+    with refused(offload.ConfigError, "progressive_layer_drop", "offload.deepspeed.initialize"):
+        offload.initialize(small(), None, config)

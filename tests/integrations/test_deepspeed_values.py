@@ -184,3 +184,32 @@ def test_masters_begin_with_what_a_cast_to_16_bits_leaves(half: str) -> None:
     found = deepspeed.utils.safe_get_full_fp32_param(model.weight)
     engine.destroy()
     assert found is not None and torch.equal(found, expected)
+
+
+def test_initial_values_of_zero_init_are_rounded_too_and_a_model_that_cannot_be_taken_stays_as_it_was() -> None:
+    config = {"train_batch_size": 1, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}}
+    sections: dict[str, Any] = {"zero_optimization": {"stage": 3}}
+    torch.manual_seed(3)
+    with deepspeed.zero.Init():
+        deferred = torch.nn.Linear(7, 5)
+    torch.manual_seed(3)
+    model = torch.nn.Linear(7, 5)
+    drawn = model.weight.detach().clone()
+    engine, *_ = deepspeed.initialize(model=deferred, config=config | sections)
+    found = deepspeed.utils.safe_get_full_fp32_param(deferred.weight)
+    engine.destroy()
+    assert found is not None and torch.equal(found, drawn.bfloat16().float())
+    with pytest.raises(offload.ConfigError):  # no such device memory
+        deepspeed.initialize(model=model, config=config | sections | {"device_memory": 16})
+    assert torch.equal(model.weight, drawn)
+
+
+def test_a_share_of_the_states_on_the_device_changes_no_bit_on_two_ranks(two: Crew) -> None:
+    """`offload_optimizer.ratio`, by whole units: their updates are made there, and give what the host's give."""
+    found = {}
+    for ratio in (1.0, 0.5, 0.0):
+        found[ratio], second = two.do("partly_on_device", ratio=ratio)
+        assert found[ratio]["on device"] == second["on device"] and found[ratio]["values"] == second["values"]
+        assert sum(found[ratio]["on device"]) == round((1 - ratio) * len(found[ratio]["on device"])), found[ratio]["on device"]
+        assert found[ratio]["losses"] == found[1.0]["losses"] and found[ratio]["values"] == found[1.0]["values"], ratio
+    assert len(found[1.0]["on device"]) > 1

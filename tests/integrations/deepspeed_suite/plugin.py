@@ -161,7 +161,8 @@ def _wait(processes: Any, answers: Any) -> list[tuple[int, str, str]]:
 
 def _let_run_on_cpu() -> None:
     """What the tests say for GPUs alone, though a CPU can do it: a DDP with device_ids to compare with, the number of the
-    device as a device, bf16, and a gathering of numbers, which gloo wants as one-dimensional tensors."""
+    device as a device, bf16, a GradScaler that scales, and a gathering of numbers, which gloo wants as one-dimensional
+    tensors."""
     from torch.nn.parallel import DistributedDataParallel as DDP
     from unit import util  # of DeepSpeed's tests
 
@@ -175,6 +176,8 @@ def _let_run_on_cpu() -> None:
     torch.distributed.all_gather_into_tensor = lambda output, input, *args, **keywords: gather(
         output, input.reshape(1) if input.dim() == 0 else input, *args, **keywords
     )
+    scaler = torch.amp.GradScaler
+    torch.amp.GradScaler = lambda device="cpu", *args, **keywords: scaler("cpu", *args, **keywords)
     DDP.__init__ = init
     type(offload.deepspeed.get_accelerator()).current_device = lambda accelerator: accelerator.current_device_name()
     util.bf16_required_version_check = lambda accelerator_check=True: True
@@ -182,6 +185,9 @@ def _let_run_on_cpu() -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     from unit import common  # of DeepSpeed's tests
+
+    # They wrap it to see that it is not called where no optimizer state is asked for; nothing here calls it.
+    offload.deepspeed.DeepSpeedEngine._get_optimizer_ckpt_name = lambda *_, **__: ""
 
     if not torch.cuda.is_available():
         _let_run_on_cpu()
