@@ -128,6 +128,7 @@ docs: install
 	  $(PIP) install --quiet 'mkdocs-material>=9.5' 'mkdocstrings[python]>=0.26'
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	$(PY) docs/site_tools/check.py site
+	@echo "site/index.html. With the search, which browsers refuse to pages from the disk: $(PY) -m http.server --directory site"
 
 sanitize: install
 	native/sanitize.sh $(PY)

@@ -363,7 +363,7 @@ def plans(report: dict[str, Any]) -> str:
         f"`python -m offload {report['command']}`, in virtual time on machines as described in `device/virtual/machines`: "
         "24 GB on the card and 64 GB on the host (rtx3090, rtx4090), 80 GB and 512 GB (h100)."
     )
-    columns = "| model | machine | s/step (floor) | tokens/s | bounded by | states on | peak device, CPU, NVMe |"
+    columns = "| model | machine | s/step (floor) | tokens/s | bounded by | states at furthest on | peak device, CPU, NVMe |"
     rows = []
     for one in report["results"]:
         start = f"| {one['model']} | {one['machine']} "

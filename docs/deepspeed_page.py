@@ -54,7 +54,7 @@ def names() -> str:
     """Everything that can be imported, and what its docstring says of it first."""
     found: list[tuple[str, str, str]] = []
     modules: Mapping[str, Mapping[str, Any]] = {"": {name: getattr(deepspeed, name) for name in deepspeed.__all__}, **MODULES}
-    modules = {**modules, **{name: vars(getattr(deepspeed, name)) for name in ("zero", "comm", "checkpointing")}}
+    modules = {**modules, **{name: _defined_in(getattr(deepspeed, name)) for name in ("zero", "comm", "checkpointing")}}
     for path, content in modules.items():
         public = {name: value for name, value in content.items() if not name.startswith("_") and _is_own(value)}
         plain = [name for name in public if not _first(public[name])]
@@ -78,6 +78,11 @@ def engine() -> str:
     plain = [name for name, text in found if not text]
     lines = [line for line in found if line[1]]
     return rows(("of the engine", "what it does here"), *lines, (", ".join(plain), "as there"))
+
+
+def _defined_in(module: Any) -> Mapping[str, Any]:
+    """Without what it imported for itself."""
+    return {name: value for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__}
 
 
 def _is_own(value: object) -> bool:

@@ -1,6 +1,8 @@
-"""For every test: hypothesis without deadlines, and gpu-marked tests skipped where torch sees no GPU."""
+"""For every test: Ctrl-C interrupts, hypothesis has no deadlines, and gpu-marked tests skipped where torch sees no GPU."""
 
 from __future__ import annotations
+
+import signal
 
 import pytest
 import torch
@@ -15,6 +17,10 @@ else:
     # A busy machine must not fail a test.
     hypothesis.settings.register_profile("offload", deadline=None, derandomize=True)
     hypothesis.settings.load_profile("offload")
+
+# A shell starts what it runs in the background with Ctrl-C ignored, and Python leaves it so.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 partition.JOINED_NUMEL = 0  # the models of the tests are tiny, and are to have units all the same; test_joined_units.py sets it
 

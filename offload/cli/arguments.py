@@ -40,7 +40,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def add_lora_argument(parser: argparse.ArgumentParser) -> None:
     """--lora: train adapters instead of the model's own parameters."""
     parser.add_argument(
-        "--lora", type=positive, nargs="?", const=16, metavar="RANK", help="train LoRA adapters of all linear layers (rank 16)"
+        "--lora",
+        type=positive,
+        nargs="?",
+        const=16,
+        metavar="RANK",
+        help="train LoRA adapters of all linear layers, of this rank (16 if none is given)",
     )
 
 

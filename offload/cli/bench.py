@@ -1,7 +1,7 @@
 """Time the parts of a training step that are this package's own, on this machine.
 
-python -m offload bench adam                      the optimizer kernel, beside its floor and torch's fused AdamW
-python -m offload bench io --nvme /mnt/nvme0      what the I/O engine reaches of a drive
+  python -m offload bench adam
+  python -m offload bench io --nvme /mnt/nvme0
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ _HYPER = Hyper(Rule.ADAM, lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_deca
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(title="benchmarks", dest="kind", required=True, metavar="KIND")
-    kernel = kinds.add_parser("adam", help="the optimizer kernel, beside memory bandwidth and torch's fused AdamW")
+    text = "the optimizer kernel, beside memory bandwidth and torch's fused AdamW"
+    kernel = kinds.add_parser("adam", help=text, description=f"Time {text}.")
     kernel.add_argument(
         "--numel", type=positive, default=16 * 1024 * 1024, metavar="N", help="parameters (default 16 Mi: 256 MiB of arrays)"
     )
     kernel.add_argument("--seconds", type=positive_number, default=3.0, metavar="S", help="for each row (default 3)")
     kernel.set_defaults(run=run_adam)
-    drive = kinds.add_parser("io", help="what the I/O engine reaches of a drive")
+    text = "what the I/O engine reaches of a drive"
+    drive = kinds.add_parser("io", help=text, description=f"Measure {text}.")
     drive.add_argument("--nvme", required=True, metavar="PATH", help="a folder on the drive")
     add_drive_arguments(drive)
     drive.add_argument("--backend", default="auto", metavar="NAME", help="io_uring, threads, aiofiles (default: the best)")

@@ -1,7 +1,9 @@
 """Say what a trace shows: what each link did and how much of it was hidden, who waited for what, and what to change.
 
-python -m offload explain trace.json          of engine.profile("trace.json"), or of plan --machine NAME --trace trace.json
-python -m offload explain trace.json --json
+The trace is what engine.profile("trace.json") writes, or plan --machine NAME --trace trace.json.
+
+  python -m offload explain trace.json
+  python -m offload explain trace.json --json
 """
 
 from __future__ import annotations

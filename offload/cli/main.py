@@ -35,11 +35,22 @@ _COMMANDS = {
 _CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)")
 
 
+class _Paragraphs(argparse.HelpFormatter):
+    """Paragraphs are filled to the width of the terminal; what has indented lines stays as it is."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = text.strip().split("\n\n")
+        return "\n\n".join(
+            one if re.search(r"^ ", one, re.MULTILINE) else super(_Paragraphs, self)._fill_text(one, width, indent)
+            for one in paragraphs
+        )
+
+
 class _OneLineParser(argparse.ArgumentParser):
     """Says what is wrong in one line, with what was probably meant; the usage is a --help away."""
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
-        super().__init__(*args, **keywords)
+        super().__init__(*args, formatter_class=_Paragraphs, **keywords)
         self.set_defaults(parser=self)  # the innermost of a command line stays
 
     def error(self, message: str) -> NoReturn:
@@ -64,17 +75,25 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"offload {offload.__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     for name, (module, text) in _COMMANDS.items():
-        command = commands.add_parser(
-            name, help=text, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-        module.add_arguments(command)
+        module.add_arguments(commands.add_parser(name, help=text, description=module.__doc__))
+    asked = commands.add_parser("help", help="this list, or what a command takes: help COMMAND", description=_help.__doc__)
+    asked.add_argument("about", nargs="*", metavar="COMMAND", help="such as train, or bench io")
+    asked.set_defaults(run=_help)
     return parser
+
+
+def _help(args: argparse.Namespace) -> int:
+    """List the commands, or say what one takes."""
+    if args.about:
+        build_parser().parse_args([*args.about, "--help"])  # exits
+    print(_commands())
+    return 0
 
 
 def _commands() -> str:
     width = max(map(len, _COMMANDS))
     lines = [f"  {name.ljust(width)}  {text}" for name, (_, text) in _COMMANDS.items()]
-    return "\n".join(("python -m offload COMMAND ...; COMMAND --help says more", "", *lines))
+    return "\n".join(("python -m offload COMMAND ...; help COMMAND, or COMMAND --help, says more", "", *lines))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,8 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         args.parser.refuse(unknown)
     if args.command is None:
-        print(_commands())
-        return 0
+        return _help(argparse.Namespace(about=()))
     run: Callable[[argparse.Namespace], int] = args.run
     try:
         return run(args)

@@ -7,7 +7,8 @@ measured is printed all the same, and with --checkpoints the run is saved: the s
   python -m offload train --data stdlib --steps 20
   python -m offload train --model ./checkpoint --data ./texts --lora --export ./adapter
   python -m offload train --model ./checkpoint --data ./texts --dtype bf16 \\
-      --parameters nvme --optimizer-states nvme --nvme /mnt/nvme0 --cpu-memory 8GiB --checkpoints ./run --save-every 500
+      --parameters nvme --optimizer-states nvme --nvme /mnt/nvme0 --cpu-memory 8GiB \\
+      --checkpoints ./run --save-every 500
 """
 
 from __future__ import annotations

@@ -137,9 +137,10 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_Schedule):
-    """Of each group's own rate: from warmup_min_ratio to 1 in the warm-up; then down to cos_min_ratio,
+    """Of each group's own rate: up from warmup_min_ratio in the warm-up, then down to cos_min_ratio as half a cosine.
 
-    cos_min_ratio + (1 - cos_min_ratio) x (1 + cos(pi x min(1, (iteration - W + 1) / (T - W)))) / 2. The very first is 0.
+    The latter is cos_min_ratio + (1 - cos_min_ratio) x (1 + cos(pi x min(1, (iteration - W + 1) / (T - W)))) / 2.
+    The very first is 0.
     """
 
     def __init__(

@@ -28,12 +28,26 @@ def test_alone_it_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None
     for name in ("train", "plan", "probe", "bench", "export", "import", "info"):
         assert re.search(rf"^  {name} +\S", said, re.MULTILINE)
     assert all(len(line) < 128 for line in said.splitlines())
+    assert main(["help"]) == 0 and capsys.readouterr().out == said
+
+
+@pytest.mark.parametrize("about", [["train"], ["bench", "io"]])
+def test_help_says_what_a_command_takes(capsys: pytest.CaptureFixture[str], about: list[str]) -> None:
+    said = []
+    for arguments in (["help", *about], [*about, "--help"]):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] and " ".join(about) in said[0]
 
 
 @pytest.mark.parametrize(
     ("arguments", "meant"),
     [
         (["trian"], "train"),
+        (["hlep"], "help"),
+        (["help", "trian"], "train"),
         (["train", "--data", "x", "--parametrs", "nvme"], "--parameters"),
         (["train", "--data", "x", "--seqence=16"], "--sequence"),
         (["train", "--data", "x", "--parameters", "nvem"], "nvme"),

@@ -62,6 +62,32 @@ def test_links_between_pages_lead_somewhere() -> None:
             assert re.match(r"[a-z]+:", target) or (page.parent / target).exists() or target == "cli.md", f"{page}: {target}"
 
 
+ROOMS = ("offload", "docs", "tests", "native", "benchmarks")
+PATHS = re.compile(r"`([\w.*/-]+(?:\.(?:py|cpp|h|inc|cu|json|md|txt|svg|sh)|/))`")
+NAMES = re.compile(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?`")
+
+
+def missing_paths(text: str) -> list[str]:
+    """The files and folders that a page names and the repository does not have. A room's are named from the room on."""
+    named = set(PATHS.findall(text))
+    assert named
+    return [one for one in sorted(named) if not any(any((ROOT / room).rglob(one)) for room in ROOMS) and not any(ROOT.glob(one))]
+
+
+def test_every_file_that_the_pages_for_maintainers_name_is_there() -> None:
+    assert missing_paths("`step/uses.py` `docs/` `machines/*.json` `step/gone.py`") == ["step/gone.py"]
+    for page in (DOCS / "architecture.md", ROOT / "CONTRIBUTING.md", DOCS / "gpu.md", DOCS / "checkpoint-format.md"):
+        assert missing_paths(page.read_text(encoding="utf-8")) == [], page
+
+
+def test_every_name_on_the_page_of_the_architecture_is_in_the_code() -> None:
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "offload").rglob("*.py"))
+    words = set(re.findall(r"\w+", source))
+    named = {one for one in NAMES.findall(page) if not one.endswith((".py", ".md"))}
+    assert len(named) > 20 and sorted(one for one in named if one.split(".")[-1] not in words) == []
+
+
 def test_the_checker_of_the_site_sees_what_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "search").mkdir()
     (tmp_path / "search" / "search_index.json").write_text(json.dumps({"docs": [{"location": "index.html#x"}]}))
