@@ -25,7 +25,7 @@ BUILD_INPUTS := pyproject.toml $(wildcard offload/__init__.py) native/CMakeLists
 CXX_SOURCES  := $(wildcard native/fuzz/*.cpp) $(wildcard native/src/*.cpp) $(wildcard native/src/*.h) $(wildcard native/src/*.inc) $(wildcard native/include/*.h) \
   $(wildcard offload/device/cuda_kernels/*.cu) $(wildcard tests/device/*.cpp)
 
-.PHONY: help install demo test test-matrix test-sdist wheel wheel-cuda sdist docs in-place test-gpu test-deepspeed test-scripts check sanitize fuzz soak zoo canary bench gpu-report clean
+.PHONY: help install demo test test-matrix test-sdist wheel wheel-cuda sdist test-bare docs in-place test-gpu test-deepspeed test-scripts check sanitize fuzz soak zoo canary bench gpu-report clean
 
 help:
 	@echo "make install   environment in $(VENV), torch, this package with its native core"
@@ -40,6 +40,7 @@ help:
 	@echo "make sdist     dist/: the source distribution, with its tests"
 	@echo "make test-sdist  installs it from its tarball alone, compiling, and runs the tests in it"
 	@echo "make test-matrix  the wheel beside each of MATRIX (PYTHON:TORCH ...), tested there"
+	@echo "make test-bare  the wheel beside PYTHON and TORCH alone, without a compiler: trains from a drive, saves, loads"
 	@echo "make sanitize  the native tests under ASan, UBSan and TSan"
 	@echo "make fuzz      coverage-guided fuzzing of the native library (needs clang); FUZZ_SECONDS=60"
 	@echo "make soak      the slow tests"
@@ -118,6 +119,10 @@ sdist: $(PACKAGING)/.made
 test-matrix: wheel
 	$(PACKAGING)/bin/python tests/matrix.py $(MATRIX_FLAGS) --package $(WHEEL) --environments $(ENVIRONMENTS) \
 	  --out docs/performance/matrix.json $(MATRIX)
+
+# Where there is nothing but Python and torch: no compiler, no liburing.
+test-bare: wheel
+	$(PACKAGING)/bin/python tests/matrix.py --only-train --package $(WHEEL) --environments $(ENVIRONMENTS) $(PYTHON):$(TORCH:torch==%=%)
 
 test-sdist: sdist
 	$(PACKAGING)/bin/python tests/matrix.py --package dist/offload-$(VERSION).tar.gz --environments $(ENVIRONMENTS) $(PYTHON):$(TORCH:torch==%=%)

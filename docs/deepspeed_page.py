@@ -25,7 +25,7 @@ ENGINE = "`engine` of `initialize`"
 
 
 def rows(*lines: tuple[str, ...]) -> str:
-    head, *rest = (" | ".join(cell.replace("|", "\\|") for cell in line) for line in lines)
+    head, *rest = (" | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in line) for line in lines)
     return "\n".join(f"| {line} |" for line in (head, " | ".join("---" for _ in lines[0]), *rest)) + "\n"
 
 

@@ -50,6 +50,7 @@ levels = {"avx512bw": "avx512", "avx2": "avx2"}  # the best first
 best = next((level for flag, level in levels.items() if flag in flags), "scalar")
 best = "neon" if platform.machine() == "aarch64" else best  # an emulator shows the other machine's flags
 assert offload._native.simd_level() == best, offload._native.simd_level()
+assert "liburing" not in open("/proc/self/maps").read()
 """
 """From a drive, with the native library and the kernels of this processor."""
 TOOLS = ("sh", "env", "cat", "ls")

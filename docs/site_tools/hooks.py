@@ -73,7 +73,7 @@ def command_line() -> str:
     parser = build_parser()
     lines = ["# Command line", "", "Made from the parsers: what `--help` says.", ""]
     for name, command in commands(parser):
-        lines += [f"## python -m offload {name}", "", "```text", command.format_help().rstrip(), "```", ""]
+        lines += [f"## python -m offload {name}", "", "```output", command.format_help().rstrip(), "```", ""]
     return "\n".join(lines)
 
 

@@ -1,7 +1,7 @@
 """Time the parts of a training step that are this package's own, on this machine.
 
-  python -m offload bench adam
-  python -m offload bench io --nvme /mnt/nvme0
+python -m offload bench adam
+python -m offload bench io --nvme /mnt/nvme0
 """
 
 from __future__ import annotations

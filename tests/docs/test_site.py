@@ -71,7 +71,9 @@ def missing_paths(text: str) -> list[str]:
     """The files and folders that a page names and the repository does not have. A room's are named from the room on."""
     named = set(PATHS.findall(text))
     assert named
-    return [one for one in sorted(named) if not any(any((ROOT / room).rglob(one)) for room in ROOMS) and not any(ROOT.glob(one))]
+    return [
+        one for one in sorted(named) if not any(any((ROOT / room).rglob(one)) for room in ROOMS) and not any(ROOT.glob(one))
+    ]
 
 
 def test_every_file_that_the_pages_for_maintainers_name_is_there() -> None:
