@@ -50,7 +50,8 @@ class _OneLineParser(argparse.ArgumentParser):
     """Says what is wrong in one line, with what was probably meant; the usage is a --help away."""
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
-        super().__init__(*args, formatter_class=_Paragraphs, **keywords)
+        keywords.setdefault("formatter_class", _Paragraphs)
+        super().__init__(*args, **keywords)
         self.set_defaults(parser=self)  # the innermost of a command line stays
 
     def error(self, message: str) -> NoReturn:
