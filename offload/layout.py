@@ -146,6 +146,11 @@ class Piece:
     def numel(self) -> int:
         return self.stop - self.start
 
+    @property
+    def in_parameter(self) -> slice:
+        """Its elements among those of the parameter."""
+        return slice(self.start - self.slot.start, self.stop - self.slot.start)
+
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:

@@ -78,7 +78,8 @@ class Building:
             storage.parameters,
             self._is_undoable,
         )
-        trained = [pair for unit in units for pair in zip(unit.trained_chunks, unit.route.record_tiers(), strict=False)]
+        homes = (pair for unit in units for pair in zip(unit.trained_chunks, unit.route.record_homes(), strict=False))
+        trained = [(chunk, tier, path) for chunk, (tier, path) in homes]
         records = RecordStore(trained, storage.records, self._format_of, self._is_undoable) if trained else None
         pool = storage.staging_pool()
         timeline = Timeline(accelerator.clock_ns, accelerator.recorder)
@@ -88,7 +89,7 @@ class Building:
         of_ranks = rank_parts(self._ranks, Making(accelerator, self._layout, units, self._ledger, timeline))
         gradients = updates = None
         if records is not None:
-            gradients = self._gradients([chunk for chunk, _ in trained], pool, averaged=of_ranks.averages_gradients)
+            gradients = self._gradients([chunk for chunk, _, _ in trained], pool, averaged=of_ranks.averages_gradients)
             ahead = ReadAhead(pool)
             value_accesses = {
                 (value_path, memory): value_access(value_path, accelerator, pool, parameter_store, ahead)

@@ -241,7 +241,7 @@ class Materializer:
         for info, piece in chunk.pieces:
             low, high = piece.start - chunk.start, piece.stop - chunk.start
             ordered = info.in_memory_order(values[info.index])
-            part = ordered[piece.start - piece.slot.start : piece.stop - piece.slot.start]
+            part = ordered[piece.in_parameter]
             if self._records is not None and info.trainable and self._records.format(chunk).state_format.is_split:
                 self._records.format(chunk).round_values(typed[low:high], part.float())
             else:
@@ -297,7 +297,7 @@ class Materializer:
     ) -> None:
         for info, piece in chunk.pieces:
             low, high = piece.start - chunk.start, piece.stop - chunk.start
-            part = slice(piece.start - piece.slot.start, piece.stop - piece.slot.start)
+            part = piece.in_parameter
             record.put_master(low, high, info.in_memory_order(values[info.index])[part])
             for name, moment in states.get(info.index, {}).items():
                 if name in record.arrays:

@@ -143,9 +143,10 @@ class Route:
         """Of the unit's chunks, one after the other, without end."""
         return chain(repeat("cpu", self.kept_parameters), repeat(self.parameters))
 
-    def record_tiers(self) -> Iterator[Tier]:
-        """Of its trained chunks, one after the other, without end."""
-        return chain(repeat("cpu", self.kept_records), repeat(self.records))
+    def record_homes(self) -> Iterator[tuple[Tier, RecordPath]]:
+        """Of its trained chunks, one after the other, without end: where the record lies, and how an update gets at it."""
+        path = RecordPath.FILE if self.records == "nvme" else RecordPath.IN_PLACE
+        return chain(repeat(("cpu", RecordPath.IN_PLACE), self.kept_records), repeat((self.records, path)))
 
 
 def routes_of(units: Sequence[UnitSizes], choice: Choice, *, unified: bool, sharded: bool) -> tuple[Route, ...]:

@@ -263,18 +263,18 @@ class RecordStore(ChunkStore):
 
     def __init__(
         self,
-        chunks: Iterable[tuple[Chunk, Tier]],
+        chunks: Iterable[tuple[Chunk, Tier, RecordPath]],
         make_store: StoreFactory,
         format_of: Callable[[Flat], RecordFormat],
         undoable: Undoable = _never,
     ) -> None:
         known = list(chunks)
-        self._formats = {id(chunk.flat): format_of(chunk.flat) for chunk, _ in known}
-        sizes = [(chunk, tier, self.format(chunk).nbytes(chunk.numel)) for chunk, tier in known]
+        self._formats = {id(chunk.flat): format_of(chunk.flat) for chunk, _, _ in known}
+        sizes = [(chunk, tier, self.format(chunk).nbytes(chunk.numel)) for chunk, tier, _ in known]
         super().__init__(sizes, OPTIMIZER_STATES.furthest, make_store, undoable)
-        for chunk, _ in known:
-            chunk.record_path = RecordPath.FILE if self.view(chunk) is None else RecordPath.IN_PLACE
-        self.in_memory = all(chunk.record_path is RecordPath.IN_PLACE for chunk, _ in known)
+        for chunk, _, path in known:
+            chunk.record_path = path if self.nbytes(chunk) else RecordPath.IN_PLACE
+        self.in_memory = all(chunk.record_path is RecordPath.IN_PLACE for chunk, _, _ in known)
         """Whether every record is updated where it lies, with no transfer."""
 
     @staticmethod

@@ -69,7 +69,7 @@ class Homes:
         ordered = info.in_memory_order(info.view)
         for chunk in unit.chunks:
             for other, piece in chunk.pieces:
-                part = slice(piece.start - piece.slot.start, piece.stop - piece.slot.start)
+                part = piece.in_parameter
                 if other is not info or not bool(written[part].any()):
                     continue
                 if records is not None and info.trainable and records.format(chunk).own_master:

@@ -205,7 +205,7 @@ class ParameterGradients:
         for chunk, piece in pieces:
             found = self._gradients.read(chunk, info.index, piece)
             if found is not None:
-                values[piece.start - piece.slot.start : piece.stop - piece.slot.start].copy_(found)
+                values[piece.in_parameter].copy_(found)
         return values
 
     def replace(self, info: ParameterInfo, value: torch.Tensor) -> None:

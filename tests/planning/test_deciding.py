@@ -21,9 +21,10 @@ from offload.planning.budget import Tier
 from offload.planning.deciding import ABOUT_AS_LONG, PAIRINGS, Decision
 from offload.planning.placement import Placement
 from offload.planning.route import Memory
-from offload.planning.schedule import plan, simulate
+from offload.planning.schedule import plan
 from offload.planning.trace import Expected, Use
 from offload.planning.traffic import Traffic
+from tests.planning.simulation import simulate
 
 NVME = str(Path(__file__).parent)
 """Nothing is made there: what is asked is how much is free."""

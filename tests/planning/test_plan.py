@@ -12,10 +12,10 @@ from offload.planning.schedule import (
     expected_nbytes,
     plan,
     required_nbytes,
-    simulate,
     worthwhile_nbytes,
 )
 from offload.planning.trace import Edge, Event, Expected, Recorder, Trace, Use, guess
+from tests.planning.simulation import simulate
 
 UNITS = 6
 sizes = st.lists(st.integers(0, 20), min_size=UNITS, max_size=UNITS)

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
-from offload.planning.schedule import plan, required_nbytes, simulate
+from offload.planning.schedule import plan, required_nbytes
+from tests.planning.simulation import simulate
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", "deferred"])

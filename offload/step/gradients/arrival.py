@@ -33,8 +33,7 @@ from offload.tiers.staging import StagingPool
 
 def _cut(ordered: torch.Tensor, piece: Piece) -> torch.Tensor:
     """What of a parameter's gradient, [numel], lies in the piece."""
-    slot = piece.slot
-    return ordered if piece.numel == slot.numel else ordered[piece.start - slot.start : piece.stop - slot.start]
+    return ordered if piece.numel == piece.slot.numel else ordered[piece.in_parameter]
 
 
 def _take_in(

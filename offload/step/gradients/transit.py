@@ -116,7 +116,7 @@ class GradientTransit:
                 continue
             piece = Piece(slot, max(slot.start, chunk.start), min(slot.stop, chunk.stop))
             if piece.numel:
-                part = source[piece.start - slot.start : piece.stop - slot.start]
+                part = source[piece.in_parameter]
                 self._arrive_alone(chunk, piece, part, self._sums.part(slot.parameter_index, chunk.index), addition)
         if together:
             self._arrive_together(together, slot, source, addition)

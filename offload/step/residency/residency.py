@@ -122,9 +122,8 @@ class Residency:
     # ---- steps ---------------------------------------------------------------------------------------------------
 
     def next_order(self) -> list[Unit]:
-        """All units, in the order in which the next forward is expected to use them."""
-        first_uses = dict.fromkeys(event.unit_index for event in self._schedule.trace if event.edge is Edge.START)
-        return [self._units[index] for index in dict.fromkeys([*first_uses, *range(len(self._units))])]
+        """All units, in the order in which the next forward is expected to use them. Not to be changed."""
+        return self._next_order
 
     def end_step(self) -> None:
         """The step's trace is complete. If it was not as expected, the next step is planned from it."""
@@ -225,6 +224,8 @@ class Residency:
         self._positions: dict[Event, list[int]] = {}
         for position, event in enumerate(schedule.trace):
             self._positions.setdefault(event, []).append(position)
+        first_uses = [event.unit_index for event in self._positions if event.edge is Edge.START]
+        self._next_order = [self._units[index] for index in dict.fromkeys([*first_uses, *range(len(self._units))])]
 
     def _plan_for_room(self) -> None:
         """For the next step, where another number of units stays in it."""

@@ -117,12 +117,12 @@ class Gathering:
         master = torch.zeros(chunk.numel)
         for info, piece in chunk.pieces:
             low, high = piece.start - chunk.start, piece.stop - chunk.start
-            part = info.in_memory_order(values[info.index])[piece.start - piece.slot.start : piece.stop - piece.slot.start]
+            part = info.in_memory_order(values[info.index])[piece.in_parameter]
             master[low:high].copy_(record.master(low, high, part.to(buffer.device)))
         return master
 
     def _put_master(self, chunk: Chunk, master: torch.Tensor, values: dict[int, torch.Tensor]) -> None:
         for info, piece in chunk.pieces:
             low, high = piece.start - chunk.start, piece.stop - chunk.start
-            part = info.in_memory_order(values[info.index])[piece.start - piece.slot.start : piece.stop - piece.slot.start]
+            part = info.in_memory_order(values[info.index])[piece.in_parameter]
             part.copy_(master[low:high])

@@ -124,7 +124,7 @@ class ValueLoading:
         buffer = self._homes.read_record(chunk)
         record = records.over(chunk, buffer)
         for info, piece in chunk.pieces:
-            part = ordered[info.index][piece.start - piece.slot.start : piece.stop - piece.slot.start]
+            part = ordered[info.index][piece.in_parameter]
             low, high = piece.start - chunk.start, piece.stop - chunk.start
             record.put_master(low, high, part.to(buffer.device))
         self._homes.put_back(chunk, buffer)
@@ -137,7 +137,7 @@ class ValueLoading:
             content = HostMemory(parameter_store.nbytes(chunk), "loaded parameters", ledger=self._parts.ledger).tensor
         values = content[: chunk.nbytes].view(chunk.flat.dtype)
         for info, piece in chunk.pieces:
-            part = ordered[info.index][piece.start - piece.slot.start : piece.stop - piece.slot.start]
+            part = ordered[info.index][piece.in_parameter]
             low, high = piece.start - chunk.start, piece.stop - chunk.start
             values[low:high].copy_(self._rounded(chunk.flat, part))
         if stored is None:

@@ -98,7 +98,7 @@ class NamedStates:
         for chunk, piece in self._own_pieces(info):
             record = records.over(chunk, self._homes.read_record(chunk))
             part = record.moment(kind, piece.start - chunk.start, piece.stop - chunk.start)
-            values[piece.start - piece.slot.start : piece.stop - piece.slot.start].copy_(part)
+            values[piece.in_parameter].copy_(part)
         return values
 
     def _gradient(self, info: ParameterInfo) -> Tensor | None:
@@ -123,7 +123,7 @@ class NamedStates:
         if own_master and records is not None:
             for chunk, piece in self._own_pieces(info):
                 buffer = self._homes.read_record(chunk)
-                part = exact[piece.start - piece.slot.start : piece.stop - piece.slot.start]
+                part = exact[piece.in_parameter]
                 low, high = piece.start - chunk.start, piece.stop - chunk.start
                 records.over(chunk, buffer).put_master(low, high, part.to(buffer.device))
                 self._homes.put_back(chunk, buffer)
@@ -136,7 +136,7 @@ class NamedStates:
         exact = info.in_memory_order(value.detach().to("cpu", torch.float32))
         for chunk, piece in self._own_pieces(info):
             buffer = self._homes.read_record(chunk)
-            part = exact[piece.start - piece.slot.start : piece.stop - piece.slot.start]
+            part = exact[piece.in_parameter]
             low, high = piece.start - chunk.start, piece.stop - chunk.start
             records.over(chunk, buffer).put_moment(kind, low, high, part.to(buffer.device))
             self._homes.put_back(chunk, buffer)
