@@ -106,12 +106,14 @@ class Succession:
         own = {info.index: info.parameter.grad for info in parts.parameters}
         failure: Exception | None = None
         try:
-            ranks = parts.meeting.alongside(MeetingPoint.UNFREEZING, parts.ranks.renewed)
+            # Also for the parts as they were: where one rank is gone by then, no connection is waited for.
+            connect = lambda: (parts.ranks.renewed(), parts.ranks.renewed())  # noqa: E731
+            ranks, others = parts.meeting.alongside(MeetingPoint.UNFREEZING, connect)
             self.current.end()
             try:
                 made = refitted(parts, self._config, optimizer.moments, optimizer.param_groups, trained, ranks)
             except Exception as error:
-                failure, made = error, rebuild(parts, self._config, optimizer.moments, parts.ranks.renewed())
+                failure, made = error, rebuild(parts, self._config, optimizer.moments, others)
             self.current = self._engaged(made)
             self.current.checkpointing.load(path)
             made.meeting.meet(MeetingPoint.UNFREEZING)  # nobody reads it any more

@@ -124,7 +124,7 @@ class Ranks:
     def renewed(self) -> Ranks:
         """See `Group`. Collective."""
         ranks = Ranks(self._arrangement, self._timeout, _next_key())
-        ranks.local_world_size = self.local_world_size
+        ranks.local_world_size, ranks.phase = self.local_world_size, self.phase
         return ranks
 
     def _make_group(self, indices: Sequence[int], backend: str) -> Any:

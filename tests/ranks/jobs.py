@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
-from offload.build import assembly
+from offload.build import assembly, refitting
 from offload.checkpoint.writing import Snapshot
 from offload.device.recording import COLLECTIVES
 from offload.planning.schedule import Verb
@@ -438,8 +438,8 @@ def failing(fields: dict[str, Any], how: str, when: str) -> None:
             engine.optimizer.zero_grad()
 
 
-def failing_to_connect(fields: dict[str, Any]) -> None:
-    """Rank 1 dies where the ranks connect anew, to make room for the states of what was unfrozen."""
+def dying_in_refit(fields: dict[str, Any], where: str) -> None:
+    """Rank 1 dies where room is made for the states of what was unfrozen: as the ranks connect anew, or behind that."""
     rank, world = place()
     model = llama()
     optimizer = adamw(model)
@@ -451,7 +451,8 @@ def failing_to_connect(fields: dict[str, Any]) -> None:
         engine.optimizer.zero_grad()
         model.model.layers[0].requires_grad_(True)
         if rank == 1:
-            dist.new_group = lambda *_, **__: _fail("dies")
+            place_of_death = dist if where == "new_group" else refitting
+            setattr(place_of_death, where, lambda *_, **__: _fail("dies"))
         model(input_ids=batch, labels=batch)
 
 

@@ -81,11 +81,12 @@ def test_a_rank_that_fails(fresh: Callable[..., Crew], how: str, when: str) -> N
         assert answers[1]["error"] == ["ValueError", "rank 1 has had enough"]
 
 
-def test_a_rank_that_dies_where_they_connect_anew(fresh: Callable[..., Crew]) -> None:
-    """It is seen at once, not when the connecting has taken the group's time."""
+@pytest.mark.parametrize("where", ["new_group", "lay_out_together"])
+def test_a_rank_that_dies_where_states_are_made_room_for(fresh: Callable[..., Crew], where: str) -> None:
+    """It is seen at once, not when connecting anew has taken the group's time."""
     crew = fresh(2, seconds=200)
     began = time.monotonic()
-    crew.begin("failing_to_connect", fields=STAGE_3)
+    crew.begin("dying_in_refit", fields=STAGE_3, where=where)
     answer = crew.answers()[0]
     assert "error" in answer, f"{answer}\n{crew.said(0)}"
     kind, message = answer["error"]
