@@ -48,24 +48,25 @@ class Config:
 
     stage             ZeRO stage 0 to 3: what is partitioned across ranks. On one rank all are the same.
     parameters        the furthest place where parameters live between uses: "auto", "device", "cpu" or "nvme"
-    optimizer_states  where master weights and moments live: likewise
+    optimizer_states  the furthest place where master weights and moments live, of the same four
     nvme              a folder, or several on different drives (then striped); needed for "nvme"
-    device_memory     most bytes that the engine may hold on the device (parameters, gradients, states; activations are the
-                      model's own), and used: what is asked to lie further away stays there as far as they reach. None: what
-                      one unit in use and `prefetch` more take; where the device has a memory of its own, units fetched stay
-                      besides in what the model leaves of it, less a tenth
-    cpu_memory        most bytes of host memory that the engine may hold, likewise used before NVMe; None: what the placements
-                      need at least
+    device_memory     the most bytes that the engine may hold on the device: parameters, gradients and states; activations are
+                      the model's own. All of it is used: what may lie further away stays on the device as far as this reaches.
+                      None: one unit in use and `prefetch` more. A device with a memory of its own then also keeps fetched
+                      units in what the model leaves free, less a tenth
+    cpu_memory        the most bytes of host memory that the engine may hold. All of it is used before NVMe. None: the least
+                      that the placements need
     dtype             what forward and backward run in: "bf16", "fp16", "fp32"; None: the parameters' own dtypes, as
                       normalisations with running statistics (BatchNorm) keep in any case
     state_format      "fp32": fp32 master weights and moments; "split": the same numbers in less memory (the bf16 parameter and
                       a 16-bit remainder are the master). These change results, within the noise of a seed: "bf16": moments
                       in bf16, rounded stochastically; "8bit": moments in 8 bits. All but "fp32" need bf16 parameters.
     max_grad_norm     clip the global gradient norm to this; None: no clipping
-    update            "auto": updates start as soon as backward has left a unit, wherever they can be undone and seldom have to
-                      be, else at step(); in any loop. "backward": likewise, with all the room there is on the drives for what
-                      undoes them, where "auto" leaves some for checkpoints; "step": at step(), under the next forward
-    prefetch          how many units ahead are fetched
+    update            when updates begin. "auto": when backward has left a unit, if the update can be undone and seldom has to
+                      be; else at step(). "backward": the same, but what undoes updates may take all the room on the drives,
+                      of which "auto" leaves some for checkpoints. "step": at step(), under the next forward. Any loop is right
+                      with any of them
+    prefetch          how many units are fetched ahead
     loss_scale        a number; "dynamic" (default for fp16); "skip": no scaling, steps with non-finite gradients are left out;
                       None: "dynamic" for fp16, else non-finite gradients raise
     """

@@ -57,24 +57,23 @@ def initialize(
     model      any module; on the CPU, or (parts of it) on the meta device under `offload.deferred_init()` or with
                `weights`. Its buffers are moved to the device.
     optimizer  `torch.optim.AdamW`, `Adam`, `Adagrad`, `SGD` or `offload.Lion` (also lion-pytorch's and timm's) over the
-               model's trainable parameters, or another that computes element by element (`offload.model.own_optimizer`);
-               state it has already is taken over.
-               None: the one that a config with DeepSpeed's keys describes; without it no training: forward, evaluation and
-               generation only.
+               model's trainable parameters, or another that computes element by element. State that it already has is
+               taken over. None: the one that a config with DeepSpeed's keys describes; if there is none either, the engine
+               runs forward, evaluation and generation only
     config     a `Config`; or a mapping, or the path of a JSON file, with its keys or with DeepSpeed's (docs/deepspeed.md)
     weights    a safetensors file, or a folder with one or with a sharded index: read unit by unit into the tiers
     mesh       the ranks that train together, as a `DeviceMesh`: one dimension (all share the shards) or two, (replicate,
                shard): shards within a node, copies across. None: all ranks of the process group, which is started from
                torchrun's environment if it was not; without either, one rank
-    sync_module_states  parameters and buffers begin with rank 0's values on every rank. False: ranks that differ in them are
-               a `ConfigError`; seed them alike
+    sync_module_states  True: every rank begins with rank 0's parameters and buffers. False: a `ConfigError` where ranks
+               differ in them; seed them alike
 
     On several ranks this and every other call is collective: all ranks make it.
 
-    It says how far it is, GiB by GiB, in the log: `logging.getLogger("offload")` at level INFO.
+    The log, `logging.getLogger("offload")` at level INFO, says how far it is.
 
-    Raises `ConfigError` (also `BudgetError`) and `InitializerError` before anything is allocated where they can be known
-    then, `StorageError` where a path fails. Whatever it raises, the model and the optimizer are as they were.
+    Raises `ConfigError` (also `BudgetError`) and `InitializerError`, before anything is allocated where that can be known,
+    and `StorageError` where a path fails. Whatever it raises, the model and the optimizer are as they were.
     """
     end_recording()
     ranks = join_ranks(mesh)
@@ -168,7 +167,7 @@ class Engine:
             (loss * scale if scale != 1.0 else loss).backward(**keywords)
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss` times the loss scale, for a backward of the loop's own: the step un-scales what that brings.
+        """`loss` times the loss scale, for a backward of the loop's own. The step un-scales the gradients.
 
         `engine.scaled(loss).backward()` is `engine.backward(loss)`; several losses may be scaled and added up.
         """
@@ -229,10 +228,10 @@ class Engine:
         return self._engagement.gathered([params] if isinstance(params, nn.Parameter) else params)
 
     def resident(self) -> AbstractContextManager[None]:
-        """Inside, parameters that were used stay in device memory: for many forwards in a row, as generation makes them.
+        """Inside, parameters that were used stay in device memory: for many forwards in a row, as in generation.
 
-        As much of them as the budget has room for; without a budget, half of the memory that is free now. All else is as
-        outside. `module.generate` does it by itself.
+        They may fill the budget; without one, half of the memory that is free now. Nothing else changes. `module.generate`
+        does this by itself.
         """
         return self._engagement.resident()
 
@@ -260,11 +259,11 @@ class Engine:
         ValueLoading(self._parts, self._training, self.module, state).run()
 
     def read(self, parameter: nn.Parameter, what: str = "value") -> torch.Tensor | None:
-        """A whole tensor of one parameter, in its shape, fp32, on the CPU: a copy. Collective. Between a backward and the step,
-        or between steps, wherever it lies.
+        """A copy of one parameter's whole tensor, in its shape, in fp32, on the CPU. Collective. It can be read between steps,
+        and between a backward and the step, wherever it lies.
 
-        what  "value": the master's; "gradient": averaged over the ranks and un-scaled, before clipping, None where there is
-              none; "exp_avg", "exp_avg_sq": a moment, as the optimizer has it
+        what  "value": the master weight; "gradient": the average over the ranks, un-scaled, before clipping; None if there is
+              none; "exp_avg", "exp_avg_sq": the moment that the optimizer has
 
         Raises `UsageError` for what the parameter does not have.
         """
@@ -272,8 +271,8 @@ class Engine:
         return self._engagement.named.read(self._engagement.info_of(parameter), what)
 
     def write(self, parameter: nn.Parameter, what: str, value: torch.Tensor) -> None:
-        """Set what `read` reads; on several ranks with the same value on all of them. A gradient is rounded to the parameter's
-        dtype, and counts for the coming step."""
+        """Set what `read` reads. On several ranks each passes the same value. A gradient is rounded to the parameter's dtype,
+        and counts for the coming step."""
         self._require_open()
         self._checkpointing.saver.settle()  # what is set goes around the updates
         self._engagement.named.write(self._engagement.info_of(parameter), what, value)
@@ -281,13 +280,14 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Counts, bytes planned and measured; and since the last call seconds by phase, and what each link did.
 
-        `links`: by name ("nvme read", "nvme write", "adam"), the seconds it was at work, those of them in which the model
-        waited for it, the share that was hidden (None if it did nothing) and the bytes it moved (None if not counted). The
-        largest `busy_seconds` is what a step takes at least with these links, however well they overlap.
-        `units`: of each the bytes of its parameters, and whether its update may begin in backward. `pending_updates`: chunks
-        whose last update is still to come, at the latest when the next forward reaches them.
+        `links` has, by name ("nvme read", "nvme write", "adam"): the seconds in which the link was at work, those of them in
+        which the model waited for it, the share that was hidden (None if it did nothing), and the bytes that it moved (None if
+        they are not counted). No overlap can make a step shorter than the largest `busy_seconds`.
+        `units` has, for each unit, the bytes of its parameters and whether its update may begin in backward.
+        `pending_updates` counts the chunks whose last update has not run; it runs at the latest when the next forward
+        reaches them.
 
-        An engine that failed says what it had planned and reached until then; a closed one raises `UsageError`.
+        An engine that failed says what it had planned and done until then; a closed one raises `UsageError`.
         """
         self._training.check_process()
         if self.closed:
@@ -396,11 +396,11 @@ class Engine:
     def exit_if_terminated(
         self, client_state: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None, *, keep_last: int | None = None
     ) -> None:
-        """Where SIGTERM came: save as the newest checkpoint in the folder of `resume_or_start`, then exit with 0.
+        """If SIGTERM came: save the newest checkpoint in the folder of `resume_or_start`, then exit with 0.
 
-        Call it where one step of the loop is over and the next has not begun: everything that a resume needs is then as
-        that next step will find it. `client_state` and `keep_last` are those of `save_checkpoint`; a callable is called
-        only when it is needed. Raises `SystemExit(0)`.
+        Call it when one step of the loop is over and the next has not begun, so that a resume finds what the next step would
+        have found. `client_state` and `keep_last` are those of `save_checkpoint`; `client_state` may be a function, which is
+        called only if it is needed. Raises `SystemExit(0)`.
         """
         if self._preemption is None or self._saves is None:
             raise UsageError(

@@ -14,10 +14,12 @@ With --format deepspeed-universal: masters, moments and steps as a universal che
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from offload.build.assembly import DTYPES
 from offload.checkpoint.offline_export import export_checkpoint
+from offload.checkpoint.staged_folder import MANIFEST_NAME
 from offload.checkpoint.universal_export import export_universal
 from offload.cli.progress import ProgressLine
 from offload.cli.text import format_nbytes
@@ -44,6 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """`export`. Returns 0."""
+    if not os.path.isfile(args.checkpoint / MANIFEST_NAME):
+        raise UsageError(
+            f"'{args.checkpoint}' is no checkpoint: name a folder that save_checkpoint made (it holds {MANIFEST_NAME})."
+        )
     progress = ProgressLine()
     if args.format == _UNIVERSAL:
         if args.dtype is not None:

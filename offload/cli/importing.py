@@ -13,10 +13,12 @@ Pickles in the source are read by unpicklers that know tensors and plain values 
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from offload.cli.progress import ProgressLine
 from offload.cli.text import format_count
+from offload.errors import UsageError
 from offload.importing.converting import KINDS, import_checkpoint
 
 
@@ -29,6 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """`import`. Returns 0."""
+    if not os.path.isdir(args.source):
+        raise UsageError(f"'{args.source}' is no folder: name the folder of the checkpoint to convert.")
     with ProgressLine().showing():
         found = import_checkpoint(args.source, args.out, args.kind)
     trained = [parameter for parameter in found.parameters if parameter.trained]

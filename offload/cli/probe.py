@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The command. Returns 0."""
-    paths = paths_of(args.nvme) or []
+    paths, nbytes = paths_of(args.nvme) or [], parse_nbytes(args.size, "--size")
     if args.json or args.machine_file is not None:
         measured = measure_machine(paths, args.seconds / 4)
         if args.machine_file is not None:
@@ -48,9 +48,7 @@ def run(args: argparse.Namespace) -> int:
     print("\n" + section("Memory bandwidth", memory))
     print("\n" + section("File I/O, best first", backend_rows()))
     for path in paths:
-        print(
-            "\n" + section(f"Drive at {path}", _drive_rows(path, parse_nbytes(args.size, "--size"), args.seconds / len(paths)))
-        )
+        print("\n" + section(f"Drive at {path}", _drive_rows(path, nbytes, args.seconds / len(paths))))
     if not paths:
         print("\nDrive: not measured (name a folder on it with --nvme)")
     print("\n" + section("Devices", _device_rows(args.seconds)))

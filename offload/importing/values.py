@@ -49,8 +49,9 @@ def import_checkpoint(
 
 
 def export_universal_checkpoint(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    """Write what `Engine.save_checkpoint` left at `source`, of Adam, as DeepSpeed's universal checkpoint at `target`,
-    as `python -m offload export --format deepspeed-universal` does. Host memory: the largest parameter in fp32.
+    """Convert the checkpoint of a run with Adam at `source`, as `Engine.save_checkpoint` wrote it, into DeepSpeed's universal
+    checkpoint at `target`; `python -m offload export --format deepspeed-universal` does the same. Host memory: the largest
+    parameter in fp32.
 
     Raises `CheckpointError`, `StorageError`.
     """

@@ -33,15 +33,16 @@ _MARK = "_offload_unit"
 
 
 def unit(module: nn.Module) -> nn.Module:
-    """Mark `module`, before `initialize`, as a unit: all its parameters are fetched, let go and updated together, and with no
-    others. Returns it, for use inside an assignment.
+    """Mark `module` as a unit, before `initialize`: its parameters are fetched, let go and updated together, with no others.
+    Returns `module`, so that the call can stand in an assignment.
 
-    Without marks the units are the elements of the model's lists of blocks, of which small neighbours are joined, and large
-    modules without children. A mark takes precedence: over blocks inside the module, which are then parts of it, over marks
-    inside it, and over the block around it. What else that block holds is then divided as what lies outside of blocks: large
-    modules without children are units, the rest is the root's, which is in memory during the whole forward and backward. Copies
-    of the module, by `copy.deepcopy` or `pickle`, are marked too. Results are the same with any marks. Raises `UsageError` for
-    what is no `nn.Module`.
+    Without marks the units are the elements of the model's lists of blocks (small neighbours are joined) and large modules
+    without children. A mark takes precedence over blocks inside the module, over marks inside it, and over the block around
+    it. The rest of that block is then divided like everything outside of blocks: large modules without children are units, and
+    what remains belongs to the root unit, which is in memory during the whole forward and backward. A copy of the module
+    (`copy.deepcopy`, `pickle`) is marked too. Marks do not change results.
+
+    Raises `UsageError` for anything but an `nn.Module`.
     """
     if not isinstance(module, nn.Module):
         raise UsageError(f"offload.unit was given {type(module).__name__}: it marks a module (nn.Module) of the model.")

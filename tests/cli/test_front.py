@@ -97,6 +97,19 @@ def test_a_path_of_another_kind_is_refused_before_the_text_is_read(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["export", "import"])
+def test_what_is_no_checkpoint_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str) -> None:
+    assert main([command, str(tmp_path / "gone"), str(tmp_path / "out")]) == 2
+    assert f"'{tmp_path}/gone' is no " in capsys.readouterr().err
+    assert main([command, str(tmp_path), str(tmp_path / "out")]) != 0
+    assert f"'{tmp_path}' is no checkpoint" in capsys.readouterr().err
+
+
+def test_a_size_that_is_none_is_refused_without_a_drive_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["probe", "--size", "abc"]) == 2
+    assert "--size='abc' is not a size" in capsys.readouterr().err
+
+
 def test_nothing_is_guessed_where_nothing_is_close(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["train", "--data", "x", "--zzzzzz"])
