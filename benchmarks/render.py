@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import plots
-from front_tables import frameworks, matrix, overhead, plans_in_short, zero_memory
+from front_tables import frameworks, matrix, overhead, plans_in_short, simd, zero_memory
 from gpu_report.tables import gpu, gpu_plots
 from markdown_text import gib, table
 
@@ -404,6 +404,7 @@ TABLES = {
     "ranks": ranks,
     "startup": startup,
     "adam": adam,
+    "simd": simd,
     "loss_curves": loss_curves,
     "lora": lora,
     "train_step": train_step,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +134,18 @@ def paths_of(text: str | None) -> list[str] | None:
     if not paths:
         raise ConfigError("--nvme is empty: name a folder on the drive.")
     return paths
+
+
+def check_can_be_written(folder: Path, flag: str) -> None:
+    """Raise `ConfigError` where nothing can be written to what there is of the path: at once, not after hours."""
+    path = folder.absolute()
+    there = next(one for one in (path, *path.parents) if os.path.exists(one))
+    try:
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        raise ConfigError(
+            f"{flag} {str(folder)!r} cannot be written to: {str(there)!r} says {error.strerror!r}. Name another folder."
+        ) from None
 
 
 def positive(text: str) -> int:

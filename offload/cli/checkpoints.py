@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import offload
-from offload.cli.arguments import positive
+from offload.cli.arguments import check_can_be_written, positive
 from offload.errors import ConfigError
 
 _KEPT_FLAGS = (
@@ -39,6 +39,8 @@ def check_arguments(args: argparse.Namespace) -> None:
         for flag in ("save_every", "keep_last"):
             if getattr(args, flag) is not None:
                 raise ConfigError(f"--{flag.replace('_', '-')} needs a folder for checkpoints: give --checkpoints DIR.")
+    else:
+        check_can_be_written(args.checkpoints, "--checkpoints")
 
 
 class Checkpoints:

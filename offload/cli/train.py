@@ -29,6 +29,7 @@ from offload.cli.arguments import (
     add_lora_argument,
     add_model_arguments,
     add_optimizer_arguments,
+    check_can_be_written,
     config_of,
     natural,
     positive,
@@ -159,6 +160,8 @@ def _check_export(args: argparse.Namespace) -> None:
         raise ConfigError("--merged says how an adapter is exported: give --lora and --export DIR too.")
     if args.export is not None and args.export.exists() and not (args.export.is_dir() and not any(args.export.iterdir())):
         raise ConfigError(f"--export {str(args.export)!r} is there already: name a folder that is not, or an empty one.")
+    if args.export is not None:
+        check_can_be_written(args.export, "--export")
 
 
 def _tokenizer(args: argparse.Namespace) -> Any:

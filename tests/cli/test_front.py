@@ -110,6 +110,17 @@ def test_a_size_that_is_none_is_refused_without_a_drive_too(capsys: pytest.Captu
     assert "--size='abc' is not a size" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--checkpoints", "--export"])
+def test_a_folder_that_cannot_be_written_is_refused_before_the_text_is_read(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: Path, flag: str
+) -> None:
+    from offload.cli import train
+
+    monkeypatch.setattr(train, "ByteStream", lambda documents: pytest.fail("the text was read"))
+    assert main(["train", "--data", str(text), *map(str, SMALL), flag, "/proc/there/is/none"]) == 2
+    assert f"{flag} '/proc/there/is/none' cannot be written to: '/proc' says" in capsys.readouterr().err
+
+
 def test_nothing_is_guessed_where_nothing_is_close(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["train", "--data", "x", "--zzzzzz"])
