@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -107,7 +108,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _help(argparse.Namespace(about=()))
     run: Callable[[argparse.Namespace], int] = args.run
     try:
-        return run(args)
+        code = run(args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # `| head`: nobody reads on, and the interpreter's own flush is to be quiet
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
     except OffloadError as error:
         print(f"offload {args.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return REFUSED if isinstance(error, _REFUSALS) else FAILED

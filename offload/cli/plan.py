@@ -70,6 +70,13 @@ def run(args: argparse.Namespace) -> int:
     model = build_outline(choice, args.lora)
     optimizer = make_optimizer(model, args)  # raises what its flags have wrong
     if args.ranks > 1:
+        for flag in ("tokens", "drives", "trace", "json"):
+            if getattr(args, flag):
+                raise ConfigError(f"--{flag} is said of one rank alone: leave it out, or --ranks.")
+        if args.machine != "this":
+            raise ConfigError(
+                f"--machine {args.machine} with --ranks: seconds are said of one rank alone. Leave one of them out."
+            )
         with Outline(model, optimizer, config, args.ranks, accumulates=args.accumulate > 1) as outline:
             _print_bytes(outline, choice.title, args)
         return 0
