@@ -28,9 +28,10 @@ from offload.step.residency.device_room import DeviceRoom
 from offload.step.residency.fetching import DirectFetcher, Fetcher, HomeFetcher, StagedFetcher
 from offload.step.residency.residency import Capacity, Residency
 from offload.step.threads.timeline import Timeline
+from offload.step.updates.means import Means
 from offload.step.updates.record_paths import record_accesses
 from offload.step.updates.update import Updates
-from offload.step.updates.value_paths import ReadAhead, value_access
+from offload.step.updates.value_paths import value_accesses
 from offload.tiers.memory import MemoryLedger
 from offload.tiers.staging import StagingPool
 
@@ -90,13 +91,10 @@ class Building:
         gradients = updates = None
         if records is not None:
             gradients = self._gradients([chunk for chunk, _, _ in trained], pool, averaged=of_ranks.averages_gradients)
-            ahead = ReadAhead(pool)
-            value_accesses = {
-                (value_path, memory): value_access(value_path, accelerator, pool, parameter_store, ahead)
-                for value_path, memory in {(route.value_path, route.update_in) for route in self._routes}
-            }
-            accesses = record_accesses(records, pool, timeline)
-            updates = of_ranks.updates(records, gradients, accesses, value_accesses, accelerator, timeline)
+            means = Means(accelerator, pool, records, parameter_store, timeline)
+            updates = of_ranks.updates(
+                records, gradients, record_accesses(means), value_accesses(means, self._routes), accelerator, timeline
+            )
             self._made.extend((gradients, updates))
         own_fetcher = self._fetcher(parameter_store, pool, updates)
         self._made.append(own_fetcher)

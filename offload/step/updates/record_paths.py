@@ -13,9 +13,8 @@ from torch import Tensor
 from offload.model.update import ChunkUpdate
 from offload.planning.purposes import RECORDS, RECORDS_ON_DEMAND
 from offload.planning.route import RecordPath
-from offload.step.chunk_stores import RecordStore
-from offload.step.threads.timeline import RECORD_WRITES, Timeline
-from offload.tiers.staging import StagingPool
+from offload.step.threads.timeline import RECORD_WRITES
+from offload.step.updates.means import Means
 
 
 class RecordAccess(ABC):
@@ -45,8 +44,8 @@ class RecordAccess(ABC):
 class RecordsInPlace(RecordAccess):
     """The kernel addresses the record where it lies."""
 
-    def __init__(self, records: RecordStore) -> None:
-        self._records = records
+    def __init__(self, means: Means) -> None:
+        self._records = means.records
 
     def begin(self, update: ChunkUpdate) -> Tensor:
         record = self._records.view(update.chunk)
@@ -59,8 +58,8 @@ class RecordsFromFile(RecordAccess):
 
     reads_ahead = True
 
-    def __init__(self, records: RecordStore, pool: StagingPool, timeline: Timeline) -> None:
-        self._records, self._pool, self._timeline = records, pool, timeline
+    def __init__(self, means: Means) -> None:
+        self._records, self._pool, self._timeline = means.records, means.pool, means.timeline
 
     def reserve(self, update: ChunkUpdate, *, now: bool) -> bool:
         update.lease = self._pool.try_lease(RECORDS)
@@ -93,6 +92,6 @@ class RecordsFromFile(RecordAccess):
         lease.release(after=self._records.write(update.chunk, record[: self._records.nbytes(update.chunk)]))
 
 
-def record_accesses(records: RecordStore, pool: StagingPool, timeline: Timeline) -> dict[RecordPath, RecordAccess]:
+def record_accesses(means: Means) -> dict[RecordPath, RecordAccess]:
     """One for each path."""
-    return {RecordPath.IN_PLACE: RecordsInPlace(records), RecordPath.FILE: RecordsFromFile(records, pool, timeline)}
+    return {RecordPath.IN_PLACE: RecordsInPlace(means), RecordPath.FILE: RecordsFromFile(means)}

@@ -12,7 +12,7 @@ parameter, where a copy in the record would cost a read and a write of 2.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from functools import partial
 
@@ -24,8 +24,9 @@ from offload.layout import Piece
 from offload.model.chunk import Chunk
 from offload.planning.budget import READ_AHEAD
 from offload.planning.purposes import EMITTED
-from offload.planning.route import ValuePath
+from offload.planning.route import Memory, Route, ValuePath
 from offload.step.chunk_stores import ParameterStore
+from offload.step.updates.means import Means
 from offload.tiers.staging import Lease, StagingPool
 
 
@@ -249,18 +250,15 @@ class ValuesCopiedOut(ValueAccess):
         return Settled()
 
 
-def value_access(
-    value_path: ValuePath, accelerator: Accelerator, pool: StagingPool, parameter_store: ParameterStore, ahead: ReadAhead
-) -> ValueAccess:
-    """`ahead`: one for all paths."""
-    if value_path is ValuePath.IN_PLACE:
-        return ValuesInPlace()
-    if value_path is ValuePath.COPY_IN:
-        return ValuesCopiedIn(accelerator, parameter_store, ahead)
-    if value_path is ValuePath.RESIDENT:
-        return ValuesResident(parameter_store)
-    return (
-        ValuesInStore(parameter_store, ahead)
-        if value_path is ValuePath.STORE
-        else ValuesCopiedOut(accelerator, parameter_store, pool)
-    )
+def value_accesses(means: Means, routes: Iterable[Route]) -> dict[tuple[ValuePath, Memory], ValueAccess]:
+    """One for each path of these routes, in each memory that their updates compute in."""
+    accelerator, pool, parameter_store = means.accelerator, means.pool, means.parameter_store
+    ahead = ReadAhead(pool)
+    made: dict[ValuePath, Callable[[], ValueAccess]] = {
+        ValuePath.IN_PLACE: ValuesInPlace,
+        ValuePath.RESIDENT: lambda: ValuesResident(parameter_store),
+        ValuePath.STORE: lambda: ValuesInStore(parameter_store, ahead),
+        ValuePath.COPY_IN: lambda: ValuesCopiedIn(accelerator, parameter_store, ahead),
+        ValuePath.COPY_OUT: lambda: ValuesCopiedOut(accelerator, parameter_store, pool),
+    }
+    return {(path, memory): made[path]() for path, memory in {(route.value_path, route.update_in) for route in routes}}
