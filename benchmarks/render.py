@@ -284,11 +284,12 @@ def lora(report: dict[str, Any]) -> str:
     """The table of benchmarks/lora.py."""
     formula, later = report["formula"], report["steps"][1:]
     moved = {name: sum(step[f"{name}_nbytes"] for step in later) / len(later) for name in ("read", "written")}
+    more = max(report["process_nbytes_after_initialize"], 0) / 2**20
     introduction = (
         f"A Llama of {report['parameters'] / 1e9:.2f} billion bf16 parameters, {report['frozen_nbytes'] / 1e9:.2f} GB, "
         f"with {report['trained'] / 1e6:.2f} million in adapters; everything on NVMe, {report['tokens']} tokens. The engine "
         f"holds {gib(report['engine_peak_nbytes'])} at most; once the model is there the process has "
-        f"{report['process_nbytes_after_initialize'] / 2**20:.0f} MiB more than before."
+        f"{f'{more:.0f} MiB' if more else 'no'} more than before."
     )
     rows = [f"| {name} | {moved[name]:,.0f} | {formula[f'{name}_nbytes']:,} |" for name in moved]
     return introduction + "\n\n" + table("| a step, from and to NVMe | bytes moved, mean | by the formula |", rows)

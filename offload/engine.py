@@ -418,6 +418,7 @@ class Engine:
         *,
         max_shard_size: int | str = "5GB",
         merged: bool = False,
+        exist_ok: bool = False,
     ) -> None:
         """Write the weights as safetensors, in shards with an index, and a Hugging Face model's config: for `from_pretrained`.
 
@@ -426,14 +427,18 @@ class Engine:
         merged  of a PEFT model: the base model, with the active adapters merged into it layer by layer, as its
                 `merge_and_unload` would. False: a PEFT model's adapters alone, as its `save_pretrained` writes them
 
-        `dir` must not exist or be empty. A tied parameter is written once, under the name that Hugging Face keeps.
+        exist_ok  whether `dir` may have files. What is exported replaces files of the same names once it is whole, and the
+                  weights of an earlier export; all others stay. False: `dir` must not exist or be empty
+
+        A tied parameter is written once, under the name that Hugging Face keeps.
         """
         if dtype is not None and dtype not in DTYPES:
             raise UsageError(f"dtype={dtype!r} is unknown: expected one of {', '.join(DTYPES)}, or None.")
         path = checked_folder(dir, "export")
         self._require_open()
         chosen = DTYPES[dtype] if dtype is not None else None
-        self._engagement.exporting.export(path, chosen, parse_nbytes(max_shard_size, "max_shard_size"), merged=merged)
+        shard_nbytes = parse_nbytes(max_shard_size, "max_shard_size")
+        self._engagement.exporting.export(path, chosen, shard_nbytes, merged=merged, exist_ok=exist_ok)
 
     # ---- lifecycle -----------------------------------------------------------------------------------------------
 

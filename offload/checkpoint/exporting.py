@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import closing
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from offload.step.values.gathering import Gathering
 
 _SAVE_OPTIONS = ("max_shard_size", "safe_serialization", "is_main_process", "save_function", "save_peft_format", "token")
 """Of a Hugging Face model's `save_pretrained`: what an export has too, or has no need of."""
-_UNFINISHED = ".offload-export"
+_UNFINISHED, _WEIGHTS = ".offload-export", "model*.safetensors*"
 Pieces = Iterable[tuple[ParameterInfo, torch.Tensor]]
 """Of each parameter all elements in slot order, in any number of parts."""
 
@@ -47,17 +48,27 @@ class Exporting:
         self._parts, self._training, self._model = parts, training, model
         self._gathering, self._checkpointing = gathering, checkpointing
 
-    def export(self, path: Path, dtype: torch.dtype | None, max_shard_nbytes: int, *, merged: bool) -> None:
+    def export(
+        self, path: Path, dtype: torch.dtype | None, max_shard_nbytes: int, *, merged: bool, exist_ok: bool = False
+    ) -> None:
         """See `Engine.export`."""
         if merged and not is_peft(self._model):
             raise UsageError("export(merged=True) was called, but the model has no PEFT adapters to merge: leave it out.")
         self._prepare("export")
-        if merged:
-            self._write(lambda pieces: self._export_merged(Exporter(path, dtype, max_shard_nbytes), dtype, pieces))
-        elif is_peft(self._model):
-            self._export_adapters(path, dtype)
-        else:
-            self._write(lambda pieces: self._export(Exporter(path, dtype, max_shard_nbytes), pieces))
+        place = _Place(path, exist_ok)
+        if not merged and is_peft(self._model):
+            self._export_adapters(place, dtype)
+            return
+
+        def write(pieces: Pieces) -> None:
+            with place:
+                exporter = Exporter(place.written, dtype, max_shard_nbytes)
+                if merged:
+                    self._export_merged(exporter, dtype, iter(pieces))
+                else:
+                    self._export(exporter, pieces)
+
+        self._write(write)
 
     def save_adapters(self, own: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
         """What `own`, the `save_pretrained` of a PEFT model, does: on a skeleton of the model in which the values are that it
@@ -83,16 +94,8 @@ class Exporting:
         others = {name: value for name, value in keywords.items() if name not in _SAVE_OPTIONS and value not in (None, False)}
         if args or others or not keywords.get("safe_serialization", True) or self._training.lender.lends_any:
             return own(save_directory, *args, **keywords)
-        folder = Path(save_directory)
-        folder.mkdir(parents=True, exist_ok=True)
-        exported = folder / _UNFINISHED
-        first = self._parts.ranks.index == 0
-        if first and exported.exists():  # of a process that was killed
-            shutil.rmtree(exported)
         shard_size = parse_nbytes(keywords.get("max_shard_size", "5GB"), "max_shard_size")
-        self.export(exported, None, shard_size, merged=False)
-        if first:
-            _move_over(exported, folder)
+        self.export(Path(save_directory), None, shard_size, merged=False, exist_ok=True)
 
     @property
     def replaced_methods(self) -> dict[str, Callable[..., Any]]:
@@ -110,9 +113,9 @@ class Exporting:
             self._write(lambda pieces: _fill(skeleton, computed, pieces), computed)
         return skeleton, adapter_files(skeleton, save_embedding_layers)
 
-    def _export_adapters(self, path: Path, dtype: torch.dtype | None) -> None:
+    def _export_adapters(self, place: _Place, dtype: torch.dtype | None) -> None:
         skeleton, adapters = self._adapters(dtype)
-        exporter, places = AdapterExporter(path, dtype, adapters), dict[int, list[str]]()
+        exporter, places = AdapterExporter(place.written, dtype, adapters), dict[int, list[str]]()
         buffers: list[tuple[str, torch.Tensor]] = []
         for adapter in adapters:
             for key, held in adapter.content.items():
@@ -125,7 +128,7 @@ class Exporting:
                     buffers.append((name, held))
 
         def write(pieces: Pieces) -> None:
-            with exporter:
+            with place, exporter:
                 for info, values in pieces:
                     for name in places.get(info.index, ()):
                         exporter.append(name, values)
@@ -228,16 +231,34 @@ def _fill(skeleton: Skeleton, wanted: Collection[int], pieces: Pieces) -> None:
         skeleton.fill(index, value)
 
 
-def _move_over(exported: Path, folder: Path) -> None:
-    """Move what was exported up, over an earlier save: of that no weights stay, which would be loaded instead."""
-    kept = {path.name for path in exported.iterdir()}
-    for path in folder.glob("model*.safetensors*"):
-        if path.name not in kept:
-            path.unlink()
-    for path in sorted(exported.rglob("*")):
-        target = folder / path.relative_to(exported)
-        if path.is_dir():
-            target.mkdir(exist_ok=True)
-        else:
-            path.replace(target)
-    shutil.rmtree(exported)
+class _Place:
+    """Where an export is written, and then moved to. The context is the first rank's."""
+
+    def __init__(self, path: Path, exist_ok: bool) -> None:
+        self._path, self._exist_ok = path, exist_ok
+        self.written = path / _UNFINISHED if exist_ok else path
+
+    def __enter__(self) -> None:
+        if self._exist_ok and self.written.exists():  # of a process that was killed
+            shutil.rmtree(self.written)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._exist_ok and kind is None:
+            self._move_up()
+
+    def _move_up(self) -> None:
+        """Over an earlier export, of which no weights stay: they would be loaded instead, as they are until all others are
+        there."""
+        found = sorted(self.written.rglob("*"))
+        names = {path.name for path in found}
+        for path in found:
+            target = self._path / path.relative_to(self.written)
+            if path.is_dir():
+                target.mkdir(exist_ok=True)
+            else:
+                path.replace(target)
+        if any(fnmatch(name, _WEIGHTS) for name in names):
+            for path in self._path.glob(_WEIGHTS):
+                if path.name not in names:
+                    path.unlink()
+        shutil.rmtree(self.written)

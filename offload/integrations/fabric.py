@@ -46,6 +46,11 @@ class OffloadStrategy(EngineStrategy, DDPStrategy):
             assert self.accelerator is not None
             self.accelerator.setup_device(self.root_device)
 
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any] | None:  # type: ignore[override]
+        """One process has the data in the script's own order, as without a strategy."""
+        return super().distributed_sampler_kwargs if self.is_shared else None
+
     def module_to_device(self, module: nn.Module) -> None:
         """Where parameters lie is the engine's."""
 

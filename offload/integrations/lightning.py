@@ -13,13 +13,14 @@ import os
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.seed import isolate_rng
 
 import offload
 from offload import Engine, UsageError
@@ -33,6 +34,8 @@ class OffloadStrategy(EngineStrategy, DDPStrategy):
     """Made when a run begins; closed where its Trainer runs another model."""
     _checkpoint: str | None = None
     _accumulates = False
+    _random_states: ExitStack | None = None
+    """Of the checkpoint that a run goes on from, as it was loaded; until training begins."""
     _prepared: tuple[list[torch.optim.Optimizer], list[Any]]
 
     def setup_distributed(self) -> None:
@@ -135,6 +138,17 @@ class OffloadStrategy(EngineStrategy, DDPStrategy):
             self.engine.load_state_dict(checkpoint["state_dict"])
         else:
             self.engine.load_checkpoint(self._checkpoint)
+            self._random_states = ExitStack()
+            self._random_states.enter_context(isolate_rng())
+
+    def on_train_start(self) -> None:
+        """Between the load and here Lightning begins the data loader, which draws random numbers. So does the uninterrupted run
+        where an epoch begins; within one it has done so before the save."""
+        assert self.lightning_module is not None
+        states, self._random_states = self._random_states, None
+        within = self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress
+        if states is not None and within.current.ready and not within.is_last_batch:
+            states.close()
 
 
 def _folder(file: str | Path) -> str:

@@ -14,7 +14,6 @@ goes on to the bit. `bf16` and `fp16` of the arguments: the model runs in these,
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -109,7 +108,7 @@ class OffloadMixin:
         if self.engine is None:
             return super().save_model(output_dir, _internal_call)  # type: ignore[misc, no-any-return]
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)
-        self._export(folder)
+        self.engine.export(folder, exist_ok=True)
         if self.args.should_save:
             self._save_beside_the_weights(folder)
         if _internal_call and output_dir is not None and not self.args.save_only_model:
@@ -117,26 +116,6 @@ class OffloadMixin:
             self._save_beside = self.engine.save_checkpoint(folder / FOLDER, wait=last)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    def _export(self: Any, folder: Path) -> None:
-        """Where other files may be already."""
-        folder.mkdir(parents=True, exist_ok=True)
-        exported = folder / f".{FOLDER}-export"
-        if self.args.should_save and exported.exists():  # of a run that was killed
-            shutil.rmtree(exported)
-        self.accelerator.wait_for_everyone()
-        self.engine.export(exported)
-        if self.args.should_save:
-            for path in folder.glob("model*.safetensors*"):  # of an earlier save: they would be loaded instead
-                path.unlink()
-            for path in sorted(exported.rglob("*")):
-                target = folder / path.relative_to(exported)
-                if path.is_dir():
-                    target.mkdir(exist_ok=True)
-                else:
-                    path.replace(target)
-            shutil.rmtree(exported)
-        self.accelerator.wait_for_everyone()
 
     def _save_beside_the_weights(self: Any, folder: Path) -> None:
         collator = getattr(self.data_collator, "tokenizer", None)

@@ -73,3 +73,25 @@ def test_what_an_export_cannot_do_is_the_models_own(opened: Any, tmp_path: Path)
         model.save_pretrained(tmp_path / "gathered")
     for name in ("given", "gathered"):
         assert_same_bits(dict(AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()), state)
+
+
+def test_an_export_beside_the_files_of_others(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it ends before it is whole, what was there is as it was."""
+    model, folder = llama(), tmp_path / "out"
+    before = dict(model.state_dict())
+    model.save_pretrained(folder, max_shard_size="20KB")
+    (folder / "tokenizer.json").write_text("{}")
+    engine = trained(opened, model, ON_CPU)
+    with refused(offload.CheckpointError, "exists and holds"):
+        engine.export(folder)
+
+    def fails(self: Any, unit: Any) -> Any:
+        raise OSError("the drive is gone")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="the drive is gone"):
+        patched.setattr(StateReader, "pieces", fails)
+        engine.export(folder, exist_ok=True)
+    assert_same_bits(dict(AutoModelForCausalLM.from_pretrained(folder).state_dict()), before)
+    engine.export(folder, exist_ok=True)
+    assert_same_bits(dict(AutoModelForCausalLM.from_pretrained(folder).state_dict()), engine.state_dict())
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} == set(os.listdir(folder))

@@ -125,6 +125,34 @@ def test_fabric_says_what_cannot_be(tmp_path: Path) -> None:
             fabric.setup(llama())
 
 
+def test_fabric_goes_on_within_an_epoch_of_shuffled_data(tmp_path: Path) -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def run(start: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+        torch.manual_seed(6)
+        script = Script(on_nvme(tmp_path))
+        data = rows(20)
+        sampler = stateful.sampler.RandomSampler(data)
+        given = stateful.StatefulDataLoader(data, batch_size=2, sampler=sampler, generator=torch.Generator())
+        loader = script.fabric.setup_dataloaders(given)
+        state = {"model": script.model, "optimizer": script.optimizer, "loader": loader}
+        if not start:
+            script.fabric.load(tmp_path / "saved", state)
+        for number, batch in enumerate((one for _ in range(2) for one in loader), 0 if start else 4):
+            loss = script.model(**batch).loss * torch.rand(()).add(0.5)
+            script.fabric.backward(loss)
+            script.optimizer.step()
+            script.optimizer.zero_grad()
+            script.losses.append(loss.item())
+            if start and number == 3:
+                script.fabric.save(tmp_path / "saved", state)
+        with script.engine:  # type: ignore[union-attr]
+            return script.losses, script.engine.state_dict()  # type: ignore[union-attr]
+
+    losses, weights = run(True)
+    assert_same_bits(list(run(False)), [losses[4:], weights])
+
+
 # ---- Trainer
 
 
@@ -148,8 +176,8 @@ class Module(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def trainer_of(folder: Path, config: Any = None, devices: int = 1) -> Any:
-    keep = lightning.pytorch.callbacks.ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1, filename="{step}")
+def trainer_of(folder: Path, config: Any = None, devices: int = 1, every: int = 3) -> Any:
+    keep = lightning.pytorch.callbacks.ModelCheckpoint(folder, every_n_train_steps=every, save_top_k=-1, filename="{step}")
     strategy: Any = on_trainer.OffloadStrategy(config) if config is not None else "auto" if devices == 1 else "ddp"
     return lightning.Trainer(
         accelerator="cpu", devices=devices, strategy=strategy, max_steps=12, accumulate_grad_batches=2, gradient_clip_val=0.5,
@@ -174,6 +202,41 @@ def test_trainer(tmp_path: Path, distances: Distances) -> None:
     with engine, resumed.strategy.engine:
         assert again.losses == ours.losses[12:]  # the second time over the data
         assert_same_bits(resumed.strategy.engine.state_dict(), engine.state_dict())
+
+
+class Noisy(Module):
+    """With a dropout of its own: the random states matter."""
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        loss: torch.Tensor = super().training_step(batch, index)
+        return loss * torch.rand(()).add(0.5)
+
+
+def shuffled(resumable: bool) -> Any:
+    if not resumable:
+        return DataLoader(rows(20), batch_size=2, shuffle=True)  # type: ignore[arg-type]
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader(rows(20), batch_size=2, shuffle=True)
+
+
+@pytest.mark.parametrize("resumable", [True, False], ids=["within an epoch", "between epochs"])
+def test_trainer_goes_on_over_shuffled_data(tmp_path: Path, resumable: bool) -> None:
+    """Ten batches make an epoch of five steps; the saves are at 3, 6, 9 and 12, or at 5 and 10."""
+    if resumable:
+        pytest.importorskip("torchdata")
+
+    def run(folder: str, file: Path | None = None) -> tuple[list[float], dict[str, torch.Tensor]]:
+        trainer = trainer_of(tmp_path / folder, on_nvme(tmp_path), every=3 if resumable else 5)
+        torch.manual_seed(5)
+        module = Noisy()
+        trainer.fit(module, shuffled(resumable), ckpt_path=file)
+        with trainer.strategy.engine as engine:
+            return module.losses, engine.state_dict()
+
+    losses, weights = run("whole")
+    for step in (3, 6, 9) if resumable else (5, 10):
+        assert_same_bits(list(run(f"from {step}", tmp_path / "whole" / f"step={step}.ckpt")), [losses[2 * step :], weights])
 
 
 def test_trainer_validates_and_forgets_what_it_removes(tmp_path: Path) -> None:
