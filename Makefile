@@ -87,7 +87,7 @@ test-gpu: in-place
 # Runs on a checkout of DeepSpeed's tests that the user names; fetches nothing. Writes the table beside the suite. SUITE_FLAGS="--retry failed": only what did not pass.
 DEEPSPEED_SUITE := tests/integrations/deepspeed_suite
 test-deepspeed: install
-	$(PIP) install --quiet hjson
+	$(PIP) install --quiet hjson py-cpuinfo
 	$(PY) -m $(subst /,.,$(DEEPSPEED_SUITE)).run $(SUITE_FLAGS)
 
 # ---- packages. Tools of their own (the extra "package"), so that building one needs no torch.

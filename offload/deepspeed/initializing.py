@@ -17,7 +17,7 @@ import offload
 from offload.deepspeed import checkpointing, comm, lr_schedules, utils
 from offload.deepspeed.absent import AskedWrongly, check_keywords
 from offload.deepspeed.engine import DeepSpeedEngine
-from offload.deepspeed.owners import answer, forget, own
+from offload.deepspeed.owners import answer, engines_of, forget, own
 from offload.deepspeed.settings import read_config
 from offload.deepspeed_config import Maker, Translation, beginning_rounded, make_optimizer, translate
 from offload.deferred_init.deferred_init import end_recording
@@ -71,6 +71,7 @@ def initialize(
     superseded = [key for key in superseded if (given if key == "optimizer" else lr_scheduler is not None)]
     said.warn(2, tuple(superseded))
     end_recording()
+    _take_back(model)
     forget(model.parameters())
     classes = {id(one): type(one) for one in model.parameters()}
     engine = offload.initialize(model, optimizer, _config_of(said), sync_module_states=True)
@@ -92,6 +93,16 @@ def initialize(
         checkpointing.configure(None, **said.activation_checkpointing)
     atexit.register(_close_at_exit, weakref.ref(engine))
     return made, made.optimizer, loader, scheduler
+
+
+def _take_back(model: nn.Module) -> None:
+    """Of an engine that has the model still: initialize may be called on it again. Collective."""
+    for earlier in [engine for engine in engines_of(model.parameters()) if engine is not None]:
+        utils.logger.warning("initialize was called on a model that an engine has: that engine is closed.")
+        values = earlier.state_dict()
+        earlier.close()
+        for name, parameter in earlier.module.named_parameters():
+            parameter.data = values[name].to(parameter.device, parameter.dtype)
 
 
 def _mark_leaves(model: nn.Module, said: Mapping[str, Any]) -> None:

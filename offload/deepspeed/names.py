@@ -29,6 +29,7 @@ from offload.deepspeed.layer_drop import ProgressiveLayerDrop
 from offload.deepspeed.loss_scaler import LossScaler
 from offload.deepspeed.owners import ZeroParamStatus
 from offload.deepspeed.refused import LayerSpec, MoE, PipelineModule, TiedLayerSpec, split_params_for_experts
+from offload.deepspeed.tiling import TiledLinear
 from offload.errors import UsageError
 
 ROOT = "offload.deepspeed"
@@ -56,7 +57,7 @@ def _torch_version(min_version: Any = None, max_version: Any = None) -> bool:
 
 _STATES = {name: value for name, value in _public(fragments).items() if name.startswith("safe_")}
 _ENUMS = {name: getattr(fragments, name) for name in ("OffloadDeviceEnum", "OffloadStateTypeEnum")}
-_ZERO = _public(zero) | {"ZeroParamStatus": ZeroParamStatus}
+_ZERO = _public(zero) | {"ZeroParamStatus": ZeroParamStatus, "TiledLinear": TiledLinear}
 _RECOVERY = _public(recovery)
 _SECTIONS = {name: value for name, value in _public(zero_sections).items() if name != "ConfigSection"}
 _OFFLOADS = {name: value for name, value in _SECTIONS.items() if name.startswith("DeepSpeedZeroOffload")}
@@ -109,6 +110,7 @@ MODULES: Mapping[str, Mapping[str, Any]] = {
     "runtime.zero.leaf_module_config": _LEAF_CONFIG,
     "runtime.zero.offload_config": _ENUMS | _OFFLOADS,
     "runtime.zero.partition_parameters": _ZERO | {"_orig_torch_arange": torch.arange, "get_accelerator": get_accelerator},
+    "runtime.zero.tiling": {"TiledLinear": TiledLinear},
     "runtime.zero.utils": {"ZeRORuntimeException": UsageError},
     "utils": _public(utils) | _STATES | {"logger": utils.logger},
     "utils.logging": {name: getattr(utils, name) for name in ("logger", "log_dist", "set_log_level_from_string")},
@@ -122,7 +124,6 @@ MODULES: Mapping[str, Mapping[str, Any]] = {
 
 INSTEAD: Mapping[str, Mapping[str, str]] = {
     "pipe": {"*": _WHOLE_LAYERS},
-    "zero": {"TiledLinear": "a chunk may split a parameter, so that no buffer is sized by the largest: use nn.Linear"},
     "ops.adam": {"OnebitAdam": "gradients are averaged whole: take FusedAdam"},
 }
 

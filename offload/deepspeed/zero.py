@@ -15,6 +15,7 @@ import offload
 from offload.deepspeed import comm
 from offload.deepspeed.absent import check_keywords
 from offload.deepspeed.owners import answer, note_gathered, owner_of
+from offload.deepspeed.tiling import TiledLinear as TiledLinear
 from offload.deferred_init.deferred_init import is_deferred, materialize
 from offload.deferred_init.replay import plain_torch
 

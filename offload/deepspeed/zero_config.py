@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from offload.deepspeed.absent import AskedWrongly
 from offload.deepspeed.fragments import OffloadDeviceEnum
+from offload.deepspeed.utils import logger
 from offload.deepspeed_config.keys import LEAF_MODULE, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, SECTIONS, ZERO
 from offload.errors import ConfigError
 
@@ -117,6 +118,8 @@ class DeepSpeedZeroConfig(ConfigSection):
 
     def _take(self, values: dict[str, Any]) -> None:
         values["stage"] = ZeroStageEnum(values["stage"])
+        if values["elastic_checkpoint"] and values["stage"] == ZeroStageEnum.weights:
+            logger.warning("elastic checkpointing is deprecated: a checkpoint loads on any number of ranks; leave it out.")
         if values["overlap_comm"] is None:
             values["overlap_comm"] = values["stage"] == ZeroStageEnum.weights
         values["leaf_module"] = DeepSpeedZeroLeafModuleConfig(**(values["leaf_module"] or {}))

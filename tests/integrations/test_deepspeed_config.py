@@ -329,3 +329,43 @@ def test_what_zeropp_rounds_on_the_wire_travels_as_it_is() -> None:
     keys = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zero_hpz_partition_size": 2}
     said = translate({"zero_optimization": {"stage": 3, **keys}}, 1)
     assert set(said.without_effect) == {f"zero_optimization.{key}" for key in keys}
+
+
+_CPU, _HALF = (
+    {"device": "cpu", "pin_memory": True},
+    {"enabled": "auto", "auto_cast": False, "loss_scale": 0, "initial_scale_power": 32},
+)
+_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+_FACTORY = {
+    "comms_config": {"verbose": False},
+    "monitor_config": {"enabled": True, "tag": "T", "csv_monitor": {"enabled": False}},
+}
+_THREE = {
+    **{"stage": 3, "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 1e9, "reduce_bucket_size": "auto"},
+    **{"stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto", "stage3_max_live_parameters": 0},
+    **{"stage3_max_reuse_distance": 1e9, "stage3_gather_16bit_weights_on_model_save": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "placed"),
+    [
+        (_FACTORY | {"zero_optimization": {"stage": 0, "round_robin_gradients": True}}, (0, "device", "device")),
+        (_FACTORY | {"zero_optimization": {"stage": 2, "offload_optimizer": _CPU}}, (2, "device", "cpu")),
+        (_FACTORY | {"zero_optimization": _THREE}, (3, "device", "device")),
+        (_FACTORY | {"zero_optimization": _THREE | {"offload_optimizer": _CPU, "offload_param": _CPU}}, (3, "cpu", "cpu")),
+        (
+            {"zero_optimization": {"stage": 1, "overlap_comm": True}, "compile": {"disable": False, "backend": "inductor"}},
+            (1, "device", "device"),
+        ),
+        (
+            {"zero_force_ds_cpu_optimizer": False, "zero_optimization": _THREE | {"offload_param": _CPU, "sub_group_size": 0}},
+            (3, "cpu", "device"),
+        ),
+    ],
+)
+def test_what_llama_factory_and_axolotl_ship_is_taken_as_it_is(given: dict[str, Any], placed: tuple[Any, ...]) -> None:
+    """In shape: what their example configs hold, with the words that Accelerate fills in."""
+    rest = {"fp16": _HALF, "bf16": {"enabled": "auto"}, "zero_allow_untested_optimizer": True, "wall_clock_breakdown": False}
+    config = translate(dict.fromkeys(_SIZES, "auto") | rest | given, 1).config
+    assert (config.stage, config.parameters, config.optimizer_states) == placed

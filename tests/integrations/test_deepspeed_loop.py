@@ -311,3 +311,36 @@ def test_progressive_layer_drop_is_told_to_the_forward(start: Start) -> None:
     assert told[-1] == {}
     with refused(offload.ConfigError, "progressive_layer_drop", "offload.deepspeed.initialize"):
         offload.initialize(small(), None, config)
+
+
+def test_a_layer_in_tiles_is_the_layer() -> None:
+    torch.manual_seed(0)
+    whole = nn.Linear(7, 5)
+    tiled = deepspeed.zero.TiledLinear(7, 5, in_splits=3, out_splits=2, init_linear=whole)
+    assert [[tuple(tile.weight.shape) for tile in row] for row in tiled.linears] == [
+        [(3, 3), (3, 2), (3, 2)],
+        [(2, 3), (2, 2), (2, 2)],
+    ]
+    x = torch.randn(4, 7)
+    torch.testing.assert_close(tiled(x), whole(x))
+    apart = deepspeed.zero.TiledLinear(
+        7, 5, in_splits=2, out_splits=2, init_linear=whole, input_is_already_split=True, combine_out_splits=False
+    )
+    torch.testing.assert_close(torch.cat(apart(list(x.split([4, 3], dim=1))), dim=1), whole(x))
+    with refused(offload.UsageError, "in_splits=8", "1 to 7"):
+        deepspeed.zero.TiledLinear(7, 5, in_splits=8)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_initialize_again_goes_on_with_the_values_of_the_engine_before(stage: int, start: Start) -> None:
+    model = small()
+    config = {"zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}}}
+    first = start(config, model=model)
+    first.backward(first(torch.ones(3, 4)).square().mean())
+    first.step()
+    values = {name: value.clone() for name, value in first.module_state_dict().items()}
+    again = start(config, model=model)
+    assert first.offload_engine.closed
+    assert_same_bits(again.module_state_dict(), values)
+    again.backward(again(torch.ones(3, 4)).square().mean())
+    again.step()
