@@ -91,7 +91,7 @@ def test_the_drop_in_costs_nothing_until_it_is_imported() -> None:
         (deepspeed, "PipelineEngine", "whole layers"),
         (deepspeed, "init_distribute", "deepspeed.init_distributed"),
         (deepspeed.checkpointing, "chekpoint", "deepspeed.checkpointing.checkpoint"),
-        (deepspeed.zero, "TiledLinear", "nn.Linear"),
+        (deepspeed.zero, "TiledLinearReturnBias", "TiledLinear"),
         (deepspeed.zero, "GatherParameters", "deepspeed.zero.GatheredParameters"),
         (deepspeed.ops.adam, "FusedAdamW", "deepspeed.ops.adam.FusedAdam"),
         (deepspeed.ops, "transformer", "adagrad"),
