@@ -91,17 +91,20 @@ def run(args: argparse.Namespace) -> int:
             _print_bytes(outline, choice.title, args)
     (found, config), wishes = _forecast(args, config, machine, choice), None
     if found.peak_nbytes:
-        numbers = {"batch": args.batch, "sequence": args.sequence, "micro_batches": args.accumulate}
         granted_nbytes = int(config.cpu_memory) if config.cpu_memory is not None else None
         more = with_drives(machine, int(machine.nvme_drives) + 1)
         named = int(parse_nbytes(args.device_memory, "device_memory")) if args.device_memory is not None else None
-        wishes = wishes_of(found, machine, outline_with, cpu_memory=granted_nbytes, device_memory=named, more=more, **numbers)
+        wishes = wishes_of(found, machine, outline_with, _work(args), cpu_memory=granted_nbytes, device_memory=named, more=more)
     device_nbytes = int(config.device_memory) if config.device_memory is not None else None
     if args.json:
         print(as_json(found, machine, args.tokens, wishes, device_nbytes))
     else:
         print(f"\n{page(found, machine, args.tokens, wishes, device_nbytes)}")
     return 0 if found.fits else 1
+
+
+def _work(args: argparse.Namespace) -> Work:
+    return Work(args.batch, args.sequence, args.accumulate, args.checkpointing == "full")
 
 
 def _forecast(
@@ -115,7 +118,7 @@ def _forecast(
             model.to(torch.bfloat16 if args.dtype == "bf16" else torch.float16)
         return model, make_optimizer(model, args)
 
-    work = Work(args.batch, args.sequence, args.accumulate, args.checkpointing == "full")
+    work = _work(args)
     try:
         if args.machine == "this":
             return forecast(*make(), config, machine, work, args.trace), config

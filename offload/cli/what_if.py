@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from offload.cli.forecast import GRANTED_SHARE
+from offload.cli.forecast import GRANTED_SHARE, Work
 from offload.cli.outline import Outline
 from offload.device.virtual.description import Machine, changed
 from offload.device.virtual.machine import VirtualMachine
@@ -54,23 +54,21 @@ def wishes_of(
     found: Forecast,
     machine: Machine,
     outline_with: MakeOutline,
+    work: Work,
     *,
-    batch: int,
-    sequence: int,
-    micro_batches: int,
     cpu_memory: int | None,
     device_memory: int | None,
     more: Machine,
 ) -> Wishes:
-    """`cpu_memory`: the budget that the forecast was made with. `device_memory`: one that stays, whatever the
-    batch. `more`: the machine with one drive more."""
+    """`work`: the step that the forecast is of. `cpu_memory`: the budget that it was made with. `device_memory`: one that
+    stays, whatever the batch. `more`: the machine with one drive more."""
     with VirtualMachine(machine).running(), outline_with({}) as outline:
         placement = outline.placement()
-        largest = _largest(found, machine, outline, placement, batch, sequence, device_memory)
+        largest = _largest(found, machine, outline, placement, work, device_memory)
     budgets = {"cpu_memory": cpu_memory if cpu_memory is not None else int(machine.cpu_nbytes * 0.8)}
     if not machine.is_unified:
         budgets["device_memory"] = max(int(machine.device_nbytes - found.own_nbytes), 1)
-    before = _traffic(machine, budgets, outline_with, micro_batches)
+    before = _traffic(machine, budgets, outline_with, work.micro_batches)
     if before is None:
         return Wishes(largest)
     buys = []
@@ -78,7 +76,7 @@ def wishes_of(
         if field_name in budgets:
             wider = {**budgets, field_name: budgets[field_name] + GIB}
             grown = changed(machine, cpu_nbytes=machine.cpu_nbytes + GIB, device_nbytes=machine.device_nbytes + GIB)
-            after = _traffic(grown, wider, outline_with, micro_batches)
+            after = _traffic(grown, wider, outline_with, work.micro_batches)
             if after is not None:
                 buys.append(Bought(f"One more GiB of {name}", found.floor_seconds, _floor(grown, found, before, after)))
     if placement.uses_nvme:
@@ -91,8 +89,7 @@ def _largest(
     machine: Machine,
     outline: Outline,
     placement: Placement,
-    batch: int,
-    sequence: int,
+    work: Work,
     device_memory: int | None,
 ) -> dict[str, int]:
     field_name, room = ("cpu_memory", machine.cpu_nbytes)
@@ -100,8 +97,8 @@ def _largest(
         field_name, room = "device_memory", GRANTED_SHARE * machine.device_nbytes
     least = max(outline.smallest_nbytes(placement, field_name) or 0, device_memory or 0)
     times = max((room - least) / max(found.own_nbytes, 1), 0.0)
-    largest = {what: _most(found, machine, size, times) for what, size in (("batch", batch), ("sequence", sequence))}
-    if largest["sequence"] != sequence:
+    largest = {what: _most(found, machine, size, times) for what, size in (("batch", work.batch), ("sequence", work.sequence))}
+    if largest["sequence"] != work.sequence:
         largest["sequence"] = largest["sequence"] // _ROUND * _ROUND
     on_drive = outline.placement("nvme", "nvme").plan.total_nbytes("nvme")
     return {"parameters": int(outline.parameter_numel * machine.nvme_nbytes / on_drive), **largest} if on_drive else largest
