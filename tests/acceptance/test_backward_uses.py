@@ -16,6 +16,7 @@ import offload
 from offload.model.unit import Unit, UnitState
 from offload.planning.trace import Edge, Event
 from offload.step.updates.update import Updates
+from tests.inside import residency_of, units_of
 
 from .models import IN_MEMORY, IN_PLACE_IN_BACKWARD, ON_NVME, ON_NVME_IN_PLACE, Setup, adamw
 from .runs import assert_same_bits, digest, refused, run_engine, token_loop
@@ -89,7 +90,7 @@ def test_where_one_gradient_ends_a_use_and_starts_the_next_the_end_comes_first(t
     model = blocks()
     with opened_with(model, parameters="nvme", optimizer_states="cpu", nvme=tmp_path) as engine:
         train(engine, model)
-        trace = [event for event in engine._parts.residency._schedule.trace if event.unit_index]
+        trace = [event for event in residency_of(engine)._schedule.trace if event.unit_index]
         open_units: set[int] = set()
         for event in trace:
             open_units ^= {event.unit_index}
@@ -155,7 +156,7 @@ def test_branches_end_in_the_order_in_which_forward_began_them(tmp_path: Path) -
             model(torch.ones(2, 16)).sum().backward()
             engine.step()
             engine.zero_grad()
-        events = [event for event in engine._parts.residency._schedule.trace if event.unit_index]
+        events = [event for event in residency_of(engine)._schedule.trace if event.unit_index]
         assert [event.unit_index for event in events] == [unit for unit in (*range(1, 9), *range(8, 0, -1)) for _ in range(2)]
         stats = engine.stats()
         assert stats["resident_peak_nbytes"] == 2 * stats["units"][1]["nbytes"]
@@ -193,7 +194,7 @@ def test_what_another_thread_recorded_is_in_no_order_with_the_rest(tmp_path: Pat
         thread.start()
         thread.join()
         (y * found[0]).sum().backward()
-        events = engine._parts.residency._recorder.take().events[4:]
+        events = residency_of(engine)._recorder.take().events[4:]
         assert events[:2] == (Event(Edge.START, 2), Event(Edge.START, 1))
         assert {event.edge for event in events[2:]} == {Edge.END}
 
@@ -287,7 +288,7 @@ def test_what_an_interrupted_forward_used_has_no_room(verb: str, tmp_path: Path,
             model(torch.ones(3, 32))
         handle.remove()
         AFTER_AN_INTERRUPT[verb](engine, loss)
-        assert sum(unit.uses.count - unit.uses.held_count for unit in engine._parts.units) == 0
+        assert sum(unit.uses.count - unit.uses.held_count for unit in units_of(engine)) == 0
 
 
 class Leaving(nn.Module):
@@ -330,7 +331,7 @@ def test_a_block_that_forward_left_by_an_interrupt_which_it_caught_is_in_use_no_
             for leaves in (False, True, False):
                 model.leaves = leaves
                 model(torch.ones(3, 32)).sum().backward()
-                assert not any(unit.uses.count for unit in engine._parts.units)
+                assert not any(unit.uses.count for unit in units_of(engine))
                 engine.step()
                 engine.zero_grad()
             found.append(digest(engine.state_dict()))
@@ -374,7 +375,7 @@ def test_what_is_frozen_stays_until_backward_is_through_with_it(weight: str, tmp
     with opened_with(model, parameters="nvme", optimizer_states="nvme", prefetch=0, dtype="bf16", nvme=tmp_path) as engine:
         (unit,) = {
             one
-            for one in engine._parts.units
+            for one in units_of(engine)
             for info in one.parameters
             if info.parameter is (model.mixes[0][0].weight if weight == "of a child" else model.own)
         }
@@ -382,7 +383,7 @@ def test_what_is_frozen_stays_until_backward_is_through_with_it(weight: str, tmp
 
         def evict_all(_: torch.Tensor) -> None:
             """What may leave leaves: to go on without the weight would end the process."""
-            engine._parts.residency.evict_all()
+            residency_of(engine).evict_all()
             stayed.append(unit.residency.state is UnitState.RESIDENT)
             assert stayed[-1]
 

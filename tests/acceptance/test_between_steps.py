@@ -9,6 +9,7 @@ import torch
 
 from offload import _native
 from offload.step.residency.fetching import StagedFetcher
+from tests.inside import residency_of
 
 from .models import ON_CPU, ON_CPU_IN_PLACE, ON_NVME, ON_NVME_AT_STEP, Setup, adamw, stack, vector_batches
 from .runs import Run, assert_same_bits, run_engine
@@ -62,7 +63,7 @@ def test_the_budget_is_kept_and_no_bit_changes(opened: Any, setup: Setup) -> Non
         model = stack()
         engine = opened(model, adamw(model), one)
         found.append(run_engine(engine, train))
-        residency = engine._parts.residency
+        residency = residency_of(engine)
         assert residency.peak_resident_nbytes <= residency.capacity_nbytes
     assert_same_bits(*found)
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import offload
 from offload.cli.outline import Outline
+from tests.inside import accelerator_of, parts_of
 
 from .models import adamw, vector_batches
 from .runs import assert_same_bits
@@ -40,9 +41,9 @@ def outline(fields: dict[str, Any], **more: Any) -> Outline:
 
 
 def counted(engine: Any) -> list[int]:
-    accelerator, backend = engine._parts.accelerator, engine._parts.backend
+    accelerator, backend = accelerator_of(engine), parts_of(engine).backend
     engine._training.settle()
-    for places in (engine._parts.parameter_store, engine._parts.records):
+    for places in (parts_of(engine).parameter_store, parts_of(engine).records):
         places.settle_writes()
     io = backend.stats() if backend is not None else None
     return [

@@ -12,6 +12,7 @@ from torch import nn
 
 import offload
 from offload.step.residency.device_room import DeviceRoom
+from tests.inside import accelerator_of, layout_of
 
 from .models import adamw
 from .runs import assert_same_bits
@@ -33,7 +34,7 @@ def batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def play(engine: Any, rows: list[int]) -> Iterator[tuple[int, float]]:
     """One step of each size, on a device whose memory holds activations too: bytes copied to it, and the loss."""
-    accelerator = engine._parts.accelerator
+    accelerator = accelerator_of(engine)
     for count in rows:
         before = accelerator.copied_in_nbytes
         with accelerator.counting():
@@ -74,7 +75,7 @@ def least(start: Any, rows: list[int]) -> int:
         patch.setattr(DeviceRoom, "left", lambda room, units: 0)
         engine = start(1 << 40)
         list(play(engine, rows))
-        return int(engine._parts.accelerator.peak_nbytes())
+        return int(accelerator_of(engine).peak_nbytes())
 
 
 def test_batches_grow_until_nothing_stays_and_shrink_again(started: Any) -> None:
@@ -87,14 +88,14 @@ def test_batches_grow_until_nothing_stays_and_shrink_again(started: Any) -> None
     found = list(play(engine, rows))
     assert_same_bits([loss for _, loss in found], [loss for _, loss in expected])
     assert_same_bits(engine.state_dict(), unbounded.state_dict())
-    units = [flat.nbytes for unit in engine._parts.layout.units for flat in unit.flats]
+    units = [flat.nbytes for unit in layout_of(engine).units for flat in unit.flats]
     once, twice = sum(units), 2 * sum(units) - units[-1]  # for a step, for its forward and its backward: the last stays
     moved = [nbytes for nbytes, _ in found]
     looked_at, little_more, nothing_stays = [twice, once], [once, once], [twice, twice]
     moved[0] -= units[0]  # the first unit of the next forward, whose fetch a step begins
     assert moved[:10] == [*looked_at, *looked_at, *little_more, *looked_at, *nothing_stays]
     assert moved[10] == twice and moved[12:] == [once] * 3
-    assert engine._parts.accelerator.peak_nbytes() == engine._parts.accelerator.memory_use().total
+    assert accelerator_of(engine).peak_nbytes() == accelerator_of(engine).memory_use().total
 
 
 def test_less_memory_than_the_least_needs_is_out_of_memory(started: Any) -> None:
@@ -117,7 +118,7 @@ def test_what_the_loop_takes_beside_the_model_is_followed(started: Any) -> None:
     beyond = 4 * sum(parameter.nbytes for parameter in blocks().parameters())
     engine = started(least(started, [SMALL]) + beyond)
     ((_, _), (quiet, _)) = play(engine, [SMALL] * 2)
-    other = engine._parts.accelerator.memory(beyond)
+    other = accelerator_of(engine).memory(beyond)
     ((crowded, _),) = play(engine, [SMALL])
     del other
     ((_, _), (again, _)) = play(engine, [SMALL] * 2)

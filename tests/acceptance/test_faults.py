@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 import offload
 from offload.build import allocation, assembly
+from tests.inside import placement_of
 from tests.tiers.faulty_io import Fault, FaultyBackend, seeded_faults
 
 from ..scratch_files import scratch_files
@@ -111,7 +112,7 @@ def run_wide(nvme: Path, setup: Setup, monkeypatch: pytest.MonkeyPatch, backend:
     model = stack(128, 4)
     losses = []
     with offload.initialize(model, adamw(model), setup.fields(nvme, max_grad_norm=0.5, **fields)) as engine:
-        placement = engine._parts.placement
+        placement = placement_of(engine)
         for x, y in vector_batches(2 * STEPS, width=128):
             loss = F.mse_loss(model(x), y)
             loss.backward()

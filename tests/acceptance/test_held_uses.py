@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import offload
+from tests.inside import units_of
 
 from .runs import digest
 
@@ -77,7 +78,7 @@ def test_what_a_forward_reads_beside_is_not_held(
             reading.fails = False
             with torch.no_grad():
                 engine.module(torch.ones(2, 8))
-        assert [unit.uses.count for unit in engine._parts.units] == [0] * len(engine._parts.units)
+        assert [unit.uses.count for unit in units_of(engine)] == [0] * len(units_of(engine))
         for _ in range(2 if known_before else 3):
             step(engine)
         assert digest(engine.state_dict()) == expected

@@ -17,6 +17,7 @@ import offload
 from offload.model import partition as partitioning
 from offload.model.partition import join_neighbours, partition, uses_of
 from offload.planning.trace import Expected
+from tests.inside import units_of
 
 from .models import (
     IN_MEMORY,
@@ -269,7 +270,7 @@ def test_updates_of_joined_units_begin_in_backward(tmp_path: Path, monkeypatch: 
     ) as engine:
         for _ in range(3):
             model(torch.ones(1, 2, WIDTH)).sum().backward()
-            assert [unit.early is not None for unit in engine._parts.units] == [False, True, True, True]
+            assert [unit.early is not None for unit in units_of(engine)] == [False, True, True, True]
             engine.step()
             engine.zero_grad()
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import offload
 from offload import layout
+from tests.inside import layout_of
 
 from .models import ON_CPU, ON_NVME, ON_NVME_IN_PLACE, Setup, adamw, vector_batches
 from .runs import assert_same_bits
@@ -32,7 +33,7 @@ def trained(setup: Setup, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tupl
             engine.step()
             engine.optimizer.zero_grad()
             losses.append(loss.item())
-        return engine._parts.layout.chunk_numel, [losses, engine.state_dict()]
+        return layout_of(engine).chunk_numel, [losses, engine.state_dict()]
 
 
 @pytest.mark.parametrize("setup", [ON_CPU, ON_NVME, ON_NVME_IN_PLACE], ids=lambda setup: setup.name)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload.build import assembly
+from tests.inside import layout_of
 
 from .models import IN_MEMORY, ON_CPU, ON_CPU_IN_PLACE, ON_NVME, ON_NVME_IN_PLACE, Setup, Stack, adamw, vector_batches
 from .runs import assert_same_bits, refused
@@ -60,9 +61,9 @@ def planned(engine: Any) -> dict[str, int]:
 
 def test_one_micro_batch_moves_two_bytes_and_keeps_two(opened: Any) -> None:
     engine = built(opened, ON_NVME_IN_PLACE, state_format="8bit", update="step")  # takes no room to undo updates with
-    numel = sum(flat.numel for flat in engine._parts.layout.flats)
+    numel = sum(flat.numel for flat in layout_of(engine).flats)
     on_nvme = sum(line["nbytes"] for line in engine.stats()["planned"] if line["tier"] == "nvme")
-    assert on_nvme <= 8.2 * numel + 4096 * len(list(engine._parts.layout.flats))  # each record ends at a page
+    assert on_nvme <= 8.2 * numel + 4096 * len(list(layout_of(engine).flats))  # each record ends at a page
     assert planned(engine)["gradients"] == 2 * numel and SUMS not in planned(engine)
 
 

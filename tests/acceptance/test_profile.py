@@ -15,6 +15,7 @@ from offload.device.recording import COMPUTE, D2H, H2D, LINKS, MAIN, NVME_READ, 
 from offload.profiling.explanation import explain
 from offload.profiling.trace_events import read_trace
 from tests.device.played_cuda import play
+from tests.inside import accelerator_of, parts_of, settle_writes
 
 from .models import ALL_SETUPS, ON_CPU, ON_NVME, ON_NVME_IN_PLACE, Setup, adamw, stack, vector_batches
 from .runs import Run, simple_loop
@@ -98,17 +99,16 @@ def test_bytes_are_those_of_the_counters(opened: Callable[..., Any], setup: Setu
     engine = opened(model, adamw(model), setup)
     steps = stepper(engine, model)
     steps(2)
-    accelerator = engine._parts.accelerator
+    accelerator = accelerator_of(engine)
 
     def counters() -> dict[str, int]:
         found = {}
         if setup.accelerator == "deferred":
             found = {H2D: accelerator.copied_in_nbytes, D2H: accelerator.copied_out_nbytes}
-        if engine._parts.backend is not None:
+        if parts_of(engine).backend is not None:
             with engine.gathered([]):
                 pass
-            engine._parts.parameter_store.settle_writes()
-            engine._parts.records.settle_writes()
+            settle_writes(engine)
             io = engine.stats()["io"]
             found |= {NVME_READ: io.read_nbytes, NVME_WRITE: io.written_nbytes}
         return found
@@ -151,7 +151,7 @@ def test_a_block_a_count_or_the_end(opened: Callable[..., Any], tmp_path: Path) 
     engine.profile(paths[1], steps=1)
     steps(1)
     assert read_trace(paths[1]).step_count == 1
-    assert engine._parts.accelerator.recorder.to is None
+    assert accelerator_of(engine).recorder.to is None
     engine.profile(paths[2], steps=9)
     steps(2)
     engine.close()
@@ -167,7 +167,7 @@ def test_what_cannot_be_is_refused_before_anything(opened: Callable[..., Any], t
     for path in (tmp_path, tmp_path / "missing" / "trace.json"):
         with pytest.raises(offload.ConfigError, match="in a folder that exists"):
             engine.profile(path)
-    assert engine._parts.accelerator.recorder.to is None
+    assert accelerator_of(engine).recorder.to is None
 
 
 def test_what_raises_meanwhile_leaves_a_trace_too(opened: Callable[..., Any], tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_torch_profiler_is_told_while_it_listens(opened: Callable[..., Any]) -> 
     engine = opened(model, adamw(model), ON_NVME)
     steps = stepper(engine, model)
     steps(1)
-    recorder = engine._parts.accelerator.recorder
+    recorder = accelerator_of(engine).recorder
     assert recorder.to is None
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         steps(2)

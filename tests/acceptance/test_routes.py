@@ -12,6 +12,7 @@ import torch
 import offload
 from offload.planning.route import Memory
 from offload.planning.tier_choice import Kept
+from tests.inside import placement_of, units_of
 
 from .chosen import choosing
 from .models import IN_MEMORY, Setup, llama, two_groups
@@ -55,7 +56,7 @@ def started(opened: Any, case: str, dtype: str = "bf16", state_format: str = "fp
 @cases
 def test_no_route_changes_a_bit(opened: Any, case: str, dtype: str, state_format: str) -> None:
     engine = started(opened, case, dtype, state_format)
-    assert len(set(engine._parts.placement.routes)) > 1
+    assert len(set(placement_of(engine).routes)) > 1
     assert_same_bits(list(run_engine(engine, lambda run: bitwise_loop(run, STEPS))), reference(dtype, state_format))
     planned = sum(line["nbytes"] for line in engine.stats()["planned"] if line["tier"] == "device")
     assert engine.stats()["device_peak_nbytes"] <= planned
@@ -113,7 +114,7 @@ def test_a_newly_trained_parameter_finds_its_place(opened: Any) -> None:
         run_engine(engine, lambda run: bitwise_loop(run, 1))
         frozen.requires_grad_(True)
         results.append(list(run_engine(engine, lambda run: bitwise_loop(run, 2))))
-        near = {unit.route.update_in for unit in engine._parts.units if unit.trained_chunks}
+        near = {unit.route.update_in for unit in units_of(engine) if unit.trained_chunks}
         assert near == ({Memory.DEVICE} if memory else {Memory.HOST})
         engine.close()
     assert_same_bits(results[0], results[1])
@@ -125,6 +126,6 @@ def test_what_deepspeed_keeps_on_the_device_is_updated_there_to_the_same_bits(mo
     keys = {"zero_optimization": zero, "bf16": {"enabled": True, "check_grad_overflow": False}, "gradient_clipping": CLIP}
     model = llama(LAYERS)
     with offload.initialize(model, two_groups(model), keys) as engine:
-        places = {route.update_in for route in engine._parts.placement.routes}
+        places = {route.update_in for route in placement_of(engine).routes}
         assert places == {Memory.DEVICE, Memory.HOST}
         assert_same_bits(list(run_engine(engine, lambda run: bitwise_loop(run, STEPS))), reference("bf16", "fp32"))

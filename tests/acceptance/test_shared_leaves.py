@@ -15,6 +15,7 @@ from offload.build import assembly
 from offload.model.partition import ModuleUnit, fold_for_ranks, partition, uses_of
 from offload.planning.trace import Edge, Use
 from offload.step.hooks import shared_gradients
+from tests.inside import parts_of, residency_of
 
 from .models import (
     IN_MEMORY,
@@ -403,7 +404,7 @@ def test_steps_go_as_the_structure_says(opened: Any, setup: Setup, build: Any) -
     model = build()
     engine = opened(model, adamw(model), setup)
     run_engine(engine, token_loop(steps=3))
-    expected, residency = engine._parts.expected, engine._parts.residency
+    expected, residency = parts_of(engine).expected, residency_of(engine)
     seen, guessed = ([event for event in trace if event.unit_index] for trace in (residency._schedule.trace, expected.trace))
     assert seen == guessed
     words = [event.edge for event in guessed if event.unit_index == 1]

@@ -22,6 +22,7 @@ from offload.step import clip_history
 from offload.step.gradients.buffers import RETAINED
 from offload.step.updates.update import Updates
 from offload.tiers import scratch
+from tests.inside import layout_of, parts_of
 
 from . import test_working_set
 from .models import IN_MEMORY, Setup, Sometimes, Tied, adamw, gpt2, llama, stack, two_groups, vector_batches
@@ -61,7 +62,7 @@ def test_kept_or_undone_the_bits_are_the_same(opened: Any, speculating: None, se
     model = llama(2, 64)
     engine = opened(model, two_groups(model), setup, dtype=dtype, max_grad_norm=clip)
     assert_same_bits(run_engine(engine, train), reference(dtype, clip))
-    pool = engine._parts.pool
+    pool = parts_of(engine).pool
     assert pool.free_count(RETAINED) == pool.stats.consumers[RETAINED].count, "a gradient is still held"
     begun, undone = counts(engine)
     assert begun == STEPS
@@ -288,7 +289,7 @@ def test_what_was_read_ahead_for_an_undone_update_is_read_again(opened: Any, mon
         F.mse_loss(model(x), y).backward()
         weight = model.blocks[3].up.weight
         if setup is ON_DEFERRED:
-            updates = engine._parts.updates
+            updates = parts_of(engine).updates
             updates.apply(updates.pending_units[0])  # of the outlet; on the way what comes next is read ahead
             (values,) = updates._value_accesses.values()
             assert values._ahead
@@ -481,7 +482,7 @@ def test_the_second_places_are_planned(opened: Any, nvme: Path, setup: Setup) ->
         engine = opened(model, adamw(model), replace(setup, update=update))
         planned[update] = sum(line["nbytes"] for line in engine.stats()["planned"] if line["tier"] == "nvme")
         held[update] = allocated_nbytes(nvme)
-        layout = engine._parts.layout
+        layout = layout_of(engine)
         engine.close()
     twice = [flat for unit in layout.units[1:] for flat in unit.flats if flat.trainable]
     values_and_moments = sum(4 * chunk.numel + 4 * 2 * chunk.numel for flat in twice for chunk in flat.chunks)

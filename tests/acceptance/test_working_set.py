@@ -13,6 +13,7 @@ from torch import nn
 
 import offload
 from offload.cli.outline import Outline
+from tests.inside import parts_of, placement_of
 
 from .models import IN_MEMORY, Setup, adamw, llama, two_groups, vector_batches
 from .runs import CLIP, Run, assert_same_bits, bitwise_loop, run_engine
@@ -113,7 +114,7 @@ def traffic(setup: Setup, nvme: Path, budget: int, steps: int) -> tuple[int, int
             F.mse_loss(run.model(x), y).backward()
             run.optimizer.step()
             run.optimizer.zero_grad()
-    backend = engine._parts.backend
+    backend = parts_of(engine).backend
     if backend is None:
         return 0, 0, engine
     return backend.stats().read_nbytes, backend.stats().written_nbytes, engine
@@ -139,7 +140,7 @@ def test_traffic_falls_in_proportion(nvme: Path, monkeypatch: pytest.MonkeyPatch
         few, many = traffic(setup, nvme, budget, 2), traffic(setup, nvme, budget, 5)
         assert many[0] - few[0] == 3 * expected.read_nbytes
         assert many[1] - few[1] == 3 * expected.written_nbytes
-        placement = many[2]._parts.placement
+        placement = placement_of(many[2])
         assert placement.kept == kept
         records = placement.kept.record_nbytes + sum(
             line.nbytes for line in placement.plan.lines if (line.tier, line.purpose) == ("nvme", "optimizer states")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from offload.checkpoint import state_reading
+from tests.inside import residency_of, units_of
 
 from .loops import Resumable
 
@@ -32,12 +33,12 @@ class Held:
 
 
 def chunk_count(run: Resumable) -> int:
-    return sum(len(flat.layout.chunks) for unit in run.engine._parts.units for flat in unit.flats)
+    return sum(len(flat.layout.chunks) for unit in units_of(run.engine) for flat in unit.flats)
 
 
 def begun_at_the_end(run: Resumable, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A save that takes the units in the order in which updates come last to them."""
-    order = run.engine._parts.residency.next_order()
+    order = residency_of(run.engine).next_order()
     with monkeypatch.context() as patch:
-        patch.setattr(run.engine._parts.residency, "next_order", lambda: order[::-1])
+        patch.setattr(residency_of(run.engine), "next_order", lambda: order[::-1])
         return run.engine.save_checkpoint(folder, client_state={"scheduler": run.scheduler.state_dict()}, wait=False)

@@ -22,6 +22,7 @@ from offload.build import allocation, assembly
 from offload.checkpoint import unit_file, writing
 from offload.checkpoint.staged_folder import write_failure
 from offload.device.pending import Pending
+from tests.inside import finish_updates, parts_of, residency_of, units_of
 from tests.tiers.faulty_io import Fault, FaultyBackend, seeded_faults
 
 from ..acceptance.models import (
@@ -94,7 +95,7 @@ def test_what_updates_in_memory_wait_for_comes_next(
     assert save.done() and save.path == tmp_path / "beside"
     assert files_of(tmp_path / "beside") == files_of(tmp_path / "waited")
     assert len(set(held.read)) == len(held.read) == chunk_count(run)
-    in_order = [chunk for unit in run.engine._parts.residency.next_order() for chunk in unit.chunks]
+    in_order = [chunk for unit in residency_of(run.engine).next_order() for chunk in unit.chunks]
     assert held.read[:at] == in_order[::-1][:at] and (held.read[at:] + in_order)[0] is in_order[0]
 
 
@@ -228,7 +229,7 @@ def test_a_full_disk(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         if updates_wait:
             run.train(range(2, 3))
             threading.Timer(0.2, held.go.set).start()
-            run.engine._parts.residency.finish_updates()
+            finish_updates(run.engine)
             done = 3
         held.go.set()
         with refused(offload.StorageError, "ENOSPC", "free space") as caught:
@@ -285,11 +286,11 @@ def test_extra_host_memory(opened: Any, tmp_path: Path, monkeypatch: pytest.Monk
         model(torch.ones(2, 512, dtype=torch.bfloat16)).float().square().mean().backward()
         engine.step()
         engine.zero_grad()
-        engine._parts.residency.finish_updates()
+        finish_updates(engine)
 
     step()
     plain = least_grown(lambda _: step())
-    ledger = engine._parts.ledger
+    ledger = parts_of(engine).ledger
     counted = ledger.total_nbytes
 
     def both(_: int) -> None:
@@ -322,7 +323,7 @@ def test_every_thread_waits_for_a_write_that_one_of_them_waits_for(opened: Any) 
     """The lane of the save and that of the updates may come to one chunk at once."""
     model = stack(blocks=1)
     engine = opened(model, adamw(model), Setup("nvme", "nvme", "cpu"))
-    records, unit = engine._parts.records, engine._parts.units[0]
+    records, unit = parts_of(engine).records, units_of(engine)[0]
     chunk = next(chunk for chunk in unit.chunks if chunk.flat.layout.trainable)
     write = _SlowWrite()
     chunk.record.write = records._writing[chunk] = write

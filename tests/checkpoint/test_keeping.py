@@ -16,6 +16,7 @@ import torch
 import offload
 from offload.build import allocation
 from offload.tiers import second_places
+from tests.inside import finish_updates, parts_of
 from tests.tiers.faulty_io import Fault, FaultyBackend
 
 from ..acceptance.models import ON_CPU, Setup
@@ -31,7 +32,7 @@ OWN_NBYTES = 4 * 4096
 
 def allocated_nbytes(run: Resumable) -> int:
     """What the scratch files take of the drive."""
-    folder = run.engine._parts.records.room_for_snapshots()[0][0].path.parent
+    folder = parts_of(run.engine).records.room_for_snapshots()[0][0].path.parent
     return sum(path.stat().st_blocks for path in scratch_files(folder)) * 512
 
 
@@ -49,7 +50,7 @@ def test_updates_on_nvme_wait_for_nothing(
     save = begun_at_the_end(run, tmp_path / "beside", monkeypatch)
     assert held.reached.wait(60)
     losses += run.train(range(2, 4))
-    run.engine._parts.residency.finish_updates()
+    finish_updates(run.engine)
     assert not save.done() and len(held.read) == at, "the save stands, and nobody wrote anything for it"
     assert allocated_nbytes(run) > before + OWN_NBYTES
     held.go.set()
@@ -77,7 +78,7 @@ def test_speculated_updates_under_a_slow_save(
         save = begun_at_the_end(run, tmp_path / "beside", patch)
         assert held.reached.wait(60)
         losses += run.train(range(2, 5))
-        run.engine._parts.residency.finish_updates()
+        finish_updates(run.engine)
         held.go.set()
         save.wait()
     assert files_of(tmp_path / "beside") == files_of(tmp_path / "waited")

@@ -12,6 +12,7 @@ import pytest
 
 from offload.build import assembly
 from offload.device.freed_memory import freed_memory
+from tests.inside import parts_of
 
 from ..acceptance.models import ON_CPU, ON_CPU_IN_PLACE, ON_NVME, adamw, stack
 from ..acceptance.worker import resident_nbytes
@@ -48,7 +49,7 @@ def engine(opened: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixture
 
 @pytest.mark.parametrize("engine", [ON_NVME, ON_CPU, ON_CPU_IN_PLACE], ids=lambda setup: setup.name, indirect=True)
 def test_extra_host_memory(engine: Any, tmp_path: Path) -> None:
-    ledger = engine._parts.ledger
+    ledger = parts_of(engine).ledger
     counted = ledger.total_nbytes
     in_place = "nvme" not in [engine.stats()["placement"][state] for state in ("parameters", "optimizer_states")]
     buffers = 0 if in_place else RECORD_NBYTES + VALUES_NBYTES

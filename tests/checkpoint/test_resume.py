@@ -13,6 +13,7 @@ from torch import nn
 
 import offload
 from offload.build import assembly
+from tests.inside import parts_of, units_of
 
 from ..acceptance.models import (
     IN_MEMORY,
@@ -230,10 +231,10 @@ def test_elements_in_another_order(opened: Any, tmp_path: Path) -> None:
 
 def _moments(engine: Any) -> dict[str, torch.Tensor]:
     """exp_avg of the only weight, in its own shape."""
-    unit = next(unit for unit in engine._parts.units if unit.parameters)
+    unit = next(unit for unit in units_of(engine) if unit.parameters)
     found = {}
     for chunk in unit.chunks:
-        records = engine._parts.records
+        records = parts_of(engine).records
         buffer = offload.tiers.memory.HostMemory(records.nbytes(chunk), "test").tensor
         records.read(chunk, buffer).wait()
         record = records.over(chunk, buffer)

@@ -21,6 +21,7 @@ from offload.checkpoint.tensor_file import TensorFile
 from offload.checkpoint.unit_file import UnitFile
 from offload.tiers import NvmeStore, second_places
 from offload.tiers.io import reflink
+from tests.inside import finish_updates, parts_of, settle_writes, units_of
 
 from ..acceptance.models import ON_CPU, ON_NVME, ON_NVME_IN_BACKWARD, ON_NVME_IN_PLACE, Setup, adamw, stack
 from ..acceptance.runs import Run, assert_same_bits, one_step, refused
@@ -143,8 +144,8 @@ def test_frozen_parameters_and_other_formats(opened: Any, tmp_path: Path, shared
     for name in ("first", "second"):
         engine.save_checkpoint(tmp_path / name)
         nbytes, written, _ = shared.counts()
-        frozen = {info.unit_index for info in engine._parts.parameters if not info.trainable}
-        chunks = [one for unit in engine._parts.units if unit.index in frozen for one in unit.chunks]
+        frozen = {info.unit_index for info in parts_of(engine).parameters if not info.trainable}
+        chunks = [one for unit in units_of(engine) if unit.index in frozen for one in unit.chunks]
         assert nbytes == sum(2 * one.numel for one in chunks if not one.flat.layout.trainable) > 0
         assert written > 0
         one_step(Run(model, engine.optimizer, engine))
@@ -207,7 +208,7 @@ def test_what_comes_after_has_its_room(opened: Any, tmp_path: Path, shared: Shar
     losses = alone.train(range(5))
     run = Resumable(opened, ON_NVME_IN_PLACE)
     run.train(range(2))
-    run.engine._parts.residency.finish_updates()
+    finish_updates(run.engine)
     with monkeypatch.context() as patch:
         patch.setattr(second_places, "allocate", lambda *_: errno.ENOSPC)
         run.save(tmp_path / "copied")
@@ -217,9 +218,8 @@ def test_what_comes_after_has_its_room(opened: Any, tmp_path: Path, shared: Shar
         nbytes = shared.counts()[0]
         assert nbytes == data_nbytes(tmp_path / "shared") <= held_nbytes(tmp_path) < nbytes + OWN_NBYTES
     assert_same_bits(run.train(range(2, 5)), losses[4:])
-    run.engine._parts.residency.finish_updates()
-    run.engine._parts.records.settle_writes()
-    run.engine._parts.parameter_store.settle_writes()
+    finish_updates(run.engine)
+    settle_writes(run.engine)
     assert held_nbytes(tmp_path) < OWN_NBYTES
     assert files_of(tmp_path / "shared") == files_of(tmp_path / "copied")
     assert_same_bits(run.weights(), alone.weights())
@@ -240,8 +240,8 @@ def test_a_bit_that_changed_on_the_drive(opened: Any, tmp_path: Path, shared: Sh
     """It is shared, and found when it is read for the checksum: no checkpoint holds it."""
     run = Resumable(opened, ON_NVME_IN_PLACE)
     run.train(range(2))
-    run.engine._parts.residency.finish_updates()
-    run.engine._parts.records.settle_writes()
+    finish_updates(run.engine)
+    settle_writes(run.engine)
     (path,) = scratch_files(tmp_path / "nvme", "optimizer-states")
     with open(path, "r+b") as file:
         file.seek(16384 + 5)
@@ -259,7 +259,7 @@ def test_padding_is_zeros_whatever_the_drive_holds(opened: Any, tmp_path: Path, 
     run = Resumable(opened, ON_NVME_IN_PLACE)
     run.train(range(2))
     run.save(tmp_path / "before")
-    parts = run.engine._parts
+    parts = parts_of(run.engine)
     for unit in parts.units:
         for chunk in unit.chunks:
             for places in (parts.records, parts.parameter_store):

@@ -19,6 +19,7 @@ from torch import nn
 
 import offload
 from offload.tiers.io import reflink
+from tests.inside import parts_of
 
 from ..acceptance.models import ON_CPU, Setup, adamw
 from ..acceptance.runs import assert_same_bits, refused
@@ -81,7 +82,7 @@ class Trained:
             self.n += 1
 
     def settle(self) -> None:
-        parts = self.engine._parts
+        parts = parts_of(self.engine)
         parts.residency.finish_updates()
         for places in (parts.parameter_store, parts.records):
             places.settle_writes()

@@ -26,6 +26,7 @@ from tests.acceptance.chosen import choosing
 from tests.acceptance.models import Stack, stack, vector_batches
 from tests.device import played_cuda
 from tests.device.played_cuda import Race, Stream, Watch, play
+from tests.inside import layout_of
 
 PLACES = ("device", "cpu", "nvme")
 OFTEN = {("cpu", "cpu"), ("cpu", "device"), ("device", "cpu"), ("nvme", "nvme")}
@@ -310,6 +311,6 @@ def test_a_unit_comes_in_one_copy_for_each_flat(monkeypatch: pytest.MonkeyPatch)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with offload.initialize(model, optimizer, {"parameters": "cpu", "optimizer_states": "cpu"}) as engine:
         model(torch.zeros(2, 64))
-        sizes = {flat.nbytes for unit in engine._parts.layout.units for flat in unit.flats}
+        sizes = {flat.nbytes for unit in layout_of(engine).units for flat in unit.flats}
         assert max(sizes) > 4 * 4096 * 2, "not cut at all"
     assert copied and set(copied) <= sizes

@@ -11,6 +11,7 @@ from torch import nn
 
 import offload
 from offload.planning.schedule import plan, required_nbytes
+from tests.inside import residency_of
 from tests.planning.simulation import simulate
 
 
@@ -25,7 +26,7 @@ def test_simulated_peak_is_the_measured_peak(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     config = {"parameters": "nvme", "optimizer_states": "cpu", "nvme": tmp_path, "prefetch": prefetch}
     with offload.initialize(model, optimizer, config) as engine:
-        residency = engine._parts.residency
+        residency = residency_of(engine)
         sizes = [unit["nbytes"] for unit in engine.stats()["units"]]
         for step in range(4):
             if step == 2:  # from here on the steps are those of the trace of the steps before

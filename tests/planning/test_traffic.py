@@ -11,6 +11,7 @@ from torch import nn
 
 import offload
 from offload.cli.outline import Outline
+from tests.inside import parts_of
 
 PLACES = [("nvme", "nvme"), ("nvme", "cpu"), ("nvme", "device"), ("cpu", "nvme"), ("device", "nvme")]
 FORMATS = [(None, "fp32"), ("bf16", "fp32"), ("bf16", "split"), ("bf16", "8bit")]
@@ -21,7 +22,7 @@ unit in memory also that of the last update."""
 
 
 def moved(engine: Any) -> tuple[int, int]:
-    for places in (engine._parts.parameter_store, engine._parts.records):
+    for places in (parts_of(engine).parameter_store, parts_of(engine).records):
         if places is not None:
             places.settle_writes()
     io = engine.stats()["io"]

@@ -27,6 +27,7 @@ from offload.device.recording import COLLECTIVES
 from offload.planning.schedule import Verb
 from offload.profiling.trace_events import read_trace
 from offload.ranks.transport import Ranks
+from tests.inside import layout_of, parts_of, residency_of
 
 from ..acceptance.models import adamw, byte_batches, gpt2, llama, vector_batches
 
@@ -168,7 +169,7 @@ def between_devices(fields: dict[str, Any], own: str) -> dict[str, Any]:
         built = llama()
         with warnings.catch_warnings(record=True) as said, offload.initialize(built, adamw(built), fields) as engine:
             warnings.simplefilter("always")
-            assert engine._parts.ranks.has_devices
+            assert parts_of(engine).ranks.has_devices
             batches, losses, total = byte_batches(4 * world), [], torch.zeros(1)
             for step in range(4):
                 if own == "late" and step == 2 and rank == 0:
@@ -222,7 +223,7 @@ def routes(fields: dict[str, Any], kind: str, plan: list[list[list[int]]], accel
                 loss.backward()
                 engine.optimizer.step()
                 engine.optimizer.zero_grad()
-            counts = {info.fqn: info.step for info in engine._parts.parameters}
+            counts = {info.fqn: info.step for info in parts_of(engine).parameters}
             state = engine.state_dict()
             return {"weights": digest(state), "counts": counts, "each": {n: digest({n: v}) for n, v in state.items()}}
 
@@ -291,7 +292,7 @@ def counted(fields: dict[str, Any], steps: int) -> dict[str, Any]:
         with engine.gathered([]):  # the updates are in place
             pass
         after = engine.stats()["ranks"]
-        units, schedule = engine._parts.layout.units, engine._parts.residency._schedule
+        units, schedule = layout_of(engine).units, residency_of(engine)._schedule
         flats = [flat for unit in units for flat in unit.flats]
         return {
             "scheduled_nbytes": sum(units[op.unit_index].nbytes for op in schedule.ops if op.verb is Verb.FETCH),
@@ -336,7 +337,7 @@ def memory(fields: dict[str, Any], accelerator: str = "cpu") -> dict[str, Any]:
                 "numel": numel,
                 "planned": {line["purpose"]: line["nbytes"] for line in stats["planned"]},
                 "host": stats["host_nbytes"],
-                "unreduced_peak": engine._parts.intake.peak_nbytes,
+                "unreduced_peak": parts_of(engine).intake.peak_nbytes,
                 "resident_peak": stats["resident_peak_nbytes"],
             }
 

@@ -20,6 +20,7 @@ from offload.device.virtual.description import described, read_machine
 from offload.device.virtual.machine import VirtualMachine
 from offload.device.virtual.operations import CountedOperations
 from offload.rehearsal.forecast import Forecast
+from tests.inside import parts_of
 
 WORK = Work(batch=2, sequence=16, micro_batches=1, checkpointing=False)
 MACHINE, UNIFIED = read_machine("rtx4090"), read_machine("gb10")
@@ -95,7 +96,7 @@ def totals(
                 engine.backward(model(input_ids=tokens, labels=tokens).loss)
             engine.step()
             engine.zero_grad()
-        parts = engine._parts
+        parts = parts_of(engine)
         parts.residency.finish_updates()
         assert parts.records is not None
         parts.records.settle_writes()
