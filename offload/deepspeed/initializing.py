@@ -22,6 +22,7 @@ from offload.deepspeed.settings import read_config
 from offload.deepspeed_config import Maker, Translation, beginning_rounded, make_optimizer, translate
 from offload.deferred_init.deferred_init import end_recording
 from offload.errors import ConfigError
+from offload.model.guard import Remains
 from offload.model.optimizer_kinds import kind_of
 
 _TUNING = ("distributed_port", "dist_init_required", "collate_fn", "config", "config_params")
@@ -101,6 +102,7 @@ def _take_back(model: nn.Module) -> None:
         utils.logger.warning("initialize was called on a model that an engine has: that engine is closed.")
         values = earlier.state_dict()
         earlier.close()
+        Remains(earlier.module.parameters()).take()
         for name, parameter in earlier.module.named_parameters():
             parameter.data = values[name].to(parameter.device, parameter.dtype)
 

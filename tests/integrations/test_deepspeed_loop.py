@@ -334,7 +334,8 @@ def test_a_layer_in_tiles_is_the_layer() -> None:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_initialize_again_goes_on_with_the_values_of_the_engine_before(stage: int, start: Start) -> None:
     model = small()
-    config = {"zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}}}
+    sections = {"stage": stage, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    config = {"zero_optimization": sections}
     first = start(config, model=model)
     first.backward(first(torch.ones(3, 4)).square().mean())
     first.step()
