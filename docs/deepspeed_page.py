@@ -25,8 +25,13 @@ ENGINE = "`engine` of `initialize`"
 
 
 def rows(*lines: tuple[str, ...]) -> str:
-    head, *rest = (" | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in line) for line in lines)
+    head, *rest = (" | ".join(map(_cell, line)) for line in lines)
     return "\n".join(f"| {line} |" for line in (head, " | ".join("---" for _ in lines[0]), *rest)) + "\n"
+
+
+def _cell(text: str) -> str:
+    """Without what Markdown would take for its own, but for the places where a name may break."""
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("&lt;wbr>", "<wbr>")
 
 
 def compared() -> str:
@@ -58,7 +63,7 @@ def names() -> str:
     for path, content in modules.items():
         public = {name: value for name, value in content.items() if not name.startswith("_") and _is_own(value)}
         plain = [name for name in public if not _first(public[name])]
-        place = f"`deepspeed.{path}`" if path else "`deepspeed`"
+        place = "deepspeed" + "".join(f".<wbr>{part}" for part in path.split(".") if part)  # may break there
         found += [(place, f"`{name}`", _first(public[name])) for name in sorted(public) if name not in plain]
         if plain:
             found.append((place, ", ".join(f"`{name}`" for name in sorted(plain)), ""))
