@@ -5,7 +5,7 @@
     python benchmarks/train_step.py --shapes 125M --memory-sweep 6 --out docs/performance/memory_sweep.json
 
 GPT-2-shaped models, one sequence of 128 tokens (64 from 1B on, and at 125M again so that steps of the same tokens can be
-compared for each parameter), fp32, gradient norm clipped to 1.0. Every case is a process of its own, so its peak
+compared for each parameter; 128 at 1B too, for its memory), fp32, gradient norm clipped to 1.0. Every case is a process of its own, so its peak
 resident size (VmHWM) is its own; the ratios are to plain PyTorch with fused AdamW on the same model where it fits. Beside
 each step stands the floor: the largest of compute, memory and NVMe time at rates measured in the same run; and for each
 link the share of its work that was hidden, from the engine's own timeline; and the seconds of processor time by kind
@@ -34,6 +34,7 @@ SHAPES = {
     "125M": {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 128},
     "125M, 64 tokens": {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 64},
     "1B": {"n_embd": 2048, "n_layer": 18, "n_head": 16, "n_positions": 64},
+    "1B, 128 tokens": {"n_embd": 2048, "n_layer": 18, "n_head": 16, "n_positions": 128},
     "2B": {"n_embd": 2560, "n_layer": 24, "n_head": 20, "n_positions": 64},
     "3B": {"n_embd": 3072, "n_layer": 25, "n_head": 24, "n_positions": 64},
 }
@@ -269,7 +270,7 @@ class Compute:
     """Forward and backward of plain PyTorch without an optimizer, in a process of its own; of a model that is too large for
     that, scaled by parameters from the largest that was measured."""
 
-    IN_MEMORY = ("tiny", "125M", "125M, 64 tokens", "1B")
+    IN_MEMORY = ("tiny", "125M", "125M, 64 tokens", "1B, 128 tokens", "1B")
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, str], tuple[float, int]] = {}
@@ -310,7 +311,8 @@ RUNS: dict[str, tuple[str, ...]] = {
     "tiny": ("plain", "cpu", "nvme", "nvme, backward", *BF16, "deepspeed nvme, bf16"),
     "125M": ("plain", "cpu", "nvme", "nvme, backward", "deepspeed cpu", "deepspeed nvme"),
     "125M, 64 tokens": ("nvme", "nvme, backward"),
-    "1B": ("plain", "nvme", "nvme, backward", "deepspeed nvme", *BF16, "deepspeed nvme, bf16"),
+    "1B": ("plain", "nvme", "nvme, auto", "nvme, backward", "deepspeed nvme", *BF16, "deepspeed nvme, bf16"),
+    "1B, 128 tokens": ("nvme",),
     "2B": ("nvme", "nvme, backward", "deepspeed nvme"),
     "3B": ("nvme", "nvme, backward", *BF16, "deepspeed nvme, bf16"),
 }
