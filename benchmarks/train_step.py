@@ -5,7 +5,8 @@
     python benchmarks/train_step.py --shapes 125M --memory-sweep 6 --out docs/performance/memory_sweep.json
 
 GPT-2-shaped models, one sequence of 128 tokens (64 from 1B on, and at 125M again so that steps of the same tokens can be
-compared for each parameter; 128 at 1B too, for its memory), fp32, gradient norm clipped to 1.0. Every case is a process of its own, so its peak
+compared for each parameter; 128 at 1B too, for its memory), fp32, gradient norm
+clipped to 1.0. Every case is a process of its own, so its peak
 resident size (VmHWM) is its own; the ratios are to plain PyTorch with fused AdamW on the same model where it fits. Beside
 each step stands the floor: the largest of compute, memory and NVMe time at rates measured in the same run; and for each
 link the share of its work that was hidden, from the engine's own timeline; and the seconds of processor time by kind
