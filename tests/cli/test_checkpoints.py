@@ -16,7 +16,7 @@ from tests.warm import WarmProcess
 
 from .conftest import TIMEOUT_SECONDS, Trainer, command, is_empty
 
-STEPS = 120
+STEPS = 75
 DROPPING = {  # dropout: the states of the random generators count too
     "architectures": ["GPT2LMHeadModel"],
     "model_type": "gpt2",
