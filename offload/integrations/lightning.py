@@ -50,6 +50,8 @@ class OffloadStrategy(EngineStrategy, DDPStrategy):
         self.accelerator.setup(trainer)
         if not self.is_shared:  # one process has the data in the script's own order, as without a strategy
             trainer._accelerator_connector.use_distributed_sampler = False
+        if self._is_new:  # "bf16-true"
+            self.model = self.precision_plugin.convert_module(self.model)
         if trainer.state.fn == TrainerFn.FITTING or self._is_new:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()

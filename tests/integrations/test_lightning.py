@@ -283,6 +283,43 @@ def test_a_checkpoint_of_weights_alone_is_lightnings(tmp_path: Path) -> None:
         assert_same_bits(other.strategy.engine.state_dict(), expected)
 
 
+class ByHand(Module):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        optimizer: Any = self.optimizers()
+        loss = super().training_step(batch, index)
+        self.manual_backward(loss)
+        if index % 2:
+            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+
+@pytest.mark.parametrize("how", ["the last step of an epoch is of fewer", "by hand", "bf16-true"])
+def test_trainers_other_ways(tmp_path: Path, how: str) -> None:
+    fields: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": 5, "gradient_clip_val": 0.5}
+    fields = {"by hand": {"max_steps": 4}, "bf16-true": {"precision": how, "max_steps": 3}}.get(how, fields)
+    runs = []
+    for strategy in ("auto", on_trainer.OffloadStrategy(on_nvme(tmp_path))):
+        module = ByHand() if how == "by hand" else Module()
+        trainer = lightning.Trainer(
+            accelerator="cpu", devices=1, strategy=strategy, logger=False, enable_progress_bar=False,
+            enable_model_summary=False, enable_checkpointing=False, **fields,
+        )  # fmt: skip
+        trainer.fit(module, loader())
+        runs.append(module.losses)
+    engine = trainer.strategy.engine
+    with engine:
+        dtype = torch.bfloat16 if how == "bf16-true" else torch.float32
+        assert {parameter.dtype for parameter in module.parameters()} == {dtype}
+        if how == "bf16-true":  # masters are fp32 here
+            assert_close(runs[1], runs[0], 0.05)
+        else:
+            assert_close(runs[1], runs[0])
+
+
 # ---- several devices
 
 RANKS = """
