@@ -143,8 +143,8 @@ def page(found: Forecast, machine: Machine, tokens: float | None, wishes: Wishes
     if found.values_read:
         lines += [
             "",
-            f"The model read {found.values_read} values of its own, which a forecast has none of: conditions were taken to "
-            "hold, numbers to be 1, and every expert of a layer that routes to share the tokens equally.",
+            f"A forecast has no values, and the model's code asked for {found.values_read} (conditions, numbers): conditions "
+            "were taken to hold, numbers to be 1, and the experts of a layer that routes to share the tokens equally.",
         ]
     return "\n".join(lines)
 
@@ -164,9 +164,12 @@ def _memory_table(found: Forecast) -> str:
     return table(("memory", "peak", "the engine's", "activations and gradients"), rows)
 
 
+_LINKS = {"h2d": "host to device", "d2h": "device to host", "nvme_read": "NVMe read", "nvme_write": "NVMe write"}
+
+
 def _link_table(found: Forecast) -> str:
     rows = [
-        (link.replace("_", " "), format_nbytes(nbytes), f"{share:.0%}", format_seconds(found.exposed_seconds[link]))
+        (_LINKS.get(link, link), format_nbytes(nbytes), f"{share:.0%}", format_seconds(found.exposed_seconds[link]))
         for link, nbytes in found.moved_nbytes.items()
         if (share := found.hidden[link]) is not None
     ]

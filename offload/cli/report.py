@@ -179,7 +179,7 @@ def _time_table(report: dict[str, Any]) -> str:
         ("close", "after: finish and close"),
         ("total", "whole command"),
     ):
-        if name in seconds:
+        if name in seconds and not (name == "save" and seconds[name] < 0.01):  # then nothing was left to write
             rows.append((title, format_seconds(seconds[name]), "", ""))
     return "Time\n" + table(("", "total", "per step", "share"), rows)
 
