@@ -136,3 +136,31 @@ def partly_on_device(ratio: float) -> dict[str, Any]:
     finally:
         os.environ.pop("OFFLOAD_ACCELERATOR") if before is None else os.environ.update(OFFLOAD_ACCELERATOR=before)
     return {"on device": [route.update_in is Memory.DEVICE for route in routes], "losses": losses, "values": values}
+
+
+def without_frozen(folder: str, stage: int) -> list[Any]:
+    """Saved with `exclude_frozen_parameters`; loaded into an engine whose frozen values are others."""
+    sections = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+
+    def started(value: float) -> Any:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+        model[0].requires_grad_(False).weight.data.fill_(value)
+        return deepspeed.initialize(model=model, config=_config(zero_optimization=sections))[0]
+
+    first = started(1.0)
+    first.backward(first(torch.ones(1, 4)).square().mean())
+    first.step()
+    first.save_checkpoint(folder, exclude_frozen_parameters=True)
+    saved = {name: value.tolist() for name, value in first.module_state_dict().items()}
+    first.destroy()
+    shown: list[Any] = []
+    for only in (False, True):
+        other = started(2.0)
+        other.load_checkpoint(folder, load_module_only=only)
+        loaded = {name: value.tolist() for name, value in other.module_state_dict().items()}
+        other.destroy()
+        assert all(one == 2.0 for row in loaded.pop("0.weight") for one in row)
+        shown.append(loaded == {name: value for name, value in saved.items() if name != "0.weight"})
+    held = deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder)
+    return [*shown, sorted(held)]

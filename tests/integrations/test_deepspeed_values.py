@@ -213,3 +213,9 @@ def test_a_share_of_the_states_on_the_device_changes_no_bit_on_two_ranks(two: Cr
         assert sum(found[ratio]["on device"]) == round((1 - ratio) * len(found[ratio]["on device"])), found[ratio]["on device"]
         assert found[ratio]["losses"] == found[1.0]["losses"] and found[ratio]["values"] == found[1.0]["values"], ratio
     assert len(found[1.0]["on device"]) > 1
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_checkpoint_without_what_is_frozen_on_two_ranks(stage: int, two: Crew, tmp_path: Path) -> None:
+    for said in two.do("without_frozen", folder=str(tmp_path), stage=stage):
+        assert said == [True, True, ["2.bias", "2.weight"]], said
