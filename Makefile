@@ -122,10 +122,10 @@ test-matrix: wheel
 
 # Where there is nothing but Python and torch: no compiler, no liburing.
 test-bare: wheel
-	$(PACKAGING)/bin/python tests/matrix.py --only-train --package $(WHEEL) --environments $(ENVIRONMENTS) $(PYTHON):$(TORCH:torch==%=%)
+	$(PACKAGING)/bin/python tests/matrix.py --only-train --package $(WHEEL) --environments $(ENVIRONMENTS) $(PYTHON):$(patsubst torch==%,%,$(TORCH))
 
 test-sdist: sdist
-	$(PACKAGING)/bin/python tests/matrix.py --package dist/offload-$(VERSION).tar.gz --environments $(ENVIRONMENTS) $(PYTHON):$(TORCH:torch==%=%)
+	$(PACKAGING)/bin/python tests/matrix.py --package dist/offload-$(VERSION).tar.gz --environments $(ENVIRONMENTS) $(PYTHON):$(patsubst torch==%,%,$(TORCH))
 
 # The site, in the environment of the package: its pages are made from the code.
 docs: install

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description="Run a script written for DeepSpeed; its `import deepspeed` is offload's.",
     )
     _add_script(parser)
-    given = parser.parse_args(arguments)
+    given = _parsed(parser, arguments)
     run(given.script, given.arguments, as_module=given.module)
 
 
@@ -50,10 +50,13 @@ def launch(arguments: Sequence[str] | None = None) -> None:
     for flag in _WITHOUT_EFFECT:
         parser.add_argument(flag, action="store_true", help="without effect")
     _add_script(parser)
-    given = parser.parse_args(arguments)
+    given = _parsed(parser, arguments)
     environment = dict(os.environ)
     count = given.num_gpus
-    chosen = _devices(given.include, given.exclude)
+    try:
+        chosen = _devices(given.include, given.exclude)
+    except UsageError as error:
+        parser.error(str(error))
     if chosen is not None:
         environment["CUDA_VISIBLE_DEVICES"], count = ",".join(map(str, chosen)), len(chosen)
     command = [
@@ -73,8 +76,15 @@ def launch(arguments: Sequence[str] | None = None) -> None:
 
 def _add_script(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--module", action="store_true", help="the script is the name of a module")
-    parser.add_argument("script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    parser.add_argument("script", help="its path")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="those of the script")
+
+
+def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    given = parser.parse_args(arguments)
+    if not given.module and not os.path.exists(given.script):
+        parser.error(f"there is no script {given.script!r}: give its path, or --module with a module's name")
+    return given
 
 
 def _free_port() -> int:
@@ -97,7 +107,10 @@ def _devices(include: str, exclude: str) -> list[int] | None:
     host, _, numbers = (include or exclude).partition(":")
     if "@" in host or host not in ("localhost", os.uname().nodename):
         raise UsageError(f"{include or exclude!r} names another machine: start the command there, with --node_rank.")
-    named = [int(one) for one in numbers.split(",") if one]
+    try:
+        named = [int(one) for one in numbers.split(",") if one]
+    except ValueError:
+        raise UsageError(f"{include or exclude!r} names no devices: expected numbers, as in localhost:0,2.") from None
     return named if include else [one for one in range(_device_count()) if one not in named]
 
 

@@ -217,6 +217,20 @@ def test_the_launcher_refuses_other_machines() -> None:
     assert deepspeed.launcher.runner.main is not None
 
 
+@pytest.mark.parametrize("command", ["main", "launch"])
+def test_what_cannot_be_started_is_said_in_one_place(capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str) -> None:
+    from offload.deepspeed import launching
+
+    (there := tmp_path / "there.py").touch()
+    for given, said in (
+        ([str(tmp_path / "gone.py")], "there is no script"),
+        (["--include", "localhost:x", str(there)], "names no devices"),
+    )[: 1 if command == "main" else 2]:
+        with pytest.raises(SystemExit) as ended:
+            getattr(launching, command)(given)
+        assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
 LAUNCHED = """
 import json, os, deepspeed
 deepspeed.init_distributed()
