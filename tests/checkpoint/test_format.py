@@ -123,7 +123,24 @@ PADDED_BODY = (
     )
 )
 PADDED_HEAD = '{"format":"offload-checkpoint","version":3,"crc32":2260086538,\n'
-WRITTEN = {1: (HEAD, BODY, FILES), 3: (PADDED_HEAD, PADDED_BODY, PADDED_FILES)}
+
+# Version 4: the same without the frozen vector.
+PARTIAL_HEADER = PADDED_HEADER.split(b',"scale"')[0] + b"}"
+PARTIAL_FILES = FILES | {
+    "unit-00000-rank-00000.safetensors": file_bytes(PARTIAL_HEADER, WEIGHT.ljust(16384, b"\0") + bytes(2 * 16384))
+}
+_SCALE_PIECE = (
+    f'{{"start":0,"stop":3,"value":{UNIT}"dtype":"BF16","offset":53248,"nbytes":6,"crc32":131103111}},'
+    '"exp_avg":null,"exp_avg_sq":null}'
+)
+PARTIAL_BODY = (
+    PADDED_BODY.replace(_SCALE_PIECE, "")
+    .replace(f',{UNIT}"dtype":"BF16","offset":53254,"nbytes":8186,"crc32":3438706911}}]', '],"without_frozen":true')
+    .replace('"nbytes":61440,', '"nbytes":53248,')
+    .replace("2763043978", "857578408")
+)
+PARTIAL_HEAD = '{"format":"offload-checkpoint","version":4,"crc32":2685115210,\n'
+WRITTEN = {1: (HEAD, BODY, FILES), 3: (PADDED_HEAD, PADDED_BODY, PADDED_FILES), 4: (PARTIAL_HEAD, PARTIAL_BODY, PARTIAL_FILES)}
 
 
 def engine_of(opened: Any, setup: Setup) -> Any:
@@ -139,16 +156,18 @@ def engine_of(opened: Any, setup: Setup) -> Any:
     return engine
 
 
+@pytest.mark.parametrize("version", [3, 4])
 @pytest.mark.parametrize("setup", [IN_MEMORY, ON_CPU, ON_NVME], ids=lambda setup: setup.name)
-def test_what_is_written(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setup: Setup) -> None:
+def test_what_is_written(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setup: Setup, version: int) -> None:
     state = torch.frombuffer(bytearray(RANDOM), dtype=torch.uint8)
     monkeypatch.setattr(writing, "take_random_state", lambda device: {"cpu": state})
     engine = engine_of(opened, setup)
-    engine.save_checkpoint(tmp_path / "saved", client_state={"epoch": 2})
+    engine.save_checkpoint(tmp_path / "saved", client_state={"epoch": 2}, without_frozen=version == 4)
     found = {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()}
     manifest = found.pop("MANIFEST.json").decode()
-    assert found == PADDED_FILES
-    assert manifest == PADDED_HEAD + PADDED_BODY
+    head, body, files = WRITTEN[version]
+    assert found == files
+    assert manifest == head + body
 
 
 @pytest.mark.parametrize("version", WRITTEN)
@@ -172,7 +191,7 @@ def test_the_checksums_are_those_of_the_page(version: int) -> None:
         *(entry["cpu"] for entry in content["random"]),
         *content.get("padding", ()),
     ]
-    assert len(ranges) == {1: 6, 3: 10}[version]
+    assert len(ranges) == {1: 6, 3: 10, 4: 8}[version]
     for one in ranges:
         data = files[one["file"]][one["offset"] : one["offset"] + one["nbytes"]]
         assert len(data) == one["nbytes"] and one["crc32"] == zlib.crc32(data)
@@ -210,7 +229,8 @@ def test_versions_of_runs_are_read(opened: Any, tmp_path: Path, setup: Setup, ve
         engine.module.scale.fill_(9.0)
     engine.module.count.fill_(0)
     assert engine.load_checkpoint(folder) == {"epoch": 2}
-    assert_same_bits(engine.state_dict(), Tiny().state_dict())
+    own = {name: torch.full((3,), 9.0, dtype=torch.bfloat16) for name in ("scale", "again")} if version == 4 else {}
+    assert_same_bits(engine.state_dict(), Tiny().state_dict() | own)
 
 
 def test_other_tools_read_the_files(opened: Any, tmp_path: Path) -> None:
@@ -237,7 +257,7 @@ def test_the_page_names_every_key() -> None:
             return set(value) | {key for item in value.values() for key in keys(item)}
         return {key for item in value for key in keys(item)} if isinstance(value, list) else set()
 
-    content = json.loads(PADDED_HEAD + PADDED_BODY)
+    content = json.loads(PARTIAL_HEAD + PARTIAL_BODY)
     del content["manifest"]["optimizer"]["param_groups"], content["manifest"]["client_state"]
     assert [key for key in keys(content) - {"manifest"} if f"`{key}`" not in page] == []
 
