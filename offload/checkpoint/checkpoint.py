@@ -67,7 +67,7 @@ class Checkpointing:
     ) -> Save:
         """See `Engine.save_checkpoint`."""
         self._training.check()
-        path, client = self._agreed(lambda: self._checked(dir, client_state, keep_last, leave_gradients))
+        path, client = self._agreed(lambda: self._checked(dir, client_state, keep_last, leave_gradients), without_frozen)
         if leave_gradients or not self.saver.follows_updates:
             with self._training.failures():
                 self._training.settle()
@@ -93,8 +93,9 @@ class Checkpointing:
             self._require_between_steps("save_checkpoint")
         return path, client
 
-    def _agreed(self, check: Callable[[], tuple[Path, dict[str, Any]]]) -> tuple[Path, dict[str, Any]]:
-        """What `check` gives. On several ranks only if all of them may save, in the same folder; else each raises why not."""
+    def _agreed(self, check: Callable[[], tuple[Path, dict[str, Any]]], without_frozen: bool) -> tuple[Path, dict[str, Any]]:
+        """What `check` gives. On several ranks only if all of them may save, the same in the same folder; else each raises why
+        not."""
         ranks = self._parts.ranks
         failure: OffloadError | None = None
         path, client = Path(), dict[str, Any]()
@@ -104,23 +105,22 @@ class Checkpointing:
             raise  # the others know
         except OffloadError as error:
             failure = error
-        said = json.dumps([os.path.abspath(path), str(failure) if failure is not None else ""]).encode()
+        asked = {"folder": os.path.abspath(path), "without_frozen": without_frozen}
+        said = json.dumps([asked, str(failure) if failure is not None else ""]).encode()
         answers = [json.loads(one) for one in self._gathering.meet(MeetingPoint.SAVING, lambda: ranks.exchange_bytes(said))]
         if failure is not None:
             raise failure
         for index, (_, word) in enumerate(answers):
             if word:
                 raise RankError(f"rank {index} refused to save, so no rank does; training may go on. It said: {word}")
-        first, other = (
-            answers[0][0],
-            next(((index, name) for index, (name, _) in enumerate(answers) if name != answers[0][0]), None),
-        )
-        if other is not None:
-            raise RankError(
-                f"save_checkpoint was given {first!r} on rank 0 and {other[1]!r} on rank {other[0]}: give all ranks the same "
-                "folder (a time stamp is taken on one of them, and told by torch.distributed.broadcast_object_list). Nothing "
-                "was written; training may go on."
-            )
+        for index, (other, _) in enumerate(answers):
+            for what, first in answers[0][0].items():
+                if other[what] != first:
+                    raise RankError(
+                        f"save_checkpoint was given {what} {first!r} on rank 0 and {other[what]!r} on rank {index}: give all "
+                        "ranks the same (a time stamp is taken on one of them, and told by "
+                        "torch.distributed.broadcast_object_list). Nothing was written; training may go on."
+                    )
         return path, client
 
     def _finish_updates(self) -> None:

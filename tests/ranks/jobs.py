@@ -586,13 +586,23 @@ def resume(fields: dict[str, Any], folder: str, steps: int = 4, numbered: bool =
         return {"before": before, "losses": losses, "weights": digest(engine.state_dict()), "drawn": torch.rand(1).item()}
 
 
-def save_as(fields: dict[str, Any], names: list[str | None], rest: str, wait: bool = True, keep_last: int | None = None) -> Any:
-    """Each rank saves under a name of its own. Returns its error; training goes on, and so do saves."""
+def save_as(
+    fields: dict[str, Any],
+    names: list[str | None],
+    rest: str,
+    partial: list[bool],
+    wait: bool = True,
+    keep_last: int | None = None,
+) -> Any:
+    """Each rank saves under a name of its own, and `partial` without what is frozen. Returns its error; training goes on, and
+    so do saves."""
     model = llama(layers=2)
     with offload.initialize(model, adamw(model), offload.Config(**fields)) as engine:
         _train_on(engine, model, 0, 1)
         try:
-            engine.save_checkpoint(names[place()[0]], keep_last=keep_last, wait=wait).wait()  # type: ignore[arg-type]
+            rank = place()[0]
+            save = engine.save_checkpoint(names[rank], keep_last=keep_last, wait=wait, without_frozen=partial[rank])  # type: ignore[arg-type]
+            save.wait()
         except offload.OffloadError as error:
             said = [type(error).__name__, str(error)]
         _train_on(engine, model, 1, 2)

@@ -89,6 +89,7 @@ NAMES: dict[str, tuple[list[str | None], list[list[str]]]] = {
     "a time stamp": (["at-10", "at-11"], [["RankError", "at-10", "at-11"], ["RankError", "at-10", "at-11"]]),
     "none": (["at-10", None], [["RankError", "rank 1", "None"], ["UsageError", "None"]]),
     "empty": (["", "at-10"], [["UsageError", "''"], ["RankError", "rank 0", "''"]]),
+    "parts of it": (["at-10", "at-10"], [["RankError", "without_frozen False on rank 0", "True"]] * 2),
     "not numbered": (["step-1", "first"], [["RankError", "rank 1", "first"], ["UsageError", "first"]]),
 }
 
@@ -98,8 +99,8 @@ def test_names_are_compared_first(pair: Crew, tmp_path: Path, kind: str) -> None
     names, words = NAMES[kind]
     given = [str(tmp_path / name) if name else name for name in names]
     keep_last = 1 if kind == "not numbered" else None
-    fields = placed("stage 3 on cpu", tmp_path)
-    said = pair.do("save_as", fields=fields, names=given, rest=str(tmp_path / "rest"), wait=kind != "none", keep_last=keep_last)
+    asked = {"names": given, "partial": [False, kind == "parts of it"], "keep_last": keep_last, "wait": kind != "none"}
+    said = pair.do("save_as", fields=placed("stage 3 on cpu", tmp_path), rest=str(tmp_path / "rest"), **asked)
     for (error, message), expected in zip(said, words, strict=True):
         assert error == expected[0] and all(word in message for word in expected[1:]), said
     assert os.listdir(tmp_path) == ["rest"]
