@@ -29,7 +29,7 @@ import offload
 from offload import Config, Engine, UsageError
 from offload.integrations.prepared import mark_as_prepared
 
-_KNOWN = "_offload_engine"
+_KNOWN = "_offload_engines"
 FOLDER = "offload"
 """What an engine saves, in the folder of what a framework does."""
 
@@ -79,13 +79,18 @@ def meet(accelerator: Any, engine: Engine) -> bool:
     around it, and knows the engine for what it saves and loads."""
     if not isinstance(accelerator, Accelerator):
         return False
-    known = vars(accelerator).get(_KNOWN)
-    if known is None or known() is not engine:
+    if not any(known is engine for known in _known(accelerator)):
         if accelerator.num_processes == 1 and not _runs_in(engine, accelerator.mixed_precision):
             _Attached(accelerator, engine).take_saves()
             return False
         attach(accelerator, engine)
     return True
+
+
+def _known(accelerator: Accelerator) -> list[Engine]:
+    """The engines that it was told of, as long as they are open."""
+    found = (known() for known in vars(accelerator).get(_KNOWN, ()))
+    return [engine for engine in found if engine is not None and not engine.closed]
 
 
 def _runs_in(engine: Engine, precision: str) -> bool:
@@ -100,11 +105,14 @@ class _Attached:
         self._save_state, self._clip_grad_norm = accelerator.save_state, accelerator.clip_grad_norm_
         self._parameter_ids = {id(parameter) for parameter in engine.module.parameters()}
         self._saves_state = False
+        self._no_weights: dict[str, Any] = {}
+        count = len(_known(accelerator))
+        self._folder = f"{FOLDER}_{count}" if count else FOLDER
 
     def take(self) -> None:
         accelerator = self._accelerator
         mark_as_prepared(self._engine)
-        setattr(accelerator, _KNOWN, weakref.ref(self._engine))
+        vars(accelerator).setdefault(_KNOWN, []).append(weakref.ref(self._engine))
         accelerator.native_amp, accelerator.scaler = False, None
         for name in ("backward", "clip_grad_norm_", "no_sync"):
             setattr(accelerator, name, getattr(self, name))
@@ -134,7 +142,7 @@ class _Attached:
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
         if not self._is_ours(model):
             return self._get_state_dict(model, unwrap=unwrap)
-        return {} if self._saves_state else self._engine.state_dict()
+        return self._no_weights if self._saves_state else self._engine.state_dict()
 
     def save_state(self, *args: Any, **keywords: Any) -> Any:
         self._saves_state = True  # the weights are in the engine's checkpoint
@@ -147,11 +155,10 @@ class _Attached:
         return self._accelerator.unwrap_model(model) is self._engine.module
 
     def _save(self, models: list[Any], weights: list[Any], folder: str) -> None:
-        place = next(index for index, model in enumerate(models) if self._is_ours(model))
-        del weights[place]
-        self._engine.save_checkpoint(os.path.join(folder, FOLDER))
+        weights[:] = [one for one in weights if one is not self._no_weights]
+        self._engine.save_checkpoint(os.path.join(folder, self._folder))
 
     def _load(self, models: list[Any], folder: str) -> None:
         place = next(index for index, model in enumerate(models) if self._is_ours(model))
         del models[place]
-        self._engine.load_checkpoint(os.path.join(folder, FOLDER))
+        self._engine.load_checkpoint(os.path.join(folder, self._folder))

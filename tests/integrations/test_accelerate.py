@@ -196,6 +196,36 @@ def test_another_model_beside_it_is_accelerates_own(tmp_path: Path) -> None:
     assert other.weight.grad is not None
 
 
+def test_two_engines_under_one_accelerator(tmp_path: Path) -> None:
+    """A discriminator beside a generator, say: clipped, saved and loaded each."""
+    accelerator, models = Accelerator(cpu=True), [llama(), llama()]
+    engines = [prepare(accelerator, model, torch.optim.AdamW(model.parameters()), on_nvme(tmp_path)) for model in models]
+    other = torch.nn.Linear(2, 2)
+    with engines[0], engines[1]:
+        assert all(accelerator.prepare(model) is model for model in models)
+        accelerator.prepare(other)
+        batch = plain_batches()[0]
+        accelerator.backward(models[0](**batch).loss + 2 * models[1](**batch).loss)
+        norms = [float(accelerator.clip_grad_norm_(model.parameters(), 0.5)) for model in models]
+        assert_close(norms[1], 2 * norms[0])
+        engines[1].step()  # the other's gradients are dropped
+        for engine in engines:
+            engine.zero_grad()
+        accelerator.save_state(str(tmp_path / "state"))
+        saved = [engine.state_dict() for engine in engines]
+        assert not torch.equal(saved[0]["lm_head.weight"], saved[1]["lm_head.weight"])
+        for model, engine in zip(models, engines, strict=True):
+            accelerator.backward(model(**batch).loss)
+            engine.step()
+            engine.zero_grad()
+        with torch.no_grad():
+            before = other.weight.clone()
+            other.weight.zero_()
+        accelerator.load_state(str(tmp_path / "state"))
+        assert_same_bits([engine.state_dict() for engine in engines], saved)
+        assert torch.equal(other.weight, before)
+
+
 RANKS = """
 import sys, torch
 from pathlib import Path
