@@ -284,20 +284,20 @@ class DrawnPlayer(EnginePlayer):
         return self._faultless(lambda: self._began(0))
 
     def resumed(self, setup: int) -> Any:
-        """Where the checkpoint has states of what is not trained here yet, its budget may be too small: the user gives what the
-        error says, and starts again."""
+        """Where the checkpoint has states of what is not trained here yet, its budgets may be too small: the user gives what
+        the error says, and starts again."""
         try:
-            return super().resumed(setup)
-        except offload.BudgetError as error:
-            (field,) = re.findall(r"The smallest (\w+) that can is", str(error))
-            needed, given = error.smallest_nbytes, self._given[field]
-            assert needed is not None and needed > given, f"{given} bytes are enough, and yet: {error}"
-            self.end()
-            self._more = {field: needed}
-            try:
-                return super().resumed(setup)
-            finally:
-                self._more = {}
+            while True:
+                try:
+                    return super().resumed(setup)
+                except offload.BudgetError as error:
+                    (field,) = re.findall(r"The smallest (\w+) that can is", str(error))
+                    needed, given = error.smallest_nbytes, self._given[field]
+                    assert needed is not None and needed > given, f"{given} bytes are enough, and yet: {error}"
+                    self.end()
+                    self._more[field] = needed
+        finally:
+            self._more = {}
 
     def _faultless(self, start: Any) -> Outcome:
         """Start; where the failing drive fails at once, without the fault again."""
