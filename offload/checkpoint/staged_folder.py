@@ -22,6 +22,7 @@ import re
 import secrets
 import stat
 import time
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 
@@ -115,6 +116,8 @@ class StagedFolder:
         self._replace = replace
         self._filenos: list[int] = []
         self.path = self.target
+        self._places: tuple[Path, ...] = ()
+        """All that `path` may be before the commit: an interrupt may come between a call and the note of what it did."""
 
     def __enter__(self) -> StagedFolder:
         parent = self.target.parent
@@ -133,8 +136,9 @@ class StagedFolder:
 
     def __exit__(self, *_: object) -> None:
         try:
-            if self.path != self.target:
-                _remove_for_all(self.path)
+            for place in self._places if self.path != self.target else ():
+                with suppress(FileNotFoundError):
+                    _remove_for_all(place)
         except OSError as error:
             _log.warning("left in place for the next save: %s (%s)", self.path, error.strerror)
         finally:
@@ -159,9 +163,9 @@ class StagedFolder:
 
     def _make(self) -> None:
         token = secrets.token_hex(8)
-        new, saving = (self.target.parent / f"{PREFIX}{stage}-{token}" for stage in ("new", "saving"))
-        os.mkdir(new, mode=0o755)
+        new, saving = self._places = tuple(self.target.parent / f"{PREFIX}{stage}-{token}" for stage in ("new", "saving"))
         self.path = new
+        os.mkdir(new, mode=0o755)
         self._filenos.append(open_folder(new))
         lock_folder(self._filenos[0])
         os.rename(new, saving)

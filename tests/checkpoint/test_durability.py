@@ -77,3 +77,23 @@ def test_a_folder_that_is_given_up_takes_what_others_still_make_with_it(
         monkeypatch.setattr(os, "rmdir", overtaken)
         raise ValueError("enough")
     assert not late and os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("call", ["mkdir", "open", "rename"])
+def test_an_interrupt_as_a_folder_is_made_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """As the call returns, before anything notes what it did."""
+    real = getattr(os, call)
+
+    def interrupted(path: Any, *arguments: Any, **rest: Any) -> Any:
+        result = real(path, *arguments, **rest)
+        if ".offload-new-" in str(path):
+            monkeypatch.setattr(os, call, real)
+            if call == "open":
+                os.close(result)
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(os, call, interrupted)
+    with pytest.raises(KeyboardInterrupt), StagedFolder(tmp_path / "step-1", replace=True):
+        pass
+    assert os.listdir(tmp_path) == []

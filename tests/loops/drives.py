@@ -69,21 +69,21 @@ class Drives:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._patch = patch
-        self._now: Drive | None = None
+        self._made: list[Drive] = []
+        """Of the engine that is there: what is newly trained makes its parts, and so the drive, anew."""
         self.is_excused = False
         """Whether the fault came, and was told."""
 
     def connect(self, setup: Setup, rank: int, ranks: int) -> None:
         """For the engine that is made next. Of several ranks one has the fault."""
-        self._now = None
+        self._made = []
         if not setup.drive:
             return
         fails_here = ranks == 1 or setup.failing % ranks == rank
 
         def opened(**_: Any) -> Drive:
-            came = self.is_excused or (self._now is not None and self._now.struck_file is not None)
-            self._now = Drive(setup, may_fail=fails_here and not came)
-            return self._now
+            self._made.append(Drive(setup, may_fail=fails_here and not (self.is_excused or self.has_struck)))
+            return self._made[-1]
 
         if "nvme" in (setup.parameters, setup.states):
             self._patch.setattr(allocation, "open_backend", opened)
@@ -94,16 +94,16 @@ class Drives:
 
     def _fsync(self, real: Any) -> Any:
         def fsync(fileno: int) -> None:
-            if self._now is not None:
-                self._now.synced(os.readlink(f"/proc/self/fd/{fileno}"))
+            if self._made:
+                self._made[-1].synced(os.readlink(f"/proc/self/fd/{fileno}"))
             real(fileno)
 
         return fsync
 
     @property
     def has_struck(self) -> bool:
-        return self._now is not None and self._now.struck_file is not None
+        return any(drive.struck_file is not None for drive in self._made)
 
     @property
     def damages_silently(self) -> bool:
-        return self._now is not None and self._now.damages_silently
+        return any(drive.damages_silently for drive in self._made)
