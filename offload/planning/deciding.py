@@ -269,9 +269,9 @@ def _require_fit(problem: Problem, placement: Placement) -> None:
     if excess is None:
         return
     tier, needed = excess
-    field = "device_memory" if tier == "device" else "cpu_memory"
-    if problem.accelerator.unified and problem.config.cpu_memory is None:
-        field = "device_memory"
+    # Where both bound one memory, the lower of the two is too low.
+    both = problem.accelerator.unified and problem.config.device_memory == problem.budget("cpu")
+    field = "device_memory" if tier == "device" or both else "cpu_memory"
     lines = "; ".join(f"{line.purpose} {line.nbytes}" for line in placement.plan.lines if line.tier == tier)
     rank_count = problem.sharing.local_world_size if field == "cpu_memory" else 1
     per_rank = f" for each of the node's {rank_count} ranks" if rank_count > 1 else ""

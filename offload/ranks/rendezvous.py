@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any, TypeVar
 
 from offload.device.lane import start_thread
@@ -17,6 +18,18 @@ from offload.ranks.next_transfers import Announcement, Blocked, MeetingPoint
 from offload.ranks.transport import Ranks
 
 T = TypeVar("T")
+
+
+class Changed(threading.Condition):
+    """A condition that an interrupt may leave at any moment of its `wait`: also where that does not hold the lock which the
+    `with` around it gives back."""
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            super().__exit__(kind, value, trace)
+        except RuntimeError:  # there is nothing to give back
+            if kind is None:
+                raise
 
 
 class Request(Pending):
@@ -49,7 +62,7 @@ class Rendezvous:
 
     def __init__(self, ranks: Ranks, unit_names: list[str]) -> None:
         self._ranks, self.unit_names = ranks, unit_names
-        self.changed = threading.Condition()
+        self.changed = Changed()
         self._gathers: dict[int, Request] = {}
         self._reductions: dict[int, Request] = {}
         self._blocked = Announcement()

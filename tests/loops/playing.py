@@ -530,7 +530,7 @@ class Player(ABC):
         if went in ("gone", "back"):
             return self._goes(operation, outcome)
         if went == "failed":
-            self._fails(outcome["loaded"])
+            self._fails(operation, outcome["loaded"])
             return {"is": "failed"}
         if went == "settled":
             return self._settles(operation, outcome)
@@ -554,8 +554,12 @@ class Player(ABC):
         self._loaded(self.load_at(outcome["value"]["position"]))
         return {"is": "back"}
 
-    def _fails(self, loaded: int | None) -> None:
+    def _fails(self, operation: Operation, loaded: int | None) -> None:
         self.graphs.clear()
+        begins = operation.name == "anew" and operation.values["how"] == "checkpoint"
+        if begins and loaded is not None:  # the first load failed
+            self.end()
+            self._began(operation.values["setup"])
         if loaded is None:
             self.end()
             self._began(self.program.setups.index(self.facts.setup))

@@ -274,3 +274,14 @@ def test_torch_jit_script_of_a_part(opened: Any, setup: Setup) -> None:
         with pytest.raises(offload.UsageError, match=r"torch\.jit\.script.*state_dict"):
             torch.jit.script(engine.module.outlet)
         one_step(Run(engine.module, engine.optimizer, engine))
+
+
+def test_the_budget_that_is_too_small_is_named() -> None:
+    """Where the device computes on host memory both budgets bound it: the lower one is to be raised."""
+    model = nn.Linear(64, 64)
+    budgets = {"cpu_memory": "1GiB", "device_memory": 4096}
+    with pytest.raises(offload.BudgetError, match=r"^device_memory=4096 .* The smallest device_memory that can is"):
+        offload.initialize(model, torch.optim.AdamW(model.parameters()), offload.Config(**budgets))
+    with pytest.raises(offload.BudgetError, match=r"^cpu_memory=4096 .* The smallest cpu_memory that can is"):
+        swapped = offload.Config(cpu_memory=4096, device_memory="1GiB")
+        offload.initialize(model, torch.optim.AdamW(model.parameters()), swapped)
