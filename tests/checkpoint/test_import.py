@@ -313,7 +313,7 @@ def test_what_cannot_be_imported(trained: Trained, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with refused(offload.CheckpointError, "empty", "model_states.pt", "'zero'", ".metadata"):
         import_checkpoint(tmp_path / "empty", tmp_path / "out")
-    assert main(["import", str(tmp_path / "nowhere"), str(tmp_path / "out")]) == 1
+    assert main(["import", str(tmp_path / "nowhere"), str(tmp_path / "out")]) == 2
     (tmp_path / "empty" / "zero").mkdir()
     with refused(offload.CheckpointError, "fp32.pt"):
         import_checkpoint(tmp_path / "empty", tmp_path / "out")
