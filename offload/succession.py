@@ -107,8 +107,9 @@ class Succession:
         failure: Exception | None = None
         try:
             # Also for the parts as they were: where one rank is gone by then, no connection is waited for.
-            connect = lambda: (parts.ranks.renewed(), parts.ranks.renewed())  # noqa: E731
-            ranks, others = parts.meeting.alongside(MeetingPoint.UNFREEZING, connect)
+            ranks, others = parts.meeting.alongside(
+                MeetingPoint.UNFREEZING, lambda: (parts.ranks.renewed(), parts.ranks.renewed())
+            )
             self.current.end()
             try:
                 made = refitted(parts, self._config, optimizer.moments, optimizer.param_groups, trained, ranks)

@@ -296,10 +296,11 @@ def lay_out(
 
     @cache
     def cut(chunk_numel: int) -> tuple[Layout, Decision]:
-        place = {"world_size": sharing.world_size, "rank": known.rank, "stage": sharing.stage}
-        layout = build_layout(specs, chunk_numel=chunk_numel, **place)
-        own = (config, known.accelerator, layout, known.expected, known.moments, sharing)
-        return layout, Decision(*own, accumulates=accumulates)
+        layout = build_layout(
+            specs, chunk_numel=chunk_numel, world_size=sharing.world_size, rank=known.rank, stage=sharing.stage
+        )
+        decision = Decision(config, known.accelerator, layout, known.expected, known.moments, sharing, accumulates=accumulates)
+        return layout, decision
 
     for within_room in (True, False):
         for chunk_numel in chunk_numels or (*large, *CHUNK_NUMELS):

@@ -136,10 +136,15 @@ def paths_of(text: str | None) -> list[str] | None:
     return paths
 
 
+def what_there_is_of(path: Path) -> Path:
+    """The path, or the nearest above it that exists."""
+    path = path.absolute()
+    return next(one for one in (path, *path.parents) if os.path.exists(one))
+
+
 def check_can_be_written(folder: Path, flag: str) -> None:
     """Raise `ConfigError` where nothing can be written to what there is of the path: at once, not after hours."""
-    path = folder.absolute()
-    there = next(one for one in (path, *path.parents) if os.path.exists(one))
+    there = what_there_is_of(folder)
     try:
         tempfile.TemporaryFile(dir=there).close()
     except OSError as error:

@@ -14,6 +14,7 @@ from torch import nn
 
 import offload
 from offload.build.assembly import DTYPES, LEAST_UNIT_NUMEL, Known, choose_accelerator, lay_out
+from offload.cli.arguments import what_there_is_of
 from offload.cli.text import format_nbytes
 from offload.errors import BudgetError, ConfigError
 from offload.layout import Layout
@@ -37,9 +38,7 @@ def check_room(
         placement = outline.placement()
         needed_nbytes, paths = placement.plan.total_nbytes("nvme"), paths_in(config)
     for path in paths if needed_nbytes else ():
-        there = Path(path).expanduser()
-        while not there.exists():
-            there = there.parent
+        there = what_there_is_of(Path(path).expanduser())
         if not (there.is_dir() and os.access(there, os.W_OK)):
             raise ConfigError(f"--nvme {path!r}: {str(there)!r} is no folder that can be written to: name one on the drive.")
         free, share = shutil.disk_usage(there).free, needed_nbytes // len(paths)

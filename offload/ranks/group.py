@@ -53,7 +53,8 @@ class Group(Protocol):
         ...
 
     def renewed(self) -> Group:
-        """The same members, once these have parted: what closes an engine's parts gives back the group too."""
+        """The same members with connections of their own, for parts that are made anew: what closes an engine's parts gives
+        back its group too."""
         ...
 
     def statistics(self) -> dict[str, dict[str, int]]:
