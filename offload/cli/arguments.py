@@ -47,7 +47,7 @@ def add_lora_argument(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=16,
         metavar="RANK",
-        help="train LoRA adapters of all linear layers, of this rank (16 if none is given)",
+        help="train LoRA adapters of this rank on all linear layers (without a number: 16)",
     )
 
 
@@ -55,10 +55,10 @@ def add_optimizer_arguments(parser: argparse.ArgumentParser) -> None:
     """The numbers of AdamW."""
     group = parser.add_argument_group("optimizer", "AdamW; weight decay is not applied to 1-D parameters")
     group.add_argument("--lr", type=positive_number, default=3e-4, help="peak learning rate (default 3e-4)")
-    group.add_argument("--weight-decay", type=float, default=0.1, metavar="X", help="(default 0.1)")
-    group.add_argument("--beta1", type=float, default=0.9, metavar="X", help="(default 0.9)")
-    group.add_argument("--beta2", type=float, default=0.95, metavar="X", help="(default 0.95)")
-    group.add_argument("--eps", type=float, default=1e-8, metavar="X", help="(default 1e-8)")
+    group.add_argument("--weight-decay", type=float, default=0.1, metavar="X", help="decoupled weight decay (default 0.1)")
+    group.add_argument("--beta1", type=float, default=0.9, metavar="X", help="decay of the first moment (default 0.9)")
+    group.add_argument("--beta2", type=float, default=0.95, metavar="X", help="decay of the second moment (default 0.95)")
+    group.add_argument("--eps", type=float, default=1e-8, metavar="X", help="added to the denominator (default 1e-8)")
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,9 +79,9 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--nvme", metavar="PATH[,PATH...]", help="a folder on the drive, or one on each of several drives (striped)"
     )
-    group.add_argument("--cpu-memory", metavar="SIZE", help="most host memory that the engine may hold")
-    group.add_argument("--device-memory", metavar="SIZE", help="most device memory that the engine may hold")
-    group.add_argument("--stage", type=int, default=3, help="ZeRO stage, 0 to 3 (default 3)")
+    group.add_argument("--cpu-memory", metavar="SIZE", help="the most host memory that the engine may hold")
+    group.add_argument("--device-memory", metavar="SIZE", help="the most device memory that the engine may hold")
+    group.add_argument("--stage", type=int, default=3, metavar="N", help="ZeRO stage, 0 to 3 (default 3)")
     group.add_argument(
         "--dtype", choices=("bf16", "fp16", "fp32"), help="what forward and backward run in (default: the model's own)"
     )
@@ -89,7 +89,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         "--state-format",
         choices=("fp32", "split", "bf16", "8bit"),
         default="fp32",
-        help="split has the bits of fp32 in fewer bytes; bf16 and 8bit moments change results (default fp32)",
+        help="how states are kept: split has the bits of fp32 in fewer bytes; bf16 and 8bit change results (default fp32)",
     )
     group.add_argument(
         "--update",

@@ -1,7 +1,9 @@
 """Time the parts of a training step that are this package's own, on this machine.
 
-python -m offload bench adam
-python -m offload bench io --nvme /mnt/nvme0
+Training must not run meanwhile. `io` writes a scratch file, which is gone when it ends.
+
+  python -m offload bench adam
+  python -m offload bench io --nvme /mnt/nvme0
 """
 
 from __future__ import annotations
@@ -34,14 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kernel.add_argument(
         "--numel", type=positive, default=16 * 1024 * 1024, metavar="N", help="parameters (default 16 Mi: 256 MiB of arrays)"
     )
-    kernel.add_argument("--seconds", type=positive_number, default=3.0, metavar="S", help="for each row (default 3)")
+    kernel.add_argument("--seconds", type=positive_number, default=3.0, metavar="S", help="seconds for each row (default 3)")
     kernel.set_defaults(run=run_adam)
     text = "what the I/O engine reaches of a drive"
     drive = kinds.add_parser("io", help=text, description=f"Measure {text}.")
     drive.add_argument("--nvme", required=True, metavar="PATH", help="a folder on the drive")
     add_drive_arguments(drive)
     drive.add_argument("--backend", default="auto", metavar="NAME", help="io_uring, threads, aiofiles (default: the best)")
-    drive.add_argument("--seconds", type=positive_number, default=6.0, metavar="S", help="in all (default 6)")
+    drive.add_argument("--seconds", type=positive_number, default=6.0, metavar="S", help="seconds in all (default 6)")
     drive.set_defaults(run=run_io)
 
 

@@ -25,8 +25,10 @@ _KEPT_FLAGS = (
 
 
 def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("checkpoints", "a run goes on from the newest in DIR; Ctrl-C and SIGTERM save one more")
-    group.add_argument("--checkpoints", type=Path, metavar="DIR", help="resume from the newest in DIR; save there at the end")
+    group = parser.add_argument_group("checkpoints", "a run goes on from the newest one; Ctrl-C and SIGTERM save one more")
+    group.add_argument(
+        "--checkpoints", type=Path, metavar="DIR", help="resume from the newest in DIR, and save one there at the end"
+    )
     group.add_argument("--save-every", type=positive, metavar="N", help="save every N steps too, beside training")
     group.add_argument("--keep-last", type=positive, metavar="N", help="remove all but the newest N (default: keep all)")
 

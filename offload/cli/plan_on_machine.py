@@ -27,14 +27,14 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     """--machine, and the work of a step on it."""
     group = parser.add_argument_group(
         "machine",
-        "the engine is run there in virtual time: seconds a step, what bounds them, peak bytes with activations. Memory "
-        "granted beyond what the machine has (--cpu-memory, --device-memory) asks for one with so much",
+        "the engine runs there in virtual time: seconds a step, what bounds them, peak bytes with activations. Where "
+        "--cpu-memory or --device-memory is more than the machine has, the plan is for a machine that has so much",
     )
     group.add_argument(
         "--machine",
         default="this",
         metavar="NAME",
-        help=f"this (the default: measured in some seconds), {', '.join(described())}, or a JSON file (probe writes one)",
+        help=f"this (the default, measured in some seconds), {', '.join(described())}, or a JSON file (probe writes one)",
     )
     group.add_argument("--batch", type=positive, default=1, metavar="N", help="sequences of a micro-batch (default 1)")
     group.add_argument("--sequence", type=positive, default=2048, metavar="N", help="tokens of each (default 2048)")
@@ -42,10 +42,10 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
         "--checkpointing",
         choices=("none", "full"),
         default="none",
-        help="of activations: which are computed twice (default none)",
+        help="of activations: full computes each block's twice and keeps its inputs alone (default none)",
     )
-    group.add_argument("--tokens", type=float, metavar="N", help="also say how many days so many tokens take")
-    group.add_argument("--drives", type=positive, metavar="N", help="so many drives like the machine's, striped")
+    group.add_argument("--tokens", type=float, metavar="N", help="also say how many days it takes to train on N tokens")
+    group.add_argument("--drives", type=positive, metavar="N", help="N drives like the machine's, striped")
     for flag, what in (
         ("nvme-read", "read from all drives"),
         ("nvme-write", "written to all drives"),

@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nvme", metavar="PATH[,PATH...]", help="folders on the drives to measure")
     add_drive_arguments(parser)
     parser.add_argument("--machine-file", metavar="FILE", help="write what was measured, for plan --machine FILE")
-    parser.add_argument("--json", action="store_true", help="print that object, and nothing else")
-    parser.add_argument("--seconds", type=positive_number, default=2.0, metavar="S", help="for each rate (default 2)")
+    parser.add_argument("--json", action="store_true", help="print what was measured as one JSON object, and nothing else")
+    parser.add_argument("--seconds", type=positive_number, default=2.0, metavar="S", help="seconds for each rate (default 2)")
     parser.set_defaults(run=run)
 
 

@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("results")
     group.add_argument("--export", type=Path, metavar="DIR", help="write the weights (with --lora: the adapter) as safetensors")
     group.add_argument("--merged", action="store_true", help="with --lora and --export: the model with the adapter merged in")
-    group.add_argument("--json", type=Path, metavar="FILE", help="a JSON object a line: each step, and the final report")
+    group.add_argument("--json", type=Path, metavar="FILE", help="write a line of JSON for each step, and for the report")
     parser.set_defaults(run=run)
 
 
@@ -79,11 +79,15 @@ def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--tokenizer", type=Path, metavar="DIR", help="a local tokenizer, or 'bytes' (default: the checkpoint's own)"
     )
-    group.add_argument("--sequence", type=_sequence, default=256, metavar="N", help="tokens of a window (default 256)")
-    group.add_argument("--batch", type=positive, default=1, metavar="N", help="windows of a micro-batch (default 1)")
-    group.add_argument("--accumulate", type=positive, default=1, metavar="N", help="micro-batches of a step (default 1)")
+    group.add_argument("--sequence", type=_sequence, default=256, metavar="N", help="tokens in a window (default 256)")
+    group.add_argument("--batch", type=positive, default=1, metavar="N", help="windows in a micro-batch (default 1)")
+    group.add_argument("--accumulate", type=positive, default=1, metavar="N", help="micro-batches in a step (default 1)")
     group.add_argument(
-        "--eval-batches", type=natural, default=8, metavar="N", help="held-out batches evaluated at the end (default 8)"
+        "--eval-batches",
+        type=natural,
+        default=8,
+        metavar="N",
+        help="held-out batches to evaluate at the end (default 8)",
     )
     group.add_argument("--eval-every", type=positive, metavar="N", help="evaluate them after every N steps too")
     group.add_argument(
@@ -94,10 +98,10 @@ def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_length_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("length", "whichever comes first")
     group.add_argument("--steps", type=positive, metavar="N", help=f"steps (default {_DEFAULT_STEPS}, or until --seconds)")
-    group.add_argument("--seconds", type=positive_number, metavar="S", help="end after the step at which these are over")
+    group.add_argument("--seconds", type=positive_number, metavar="S", help="end after the first step past this time")
     group.add_argument("--warmup", type=natural, default=0, metavar="N", help="steps of linear warm-up (default 0)")
     group.add_argument(
-        "--gradient-checkpointing", action="store_true", help="keep block inputs only and compute the rest twice"
+        "--gradient-checkpointing", action="store_true", help="keep only the inputs of blocks, and compute the rest twice"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import subprocess
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 from offload.cli.bench import adam_rows
 from offload.cli.info import run as run_info
 from offload.cli.machine import ENVIRONMENT
-from offload.cli.main import main
+from offload.cli.main import build_parser, main
 
 from .conftest import LLAMA, Trainer
 from .plain import new_model
@@ -42,6 +43,24 @@ def test_help_says_what_a_command_takes(capsys: pytest.CaptureFixture[str], abou
         assert ended.value.code == 0
         said.append(capsys.readouterr().out)
     assert said[0] == said[1] and " ".join(about) in said[0]
+
+
+def test_every_flag_says_what_it_is() -> None:
+    """In words, not by its default alone; and the examples of a command stand on lines of their own."""
+    parser = build_parser()
+    found = [parser, *_below(parser)]
+    assert len(found) > 10
+    for command in found:
+        help_text = command.format_help()
+        assert all(line.count("python -m offload") == 1 for line in help_text.splitlines() if "python -m offload" in line)
+        for action in command._actions:
+            if not isinstance(action, argparse._SubParsersAction):
+                assert re.match(r"\w", action.help or ""), f"{command.prog}: {action.option_strings or action.dest}"
+
+
+def _below(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+    nested = [one for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
+    return [found for one in nested for child in one.choices.values() for found in (child, *_below(child))]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 
 from offload.device import compiled_kernels
 from offload.device.compiled_kernels import SOURCE, entry_points
+from tests.device.cubin import Cubin, launched
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = ("sm_80", "sm_90")
@@ -66,7 +67,8 @@ def check_ptx(ptx: str) -> None:
 def test_nvrtc_compiles_them_without_spills(script: ModuleType, nvrtc: ctypes.CDLL, architecture: str) -> None:
     code, log = script.compile_source(nvrtc, SOURCE, architecture, "--ptxas-options=-v")
     check_resources(log, architecture)
-    assert code.startswith(b"\x7fELF") and all(f".text.{name}\0".encode() in code for name in entry_points())
+    kernels = Cubin.of(code)
+    assert f"sm_{kernels.architecture}" == architecture and kernels.parameters == launched()
 
 
 @pytest.mark.slow

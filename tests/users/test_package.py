@@ -7,6 +7,7 @@ import errno
 import gc
 import importlib.resources
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -39,6 +40,34 @@ def test_the_package_says_that_it_is_typed() -> None:
 def test_the_cuda_wheel_belongs_to_this_version() -> None:
     text = (ROOT / "native" / "cuda_wheel" / "pyproject.toml").read_text()
     assert f'version = "{offload.__version__}"' in text and f'"offload=={offload.__version__}"' in text
+
+
+def test_workflows_and_hooks_call_what_there_is() -> None:
+    """Targets of the Makefile, which say what they do, and files of the repository."""
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z][\w-]*):", makefile, re.MULTILINE))
+    workflows = [*sorted((ROOT / ".github" / "workflows").glob("*.yml")), ROOT / ".ci" / "run"]
+    assert len(workflows) >= 3
+    for path in workflows:
+        called = re.findall(r"^(?:\s*- run: )?make ([^#\n]+)$", path.read_text(), re.MULTILINE)
+        assert called, path
+        named = {word for line in called for word in re.sub(r"\w+=\S+( \S+ }})?", "", line).split()}
+        assert named and named <= targets, (path, named - targets)
+    said = set(re.findall(r"make ([a-z][\w-]*)", "".join(re.findall(r"@echo .*", makefile))))
+    assert targets - said <= {"help", "in-place", "clean"} and said <= targets | {"help"}
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    entries = re.findall(r"entry: ([^,\n]+)", hooks)
+    assert len(entries) == hooks.count("id:")
+    for entry in entries:
+        words = entry.split()
+        script = next((word for word in words[1:] if word.endswith(".py")), None)
+        tool = words[2] if words[1:2] == ["-m"] else Path(words[0]).name
+        assert (ROOT / script).is_file() if script else f" {tool} " in f" {_check(makefile)} ", entry
+
+
+def _check(makefile: str) -> str:
+    """The commands of `make check`, as words."""
+    return " ".join(re.findall(r"[\w-]+", makefile.split("\ncheck:")[1].split("\n\n")[0]))
 
 
 @pytest.mark.parametrize("asked", [False, True])

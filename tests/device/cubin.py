@@ -1,0 +1,83 @@
+"""What a file of compiled kernels says of itself: machine code for one compute capability, an ELF file (cubin).
+
+And what the launches give to its kernels, to compare the two.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offload.device.compiled_kernels import DeviceKernels
+from tests.native.adam_cases import HYPER, Case
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_MACHINE = 190  # EM_CUDA
+_HEADER = struct.Struct("<4s12x2HI3QI6H")
+_SECTION = struct.Struct("<2I4Q2I2Q")
+_INFO = ".nv.info."
+# An entry in .nv.info.<kernel>: how its value is told, what it is about, the value or its length.
+_ENTRY, _HAS_LENGTH, _PARAMETER = struct.Struct("<BBH"), 4, 0x17
+_PARAMETER_INFO = struct.Struct("<I2HI")
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """`architecture`: 90 for compute capability 9.0. `parameters`: of each kernel, by name, the bytes of each parameter."""
+
+    architecture: int
+    parameters: dict[str, list[int]]
+
+    @staticmethod
+    def of(code: bytes) -> Cubin:
+        """Raises `AssertionError` for what is no such file."""
+        magic, _, machine, _, _, _, table, flags, _, _, _, _, count, names = _HEADER.unpack_from(code)
+        assert magic == b"\x7fELF" and machine == _MACHINE
+        sections = [_SECTION.unpack_from(code, table + _SECTION.size * number) for number in range(count)]
+        contents = [code[offset : offset + nbytes] for _, _, _, _, offset, nbytes, *_ in sections]
+        found = {}
+        for section, content in zip(sections, contents, strict=True):
+            name = contents[names][section[0] :].split(b"\0", 1)[0].decode()
+            if name.startswith(_INFO):
+                found[name.removeprefix(_INFO)] = list(_parameters(content))
+        return Cubin(flags >> 8 & 0xFF, found)
+
+
+def _parameters(info: bytes) -> Iterator[int]:
+    """The bytes of each, in order."""
+    sizes = {}
+    position = 0
+    while position < len(info):
+        kind, about, value = _ENTRY.unpack_from(info, position)
+        position += _ENTRY.size
+        if kind == _HAS_LENGTH:
+            if about == _PARAMETER:
+                _, ordinal, _, packed = _PARAMETER_INFO.unpack_from(info, position)
+                sizes[ordinal] = packed >> 18
+            position += value
+    yield from (sizes[ordinal] for ordinal in range(len(sizes)))
+
+
+def launched() -> dict[str, list[int]]:
+    """The bytes of each argument, by kernel: of one launch of every one of them."""
+    found: dict[str, list[int]] = {}
+
+    def launch(name: str, block_count: int, arguments: tuple[Any, ...]) -> None:
+        found[name] = [one.itemsize for one in arguments]
+
+    kernels = DeviceKernels(launch)
+    sums = torch.zeros(1, dtype=torch.float64)
+    for source in DTYPES:
+        for target in (None, *DTYPES):
+            values = torch.zeros(8, dtype=source)
+            kept = None if target is None else torch.zeros(8, dtype=target)
+            kernels.adam(Case(8, 1, grad=source, emit=target, specials=False).segment(HYPER, 1, 1.0))
+            kernels.ingest(kept, values, 0, False, sums)
+            if kept is not None and source != target:
+                kernels.convert(kept, values)
+    return found

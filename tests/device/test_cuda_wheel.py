@@ -1,0 +1,64 @@
+"""The wheel offload-cuda, without a GPU: its files are found, each is machine code for its device, and the launches fit it.
+
+The driver itself is all that is left to a machine with a GPU (tests/gpu/test_kernels.py).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from offload import _native_library
+from offload.device import compiled_kernels
+from offload.device.compiled_kernels import entry_points
+from tests.device.cubin import Cubin, launched
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_kernel_is_launched_here() -> None:
+    assert sorted(launched()) == sorted(entry_points())
+
+
+def test_the_package_of_compiled_kernels_is_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever on the path it is installed, beside an installed offload or a checkout."""
+    (tmp_path / "offload_cuda").mkdir()
+    mine = tmp_path / "offload_cuda" / "offload_cuda_kernels.sm_990.cubin"
+    assert mine not in _native_library.installed_paths(mine.name)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert mine in _native_library.installed_paths(mine.name)
+    mine.write_bytes(b"")
+    monkeypatch.setattr(_native_library, "__file__", str(tmp_path / "nothing" / "here.py"))
+    if compiled_kernels.compiled_path((98, 0)) is None:  # else one file for all devices was built into this checkout
+        assert compiled_kernels.compiled_path((99, 3)) == mine
+
+
+@pytest.mark.slow
+def test_what_the_wheel_installs_is_found_and_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As make wheel-cuda builds it where there is no nvcc: for each device its file, with each kernel as it is launched."""
+    if shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists():
+        pytest.skip("nvcc would compile one file for all devices, compressed: tests/device/test_kernels_compile.py has it")
+    for needed in ("scikit_build_core", "nvidia"):
+        if importlib.util.find_spec(needed) is None:
+            pytest.skip(f"{needed} is not installed")
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path]
+    subprocess.run([*build, ROOT / "native" / "cuda_wheel"], check=True)
+    (wheel,) = tmp_path.glob("offload_cuda-*-py3-none-any.whl")
+    installed = tmp_path / "site-packages"
+    zipfile.ZipFile(wheel).extractall(installed)
+    monkeypatch.syspath_prepend(installed)
+    monkeypatch.setattr(_native_library, "__file__", str(tmp_path / "nothing" / "here.py"))
+    found = {
+        capability: compiled_kernels.compiled_path(capability) for capability in ((8, 0), (8, 9), (9, 0), (10, 3), (12, 1))
+    }
+    arguments = launched()
+    for (major, _), path in found.items():
+        assert path is not None and path.parent == installed / "offload_cuda"
+        kernels = Cubin.of(path.read_bytes())
+        assert kernels.architecture == 10 * major and kernels.parameters == arguments
