@@ -1,4 +1,4 @@
-"""What of DeepSpeed is not here: an AttributeError that names it and the nearest thing."""
+"""What DeepSpeed has and this drop-in has not: an AttributeError names it and the nearest thing."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from offload.errors import UsageError
 
 
 class AskedWrongly(UsageError, AssertionError):
-    """What DeepSpeed asserts: a script that expects its AssertionError gets one."""
+    """Raised where DeepSpeed asserts, so that a script which expects its AssertionError gets one."""
 
 
 def absent(where: str, name: str, there: Iterable[str], instead: Mapping[str, str] | None = None) -> AttributeError:
-    """The error for `where.name`, of which only `there` exists."""
+    """The error for `where.name`, where `there` lists the names that exist."""
     if instead is not None and name in instead:
         return AttributeError(f"{where}.{name} is not in offload: {instead[name]}.")
     names = [one for one in there if not one.startswith("_")]

@@ -1,4 +1,4 @@
-"""`get_accelerator()`: DeepSpeed's words for what torch says about the device."""
+"""`get_accelerator()`: what torch says about the device, under DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Accelerator:
         return int(psutil.Process().memory_info().rss)
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """Bytes; on the CPU of the whole process."""
+        """In bytes; on the CPU those of the whole process."""
         return self._memory("memory_allocated", device_index)
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
@@ -156,7 +156,7 @@ class Accelerator:
             torch.cuda.nvtx.range_pop()
 
     def __getattr__(self, name: str) -> Any:
-        """Streams, events, typed tensors: the device's own, by torch's names."""
+        """Streams, events and typed tensors are the device's own, under torch's names."""
         module = self.__dict__.get("_module")
         if module is not None and not name.startswith("_") and hasattr(module, name):
             return getattr(module, name)

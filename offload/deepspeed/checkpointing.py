@@ -1,4 +1,4 @@
-"""`deepspeed.checkpointing`: activation checkpointing by torch's, with inputs in CPU memory where that is asked for."""
+"""`deepspeed.checkpointing`: torch's activation checkpointing, with inputs in CPU memory where the config asks for that."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def configure(
     profile: bool | None = None,
     **section: Any,
 ) -> None:
-    """`checkpoint_in_cpu` (`cpu_checkpointing`): what a checkpoint keeps lies in CPU memory until its backward.
+    """With `checkpoint_in_cpu` (`cpu_checkpointing`) what a checkpoint keeps lies in CPU memory until its backward.
 
-    Partitioning over model-parallel ranks has nothing to do here, where every rank computes whole layers, and contiguous
-    buffers are torch's matter.
+    The other arguments change nothing: every rank computes whole layers, so there is nothing to partition over
+    model-parallel ranks, and torch manages the buffers.
     """
     from offload.deepspeed.settings import read_config
 
@@ -67,11 +67,11 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Nothing is left over between iterations."""
+    """Do nothing: nothing is left over between iterations."""
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **keywords: Any) -> Any:
-    """function(*args), whose backward computes it once more instead of keeping what is between."""
+    """Return function(*args), whose backward computes the function once more instead of keeping what lies between."""
     del use_reentrant
     if not _settings.in_cpu:
         return checkpointed(function, *args, use_reentrant=False, **keywords)
@@ -89,17 +89,17 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def set_num_layers(nlayers: int) -> None:
-    """Nothing to size by it."""
+    """Do nothing: no buffer is sized by the number of layers."""
     del nlayers
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Nothing to partition over: see `configure`."""
+    """Do nothing: see `configure`."""
     del partition_activation
 
 
 class RandomStates:
-    """Random states by name, of the device's generator, or the CPU's where there is none."""
+    """Random states by name: of the device's generator, or of the CPU's where there is no device."""
 
     def __init__(self) -> None:
         self.states_: dict[str, torch.Tensor] = {}
@@ -126,7 +126,7 @@ class RandomStates:
 
     @contextmanager
     def fork(self, name: str = _MODEL_PARALLEL_SEED) -> Iterator[None]:
-        """Draw from that state inside; it goes on from there the next time."""
+        """Inside, random numbers come from that state. The next time it goes on from where it stopped."""
         if name not in self.states_:
             raise AskedWrongly(f"there is no random state {name!r}: add it first.")
         before = _state()

@@ -26,9 +26,9 @@ def init_distributed(
     world_size: int = -1,
     **tuning: Any,
 ) -> None:
-    """Start the process group, if it was not started: from the launcher's environment or the arguments; without either, of one.
+    """Start the process group if it was not started: from the launcher's environment or the arguments, else with one rank.
 
-    `dist_backend` is not asked: gloo for what lies in host memory, and NCCL between GPUs.
+    `dist_backend` changes nothing: what lies in host memory goes through gloo, what lies on GPUs through NCCL.
     """
     del dist_backend
     check_keywords("deepspeed.init_distributed", tuning, _TUNING, {})
@@ -51,7 +51,7 @@ def _tell_accelerate() -> None:
 
 
 def join_launched() -> None:
-    """Start the process group where a launcher started several processes, or one, and nobody did yet."""
+    """Start the process group where a launcher started this process and nobody did it yet."""
     if not dist.is_initialized() and _was_launched():
         dist.init_process_group(_backend())
 
@@ -86,7 +86,7 @@ def barrier(group: Any = None) -> None:
 
 
 def gathered_objects(value: T) -> list[T]:
-    """What each rank gives, by rank. Collective."""
+    """Return what each rank gives, in the order of the ranks. Collective."""
     if not dist.is_initialized():
         return [value]
     found: list[Any] = [None] * dist.get_world_size()

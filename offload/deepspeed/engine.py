@@ -32,11 +32,11 @@ from offload.errors import UsageError
 
 
 class DeepSpeedEngine(Saving, Numbers, nn.Module):  # type: ignore[misc]
-    """Made by `initialize`. The model is `.module`; names of parameters begin with "module.", as in DeepSpeed.
+    """What `initialize` returns. The model is `.module`; names of parameters begin with "module.", as in DeepSpeed.
 
-    `.offload_engine` is this package's engine, with its statistics, `gathered` and `export`.
+    `.offload_engine` is this package's own engine, with its statistics, `gathered` and `export`.
 
-    sparse_tensor_module_names  modules whose gradients travel as sparse tensors: none, all are dense
+    sparse_tensor_module_names  modules whose gradients travel as sparse tensors; there are none, all gradients are dense
     """
 
     sparse_tensor_module_names: frozenset[str] = frozenset()
@@ -107,7 +107,7 @@ class DeepSpeedEngine(Saving, Numbers, nn.Module):  # type: ignore[misc]
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **tuning: Any
     ) -> torch.Tensor:
-        """Accumulate the gradients of loss / gradient_accumulation_steps(); returns that."""
+        """Accumulate the gradients of loss / gradient_accumulation_steps() and return that quotient."""
         del tuning  # as allreduce_gradients: DeepSpeed has passed over it for long
         if self.optimizer is None:
             raise AskedWrongly("must provide optimizer during init in order to use backward: pass one to initialize.")
@@ -131,7 +131,7 @@ class DeepSpeedEngine(Saving, Numbers, nn.Module):  # type: ignore[misc]
             self._backward_is_own = False
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times the loss scale, for a `backward()` of the script's own."""
+        """Return the loss times the loss scale, for a `backward()` of the script's own."""
         if self.optimizer is None:
             raise AskedWrongly("must provide optimizer during init in order to use scale: pass one to initialize.")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -139,7 +139,7 @@ class DeepSpeedEngine(Saving, Numbers, nn.Module):  # type: ignore[misc]
         return self.offload_engine.scaled(loss)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """End a micro-step; at the boundary, update."""
+        """End a micro-step, and update at the boundary."""
         if self.inside_no_sync_ctxt:
             raise AskedWrongly("It is illegal to call Engine.step() inside no_sync context manager: call it after the block.")
         if self.optimizer is None:
@@ -194,15 +194,15 @@ class DeepSpeedEngine(Saving, Numbers, nn.Module):  # type: ignore[misc]
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients, which `step` does by itself after an update. Between a step's micro-batches, as in DeepSpeed: at
-        stages 0 and 1 what has accumulated is dropped, from stage 2 on it is out of reach and stays."""
+        """Drop the gradients, which `step` does by itself after an update. Between the micro-batches of a step it is as in
+        DeepSpeed: stages 0 and 1 drop what has accumulated, stages 2 and 3 keep it."""
         del set_to_none
         if self.zero_optimization_stage() < 2:
             self.offload_engine.zero_grad()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside only accumulate; `step` belongs outside. At every stage: DeepSpeed refuses it from stage 2 on."""
+        """Backwards inside only accumulate; call `step` outside. DeepSpeed refuses this from stage 2 on."""
         if self.inside_no_sync_ctxt:
             raise AskedWrongly("no_sync context manager reentry is unsupported, nor can blocks be nested: leave the first.")
         self.inside_no_sync_ctxt = True
@@ -213,14 +213,14 @@ class DeepSpeedEngine(Saving, Numbers, nn.Module):  # type: ignore[misc]
             self.inside_no_sync_ctxt = False
 
     coalesce_grad_reduction = no_sync
-    """What accumulates inside is averaged once, at the step."""
+    """Gradients that accumulate inside are averaged once, at the step."""
 
     @property
     def _unmanaged(self) -> bool:
         return not self._said.manages_accumulation
 
     def managed_gradient_accumulation(self) -> bool:
-        """False: every `step` updates, after as many backwards as the script likes."""
+        """Whether `step` counts micro-batches; if not, every `step` updates, after any number of backwards."""
         return self._said.manages_accumulation
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -232,7 +232,7 @@ class DeepSpeedEngine(Saving, Numbers, nn.Module):  # type: ignore[misc]
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say it instead of counting, from now on."""
+        """Say whether the next `step` updates; from then on micro-batches are not counted."""
         if self._unmanaged:
             raise AskedWrongly(
                 "set_gradient_accumulation_boundary() is not for managed_gradient_accumulation=false: every step() is one."
@@ -240,7 +240,7 @@ class DeepSpeedEngine(Saving, Numbers, nn.Module):  # type: ignore[misc]
         self._boundary = is_boundary
 
     def was_step_applied(self) -> bool:
-        """Whether the last `step` updated: not between boundaries, and not with non-finite gradients."""
+        """Whether the last `step` updated, which it does not between boundaries, nor with non-finite gradients."""
         return self._step_applied
 
     # ---- placement -----------------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ class DeepSpeedEngine(Saving, Numbers, nn.Module):  # type: ignore[misc]
     def offload_states(
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
-        """Nothing moves by hand: what is to lie in CPU memory between uses lies there from the config on."""
+        """Check that the states lie in CPU memory between uses, where the config puts them. Nothing is moved by hand."""
         del pin_memory, non_blocking
         fragments.check_states(include, device)
         placement = self.offload_engine.stats()["placement"]
@@ -260,27 +260,27 @@ class DeepSpeedEngine(Saving, Numbers, nn.Module):  # type: ignore[misc]
             )
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Nothing was moved: see `offload_states`."""
+        """Do nothing: `offload_states` moved nothing."""
         del non_blocking
 
     def empty_partition_cache(self) -> None:
-        """Nothing to do: units leave the device by the schedule."""
+        """Do nothing: units leave the device by the schedule."""
 
     # ---- lifecycle -----------------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
-        """Close the engine; done at the end of the process too."""
+        """Close the engine. The end of the process does so too."""
         forget(self.module.parameters())
         self.offload_engine.close()
 
     def compile(self, *args: Any, **keywords: Any) -> None:
-        """torch.compile of the model where it stands."""
+        """Compile the model in place, with torch.compile."""
         keywords.pop("compile_kwargs", None)
         keywords.pop("schedule", None)
         self.module.compile(*args, **keywords)
 
     def to(self, *args: Any, **keywords: Any) -> DeepSpeedEngine:
-        """To the device that it is on already; nothing else."""
+        """Accept the device that the engine is on already, and refuse any other."""
         given = (*args, *keywords.values())
         is_device = len(given) == 1 and isinstance(given[0], (str, int, torch.device))
         if not is_device or torch.device(given[0]).type != self.device.type:

@@ -19,7 +19,8 @@ UNIVERSAL = "latest_universal"
 
 
 def agreed_tag(tag: str, validation: str) -> str:
-    """Rank 0's, as all ranks write into one folder. Where another's differs: `validation` is "fail", "warn" or "ignore".
+    """Return rank 0's tag, as all ranks write into one folder. `validation` says what to do where another rank's differs:
+    "fail", "warn" or "ignore".
 
     Raises `AskedWrongly` on every rank. Collective."""
     tags = comm.gathered_objects(tag)
@@ -35,7 +36,7 @@ def agreed_tag(tag: str, validation: str) -> str:
 
 
 def write_latest(folder: Path, tag: str) -> None:
-    """Name the newest; whatever kills the process, the file holds one tag or the other."""
+    """Write the newest tag. Whatever kills the process, the file holds the old tag or the new one."""
     path, partial = folder / LATEST, folder / f"{LATEST}.partial"
     try:
         with partial.open("w", encoding="utf-8") as file:

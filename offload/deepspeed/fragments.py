@@ -26,7 +26,7 @@ class OffloadDeviceEnum(str, Enum):
 
 
 class OffloadStateTypeEnum(str, Enum):
-    """What `engine.offload_states(include=...)` names."""
+    """The states that `engine.offload_states(include=...)` may name."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"
@@ -90,7 +90,7 @@ def _whole(param: nn.Parameter, share: torch.Tensor) -> torch.Tensor:
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """The fp32 master; None of a parameter that is not trained."""
+    """Return the fp32 master; None for a parameter that is not trained."""
     return _read(param, "value")
 
 
@@ -141,7 +141,7 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
 def safe_update_full_grad_vectorized(
     param_list: Sequence[nn.Parameter], update_func: Callable[[torch.Tensor | None, nn.Parameter], Any]
 ) -> None:
-    """Set each gradient to update_func(gradient, parameter); None leaves it."""
+    """Set each gradient to update_func(gradient, parameter). Where that is None the gradient stays."""
     for param in param_list:
         value = update_func(safe_get_full_grad(param), param)
         if value is not None:

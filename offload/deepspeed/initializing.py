@@ -42,14 +42,15 @@ def initialize(
     lr_scheduler: Any = None,
     **others: Any,
 ) -> tuple[DeepSpeedEngine, Any, DataLoader[Any] | None, Any]:
-    """The engine, its optimizer, the loader of `training_data`, the scheduler.
+    """Return the engine, its optimizer, the loader of `training_data`, and the scheduler.
 
-    args              `args.deepspeed_config` is the config's path, where `config` is not given
-    optimizer         a torch optimizer, or what makes one of the parameters; else the config's; else none: no training
-    model_parameters  what the config's optimizer trains: parameters or groups; default: all
-    lr_scheduler      a scheduler, or what makes one of the optimizer; else the config's
-    config            a mapping or the path of a JSON file, in DeepSpeed's keys; `config_params` is its older name
-    collate_fn        of the loader
+    args              `args.deepspeed_config` is the path of the config where `config` is not given
+    optimizer         a torch optimizer, or a function that makes one from the parameters. Without it the config describes the
+                      optimizer. If the config has none either, the engine does not train
+    model_parameters  what the config's optimizer trains: parameters or groups. The default is all
+    lr_scheduler      a scheduler, or a function that makes one from the optimizer. Without it the config describes it
+    config            a mapping or the path of a JSON file, in DeepSpeed's keys. `config_params` is its older name
+    collate_fn        the loader's `collate_fn`
     """
     check_keywords("deepspeed.initialize", others, _TUNING, _REFUSED)
     if not isinstance(model, nn.Module):
@@ -97,7 +98,7 @@ def initialize(
 
 
 def _take_back(model: nn.Module) -> None:
-    """Of an engine that has the model still: initialize may be called on it again. Collective."""
+    """Close the engine that still has the model: initialize may be called on a model again. Collective."""
     for earlier in [engine for engine in engines_of(model.parameters()) if engine is not None]:
         utils.logger.warning("initialize was called on a model that an engine has: that engine is closed.")
         values = earlier.state_dict()

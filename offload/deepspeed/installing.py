@@ -21,7 +21,7 @@ _METADATA = (
 
 
 def install(*, shadow: bool = False) -> None:
-    """Have `import deepspeed` give this drop-in from now on. Idempotent.
+    """From now on `import deepspeed` gives this drop-in. Calling it twice does no harm.
 
     Raises `UsageError` where the real DeepSpeed is installed, unless `shadow`.
     """

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def launch(arguments: Sequence[str] | None = None) -> None:
-    """The command `deepspeed`: the script on every device of this machine, through torchrun."""
+    """Run a script on every device of this machine through torchrun, as the command `deepspeed` does."""
     parser = argparse.ArgumentParser(prog="deepspeed", description="Run a script written for DeepSpeed on each device.")
     parser.add_argument("--num_gpus", "--num_accelerators", type=int, default=-1, help="processes; all devices if left out")
     parser.add_argument("--num_nodes", type=int, default=1, help="machines")
@@ -115,7 +115,7 @@ def _devices(include: str, exclude: str) -> list[int] | None:
 
 
 def run(script: str, arguments: Sequence[str], *, as_module: bool = False) -> None:
-    """As `python script arguments`, in this process; started by no launcher, it is the one rank."""
+    """Run the script in this process, as `python script arguments` would. Without a launcher it is the only rank."""
     from offload.deepspeed import install
 
     install()

@@ -1,4 +1,4 @@
-"""Progressive layer dropping: what the model's forward is told of it. Which layers it leaves out is the model's matter."""
+"""Progressive layer dropping: what the model's forward is told of it. The model decides which layers it leaves out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ProgressiveLayerDrop:
         self.theta, self.gamma, self.current_theta = theta, gamma, 1.0
 
     def get_state(self) -> dict[str, Any]:
-        """Keywords of the model's forward."""
+        """Return the keywords for the model's forward."""
         return {"progressive_layer_drop": True, "pld_theta": self.get_theta()}
 
     def get_theta(self) -> float:

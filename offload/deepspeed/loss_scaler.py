@@ -17,7 +17,7 @@ FACTOR = 2.0
 
 @dataclass(slots=True)
 class LossScaler:
-    """`dynamic=False`: `cur_scale` stays."""
+    """The loss scale of fp16, which stays as it is with `dynamic=False`."""
 
     cur_scale: float
     dynamic: bool
@@ -32,8 +32,8 @@ class LossScaler:
 
     @staticmethod
     def of(half: Half | None, *, hesitates: bool) -> LossScaler:
-        """By the config's section "fp16"; None: no scaling. Without ZeRO (`hesitates`: False) DeepSpeed knows no hysteresis,
-        and goes on at the lowest scale."""
+        """Make it from the config's section "fp16"; None means no scaling. Without ZeRO (`hesitates`: False) there is no
+        hysteresis, and an overflow at the lowest scale is no error."""
         if half is None:
             return LossScaler(1.0, dynamic=False)
         if half.loss_scale:
@@ -50,7 +50,7 @@ class LossScaler:
     scale_factor = property(lambda self: FACTOR)
 
     def update_scale(self, overflow: bool) -> None:
-        """After a step. Raises `UsageError` (a RuntimeError) for an overflow at the lowest scale."""
+        """Call it after a step. It raises `UsageError` (a RuntimeError) for an overflow at the lowest scale."""
         if not self.dynamic:
             return
         if overflow:
@@ -80,7 +80,7 @@ class LossScaler:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Of a dynamic one; what DeepSpeed's says of a fixed scale is the config's matter here."""
+        """Take over the state of a dynamic scale. A fixed scale is what the config says."""
         if self.dynamic and "cur_iter" in state:
             for name in asdict(self).keys() & state.keys():
                 setattr(self, name, state[name])

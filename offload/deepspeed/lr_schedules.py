@@ -1,4 +1,4 @@
-"""Learning rates that warm up, then stay, fall linearly or as half a cosine; cycles, and range tests. DeepSpeed's numbers.
+"""Learning rates that warm up and then stay, fall linearly or fall as half a cosine; cycles; range tests. DeepSpeed's numbers.
 
 After i calls of `step` the iteration is i - 1; W is warmup_num_steps, at least 2; T is total_num_steps. The warm-up's share is
 
@@ -57,7 +57,7 @@ class _Schedule:
         return self.last_batch_iteration < self.warmup_num_steps
 
     def get_lr(self) -> list[float]:
-        """The rate of every group at this iteration."""
+        """Return the rate of every group at this iteration."""
         raise NotImplementedError
 
     def _set(self, rates: list[float] | None = None) -> None:
@@ -81,7 +81,7 @@ class _Schedule:
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The groups' rates come back with the optimizer's checkpoint."""
+        """Take over the iteration. The rates of the groups come back with the optimizer's checkpoint."""
         self.last_batch_iteration = int(state_dict["last_batch_iteration"])
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
@@ -139,8 +139,8 @@ class WarmupDecayLR(WarmupLR):
 class WarmupCosineLR(_Schedule):
     """Of each group's own rate: up from warmup_min_ratio in the warm-up, then down to cos_min_ratio as half a cosine.
 
-    The latter is cos_min_ratio + (1 - cos_min_ratio) x (1 + cos(pi x min(1, (iteration - W + 1) / (T - W)))) / 2.
-    The very first is 0.
+    The second part is cos_min_ratio + (1 - cos_min_ratio) x (1 + cos(pi x min(1, (iteration - W + 1) / (T - W)))) / 2.
+    The very first rate is 0.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class WarmupCosineLR(_Schedule):
         return [lr * ratio for lr in self.org_lrs]
 
     def get_lr_ratio(self) -> float:
-        """What each group's own rate is multiplied by."""
+        """Return what each group's own rate is multiplied by."""
         if self.last_batch_iteration < 0:
             return 0.0
         if self._is_warming_up:
@@ -297,7 +297,7 @@ class OneCycle(_Schedule):
         return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """The betas of every group; None where they stay."""
+        """Return the betas of every group; None where they stay."""
         return [(momentum, _SECOND_BETA) for momentum in self._momenta()] if self.cycle_momentum else None
 
     def _momenta(self) -> list[float]:

@@ -38,7 +38,7 @@ class Numbers:
 
     @property
     def config(self) -> Config:
-        """The mapping that was given, as DeepSpeed's; its attributes are those of the model's own config."""
+        """The mapping that was given, as in DeepSpeed. Its attributes are those of the model's own config."""
         return Config(self._said.given, getattr(self.offload_engine.module, "config", None))
 
     def gradient_accumulation_steps(self) -> int:
@@ -56,7 +56,7 @@ class Numbers:
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def get_pld_theta(self) -> float | None:
-        """The share of layers that is kept now; None without "progressive_layer_drop"."""
+        """Return the share of layers that is kept now; None without "progressive_layer_drop"."""
         return self.progressive_layer_drop.get_theta() if self.progressive_layer_drop is not None else None
 
     def gradient_clipping(self) -> float:
@@ -93,19 +93,19 @@ class Numbers:
         return self._said.config.dtype == "bf16"
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm of the last update's gradients before clipping; None before the first."""
+        """Return the norm of the last update's gradients before clipping; None before the first update."""
         return self.offload_engine.grad_norm
 
     def get_lr(self) -> list[float]:
         return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer is not None else []
 
     def get_mom(self) -> list[Any]:
-        """Of each group its momentum, or its betas."""
+        """Return the momentum, or the betas, of each group."""
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         return [group["momentum"] if "momentum" in group else group.get("betas") for group in groups]
 
     def loss_scale(self) -> float:
-        """What the config says: 0 is the dynamic one. `cur_scale` is what the loss is multiplied by now."""
+        """Return the loss scale of the config, where 0 means dynamic. `cur_scale` is what the loss is multiplied by now."""
         return self._said.half.loss_scale if self._said.half is not None else 0.0
 
     def dynamic_loss_scale(self) -> bool:

@@ -1,4 +1,4 @@
-"""DeepSpeed's optimizers: torch's, or `offload.Lion`, with DeepSpeed's default numbers. The engine brings the kernels."""
+"""DeepSpeed's optimizers are torch's, or `offload.Lion`, with DeepSpeed's default numbers. The engine brings the kernels."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class _Maker(type):
 
 
 class DeepSpeedCPUAdam(metaclass=_Maker):
-    """AdamW without weight decay unless `weight_decay` or `adamw_mode=False` (`adam_w_mode`) say otherwise."""
+    """AdamW, or Adam with `adamw_mode=False` (`adam_w_mode`); weight decay is 0 unless `weight_decay` is given."""
 
     kind, keywords, lr, classes = "Adam", _ADAM, 1e-3, (torch.optim.AdamW, torch.optim.Adam)
 
 
 class FusedAdam(DeepSpeedCPUAdam):
-    """The same."""
+    """The same optimizer under another name."""
 
 
 class DeepSpeedCPUAdagrad(metaclass=_Maker):
@@ -57,11 +57,11 @@ class DeepSpeedCPULion(metaclass=_Maker):
 
 
 class FusedLion(DeepSpeedCPULion):
-    """The same."""
+    """The same optimizer under another name."""
 
 
 class BaseOptimizer:
-    """`engine.optimizer.optimizer`: the engine's optimizer, of the class that it was made as."""
+    """`engine.optimizer.optimizer`: the engine's optimizer, under the class that the script made."""
 
     def __init__(self, optimizer: Any) -> None:
         vars(self)["_optimizer"] = optimizer
@@ -72,7 +72,7 @@ class BaseOptimizer:
 
     @property
     def adam_w_mode(self) -> bool:
-        """Whether weight decay is apart from the gradient."""
+        """Whether weight decay is decoupled from the gradient."""
         return issubclass(self.__class__, torch.optim.AdamW)
 
     def __getattr__(self, name: str) -> Any:
@@ -83,7 +83,7 @@ class BaseOptimizer:
 
 
 class OpBuilder:
-    """Asked by name whether an operator can be had. Nothing is compiled at run time: what there is comes with the package."""
+    """Says whether an operator is available. Nothing is compiled at run time: what there is comes with the package."""
 
     NAME = ""
     is_there = False

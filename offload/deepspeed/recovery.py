@@ -1,4 +1,6 @@
-"""`zero_to_fp32`: whole fp32 weights from a folder of checkpoints, without the model; this package's and DeepSpeed's own."""
+"""`zero_to_fp32`: whole fp32 weights from a folder of checkpoints, without the model. DeepSpeed's
+checkpoints and this package's are read.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from offload.errors import ConfigError
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, torch.Tensor]:
-    """By name, on the CPU. `tag=None`: the one that `checkpoint_dir`/latest names."""
+    """Return the weights by name, on the CPU. Without a `tag` it reads the checkpoint that `checkpoint_dir`/latest names."""
     del lazy_mode
     name = tag if tag is not None else read_latest(expanded(checkpoint_dir))
     if name is None:
@@ -35,7 +37,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write them into `output_dir`: pytorch_model.bin, or safetensors with an index where there are several."""
+    """Write the weights into `output_dir`: as pytorch_model.bin or safetensors, with an index where there are several files."""
     from huggingface_hub import save_torch_state_dict
 
     values = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
@@ -47,7 +49,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, tag: str | None = None) -> nn.Module:
-    """Load them into a model, on the CPU; into the tiers where an engine has it, or where it is gathered now."""
+    """Load the weights into a model: on the CPU, or into the tiers where an engine has the model."""
     values = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     engine = owner_of(model.parameters())
     if engine is not None and not are_gathered(model.parameters()):
@@ -59,14 +61,14 @@ def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, 
 
 
 def convert_to_universal(args: Any) -> None:
-    """`ds_to_universal`: what `save_checkpoint` left in args.input_folder, as a universal checkpoint in args.output_folder."""
+    """Convert what `save_checkpoint` wrote into args.input_folder to a universal checkpoint in args.output_folder."""
     folder = expanded(args.output_folder)
     offload.export_universal_checkpoint(args.input_folder, folder)
     (folder.parent / UNIVERSAL).write_text(folder.name)
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """Each tensor alone in its memory, so that saving it writes no more than it has."""
+    """Return the tensors, each in memory of its own, so that a save writes no more than each has."""
     if isinstance(item, torch.Tensor):
         return item.detach().clone().to(device)
     if isinstance(item, Mapping):

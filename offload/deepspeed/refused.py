@@ -1,4 +1,4 @@
-"""What scripts import, and cannot have: names whose use says why."""
+"""Names that scripts import and that are not here: their use raises an error that says why."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ class MoE(nn.Module):
 
 
 def split_params_for_experts(param_groups: Any, max_group_size: Any = None) -> list[Any]:
-    """The groups as they are: experts are sharded as everything else."""
+    """Return the groups as they are: experts are sharded like everything else."""
     del max_group_size
     return list(param_groups) if isinstance(param_groups, (list, tuple)) else [param_groups]

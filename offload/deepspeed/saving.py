@@ -42,7 +42,7 @@ class Saving:
     def module_state_dict(
         self, destination: Any = None, prefix: str = "", keep_vars: bool = False, exclude_frozen_parameters: bool = False
     ) -> dict[str, torch.Tensor]:
-        """Every parameter, in the precision of its master, and every buffer, on the CPU; collective."""
+        """Return every parameter, in the precision of its master, and every buffer, on the CPU. Collective."""
         del destination, keep_vars
         values = self.offload_engine.state_dict()
         if exclude_frozen_parameters:
@@ -53,17 +53,17 @@ class Saving:
         return {name for name, one in self.module.named_parameters(remove_duplicate=False) if not one.requires_grad}
 
     def state_dict(self, *, prefix: str = "") -> dict[str, torch.Tensor]:
-        """`module_state_dict`, its names beginning with "module."."""
+        """Return `module_state_dict`, with "module." before each name."""
         return {f"{prefix}{PREFIX}{name}": value for name, value in self.module_state_dict().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Values by the names of `state_dict` or of `module_state_dict`; moments stay as they are."""
+        """Set values by the names of `state_dict` or of `module_state_dict`. Moments stay as they are."""
         has_prefix = all(name.startswith(PREFIX) for name in state_dict)
         names = {name: name[len(PREFIX) :] if has_prefix else name for name in state_dict}
         self.offload_engine.load_state_dict({names[name]: value for name, value in state_dict.items()})
 
     def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Any = None) -> None:
-        """The values under "module" of a checkpoint, or the mapping itself."""
+        """Set the values under "module" of a checkpoint, or those of the mapping itself."""
         values = checkpoint.get("module", checkpoint)
         if custom_load_fn is not None:
             raise UsageError("custom_load_fn is not called here: pass the mapping of values.")
@@ -72,7 +72,7 @@ class Saving:
         self.load_state_dict(values)
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
-        """On rank 0 every value in the dtype that the model runs in; None on the others. Collective."""
+        """Return every value in the dtype that the model runs in on rank 0, and None on the others. Collective."""
         values = self.offload_engine.state_dict(rank0_only=True)
         if self.global_rank != 0:
             return None
@@ -91,9 +91,9 @@ class Saving:
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """The weights in the dtype that the model runs in: with torch.save, or as safetensors by the name's ending.
+        """Write the weights in the dtype that the model runs in: as safetensors where the name ends so, else with torch.save.
 
-        All of them are in the host memory of rank 0 for it; `offload_engine.export` writes them unit by unit. Collective.
+        For this rank 0 holds all of them in host memory. `offload_engine.export` writes them unit by unit. Collective.
         """
         values = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
         if values is not None:
@@ -113,10 +113,11 @@ class Saving:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """A checkpoint of this package in `save_dir`/`tag` ("global_step<n>"), and `save_dir`/latest, which names it.
+        """Write a checkpoint of this package into `save_dir`/`tag` ("global_step<n>"), and its name into `save_dir`/latest.
 
-        `client_state` is JSON; the scheduler's state is saved with it. Between the micro-batches of a step what has accumulated
-        is not saved, as in DeepSpeed. `exclude_frozen_parameters`: a load leaves those as they are. Collective.
+        `client_state` is JSON; the scheduler's state is saved with it. Between the micro-batches of a step the gradients that
+        have accumulated are not saved, as in DeepSpeed. With `exclude_frozen_parameters` a load leaves those parameters as
+        they are. Collective.
         """
         if save_dir is None or not str(save_dir):
             raise ConfigError(f"save_checkpoint(save_dir={save_dir!r}): name a folder.")
@@ -147,15 +148,16 @@ class Saving:
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Go on from a checkpoint, to the bit; returns its folder and its client_state. Collective.
+        """Go on from a checkpoint, to the bit, and return its folder and its client_state. Collective.
 
-        One of DeepSpeed's own (ordinary, of any stage, or universal) is converted beside itself first, and what it says of
-        rates, scheduler and scaler is taken over.
+        A checkpoint of DeepSpeed's own (ordinary, of any stage, or universal) is converted beside itself first. The rates,
+        the scheduler and the scaler that it holds are taken over.
 
-        `tag=None`: the one that `load_dir`/latest names; (None, None) where there is no such file.
-        load_optimizer_states=False  values, and what counts steps; moments stay as they are
-        load_module_only             values alone
-        load_module_strict=False     values that the model lacks are passed over, and its others stay
+        Without a `tag` it loads the one that `load_dir`/latest names, and returns (None, None) where there is no such file.
+
+        load_optimizer_states=False  take values and counts of steps; moments stay as they are
+        load_module_only             take values alone
+        load_module_strict=False     pass over values that the model lacks; what the checkpoint lacks stays
         """
         if custom_load_fn is not None:
             raise UsageError("custom_load_fn is not called here: read the values yourself, and call load_module_state_dict.")

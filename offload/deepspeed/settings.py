@@ -16,7 +16,7 @@ from offload.errors import ConfigError
 
 
 def read_config(given: Any) -> Mapping[str, Any]:
-    """A mapping, or the path of a file in JSON or, where hjson is installed, in Hjson."""
+    """Read a mapping, or a file in JSON or (where hjson is installed) in Hjson."""
     if isinstance(given, Mapping):
         return given
     if not isinstance(given, (str, os.PathLike)):
@@ -40,7 +40,7 @@ def read_config(given: Any) -> Mapping[str, Any]:
 
 
 class DeepSpeedConfig:
-    """`config` is a mapping or a path. Batch sizes follow from each other and the number of ranks."""
+    """`config` is a mapping or a path. The three batch sizes follow from each other and from the number of ranks."""
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
         if mpu is not None or mesh_device is not None:
@@ -98,7 +98,7 @@ class DeepSpeedConfig:
 
 
 def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
-    """What a config's clipping is, 1.0 if it says nothing."""
+    """Return the clipping of a config: 1.0 if it says nothing."""
     return float(param_dict.get("gradient_clipping", GRADIENT_CLIPPING_DEFAULT))
 
 

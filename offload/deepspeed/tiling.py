@@ -1,4 +1,4 @@
-"""`deepspeed.zero.TiledLinear`: a linear layer in tiles. Nothing here needs them, as a chunk may split a parameter."""
+"""`deepspeed.zero.TiledLinear`: a linear layer in tiles. This engine does not need tiles, as a chunk may split a parameter."""
 
 from __future__ import annotations
 

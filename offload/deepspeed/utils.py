@@ -32,7 +32,7 @@ logger = _make_logger()
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log on these ranks: none given, or -1 among them, is all."""
+    """Log on these ranks; without ranks, or with -1 among them, on all of them."""
     if not ranks or -1 in ranks or comm.get_rank() in ranks:
         logger.log(level, "[rank %d] %s", comm.get_rank(), message)
 
@@ -44,7 +44,7 @@ def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger 
 
 
 def instrument_w_nvtx(func: F) -> F:
-    """A named range around each call, where there is a profiler for it."""
+    """Put a named range around each call, where a profiler records it."""
 
     @functools.wraps(func)
     def wrapped(*args: Any, **keywords: Any) -> Any:
@@ -55,7 +55,7 @@ def instrument_w_nvtx(func: F) -> F:
 
 
 def see_memory_usage(message: str, force: bool = False, ranks: Sequence[int] = (0,)) -> None:
-    """Log memory of the device and the host; only with `force`, as there."""
+    """Log the memory of the device and the host. As in DeepSpeed, do so only with `force`."""
     if not force or comm.get_rank() not in ranks:
         return
     import psutil
@@ -110,8 +110,8 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Remember the modules of these classes, by class or by name. Nothing else: units are fetched whole, and ranks may take
-    different ways through a mixture of experts."""
+    """Remember the modules of these classes, given by class or by name. Nothing else changes: units are fetched whole, and
+    ranks may take different ways through a mixture of experts."""
     return _mark(model, list(leaf_module_classes), True, raise_if_not_found)
 
 
@@ -137,7 +137,7 @@ def _is_of(module: nn.Module, wanted: type | str) -> bool:
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """By fully qualified name; those that are missing come second."""
+    """Remember modules by fully qualified name. Return the modules, then the names that are missing."""
     names = [name for name, _ in model.named_modules()]
     missing = [name for name in module_names if name not in names]
     found = _marked(model, lambda name, _: name in module_names, True, raise_if_not_found and bool(missing), missing)

@@ -1,4 +1,4 @@
-"""`deepspeed.zero`: building a model that is never in memory as a whole, and reaching its values."""
+"""`deepspeed.zero`: build a model that is never in memory as a whole, and reach its values."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _INIT_REFUSED = {
 
 
 def Init(module: nn.Module | None = None, *, enabled: bool = True, **tuning: Any) -> AbstractContextManager[None]:
-    """`offload.deferred_init()`: what is built inside remembers its initialisers, which `initialize` replays unit by unit.
+    """`offload.deferred_init()`: what is built inside remembers its initialisers, and `initialize` replays them unit by unit.
 
-    Initial values are computed in the dtype that the model asks for, and rounded to 16 bits in `initialize`, where the config
+    Initial values are computed in the dtype that the model asks for. `initialize` rounds them to 16 bits where the config
     says so; DeepSpeed computes them in 16 bits. A `module` that is built already stays as it is.
     """
     check_keywords("deepspeed.zero.Init", tuning, _INIT_TUNING, _INIT_REFUSED)
@@ -78,13 +78,14 @@ def GatheredParameters(
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """The parameters are ordinary tensors inside: `Engine.gathered` of the engine that has them.
+    """Inside, the parameters are ordinary tensors: it is `Engine.gathered` of the engine that has them.
 
-    Before `initialize`, parameters of `Init` can be written to (initialised) and read inside; others are ordinary tensors.
-    What rank 0 has written reaches the others in `initialize`, unit by unit; what another `modifier_rank` has, at once.
+    Before `initialize`, parameters of `Init` can be read and written (initialised) inside; others are ordinary tensors
+    anyway. What rank 0 writes then reaches the others in `initialize`, unit by unit. What another `modifier_rank` writes
+    reaches them at once.
 
-    modifier_rank  on several ranks, what this one has written is what counts. None: nothing may be written, or the same
-                   on all ranks.
+    modifier_rank  on several ranks, what this one has written counts. None: nothing may be written, or the same on all
+                   ranks
     """
     del fwd_module  # units are fetched with all that is read of them
     given = _listed(params)
@@ -129,23 +130,23 @@ def _listed(params: Iterable[nn.Parameter] | nn.Parameter | nn.Module) -> list[n
 
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
-    """The model itself, all of it gathered once for many tokens."""
+    """Inside, the whole model is gathered once for many tokens."""
     module: Any = model.module if hasattr(model, "offload_engine") else model
     with GatheredParameters(list(module.parameters())):
         yield module
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Nothing to do either."""
+    """Do nothing, as `register_external_parameter` does."""
     del module, parameter
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Nothing to do: a unit is fetched whole, whoever reads its parameters."""
+    """Do nothing: a unit is fetched whole, whoever reads its parameters."""
     del module, parameter
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., torch.Tensor], *args: Any, **keywords: Any) -> Callable[..., Any]:
-    """`fn` itself: `Init` changes no dtype of what is made in it. Transformers puts its own here for the time of a block."""
+    """Return `fn` itself: `Init` changes no dtype of what is made in it. Transformers replaces this during a block."""
     del args, keywords
     return fn

@@ -1,5 +1,7 @@
-"""`deepspeed.runtime.zero.config`: the ZeRO section of a config as DeepSpeed shows it, with its defaults. What becomes of
-a key says docs/deepspeed.md; most numbers tune buffers, and are there to be read alone."""
+"""`deepspeed.runtime.zero.config`: the ZeRO section of a config as DeepSpeed shows it, with its defaults.
+
+docs/deepspeed.md says what becomes of each key. Most numbers tune buffers, and can only be read here.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ class ZeroStageEnum(int, Enum):
 
 
 class ConfigSection:
-    """Keys of a section as attributes: what was given, else the default; None where DeepSpeed has no value. Raises
+    """The keys of a section as attributes: what was given, else the default; None where DeepSpeed has no value. It raises
     `ConfigError` for a key that is none of the section's."""
 
     name: ClassVar[str]
@@ -139,6 +141,6 @@ class DeepSpeedZeroConfig(ConfigSection):
 
 
 def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
-    """Of a whole config; `true` is stage 1."""
+    """Return the ZeRO section of a whole config, in which `true` is stage 1."""
     section = param_dict.get(ZERO, {})
     return DeepSpeedZeroConfig(**({"stage": int(section)} if isinstance(section, bool) else section))
