@@ -278,14 +278,22 @@ class Engine:
         self._engagement.named.write(self._engagement.info_of(parameter), what, value)
 
     def stats(self) -> dict[str, Any]:
-        """Counts, bytes planned and measured; and since the last call seconds by phase, and what each link did.
+        """Return counts, and bytes as planned and as measured; for the time since the last call, seconds and links.
 
-        `links` has, by name ("nvme read", "nvme write", "adam"): the seconds in which the link was at work, those of them in
-        which the model waited for it, the share that was hidden (None if it did nothing), and the bytes that it moved (None if
-        they are not counted). No overlap can make a step shorter than the largest `busy_seconds`.
-        `units` has, for each unit, the bytes of its parameters and whether its update may begin in backward.
-        `pending_updates` counts the chunks whose last update has not run; it runs at the latest when the next forward
-        reaches them.
+        steps, skipped_steps     how many there were; `speculated_steps` began updates early, `undone_steps` undid them
+        placement                the furthest tier of parameters, optimizer_states and gradients
+        decision                 what "auto" weighed; None where nothing was left to it
+        planned                  a list of tier, purpose and nbytes: what the budgets were computed from
+        host_nbytes              bytes of host memory that the engine holds now, by purpose
+        host_peak_nbytes         the most so far; device_peak_nbytes: of the device, activations included
+        seconds                  since the last call, by phase
+        links                    since the last call, by name ("nvme read", "nvme write", "adam"): the seconds in which the link
+                                 was at work, those of them in which the model waited for it, the share that was hidden (None
+                                 if it did nothing), and the bytes that it moved (None if they are not counted). No overlap
+                                 can make a step shorter than the largest `busy_seconds`
+        units                    for each unit the bytes of its parameters, and whether its update may begin in backward
+        pending_updates          the chunks whose last update has not run; it runs at the latest when the next forward
+                                 reaches them
 
         An engine that failed says what it had planned and done until then; a closed one raises `UsageError`.
         """
@@ -386,7 +394,8 @@ class Engine:
             state = self._succession.with_states(lambda: self._checkpointing.resume_or_start(path))
             if state is None and failure is not None:
                 raise EngineFailedError(
-                    f"there is no checkpoint in {str(dir)!r}, and the engine failed: {words_of(failure)}"
+                    f"there is no checkpoint in {str(dir)!r} to go on from, and the engine failed: {words_of(failure)}. "
+                    "Start again."
                 ) from failure
         if catch_sigterm and self._preemption is None:
             self._preemption = Preemption()

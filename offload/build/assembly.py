@@ -150,7 +150,7 @@ class Assembly:
         dtype = DTYPES[config.dtype] if config.dtype is not None else None
         infos = describe_parameters(model, module_units, packed, self._optimizer, dtype)
         if not infos:
-            raise ConfigError(f"{type(model).__name__} has no parameters.")
+            raise ConfigError(f"{type(model).__name__} has no parameters: there is nothing that the engine could hold.")
         check_state_format(config, infos)
         check_renormalized(model, infos, self._ranks.world_size)
         name_parameters(model)

@@ -21,7 +21,7 @@ class JsonLines:
 
     def __init__(self, path: Path | None) -> None:
         if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(f"--json {str(path)!r}: its folder does not exist.")
+            raise ConfigError(f"--json {str(path)!r}: its folder does not exist: make it, or name another file.")
         if path is not None and path.is_dir():
             raise ConfigError(f"--json {str(path)!r} is a folder: name a file.")
         self._path = path

@@ -120,7 +120,7 @@ def _existing(path: Path) -> ModelChoice:
         )
     source = path / "config.json" if path.is_dir() else path
     if not source.is_file():
-        raise ConfigError(f"--model {str(path)!r} holds no config.json.")
+        raise ConfigError(f"--model {str(path)!r} holds no config.json: name a folder that save_pretrained wrote.")
     try:
         config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:

@@ -144,7 +144,7 @@ class Training(FailureState):
     def set_loss_scale(self, value: float) -> None:
         """See `Engine.loss_scale`."""
         if not math.isfinite(value) or value <= 0:
-            raise UsageError(f"loss_scale={value!r} is no positive number.")
+            raise UsageError(f"loss_scale={value!r} is no positive number: set one above 0.")
         if self.is_within_step:
             raise UsageError("loss_scale was set while gradients of the former scale wait for a step: set it after the step.")
         self.loss_scale.value = float(value)
@@ -270,8 +270,7 @@ class Training(FailureState):
         self._residency.end_step()
         if self.loss_scale.is_hopeless:
             raise NonFiniteGradientError(
-                f"the gradients of {listed} hold inf or NaN for the "
-                f"{self.loss_scale.lost_step_count}th step in a row, at a loss scale of {self.loss_scale.value:g} that goes no "
-                "lower: nothing is trained any more. Look for the cause with torch.autograd.detect_anomaly(), or go back to a "
-                "checkpoint; dtype='bf16' overflows where fp32 does."
+                f"the gradients of {listed} hold inf or NaN, and did in {self.loss_scale.lost_step_count} steps in a row, at a "
+                f"loss scale of {self.loss_scale.value:g} that goes no lower: nothing is trained any more. Look for the cause with "
+                "torch.autograd.detect_anomaly(), or go back to a checkpoint; dtype='bf16' overflows where fp32 does."
             )
