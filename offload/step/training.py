@@ -271,6 +271,6 @@ class Training(FailureState):
         if self.loss_scale.is_hopeless:
             raise NonFiniteGradientError(
                 f"the gradients of {listed} hold inf or NaN, and did in {self.loss_scale.lost_step_count} steps in a row, at a "
-                f"loss scale of {self.loss_scale.value:g} that goes no lower: nothing is trained any more. Look for the cause with "
-                "torch.autograd.detect_anomaly(), or go back to a checkpoint; dtype='bf16' overflows where fp32 does."
+                f"loss scale of {self.loss_scale.value:g} that goes no lower: nothing is trained any more. Look for the cause "
+                "with torch.autograd.detect_anomaly(), or go back to a checkpoint; dtype='bf16' overflows where fp32 does."
             )
