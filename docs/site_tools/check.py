@@ -1,17 +1,38 @@
 """python docs/site_tools/check.py SITE: what mkdocs --strict does not see. Exits with 1 where something is wrong.
 
-Every page loads scripts, styles, images and fonts from the site itself alone; every link between pages, and into one,
-leads somewhere; the search has an index of every page.
+Every page loads scripts, styles, images and fonts from the site itself alone. Every link between pages, and into one,
+leads somewhere. The search has an index of every page, and finds the page that answers each of `ASKED`: the site's own
+script is run for that, by Node.js where there is one.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urldefrag
 
+ASKED = {
+    "LoRA": "quick-start.html",
+    "does not fit": "finetune.html",
+    "13 B": "what-fits.html",
+    "slow": "why-slow.html",
+    "clip gradients": "guarantees.html",
+    "BudgetError": "errors.html",
+    "state_format": "placement.html",
+    "save_checkpoint": "api.html",
+    "ds_config.json": "coming-from-deepspeed.html",
+    "fully_shard": "coming-from-fsdp2.html",
+    "CPUOffloadOptimizer": "coming-from-torchao.html",
+    "--cpu-memory": "cli.html",
+    "MANIFEST.json": "checkpoint-format.html",
+    "io_uring": "compatibility.html",
+}
+"""What a reader may type, and a page that is to be among the first results."""
+FIRST = 5
 LOADED = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src"}
 
 
@@ -54,7 +75,25 @@ def faults(site: Path) -> list[str]:
     searched = {urldefrag(entry["location"])[0] or "index.html" for entry in index["docs"]}
     found += [f"{path.name} is not searched" for path in pages if path.name != "404.html"
               and path.relative_to(site).as_posix() not in searched]  # fmt: skip
-    return found
+    return found + not_answered(site)
+
+
+def not_answered(site: Path) -> list[str]:
+    """What the search does not find. Of a site without its script, that."""
+    if not any((site / "assets" / "javascripts" / "workers").glob("search.*.js")):
+        return ["there is no script for the search"]
+    node = shutil.which("node")
+    if node is None:
+        print("there is no Node.js: what the search finds was not looked at")
+        return []
+    command = [node, str(Path(__file__).with_name("search.mjs")), str(site), *ASKED]
+    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    wrong = []
+    for query, page in ASKED.items():
+        first = list(dict.fromkeys(urldefrag(location)[0] for location in found[query]))[:FIRST]
+        if page not in first:
+            wrong.append(f"the search for {query!r} does not give {page} among its first: {', '.join(first) or 'nothing'}")
+    return wrong
 
 
 if __name__ == "__main__":

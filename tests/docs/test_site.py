@@ -103,4 +103,5 @@ def test_the_checker_of_the_site_sees_what_is_wrong(tmp_path: Path) -> None:
         "index.html links to other.html#there, which has no such place",
         "index.html links to gone.html, which is not there",
         "other.html is not searched",
+        "there is no script for the search",
     ]
