@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # make demo: environment, install, main job.   make test: the quick tests.   make help: the rest.
 
 PYTHON     ?= python3

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizer step on CPU memory: every state format, on any number of threads, against what memory alone allows and
 against other implementations, in one run on one machine.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's async_io under a benchmark: a process of the interpreter that has it, asked turn by turn.
 
 python aio_peer.py      # the child: a JSON request per line in, a JSON answer per line out

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a save costs a training run: memory beside it, and how long the next step is held up.
 
     python benchmarks/checkpoint.py --out docs/performance/checkpoint.json

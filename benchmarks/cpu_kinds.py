@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Seconds of processor time by what they are spent on, in one process: where the engine's own work goes.
 
 The functions of `KINDS` are wrapped; what a thread spends in one counts for its kind, without what it spends in others inside.

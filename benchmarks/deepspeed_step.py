@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The training step of train_step.py by DeepSpeed ZeRO-3, in an interpreter that has it: one JSON argument, one JSON result.
 
     python deepspeed_step.py '{"shape": {...}, "steps": 3, "offload": "nvme", "nvme": "/mnt/nvme0", ...}'

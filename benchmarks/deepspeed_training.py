@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The same training by the real DeepSpeed and by the drop-in, word for word: losses step for step, time and memory beside them.
 
     DEEPSPEED_PYTHON=/path/to/python python benchmarks/deepspeed_training.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes that a step moves against `device_memory`, from the least with which it works to what holds everything.
 
     python benchmarks/device_memory.py --out docs/performance/device_memory.json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps of models of the Llama architecture on described machines, in virtual time, against their floors: the largest of what
 computing takes, each link, and host memory with all who use it. The same on every machine, so that tests keep it.
 

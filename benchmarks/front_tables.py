@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tables of the pages that newcomers read first: memory by ZeRO stage, what was tested."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a GPU machine reaches: link rates, CPU Adam, and Llama-shaped models trained by offload and by its peers.
 
     python benchmarks/gpu.py --out docs/performance/gpu.json     # make gpu-report; under 9 minutes, whatever happens

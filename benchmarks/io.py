@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """File I/O of this package against fio and DeepSpeed's async_io: rates and processor time, in one run on one machine.
 
     python benchmarks/io.py --nvme /mnt/nvme0 --out docs/performance/io.json

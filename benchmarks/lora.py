@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA on a model that comes from safetensors and never is in memory: memory of the engine, and bytes moved by a step.
 
     python benchmarks/lora.py --folder /path/on/the/drive --out docs/performance/lora.json

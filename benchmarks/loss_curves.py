@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether narrow optimizer states learn as well as fp32 ones: loss curves of a small Llama on real text, as JSON.
 
     python benchmarks/loss_curves.py --out docs/performance/loss_curves.json

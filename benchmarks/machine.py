@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a result file says of the machine that it was measured on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tables of `benchmarks/render.py` are written with."""
 
 from __future__ import annotations

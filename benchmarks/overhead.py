@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the engine's own Python costs: processor time of a step beside plain PyTorch with foreach AdamW, on small tensors.
 
     python benchmarks/overhead.py --out docs/performance/overhead.json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """This package's I/O engine under a benchmark: transfers as a training step has them, buffers as a run has them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of the Llama architecture on described machines, as `python -m offload plan` sees them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plots as SVG, without a library: lines over two axes, and bars. Deterministic, so that files compare.
 
 One colour for one thing in all of them, from a set that colour-blind readers can tell apart (Okabe and Ito); what bounds is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plots of the README and of docs/performance/, each of one question, from the committed result files."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `plan --machine this` says of a step against the step itself: seconds, peak bytes of each tier, bytes over each link.
 
     python benchmarks/predicted.py --nvme /mnt/nvme0 --out docs/performance/predicted.json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Seconds per step and peak host memory of several ranks at ZeRO stage 3 with everything in CPU memory, beside the peers.
 
     python benchmarks/ranks.py --out docs/performance/ranks.json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes the tables and plots of the README and of docs/ from the committed result files.
 
 python benchmarks/render.py            # rewrites what stands between the table markers

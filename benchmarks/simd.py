@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processor time of the optimizer kernels by instruction set: the scalar ones, for processors without AVX2, beside the others.
 
     python benchmarks/simd.py --out docs/performance/simd.json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `initialize` costs for each parameter of a model whose values are there, beside a copy of the bytes that it writes.
 
     python benchmarks/startup.py --out docs/performance/startup.json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One step on a described machine, from a trace in virtual time: which share of each moment every link and lane was at work.
 
 python benchmarks/timeline.py --out docs/performance/timeline.json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Seconds per training step and peak host memory, offloaded against plain PyTorch, in one run on one machine.
 
     python benchmarks/train_step.py --out docs/performance/train_step.json

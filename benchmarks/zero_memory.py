@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes docs/performance/zero_memory.json: what each rank needs of a 7 B model by ZeRO stage, as the planner says. No GPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes the tables of docs/deepspeed.md from the drop-in itself: key by key, and name by name.
 
 python docs/deepspeed_page.py            # rewrites what stands between the table markers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Accelerate's loop, with accumulation, clipping and its own saves.
 
 python examples/accelerate_loop.py CHECKPOINT TEXT NVME_FOLDER OUT

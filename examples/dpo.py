@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Preferences (DPO) by TRL with LoRA: the reference is the policy without its adapter.
 
 python examples/dpo.py CHECKPOINT TEXT NVME_FOLDER OUT

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning Fabric's loop.
 
 python examples/fabric_loop.py CHECKPOINT TEXT NVME_FOLDER OUT

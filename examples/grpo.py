@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Group-relative policy optimization (GRPO) by TRL: the policy generates, a function rewards.
 
 python examples/grpo.py CHECKPOINT TEXT NVME_FOLDER OUT

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a causal language model from a local checkpoint on text, parameters and states on NVMe, in a plain loop.
 
 python examples/plain_loop.py CHECKPOINT TEXT NVME_FOLDER OUT

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run on a machine that may be taken away: SIGTERM saves and ends it, and the same command goes on to the bit.
 
 python examples/resume_after_sigterm.py CHECKPOINT TEXT NVME_FOLDER OUT

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Supervised fine-tuning by TRL, everything on NVMe.
 
 python examples/sft.py CHECKPOINT TEXT NVME_FOLDER OUT

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA by Hugging Face's Trainer on a checkpoint that is never in memory as a whole.
 
 python examples/trainer_lora.py CHECKPOINT TEXT NVME_FOLDER OUT

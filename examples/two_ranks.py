@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plain loop on several ranks: parameters, gradients and states are partitioned across them.
 
 torchrun --nproc-per-node=2 examples/two_ranks.py CHECKPOINT TEXT NVME_FOLDER OUT

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiles the CUDA kernels with NVRTC, where a build finds no nvcc: python compile_kernels.py SOURCE FOLDER
 
 One file for every major architecture that this NVRTC knows, FOLDER/offload_cuda_kernels.sm_80.cubin and so on. NVRTC is

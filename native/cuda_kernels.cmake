@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # The kernels for GPUs: compiled here, so that nothing is compiled at run time. By nvcc; where there is none, by NVRTC, which
 # CUDA builds of torch bring along. OFFLOAD_CUDA_DESTINATION: the package that they are installed into.
 set(OFFLOAD_CUDA_DESTINATION offload CACHE STRING "The package that the CUDA kernels are installed into")

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Coverage-guided fuzzing of what reads bytes in native/, under ASan and UBSan. Needs clang.
 #
 #   native/fuzz.sh [seconds]     a finding ends it with an error, the input that shows it is named

@@ -1,4 +1,5 @@
 #!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
 # in_place.sh PYTHON: builds the native library and the CUDA kernels beside the package, for a Python that has torch and is
 # to stay as it is. Needs a C++ compiler, takes cmake where it is, fetches nothing. Run from the root of the checkout.
 set -eu

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # The tests of native/ under builds with AddressSanitizer and UndefinedBehaviorSanitizer, then with ThreadSanitizer.
 #
 #   native/sanitize.sh [python]     any finding fails a test, or the run

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # wheel.sh PYTHON ARCHITECTURE: builds dist/offload-*-manylinux_2_28_ARCHITECTURE.whl (x86_64 or aarch64), on any Linux and for either.
 # The compiler is zig's, from its Python package: it knows every glibc, and links the C++ library into ours.
 set -euo pipefail

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains PyTorch models that do not fit in GPU memory: parameters, gradients and optimizer states in CPU memory or on NVMe."""
 
 from offload.config import Config

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds and loads the shared library of `native/`, and declares the C ABI (`native/include/offload.h`) to ctypes."""
 
 from __future__ import annotations

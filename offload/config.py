@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a user can set: `Config`, from keywords, a mapping or a JSON file, checked as a whole before anything is made."""
 
 from __future__ import annotations

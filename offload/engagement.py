@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model and its optimizer in the hands of one set of parts: from the moment when they are taken until they are given back.
 
 An engine has one at a time. It gets another where its parts are made anew: for what is newly trained, or after a failure.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The errors a user can meet, on one screen.
 
     OffloadError

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The arithmetic of where everything lies: units, flats, slots, chunks, shards, extents. Integers only.
 
 Derivation, from the model inwards:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How far a long piece of work is, said in the log now and then: whoever shows progress listens there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `Engine.stats` tells: counts, bytes planned and measured, seconds by phase, and what each link did."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine's engagements: it has one at a time, and gets another where its parts are made anew.
 
 That is so for what is newly trained, whose states need room, and after a failure, when a load brings back a state.

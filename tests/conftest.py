@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """For every test: Ctrl-C interrupts, hypothesis has no deadlines, and gpu-marked tests skipped where torch sees no GPU."""
 
 from __future__ import annotations

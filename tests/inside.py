@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What tests look at inside an engine where nothing public tells: the one place that knows where it lies."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Installs a wheel beside several Pythons and versions of torch, and runs the tests of the core there.
 
   python tests/matrix.py --package dist/offload-0.2.0-...whl --out docs/matrix.json python3.10:2.6.0 python3.13:2.15.0

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scratch files of this process, which have no name: paths through which tests reach them all the same."""
 
 from __future__ import annotations

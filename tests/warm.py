@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes that start at once: forked from one that has imported everything and done nothing.
 
 Importing torch and transformers takes longer than most of what tests do with a process of their own. `WarmProcess(argv)` is

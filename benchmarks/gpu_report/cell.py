@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One cell of the report, in a process of its own: one model, one contender, one limit of device memory, growing batches.
 
 Every result is printed as a line of JSON as soon as it is there, so that a cell that is stopped has said what it knew.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ways to train that are compared. Each gives one step on a list of micro-batches, with clipping to 1.0 and AdamW.
 
 A contender that this machine is not for raises `Unavailable` with the reason; what is not installed is not called.

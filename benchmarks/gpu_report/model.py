@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Llama-shaped model, the same code for every contender, and real text for it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much of each link's time lies beside compute, from a trace of torch.profiler (its Chrome JSON)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the machine's parts can do: links, matrix products, CPU Adam, host memory. Measured in one process, in seconds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tables and plots of the report, from its result file; called by `benchmarks/render.py`."""
 
 from __future__ import annotations

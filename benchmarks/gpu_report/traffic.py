@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a step moves at least, in bytes per parameter, by the formula of how it trains; and its least time at measured rates."""
 
 from __future__ import annotations

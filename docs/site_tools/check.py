@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """python docs/site_tools/check.py SITE: what mkdocs --strict does not see. Exits with 1 where something is wrong.
 
 Every page loads scripts, styles, images and fonts from the site itself alone. Every link between pages, and into one,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the docstrings of this package look like on a page: names with their texts in columns become lists."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks of mkdocs: pages made from the code or from files outside of docs/, and links that lead out of it.
 
 The home page is the README, the command line's page is what the parsers say, the changelog and the pages for contributors

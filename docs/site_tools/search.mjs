@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // node search.mjs SITE QUERY...: the pages that the site's own search finds for each query, best first, as one JSON object.
 //
 // What a browser runs as a worker runs here: the theme's script, given the site's index as the page gives it.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // libFuzzer target for what reads bytes in native/: the kernels, the checksum and the file I/O, through the C ABI.
 //
 // Buffers are exactly as large as the call is told, so that AddressSanitizer sees one byte too many; every SIMD path must

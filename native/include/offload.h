@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* The C ABI of liboffload_native: the optimizer's arithmetic, memory and file I/O of the Python package `offload`.
  *
  * Conventions

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Anonymous memory: arenas of exact size, and ranges of addresses whose pages can be exchanged.
 #include <sys/mman.h>
 #include <unistd.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A checksum of memory, as fast as one core reads it.
 #include "checksum.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The checksum's eight chains of 64-bit words: word w of each stride goes into chain w. See offload_checksum.
 #ifndef OFFLOAD_CHECKSUM_H
 #define OFFLOAD_CHECKSUM_H

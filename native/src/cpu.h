@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the processor and the scheduler offer.
 #ifndef OFFLOAD_CPU_H
 #define OFFLOAD_CPU_H

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One element at a time: the meaning of the 16-bit types and the vector of width 1.
 //
 // Everything is in an unnamed namespace because this file is compiled with different instruction sets: an inline

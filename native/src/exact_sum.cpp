@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Exact sums of doubles: what is added to one number of 2240 bits, in units of the smallest double, needs no rounding.
 #include <cerrno>
 #include <cstring>

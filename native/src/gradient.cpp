@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Cuts gradient ingest and casts in tasks for the pool.
 #include <algorithm>
 #include <cerrno>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tickets, and the cutting of requests in blocks: what both kinds of I/O engine share.
 #ifndef OFFLOAD_IO_H
 #define OFFLOAD_IO_H

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "io_ring.h"
 
 #if defined(__linux__)

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A ring of io_uring by the kernel's system calls alone: no liburing to be found at build or at run time.
 #ifndef OFFLOAD_IO_RING_H
 #define OFFLOAD_IO_RING_H

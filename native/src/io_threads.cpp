@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The portable kind of I/O engine: threads that call pread, pwrite and fdatasync.
 #include <unistd.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The I/O engine on io_uring: one thread owns the ring, submits blocks and reaps completions.
 #include <cerrno>
 

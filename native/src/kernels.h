@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The arithmetic, one table of functions for each SIMD level. Every table gives the same bits.
 #ifndef OFFLOAD_KERNELS_H
 #define OFFLOAD_KERNELS_H

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Compiled with -mavx2 -mfma -mf16c.
 #include <immintrin.h>
 

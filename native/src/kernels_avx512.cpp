@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Compiled with -mavx512f -mavx512dq -mavx512bw -mavx512vl -mfma -mf16c.
 #include <immintrin.h>
 

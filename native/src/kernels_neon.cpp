@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // AArch64, where NEON is part of the base.
 #include <arm_neon.h>
 

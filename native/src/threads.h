@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The pool of threads that share one memory-bound operation.
 #ifndef OFFLOAD_THREADS_H
 #define OFFLOAD_THREADS_H

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Cuts the segments of an optimizer step in tasks for the pool.
 #include <algorithm>
 #include <cerrno>

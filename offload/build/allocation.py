@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The memory and files of one engine: stores for each kind of state, staging buffers, homes of units that stay."""
 
 from __future__ import annotations

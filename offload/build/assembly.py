@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Building the engine's parts for one model: everything that can be wrong is looked at before anything is allocated."""
 
 from __future__ import annotations

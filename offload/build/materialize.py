@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bringing a model's initial values into the tiers, one unit at a time, one chunk at a time.
 
 Values come from the parameter itself, from the replay of its recorded initialiser (`deferred_init`), or from a

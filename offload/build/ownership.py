@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an engine takes into its hands of the user's model: which parameters are whose, their memory, guards and hooks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What must be the same on all ranks when an engine is initialized, and what the one with least memory decides for all."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an engine consists of otherwise on several ranks than on one: chosen once, when it is built.
 
 meeting   where the ranks pass points of the program together

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Room for the states of parameters that are trained only later: unfrozen, or added to the optimizer, between two steps.
 
 What was trained once keeps its states, frozen or not. So a freeze changes nothing here, and what is newly trained makes the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The checkpoint through which an engine's state passes while its parts are made anew.
 
 It lies in a folder that is written and never gets a name (`offload.checkpoint.staged_folder`): what a kill leaves of it, the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saving and loading the state of one engine, and exporting its weights. The format: docs/checkpoint-format.md.
 
 A save is whole or not there: everything is written into a folder of another name, synced, and only then renamed. A load

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the user's loop wants back after a resume: JSON, and nothing that JSON would change without a word."""
 
 from __future__ import annotations

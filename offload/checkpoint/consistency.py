@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a manifest is consistent in itself: what it says of a parameter's elements can be there, and only once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which chunks of a save may be overwritten by now, and which is to be copied next.
 
 A chunk's state of the save is at first where it lies. An update that is about to overwrite it comes here before it does:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CRC-32, as in zlib: of bytes, and of two ranges put together from the checksum of each, for ranges written out of order.
 
 `crc32(data, value)` is ISA-L's, five to ten times as fast as zlib's, where it is installed.

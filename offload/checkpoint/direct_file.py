@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A second descriptor of a file in writing, past the page cache: for whole blocks that lie in aligned memory anyway."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights for others: Hugging Face safetensors shards with an index and the model's configuration, written as a stream."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exports of one engine: its weights for others, the adapters of a PEFT model, or the base model with them merged into it.
 
 Everything is read unit by unit. On several ranks all of them gather, and the first writes.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Updates that a save waits for, made on the save's thread while the thread that drives the model does nothing.
 
 Who drives the model makes them under its next forward. In a notebook, or at the end of a script, none may come. Where it has

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MANIFEST.json: what a checkpoint consists of. Its presence is the commit. See docs/checkpoint-format.md.
 
 The dataclasses are the manifest's objects, field for field. `offload.checkpoint.manifest_decoding` reads them

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading MANIFEST.json: every key must be known and there, every value of its kind and within its bounds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a checkpoint fits an engine: every name, shape, group and range, before anything is changed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a checkpoint and an export call things: the model's buffers, and which name of a tied parameter is kept."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints named "step-<n>" in one folder: which there are, and which are no longer wanted.
 
 The newest is the one that was written last, whatever the numbers: another run's may be higher. When it was written is said

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a checkpoint's folder to safetensors shards, without the model: byte ranges in, byte ranges out.
 
 Only the weights are read, not the moments; their checksums are compared on the way, and the export gets its name only

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A checkpoint opened for reading, checked in full before anything is done with it.
 
 Files are opened relative to the folder's descriptor, by plain names, and only if they are regular files: no link is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The numbers of an optimizer's parameter groups, to a manifest and back."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An export of a PEFT model: its adapters as PEFT writes them, or the base model with the active ones merged into it.
 
 What belongs where, under which name, and how a weight is merged is asked of PEFT itself, on a skeleton: a copy of the model's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SIGTERM on a preemptible machine: noticed, and acted on where the loop says that a step is over.
 
 Only the loop knows where that is: after `optimizer.step()` it steps its scheduler, drops gradients, evaluates perhaps, and

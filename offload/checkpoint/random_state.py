@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The states of torch's random generators: what a resumed run draws next is what the uninterrupted one would have."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One folder that all ranks write a checkpoint into, in parallel: the first makes and names it, each adds its part.
 
     enter    rank 0 makes the staged folder; all ranks are told its name (or why there is none)

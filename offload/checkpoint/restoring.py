@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From an opened, checked checkpoint into the engine's tiers, whatever its placement, chunks and strides.
 
 Every chunk is put together from byte ranges of its parameters: nothing of the saving run's layout is needed. Extra host

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saves, one at a time: the state of now, copied by a lane of their own, then made durable and named.
 
 Everything of a save is done on that lane, whose thread no signal ever interrupts, in three jobs:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which checkpoints are sound: read through once, and again only where their files have changed since."""
 
 from __future__ import annotations

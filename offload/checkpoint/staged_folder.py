@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Folders that are there whole or not at all: written under another name, made durable, then renamed.
 
 Names in the parent of a target folder T, each with a token of its own:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine's state as it lies in the tiers, parameter by parameter in pieces, a chunk at a time or some ahead.
 
 Extra host memory: where records (or parameters) cannot be read in place, the largest chunk's record (or values), as often

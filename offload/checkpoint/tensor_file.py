@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writing safetensors files piece by piece: the header first, from the sizes alone, then bytes at any offset.
 
 The file is one that every safetensors reader opens. Beyond what that format asks for, the header is padded with spaces

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The file of one unit in a checkpoint, filled chunk by chunk by one thread.
 
 Each array of a chunk comes by the first of three ways that it can:

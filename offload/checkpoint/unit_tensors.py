@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the file of a unit consists of: the tensors, and where each chunk's bytes lie among them.
 
 A flat has one array for its values (`VALUE`) and one for each moment, which has its name. An array is what this rank owns

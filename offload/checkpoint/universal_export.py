@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a checkpoint's folder to DeepSpeed's universal checkpoint, without the model: any of its ZeRO stages loads it.
 
     OUT/zero/<fqn>/{fp32,exp_avg,exp_avg_sq,step}.pt   of each parameter, whole

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exports of weights that bitsandbytes has packed: as the numbers that they stand for, which every loader and runtime reads."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The weights and buffers of a checkpoint's folder as tensors, without the model."""
 
 from __future__ import annotations

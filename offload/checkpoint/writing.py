@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writing a checkpoint's files: the state of one moment, chunk by chunk, while training goes on or waits.
 
 A chunk's way, all of it on the lane of the save:

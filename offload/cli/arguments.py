@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flags that several commands share, and what they mean: the model, the engine's configuration."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time the parts of a training step that are this package's own, on this machine.
 
 Training must not run meanwhile. `io` writes a scratch file, which is gone when it ends.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbered checkpoints of a `train` run: written every few steps and at its end, and what a later run takes up again.
 
 A checkpoint holds beside the engine's own state how many steps are done, which is the position in the data, the scheduler's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text as tokens: the documents of a file or folder, by bytes or by a tokenizer, cut into windows.
 
 A document is a file. Each is preceded by the mark that begins a document (256 in the byte-level vocabulary), and the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Say what a trace shows: what each link did and how much of it was hidden, who waited for what, and what to change.
 
 The trace is what engine.profile("trace.json") writes, or plan --machine NAME --trace trace.json.

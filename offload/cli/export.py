@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write a checkpoint's weights as safetensors shards with index and config, as `engine.export` does.
 
 Needs neither the model nor a GPU, and little memory: byte ranges are read, checked, rounded and written one after

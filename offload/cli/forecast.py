@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rehearsal of training a causal language model."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Convert another project's checkpoint into one that `engine.load_checkpoint` and `export` take, shard by shard.
 
   deepspeed-zero        a folder that DeepSpeed's save_checkpoint made, of any ZeRO stage and number of ranks

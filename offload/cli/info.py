@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Versions, what was built, which backends work here and why others do not, and the environment variables."""
 
 from __future__ import annotations

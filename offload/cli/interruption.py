@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ctrl-C (SIGINT) and SIGTERM: the first ends the run after the current step, the second at once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run says while it goes: the line about the newest step, and a JSON object a line in the file of --json."""
 
 from __future__ import annotations

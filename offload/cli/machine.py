@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What this machine and installation are, for `info` and `probe`: nothing here is measured."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line: its parser, and what a failure looks like from the outside.
 
 Exit codes: 0 done (also where Ctrl-C ended a training run and its table was printed); 1 failed; 2 the command, the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run measures while it goes: seconds by phase, the engine's counters, losses, and the peaks of memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model that the flags name: a local Hugging Face checkpoint, a config.json, or a shape."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How fast the operations of a model are here: those with floating-point operations to count, and by bytes the others."""
 
 from __future__ import annotations

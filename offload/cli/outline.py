@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `initialize` would decide for a model, without making anything: the same functions, asked with the same inputs."""
 
 from __future__ import annotations

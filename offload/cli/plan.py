@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Say what training a model would take, without building it: bytes in each tier, the smallest budgets that work, the bytes
 that a step moves over each link; and on a machine, this one or another: whether it fits, seconds a step, what bounds them.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`plan` on a machine: how fast a step would be there, what bounds it, whether it fits, and what more of each would buy."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure this machine, in less than 30 seconds: memory bandwidth, the drive at --nvme with direct I/O, and the links to
 a device where there is one; and say which I/O backend would be used, and why not a better one.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the system says about this process's memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One line about the run, and bars for long pieces of work: in place on a terminal, plain lines now and then elsewhere."""
 
 from __future__ import annotations

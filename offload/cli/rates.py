@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures the rates of this machine that bound a training step: memory, drive, device links."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The machine at hand in numbers, measured as training uses it: what `plan --machine this` runs on and `probe` writes down."""
 
 from __future__ import annotations

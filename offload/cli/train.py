@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a causal language model on text, with parameters and optimizer states on the device, in CPU memory or on NVMe.
 
 The model is a local Hugging Face checkpoint, a config.json, or a new Llama of a given shape. Text is cut into bytes,

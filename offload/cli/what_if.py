@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What of a plan could be larger, and what more memory or another drive would buy: by the planner's own arithmetic.
 
 Nothing is run for it. What activations take grows with the tokens of a micro-batch, what lies on the drives with the

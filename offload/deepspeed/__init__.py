@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A drop-in for DeepSpeed's training API: a script written for it runs with `import offload.deepspeed as deepspeed`.
 
 What is computed is what DeepSpeed 0.19.8 computes (accumulation, clipping, schedules, skipped steps); where it lies and when it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What DeepSpeed has and this drop-in has not: an AttributeError names it and the nearest thing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`get_accelerator()`: what torch says about the device, under DeepSpeed's names."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command-line flags of scripts written for DeepSpeed."""
 
 from __future__ import annotations

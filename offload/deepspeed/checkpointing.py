@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`deepspeed.checkpointing`: torch's activation checkpointing, with inputs in CPU memory where the config asks for that."""
 
 from __future__ import annotations

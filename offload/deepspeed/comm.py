@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`deepspeed.comm`: torch.distributed, and answers for one rank where no process group was started."""
 
 from __future__ import annotations

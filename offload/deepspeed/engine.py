@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`DeepSpeedEngine`: DeepSpeed's calls around `offload.Engine`, which does the work.
 
 A micro-step is one backward(loss) and step(). backward divides the loss by the number of micro-batches of a step; step updates

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's folder of checkpoints: one folder for each tag, and the file "latest", which names the newest."""
 
 from __future__ import annotations

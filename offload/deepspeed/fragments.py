@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One parameter's fp32 value, gradient or moment, whole or the part that DeepSpeed's stage 3 gives this rank.
 
 All are copies, on the parameter's device, and collective. Gradients are in the parameter's dtype and multiplied by the loss

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`deepspeed.initialize`: from DeepSpeed's arguments and config to an engine."""
 
 from __future__ import annotations

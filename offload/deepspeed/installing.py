@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`import deepspeed` answers as this drop-in, in this process: module, submodules and the package's metadata."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starting scripts: in this process (`python -m offload.deepspeed`), or one for each device (the command `deepspeed`)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Progressive layer dropping: what the model's forward is told of it. The model decides which layers it leaves out."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's dynamic loss scale of fp16, hysteresis included.
 
 An overflow first uses up the hysteresis, then halves the scale, not below the minimum. `scale_window` steps without one double

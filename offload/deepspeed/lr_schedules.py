@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Learning rates that warm up and then stay, fall linearly or fall as half a cosine; cycles; range tests. DeepSpeed's numbers.
 
 After i calls of `step` the iteration is i - 1; W is warmup_num_steps, at least 2; T is total_num_steps. The warm-up's share is

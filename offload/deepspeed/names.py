@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's modules and what of them is here: `deepspeed.ops.adam.FusedAdam` and the like, as modules made from one table."""
 
 from __future__ import annotations

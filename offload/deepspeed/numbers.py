@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `DeepSpeedEngine` says about itself: settings and counts, by DeepSpeed's names."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's optimizers are torch's, or `offload.Lion`, with DeepSpeed's default numbers. The engine brings the kernels."""
 
 from __future__ import annotations

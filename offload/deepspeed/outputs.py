@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a forward gives back, so that a backward from it counts as one micro-batch of several.
 
 Each tensor comes as an alias whose gradient is divided on its way into the model: whatever the loop computes from however many

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which engine a parameter belongs to, kept beside the parameters; and what scripts ask parameters of stage 3 for."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """State dictionaries of schedulers as JSON: keys that are no text, and numbers that JSON has no words for."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`zero_to_fp32`: whole fp32 weights from a folder of checkpoints, without the model. DeepSpeed's
 checkpoints and this package's are read.
 """

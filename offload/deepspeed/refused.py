@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names that scripts import and that are not here: their use raises an error that says why."""
 
 from __future__ import annotations

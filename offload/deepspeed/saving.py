@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `DeepSpeedEngine` writes and reads: values by name, 16-bit weights, checkpoints."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`DeepSpeedConfig`: a config in DeepSpeed's keys, read and checked, with what scripts ask of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`deepspeed.zero.TiledLinear`: a linear layer in tiles. This engine does not need tiles, as a chunk may split a parameter."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`deepspeed.utils`: the logger, what memory is in use, loaders that begin again, and leaf modules."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`deepspeed.zero`: build a model that is never in memory as a whole, and reach its values."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`deepspeed.runtime.zero.config`: the ZeRO section of a config as DeepSpeed shows it, with its defaults.
 
 docs/deepspeed.md says what becomes of each key. Most numbers tune buffers, and can only be read here.

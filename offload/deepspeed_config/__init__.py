@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's config keys: what of them is done here, and how. Pure translation; nothing of DeepSpeed is imported."""
 
 from offload.deepspeed_config.optimizers import Maker, make_optimizer

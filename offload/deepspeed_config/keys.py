@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every key that DeepSpeed 0.19 reads, in one of three classes.
 
     translated       decides what is computed or where it lies, and is done; its text says how

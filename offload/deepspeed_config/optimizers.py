@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizers that DeepSpeed makes from its config: torch's (or `offload.Lion`) with DeepSpeed's default numbers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `offload.initialize` is given as its config, in this project's keys or in DeepSpeed's."""
 
 from __future__ import annotations

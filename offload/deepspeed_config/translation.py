@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From DeepSpeed's keys to a `Config`, what makes the optimizer and the scheduler, and what the loop is told about batches."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The two torch modes under which `deferred_init` runs a constructor, and how it names tensors in errors.
 
 Thread-safety: torch modes belong to the thread that entered them.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models which never were in memory: built on the meta device, with their initialisers remembered.
 
     with deferred_init():

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values that lie in files of safetensors: recorded as what is to be read, and read when they are asked for.
 
 Libraries that load safetensors map the file and make tensors over the mapping (`torch.asarray` of a part of its storage).

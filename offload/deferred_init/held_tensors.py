@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tensors which modules hold besides their parameters: buffers, and tensors in plain attributes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which module owns a deferred parameter, under which name, and how it looked when its recording ended.
 
 Parameters are found again by identity: the owning module is held weakly, and a note counts only while that module

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values which a constructor asks for while it is being recorded.
 
 `trunc_normal_` draws until no element is out of bounds, and asks after each draw. Replaying all draws at each question

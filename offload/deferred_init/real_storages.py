@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real storages that are put under deferred tensors, which is how `torch.load` makes what it loads.
 
 Such a tensor stays deferred: its value is what the storage holds when it is asked for. Where the storage is a mapped file's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is remembered of the operations which initialise a model: a graph of values, held from its newest end.
 
 - *Memory* stands for the storage of a deferred tensor, for all tensors which view it.

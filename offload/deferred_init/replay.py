@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values from recorded operations: only what is needed, in the order of the recording, with the same random numbers.
 
 Each memory has one real storage during a replay. Operations run in their recorded order, so a storage holds at each

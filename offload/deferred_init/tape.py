@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Running a model's constructor on meta tensors while writing down what it computes.
 
 `Tape.call` stands in for every operator call that torch dispatches inside `deferred_init()`:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the engine asks of a device: memory for units, copies, waits, host jobs. One implementation per kind of device.
 
 Streams, as every implementation has them (on `cpu` they are empty words, the order of the program is theirs):

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The compiled kernels for CUDA tensors: where their code lies, and their launches. Source: `cuda_kernels/kernels.cu`.
 
 They are compiled when the package is built: by nvcc into one file for every major architecture, or where there is no

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CPU as the device: computes on host memory, so nothing is copied that already lies there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CUDA: compute on the caller's current stream, copies on two streams of the accelerator's own, waits by events.
 
     stream    work on it                                          waits for

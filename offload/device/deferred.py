@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The deferred accelerator: a device on which every missing wait fails, on a laptop.
 
 Device memory is CPU memory of its own. A copy or a host job does nothing when it is issued: it is put in the queue of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CUDA driver, called through ctypes: loads kernels that the build compiled, and launches them.
 
 A launch costs a few microseconds of the host and no package beside torch. Every return code is looked at. The context is the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The narrow encodings of optimizer state, in torch operations: split weights, bf16 and 8-bit moments.
 
 Each is defined to the bit in `native/include/offload.h`; the native kernel encodes and decodes while it updates, these

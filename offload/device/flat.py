@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the arithmetic on flat tensors has in common: checks, and float32 operations with one rounding in torch.
 
 CPU tensors go through the native library, CUDA tensors through the kernels of `offload.device.compiled_kernels`. Tensors of

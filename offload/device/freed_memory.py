@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Giving freed memory back to the system where tensors come and go: initialisers, replays, activations, gradients.
 
 glibc takes blocks of up to 32 MiB from its heap. Each tensor that is computed and freed leaves a hole there, which the

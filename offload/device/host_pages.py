@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Making the pages of large host memory, on all cores at once.
 
 A page is zeroed when it is first touched, by the thread that touches it. Where the GPU's driver does that while it registers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much host memory there is for this process: the least of what bounds it.
 
     physical memory   what the system can give without swapping

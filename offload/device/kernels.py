@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradient ingest and casts on flat tensors. (The optimizer step: `offload.device.optimizer_step`.)
 
 CPU tensors go through the native library, CUDA tensors through the kernels of `offload.device.compiled_kernels`. Tensors of

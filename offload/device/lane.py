@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lanes of host work: jobs that run one after another, in the order in which they were submitted.
 
 `ThreadLane` runs them on a thread of its own. `InlineLane` runs them in whoever first waits for one of them: on a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Unit memory on the CPU where pages cannot be moved: a mapping of its own for each flat, given back while it is empty."""
 
 from __future__ import annotations

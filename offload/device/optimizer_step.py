@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizer step on flat tensors: one call, any rule in any state format.
 
 CPU tensors go through the native library (`offload_update`), Adam with fp32 states on CUDA tensors through a kernel of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizer step in torch operations, bit for bit the native one: for other devices, and where the library is missing."""
 
 from __future__ import annotations

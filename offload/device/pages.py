@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Unit memory on the CPU as pages that move: a unit's addresses are fixed, the memory behind them is recycled.
 
 Every flat has a range of addresses of its own, reserved once and never given back, so views of it that autograd saved

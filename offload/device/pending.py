@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One completion type for everything asynchronous: a device event, an I/O ticket, a host job.
 
 A `Pending` settles once, either well or with a failure. Whoever depends on it calls `wait()`; a failure is raised

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How fast bytes move on a machine: by which the planner weighs placements against each other.
 
 Only what is faster than what matters, and by how much: a rate that is off by a third changes few decisions.

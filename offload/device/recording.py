@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What happens when: told by those who do it while somebody records, one row for each link and each lane.
 
     OpRecorder    what everybody asks: `to` is None while nobody records, and that is all it costs then

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """State formats: which arrays an optimizer record consists of, and how fp32 weights and moments get in and out of it.
 
 A record is the optimizer state of one chunk of n elements (a multiple of 64), its arrays end to end, n each unless said

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers into another dtype, bit for bit as the update's kernel rounds them."""
 
 from __future__ import annotations

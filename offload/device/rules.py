@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizer rules: which arithmetic a step is, which moments it keeps, and its numbers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an update is about: the state formats' names and dtypes, and one run of elements with its hyperparameters."""
 
 from __future__ import annotations

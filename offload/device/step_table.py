@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One native call for the step of a whole chunk: what it is told of each piece is put together once, in a table.
 
 Where a piece's arrays lie is known but for where the record, the values and the gradients are this time; of the rest only the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From another project's checkpoint into ours, one shard after another. The format: docs/checkpoint-format.md, version 2."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What DeepSpeed's `*model_states.pt` says of a model: shapes, ties, buffers, what is not trained, how many steps there were.
 
 Universal and ordinary checkpoints have it. Where it holds more than tensors and plain values it is not read.

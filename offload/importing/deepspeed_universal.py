@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's universal checkpoint: `<folder>/zero/<fqn>/{fp32,exp_avg,exp_avg_sq,step}.pt`, made by its ds_to_universal.
 
 With stages 0 to 2 a file holds a mapping whose "param" is the tensor in its shape, and there is a step for each

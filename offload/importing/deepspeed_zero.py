@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's ordinary checkpoints, of ZeRO stages 0 to 3: a folder with `*model_states.pt` and `*optim_states.pt`.
 
 Stages 1 and 2 (and bf16 without ZeRO): a group of the optimizer is one flat fp32 tensor, of which each rank has a part;

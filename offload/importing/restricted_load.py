@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading other projects' pickles without running what they name: only classes on a list are ever looked up.
 
 `torch.load(weights_only=True)` is torch's own restricted unpickler. `.metadata` of torch.distributed.checkpoint is a

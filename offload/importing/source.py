@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an importer finds in another project's checkpoint: tensors that are read in parts, and what they are."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A folder of torch.distributed.checkpoint: `.metadata` and `*.distcp`, from any number of ranks, read shard by shard.
 
 Weights are the tensors of one mapping in the saved state (`{"model": model.state_dict(), ...}`, or the state itself);

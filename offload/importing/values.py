@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Folders of checkpoints, ours and other projects': the weights as tensors, one kind made into another."""
 
 from __future__ import annotations

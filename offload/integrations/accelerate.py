@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Accelerate's own loop on an engine.
 
     engine = offload.initialize(model, optimizer, config)

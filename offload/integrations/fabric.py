@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning Fabric on an engine.
 
     fabric = Fabric(strategy=OffloadStrategy({"parameters": "nvme", ...}), devices=1)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning's Trainer on an engine.
 
     trainer = lightning.Trainer(strategy=OffloadStrategy({"parameters": "nvme", ...}), devices=1)

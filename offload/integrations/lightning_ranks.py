@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What Fabric's and the Trainer's strategies have in common: one process needs no process group, several share the model."""
 
 from __future__ import annotations

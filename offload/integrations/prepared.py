@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What Accelerate looks for: a model that says that it is prepared is neither wrapped nor moved.
 
 An engine's model says so where the one who asks is `Accelerator.prepare`; the accelerator is told of the engine then, so that

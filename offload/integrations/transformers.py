@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face's Trainer, and what is made of it, on an engine.
 
     from offload.integrations.transformers import OffloadMixin, OffloadTrainer, enable

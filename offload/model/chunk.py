@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is known of one chunk while the engine runs: where its states lie, and what is under way there.
 
     Chunk          the granule of I/O, of gradients and of the optimizer step

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the engine needs to know of a model's parameters: names, shapes, groups, units; checked against the optimizer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What files of weights call dtypes (safetensors' codes), and which of a file's may become a model's unasked."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `initialize` was told of a model and its optimizer, and whether that still holds: looked at before every step."""
 
 from __future__ import annotations

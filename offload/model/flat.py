@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine's side of a model: its parameters as places in flat buffers, and the buffers as views in the model.
 
     ParameterInfo   one parameter: names, shape, strides, optimizer group, slot; its guard

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What stands in for a parameter while its value must not be touched.
 
 Between uses a parameter keeps its shape, dtype, strides and device, but its value may lie elsewhere. Reading it then

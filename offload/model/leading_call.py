@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which call of the user's, or of a library's, led to an access that cannot be: named in the error, with the right one.
 
 Thread-safety: reads the calling thread's own stack.

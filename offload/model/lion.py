@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lion, for those who have no other implementation at hand: `offload.Lion` is to the engine what `torch.optim.AdamW` is."""
 
 from __future__ import annotations

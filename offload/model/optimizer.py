@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizer that the user's loop sees."""
 
 from __future__ import annotations

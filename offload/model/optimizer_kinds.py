@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which optimizers have an exact counterpart here, and what is read out of the one that the user made."""
 
 from __future__ import annotations

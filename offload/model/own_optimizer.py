@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizers without a kernel here, the user's own or others of torch's: `step` is called on one run of elements at a time.
 
 That is the same as on whole parameters where it computes element by element, and where all it remembers are arrays in the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which parameters are fetched together: the partition of a model into units.
 
     block      an outermost module whose class the model names in `_no_split_modules` (Hugging Face), else an element

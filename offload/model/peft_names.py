@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the parameters of a model are called where PEFT has not put adapters into it."""
 
 from __future__ import annotations

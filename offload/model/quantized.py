@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights that bitsandbytes has packed, four bits for each element: what its kernels need beside them lies where they lie.
 
 A packed weight is a Parameter with a `quant_state`: scales of blocks (`absmax`, packed themselves where statistics are

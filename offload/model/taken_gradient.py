@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What stands in `p.grad` for a gradient that the engine took over: a token of the same shape, dtype and device, no memory.
 
 It is also the token of ownership: a gradient counts at `step()` exactly if its token is still there, so `model.zero_grad()`

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Methods of the user's model that are called in another way while an engine has it."""
 
 from __future__ import annotations

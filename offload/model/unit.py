@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One unit while the engine runs: what is fetched together, and where it is on its way between its home and device memory.
 
     Unit           a module's parameters: its flats, its chunks, its run-time state

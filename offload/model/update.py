@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One optimizer step of a unit on its way, from the moment when what it does is fixed until its new values are in place.
 
 PieceUpdate  one parameter's part of a chunk

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Matching the names in a checkpoint with the parameters and buffers of a model."""
 
 from __future__ import annotations

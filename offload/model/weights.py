@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Local safetensors as a source of weights: one tensor at a time.
 
 A source is a file, a directory with `model.safetensors`, or a directory with `model.safetensors.index.json` (or that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the engine will hold, line by line, and how many buffers of each kind it needs. Pure arithmetic.
 
     device   parameters (all, or what is resident at once), states and gradients that stay there

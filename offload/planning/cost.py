@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long a step takes at least, by what it moves: what placements are compared by.
 
 A step has two halves, and what moves in one of them is not moved in the other: under the forward units come, updates of the

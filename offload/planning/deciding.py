@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a configuration and budgets to a placement.
 
 What the configuration names is the furthest tier that a state may lie in; what budgets leave beyond the least is spent on

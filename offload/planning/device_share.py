@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the device memory beyond the minimum is spent on: units that stay there instead of being moved.
 
 What a unit's state saves in each step for the bytes that it takes, with n micro-batches, 16-bit parameters, fp32 states:

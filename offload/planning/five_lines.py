@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What was decided, in five lines: said in the log as an engine is made."""
 
 from __future__ import annotations

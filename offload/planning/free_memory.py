@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What memory there is now, whatever was planned."""
 
 from __future__ import annotations

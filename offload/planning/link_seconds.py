@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes that one half of a step moves over each link, and the seconds that they take (`offload.planning.cost`)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a choice of tiers to what it takes: a route for each unit, and how many bytes of each kind lie where."""
 
 from __future__ import annotations

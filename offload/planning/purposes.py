@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What memory is for. The plan counts it by these names, and so does whoever allocates or leases it."""
 
 from __future__ import annotations

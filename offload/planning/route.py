@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where each unit's states live between uses, how its parameters come to where the model computes, and where its update runs.
 
 A route is data. The planner makes one for each unit, and everything else follows it: which stores hold the unit's states, who

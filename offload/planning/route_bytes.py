@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one unit moves over each link, and holds in each tier, by its route: the only place that says so.
 
 Traffic, cost, the plan's lines and what is weighed all count by it.

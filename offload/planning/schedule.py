@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a trace and a budget to a schedule: which unit is fetched and which is evicted with each event. Pure.
 
 The policy is Belady's: what is evicted is what is used again last (of what this step is done with, in a next one like

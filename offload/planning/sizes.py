@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sizes of a model's states under one layout, in bytes, unit by unit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the planner chooses for one engine, in few numbers: `offload.planning.route` makes a route for each unit of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The order in which units are used: recorded in one step, expected in the next.
 
 A trace is a sequence of uses. A use of a unit starts (its parameters must be there) and ends. Uses nest: the root

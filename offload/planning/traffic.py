@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bytes that a step moves over each link, from the routes of its units and how often each is fetched."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the host memory beyond the minimum is spent on: keeping a part of what lies on NVMe. For the order see `Kept`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What would make a recorded step shorter, and by how much at most: each piece of advice follows from the trace's numbers."""
 
 from __future__ import annotations

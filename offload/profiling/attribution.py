@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a recorded step's time went: what links and lanes did, for which of it compute stood still, and who waited for whom.
 
 At any moment the model computes, or it stands still. Where it stands still because something is waited for, that is followed

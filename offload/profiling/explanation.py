@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a trace says, in few numbers: `python -m offload explain`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`engine.profile`: records steps of an engine, real or virtual, and writes them as a trace."""
 
 from __future__ import annotations

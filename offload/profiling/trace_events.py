@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A recording as a file that Perfetto and chrome://tracing open, and back.
 
 The format is Chrome's trace events, JSON: an object with `traceEvents`, complete events (`ph` "X") with `ts` and `dur` in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Doing one thing on every rank or on none: a failure of one, or a difference between them, is known to all. Collective."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The thread that attends to a rendezvous: it talks to the other ranks, and does what all of them agreed on.
 
 It announces what is asked for to the other ranks, decides with them (`offload.ranks.next_transfers`), and has the `Service`

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sum of one flat's gradients over the ranks: each rank's part from every rank, added in the order of the ranks in fp32.
 
 However it travels, the additions are the same, so the bits are: an element is rank 0's, plus rank 1's, ..., then divided.

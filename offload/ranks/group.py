@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the engine asks of the ranks that train one model, be they several or one; which of the two is decided by `join_ranks`.
 
     Group    who they are, and what they tell one another     Ranks (`offload.ranks.transport`) or Alone

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What several ranks do next, decided alike on each of them from what all of them announced. Pure.
 
 Every rank announces which units it wants gathered, which units' gradients it has ready to be reduced, and what its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the ranks meet: what this one asks of the others, and what it waits for.
 
 The training thread asks for gathers ahead of use and for reductions as gradients get ready, and goes on computing; it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ranks that train one model together, and the only place that talks to them: torch.distributed, point to point.
 
     members   every rank of the mesh, in its order; a *member index* names one

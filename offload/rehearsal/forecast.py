@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a step would take on a machine that need not exist: the engine itself, run there in virtual time.
 
     rehearse(VirtualMachine(read_machine("rtx4090")), begin, step, tokens=8192)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The forward calls of hooked modules that are running: a stack."""
 
 from __future__ import annotations

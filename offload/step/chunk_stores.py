@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where each chunk's parameters and optimizer record lie: the link between the layout's chunks and the tiers' extents."""
 
 from __future__ import annotations

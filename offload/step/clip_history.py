@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How often updates that begin before the step were in vain lately, or would have been: whether it pays to begin them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an engine is made of, and how it is taken down."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters that are lent to the user as ordinary tensors: `engine.gathered`.
 
 A block ends by `Lending.__exit__`, or without it: where an interrupt comes just as that begins, Python runs none of it. So the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Carrying values that the user wrote to a parameter in device memory to its home and its master, and from there back home."""
 
 from __future__ import annotations

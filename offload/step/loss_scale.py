@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loss scaling: by how much engine.backward multiplies the loss, and what a step with non-finite gradients does.
 
 Dynamic scaling as in mixed-precision training (Micikevicius et al., 2018) with the constants of torch.amp.GradScaler:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors in what a module is called with, however they are nested."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `p.grad` holds: a token in place of each gradient that the engine took over (`offload.model.taken_gradient`).
 
 left     where nothing is copied PyTorch accumulates undisturbed; what backward left there is taken over at its end. What it

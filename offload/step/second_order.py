@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Backward through a backward (`create_graph=True`): what it computes with is fetched for each of its functions.
 
 A backward that records a graph makes functions which compute with parameters and lie in no forward. So, while it goes through

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Updates that begin before `step()`: as if it were certain to come and the norm changed nothing, and undone where not.
 
 But with update="step" a unit is updated as soon as backward has left it, while the drive has little else to do. Clipping and

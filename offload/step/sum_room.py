@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The room that sums of several micro-batches take: fp32, beside the 16-bit gradients of one. Taken when it is first needed.
 The parts of one gradient that a single backward brings need none: they are added as PyTorch adds them.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`torch.nn.utils.clip_grad_norm_` and `get_total_norm` over all the gradients that the engine took over.
 
 The tokens in `p.grad` (`offload.model.taken_gradient`) ask here for the norm, and say here what they are multiplied by. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loop's own calls: a step turns gradients into updates.
 
 With `update="step"` all updates are enqueued at `step()`, in the order in which the next forward needs them, and run

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From gradients to updates: from here on nothing of what an update does can change."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Uses of units: from when one starts until it ends its parameters are in device memory, and plain tensors.
 
 A forward or backward of a unit uses it, and so does who holds it (`engine.gathered`). Parameters that are read inside a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where bytes lie: host memory, NVMe, and the staging buffers between them."""
 
 from offload.tiers.io import IoBackend, IoStats, Priority, open_backend

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Extents in device memory: the store of optimizer states and gradients that stay on a GPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a store promises about its extents, checked at every operation.
 
 Whole extents only; one writer and no concurrent reader per extent; an extent whose last write failed cannot be read

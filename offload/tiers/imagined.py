@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NVMe that exists only in numbers: its transfers take virtual time and move nothing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host memory that is exactly as large as asked for, counted by purpose, and registered with the device once.
 
 Why not tensors from torch's allocators: the caching host allocator rounds pinned memory up to powers of two, and the

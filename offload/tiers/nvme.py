@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Extents on NVMe: one scratch file per path, striped.
 
 Stripe s of the store, bytes [s * stripe_nbytes, (s + 1) * stripe_nbytes), lies in file s % path_count as its stripe

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scratch files: one for each store and path that the user gave, without a name there.
 
 So two runs in one folder never meet, nothing is to be cleaned up after a run that was killed, and nothing that removes old

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One scratch file: without a name, reserved in full, with direct I/O where the file system has it.
 
 Nobody else can open it or take it away, and the system frees its space when the process ends, in whatever way.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A second place for extents of a store, for as long as somebody needs what they hold now and they are written meanwhile.
 
     keep     a place beside the extent's own is reserved; the next write of the extent goes there

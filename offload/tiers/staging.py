@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host buffers that data passes through on its way between tiers: all of them reserved by name, allocated once.
 
 pool.reserve("parameter fetch", count=3, nbytes=...)    # one line per consumer; the capacity is their sum

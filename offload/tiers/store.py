@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where extents lie: one protocol, in host memory or on NVMe, and one conformance suite for both.
 
 Promises of every store

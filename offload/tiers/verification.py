@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checksums of what lies in scratch files, kept in memory and compared at every read.
 
 Computed when a write is submitted, from the memory that is written, and when a read is waited for, from the memory that was

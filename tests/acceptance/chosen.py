@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Placements that no budget leads to: which units' states lie nearer than the others' is said here."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fixtures: a seed, one way to open an engine in a named setup, so that each test says only what it is about."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a user's loop does to parameters and gradients behind the engine's back: right, or told how; never silence.
 
 Every case runs in plain PyTorch too. Where the engine raises, the message must hold one of the words that lead on, the

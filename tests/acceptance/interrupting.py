@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training that is interrupted at seeded moments: `python -m acceptance.interrupting '{"...": ...}'` prints one JSON line.
 
 Each trial goes through a story (steps, gathered values, a norm, an evaluation) until a timer interrupts it, then loads the

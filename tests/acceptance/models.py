@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The setups, data, models and optimizers that the acceptance tests share. Everything is tiny and seeded."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An interrupt at the n-th moment of a call at which Python may handle a signal, so that a test can go through all of them.
 
 Python looks for signals where one of its functions begins and where one of C returns; so does `sys.setprofile`, and what its

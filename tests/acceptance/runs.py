@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a loop is run and judged.
 
 A loop is written once, as a user would write it, against `Run`; it is then run by plain PyTorch and by an engine, so

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tests of updates that may be undone share."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long backward keeps a unit: until it reaches what forward computed before it, whatever else the unit shares with others;
 and how it goes on meanwhile, with room for two units, while an update still has one of them."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Budgets that cannot hold the largest unit: the error says the smallest that can, and that one does."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configurations, models and optimizers that cannot be: one clear error that names the thing."""
 
 from __future__ import annotations

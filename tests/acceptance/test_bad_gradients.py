@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Non-finite gradients: skipped with fp16, raised with fp32 and bf16, or skipped by choice."""
 
 from __future__ import annotations

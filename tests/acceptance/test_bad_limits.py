@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Limits of the process: each is told by name, with what to do about it, and the engine goes on when it is raised."""
 
 from __future__ import annotations

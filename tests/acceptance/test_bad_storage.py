@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Paths that are missing, not writable, too small, or without O_DIRECT."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Changes after initialize, calls in a wrong order, use after close(), and going on after exceptions."""
 
 from __future__ import annotations

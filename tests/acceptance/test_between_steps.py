@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """While the loop gets its next batch: the first fetch of the next forward. And which cores add micro-batches."""
 
 from __future__ import annotations

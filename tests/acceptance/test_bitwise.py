@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where things lie never changes a bit: every run equals the same engine with everything on the device.
 
 Each run is a small Llama on bytes of text: 20 steps of two micro-batches, clipping that strikes, weight decay, two

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model that never leaves memory: one use covers all its units, gradients stay where autograd left them until backward is
 over, and one native call updates everything. Nothing that a loop can see is another thing for it."""
 

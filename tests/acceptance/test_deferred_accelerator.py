@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The deferred accelerator catches a wait that was taken out.
 
 On it device memory is separate, copies run only when somebody waits for them, and evicted memory is NaN. These tests

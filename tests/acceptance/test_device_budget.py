@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `device_memory` leaves beyond the least is used: with more less moves, to nothing, as planned and to the same bits."""
 
 from __future__ import annotations

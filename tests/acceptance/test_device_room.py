@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Without `device_memory` units stay on the device as far as the model leaves room, and go before an allocation would fail."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An exception of a signal's handler at every moment of a call: what the engine cannot hold leaves it usable, or failed and
 saying so; it holds no parameters, keeps no other thread waiting, and swallows no later Ctrl-C."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An `initialize` that fails, wherever it does, leaves model and optimizer as they were, and a second try works."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of the drive under a whole engine: right data or the right error, never a silent one, never a hang.
 
 The faulty backend runs a transfer only when somebody waits for it and in an order drawn from a seed, so these runs also

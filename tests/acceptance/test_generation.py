@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Generation, many forwards in a row: what was fetched for one stays for the next, as much as the memory granted holds."""
 
 from __future__ import annotations

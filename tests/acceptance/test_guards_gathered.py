@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """engine.gathered and the engine's clipping."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients, scalers and optimizers behind the engine's back: right, or told how (see guards.py)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Units that `gathered` holds, and what comes and goes with their forward alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ctrl-C, and other exceptions that are no `Exception`: in the user's forward, and at any moment of the engine's work."""
 
 from __future__ import annotations

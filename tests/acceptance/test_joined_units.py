@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small blocks that follow each other are one unit, and `offload.unit` marks one: nothing but the number of units changes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models with many chunks have larger ones: the same bits."""
 
 from __future__ import annotations

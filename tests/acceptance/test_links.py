@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `engine.stats()` says of each link: how long it worked, and how much of that the model waited for."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a step costs the engine in Python grows with the number of parameters, and no faster: blocks may have many experts."""
 
 from __future__ import annotations

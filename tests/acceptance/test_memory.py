@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host memory in NVMe mode depends on the largest unit, not on the model.
 
 Each measurement is a process of its own: peak resident bytes (VmHWM) less those after an import and a tiny run.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The room that sums of several micro-batches take: not before there are several, and refused without losing anything."""
 
 from __future__ import annotations

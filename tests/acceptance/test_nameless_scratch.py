@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scratch files have no name: whatever becomes of their folders, training and saves go on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`engine.profile` writes what happened: each link and lane on a row, with bytes and units, and no number changes."""
 
 from __future__ import annotations

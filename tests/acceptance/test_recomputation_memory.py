@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What activation checkpointing keeps in memory: as much as the plan says, of either kind and however blocks are grouped."""
 
 from __future__ import annotations

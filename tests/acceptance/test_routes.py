@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routes that differ between the units of one engine: never another bit, whatever lies where, and saves go from any to any."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lion, Adagrad and SGD against plain PyTorch; split, bf16 and 8-bit states: the same bits wherever they lie, through
 checkpoints, and within rounding of fp32 states."""
 

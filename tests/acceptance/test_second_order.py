@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients of gradients, with parameters that come and go: as in PyTorch, to the bit in every placement, in the same room."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Embeddings tied to a head: a unit of their own that comes and goes, and whose gradient is taken over in parts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Updates that begin before the norm is known: never another bit, whether they are kept or undone, whatever comes between."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Updates that may be undone on a drive that fails, and when they begin early."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A second thread that evaluates while the first one trains: both get what they would get alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What wraps modules, and what they take and return: against plain PyTorch with torch.optim, in fp32."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Unused, frozen, tied, strided, mixed parameters against plain PyTorch, fp32. Unchanged means to the bit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Taking a model and an optimizer over and handing them back: against plain PyTorch with torch.optim, in fp32."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A step that comes again, numbers without sense, graphs from before a step: as PyTorch, or told before anything changes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch.func and forward-mode differentiation around the model, wherever in a loop: the engine's own work is no part of it."""
 
 from __future__ import annotations

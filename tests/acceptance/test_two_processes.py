@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two processes on one nvme path do not touch each other's data; a killed one leaves nothing that stops the next."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters frozen, unfrozen, added to the optimizer in the middle of a run: as in PyTorch, to the bit in every placement."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When updates begin never shows: in any loop, in every place, "auto", "step" and "backward" train to the same bits."""
 
 from __future__ import annotations

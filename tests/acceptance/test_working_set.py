@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `cpu_memory` leaves beyond the minimum keeps a part of what lies on NVMe: never another bit, and less traffic."""
 
 from __future__ import annotations

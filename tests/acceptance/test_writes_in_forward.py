@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forwards that write to their own parameters, and parameters that share memory: as in plain PyTorch, or refused by name."""
 
 from __future__ import annotations

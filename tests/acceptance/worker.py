@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training run in a process of its own: `python -m acceptance.worker '{"...": ...}'` prints one JSON line.
 
 Used where a run must not share this process: other environment variables, kill -9, two at once, peak memory.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report for GPUs runs on the CPU from end to end, and what it makes of traces and results is right."""
 
 from __future__ import annotations

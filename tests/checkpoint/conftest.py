@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fixtures of the acceptance tests: a seed, a folder for NVMe, and `opened`, which opens an engine in a setup."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scripts that end while a save runs: `python -m tests.checkpoint.ending FOLDER` forks one for each way of `ENDS`.
 
 Forks, not new processes: importing torch takes longer than everything else here. A fork that returns from its script ends

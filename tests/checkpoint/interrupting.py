@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loops that are interrupted: `python -m tests.checkpoint.interrupting '{...}'` forks one for each placement.
 
 A timer raises KeyboardInterrupt at a seeded moment of a step, a save or a load, as Ctrl-C does; the loop catches it and goes

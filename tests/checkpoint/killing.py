@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saves that are killed: `python -m tests.checkpoint.killing '{...}'` forks runs that end in the middle of one.
 
 Forks, not new processes: importing torch takes longer than everything else here. Each run loads what the killed one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training loop that can stop and go on: batches, schedule and state are all functions of the step."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints changed and signed anew, as a hostile or a differently laid out writer would make them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saves beside training that stand still for a while."""
 
 from __future__ import annotations

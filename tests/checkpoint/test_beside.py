@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saves that run beside training: what is written is the state of the moment at which they began, and training is as it was.
 
 On the deferred accelerator the lane of the save runs only when somebody waits for it, so there the first update that would

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints that are damaged or made to do harm: an error that names the file, and an engine that is as it was."""
 
 from __future__ import annotations

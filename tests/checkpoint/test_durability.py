@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What must be on the disk before the checkpoint gets its name, and after: the order of syncs and renames."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A save beside training is finished by whatever ends the script, or the script says loudly that it is not."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exports as Hugging Face reads them, and as plain safetensors."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The format of docs/checkpoint-format.md, byte for byte: what is written, and that what was written once is read for good."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What others wrote may be anything: an import takes it, or refuses it by an error of this package before it takes memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of DeepSpeed and torch.distributed, converted, loaded and trained on: the same as going on by hand."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KeyboardInterrupt at any moment of a step, a save or a load: every checkpoint that is there is what it says it is."""
 
 from __future__ import annotations

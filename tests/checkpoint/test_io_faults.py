@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of the drive under runs that save and resume: right data or the right error, and the last checkpoint always good.
 
 Every fault comes from a seed: its kind, the transfer that it strikes, the placement, the order of all transfers.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saves that hold no step up: stores keep what is overwritten, and updates of the last step may still be to come."""
 
 from __future__ import annotations

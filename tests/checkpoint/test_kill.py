@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """kill -9 in a save: what was saved before, or the new one, is there whole; and nothing is left lying about for good."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loading, exporting and saves beside training take one chunk's buffers beside what is there, a save that waits takes two
 chunks': counted by the ledger, seen by the system."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m offload export`: the bytes that the engine would have exported, from the folder alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A save that training waits for reads a chunk while the one before it is written, and has updates that are still to come made
 meanwhile. One beside training takes one at a time."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exports of PEFT models: adapters that PEFT loads, and merged models that Hugging Face loads, to the bit."""
 
 from __future__ import annotations

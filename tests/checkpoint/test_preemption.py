@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SIGTERM in a training process that asked for it: the step is finished, everything is saved, the exit code is 0."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine that failed is unusable until it loads a checkpoint, and then goes on as if nothing had been."""
 
 from __future__ import annotations

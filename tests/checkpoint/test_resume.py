@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A resumed run equals the uninterrupted one to the bit, wherever the states lie now and lay when they were saved."""
 
 from __future__ import annotations

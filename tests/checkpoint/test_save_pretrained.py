@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`save_pretrained` of a Hugging Face model that an engine has: what it writes in memory, unit by unit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saves that share blocks with scratch files, on any file system: in the place of the call is one that copies the range.
 
 What is shared, what is written all the same, that nobody can tell from the files, and what happens where the call fails.

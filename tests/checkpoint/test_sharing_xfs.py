@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saves that share blocks with scratch files, on a file system that has them: XFS, made here and mounted if we may."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where bytes lie in the file of a unit: as the chunks lie in stores, at places where blocks can be shared."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a user sees of checkpoints: what is refused and how, what comes back, numbered folders, and failures on the way."""
 
 from __future__ import annotations

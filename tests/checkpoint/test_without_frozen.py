@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`save_checkpoint(without_frozen=True)`: what is not trained is not written, and a load leaves it as it is."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs of the command as a user makes them: another process, its exit code, what it printed, what it left behind."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `train` computes, in ordinary PyTorch: the oracle of its losses."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`train --checkpoints`: a run that was ended, or killed, goes on as if it had never been."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Documents, tokens and windows: what is read is what the files hold, and the split is clean."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What cannot be is said in one line, with exit code 2, before anything is made."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a newcomer meets first: the list of commands, what was probably meant, the environment, and a run's own words."""
 
 from __future__ import annotations

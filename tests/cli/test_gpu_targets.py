@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`make test-gpu` and `make gpu-report` start on a machine with a GPU, torch and none of our tools, without a network.
 
 Rehearsed in an environment that has what such a machine has, has no access to an index, and fails whoever asks for one.

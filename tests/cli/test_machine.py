@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """info, probe and bench: each in a process, bounded small; what they print is about this machine."""
 
 from __future__ import annotations

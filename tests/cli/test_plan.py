@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`plan` says what `initialize` does: the same lines, budgets that hold and not one byte less, the traffic of the design."""
 
 from __future__ import annotations

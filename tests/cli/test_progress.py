@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How far `initialize` is: in the log, and on the line of `python -m offload train`."""
 
 from __future__ import annotations

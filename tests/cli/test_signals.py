@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ctrl-C and SIGTERM at moments of a run: what ends how, and that nothing stays on the drive."""
 
 from __future__ import annotations

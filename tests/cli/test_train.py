@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`train` in a process of its own, its report held against the same training in plain PyTorch and against the plan."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a file of compiled kernels says of itself: machine code for one compute capability, an ELF file (cubin).
 
 And what the launches give to its kernels, to compare the two.

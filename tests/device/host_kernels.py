@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CUDA kernels' source, compiled as C++ and run on the CPU, behind the interface of `compiled_kernels.Launcher`."""
 
 from __future__ import annotations

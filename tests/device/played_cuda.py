@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`torch.cuda` played on the CPU, with a detector of races between streams and host threads.
 
 Work runs at once, where it is issued, so numbers are right whatever the order. What is checked is the order that the

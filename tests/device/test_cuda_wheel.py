@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The wheel offload-cuda, without a GPU: its files are found, each is machine code for its device, and the launches fit it.
 
 The driver itself is all that is left to a machine with a GPU (tests/gpu/test_kernels.py).

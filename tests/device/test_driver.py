@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The compiled kernels are launched by the CUDA driver, which is played here by a library that runs them on the host.
 
 So what is launched has the arguments, the stream and the context that the kernels need, or a code of the driver's says not.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When freed memory is given back to the system."""
 
 from __future__ import annotations

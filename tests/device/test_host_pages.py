@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pages of large host memory are made by several threads, before registration, and nobody's else."""
 
 from __future__ import annotations

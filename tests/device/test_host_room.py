@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much memory there is: physical memory, control groups of both versions, resource limits; and that "auto" goes by it."""
 
 from __future__ import annotations

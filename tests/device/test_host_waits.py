@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where within a step the host waits for the device: exactly where docs/gpu.md says. `torch.cuda` is played on the CPU."""
 
 from __future__ import annotations

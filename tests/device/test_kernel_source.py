@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The source of the CUDA kernels gives the CPU kernels' bits, run on the host."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Both CUDA compilers make of the kernels what the source says, on every architecture, in registers alone. No GPU is needed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The order that the CUDA accelerator and the engine ask of streams and threads leaves no race; see `played_cuda`.
 
 And the detector is one: with any of the orders taken out, the same training races.

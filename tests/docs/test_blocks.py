@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every block of code in the README and on the pages of docs/ runs: Python as one script a page, commands one by one.
 
 A page finds a tiny checkpoint with its tokenizer, a folder of text and a drive, under the names that the pages use.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the pages say that code says is so: error messages, figures, the public API, links."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a test runs: on a GPU, and the same body on the deferred accelerator, which shows on any machine that the test runs."""
 
 from __future__ import annotations

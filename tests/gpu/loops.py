@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One model and one loop for all tests of this folder. No host synchronisation but where a test asks for numbers."""
 
 from __future__ import annotations

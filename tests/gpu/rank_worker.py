@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank of tests/gpu/test_ranks.py: trains on its half of every batch and prints a digest of the weights."""
 
 from __future__ import annotations

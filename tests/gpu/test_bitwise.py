@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where states lie never changes a bit: every placement equals the run with everything on the device."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """On a GPU: copies from our registered memory are as fast as bare ones, in both directions at once, and run beside compute."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """On a GPU: the compiled kernels, and the torch operations in their place, give the CPU kernels' bits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """On a GPU: peak device memory is what the plan said, plus what the model itself takes."""
 
 from __future__ import annotations

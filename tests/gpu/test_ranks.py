@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two ranks that share one device, over gloo: the same bits in every stage and placement."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """On a GPU: torch sees no synchronisation within a step, once the first step has shown the order of things."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What two ranks do with `offload.deepspeed`. Every function runs on both; arguments and results are JSON."""
 
 from __future__ import annotations

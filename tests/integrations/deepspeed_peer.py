@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training that the real DeepSpeed and the drop-in both run, word for word: one JSON argument, one JSON result.
 
     python deepspeed_peer.py '{"config": {...}, "steps": 4}'                         by whatever `import deepspeed` is

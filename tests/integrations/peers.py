@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs `deepspeed_peer.py` by the real DeepSpeed, where DEEPSPEED_PYTHON names a Python that has it, and by the drop-in."""
 
 from __future__ import annotations

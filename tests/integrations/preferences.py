@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TRL's trainers on tiny data: lines of source text, a tokenizer of bytes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Accelerate's own loop on an engine: accumulation, clipping, saves that go on to the bit, `save_model`, and two ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`offload.deepspeed` by itself: schedules with DeepSpeed's numbers, what is refused, what is not there, checkpoints' edges."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints between DeepSpeed and the drop-in: read without running what they name, and both ways with the real one."""
 
 from __future__ import annotations

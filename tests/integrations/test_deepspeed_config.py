@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's config keys: each is done, said to be without effect, or refused; none is passed over."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loops of DeepSpeed's users: whose backward it is, what a forward gives, where initialize stands."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """coming-from-deepspeed.md: its configs become what it says, its loop runs with each; deepspeed.md is as the code is."""
 
 from __future__ import annotations

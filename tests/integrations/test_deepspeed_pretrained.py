@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pretrained models under ZeRO-3, through `zero.Init` as Transformers enters it: what LLaMA-Factory, axolotl and Trainer do
 before they call `initialize`, and the scripts of DeepSpeed's tutorials. In processes of their own."""
 

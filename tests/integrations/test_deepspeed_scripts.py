@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scripts as DeepSpeed's users write them, in processes of their own; the same training by offload's own calls, bit for bit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tools that speak DeepSpeed, unmodified, on the drop-in: Trainer, Accelerate, the launcher; and the real one beside it."""
 
 from __future__ import annotations

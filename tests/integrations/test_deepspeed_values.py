@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading and setting single parameters, gradients and moments, by the engine's calls and by DeepSpeed's names."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every file under examples/ runs as its first lines say, on a tiny model and real text, and leaves what it says."""
 
 from __future__ import annotations

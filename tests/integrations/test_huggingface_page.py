@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/huggingface.md: every block of code runs, in order, as one script."""
 
 from __future__ import annotations

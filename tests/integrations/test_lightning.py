@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning's Fabric and Trainer on an engine: their scripts, without and with it, and going on to the bit."""
 
 from __future__ import annotations

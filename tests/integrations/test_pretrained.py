@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pretrained models that never were in memory: `from_pretrained` inside `deferred_init`, and `weights=` under adapters."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """QLoRA: weights that bitsandbytes has packed into four bits lie in the tiers as they are, with what unpacks them."""
 
 from __future__ import annotations

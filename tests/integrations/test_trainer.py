@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trainer on an engine: what it does elsewhere, with the engine's own bits, going on to the bit from its checkpoints."""
 
 from __future__ import annotations

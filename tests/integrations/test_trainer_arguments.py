@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What else a Trainer does by its arguments, on an engine: as a plain one does it, within rounding."""
 
 from __future__ import annotations

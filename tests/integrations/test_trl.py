@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TRL's trainers with the mixin: what they give without it, and going on to the bit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The frameworks' own example scripts with one import changed, on local data: what they give without it, within rounding.
 
 TRL's are in its package. Those of transformers are not: TRANSFORMERS_EXAMPLES names the folder `examples/pytorch` of a checkout

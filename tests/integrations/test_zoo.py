@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every architecture of the zoo has the same bits in every framework and place. `make zoo` writes the table."""
 
 from __future__ import annotations

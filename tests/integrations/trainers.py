@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tests of trainers share: text, arguments, and runs that are made once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny random models of every architecture that the zoo lists, what they are trained on, and three steps of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layout's invariants, for any model, world size and chunk size."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a checkpoint holds, read by the format's page alone (docs/checkpoint-format.md)."""
 
 from __future__ import annotations

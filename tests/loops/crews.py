@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Crews whose processes start at once: each is forked from one process that has imported everything and done nothing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The drive of a setup: slow, or with one fault in all of a program."""
 
 from __future__ import annotations

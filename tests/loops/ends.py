@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a process of a program ended, and where the next one goes on."""
 
 from __future__ import annotations

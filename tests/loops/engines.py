@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine's sides of a program: in memory, which is followed through its own operations, and as drawn."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the processes do: play one side of a program, or the part of it until it goes on in another process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a program on all sides, and says what is wrong with it, if anything is."""
 
 from __future__ import annotations

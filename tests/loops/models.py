@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small models of every kind that users train, put together from blocks; their data, optimizers and fuses."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The oracle: the same script in plain PyTorch, on one process, which plays all ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A program's operations as a user's script writes them, for plain PyTorch and for an engine alike.
 
 A `Player` has one side's model and optimizer. What the sides do differently (gathered, clipping, saves) are the methods

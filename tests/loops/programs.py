@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a loop is made of: a model, where its states lie, and what the user's script does, one operation after the other.
 
 A program is data. It is printed as the Python that makes it, goes to other processes as JSON, and can be shortened at

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The closed table of refusals: which error is a right answer to which operation, and when.
 
 Whatever an engine raises that no line here allows fails the loop. Below it stands what loops leave out, each with its reason.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draws programs from seeds and judges each; every failure is shrunk on its own, from its seed."""
 
 from __future__ import annotations

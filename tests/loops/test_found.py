@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the search found: each program failed once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Any loop, by random search: the engine as drawn is the engine in memory, and PyTorch.
 
 A program (`programs.py`) is a small model, where its states lie, and 10 to 60 operations as users write them. It is played

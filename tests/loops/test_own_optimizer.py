@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizers without a kernel here: called on parts of parameters where they compute element by element, else refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The oracle of these tests: the same model, built the ordinary way from the same seed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face models: their `_init_weights` runs as it does in ordinary construction."""
 
 from __future__ import annotations

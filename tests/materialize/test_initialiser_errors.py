@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What cannot be replayed is refused, by the name of the parameter."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What torch.nn and ordinary user code build: the same bits as without deferral."""
 
 from __future__ import annotations

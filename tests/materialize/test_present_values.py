@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values asked for in the middle of a recording: right after every kind of write, and not computed again and again."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replay: any order, any subset, any number of times, with no more work or memory than the values need."""
 
 from __future__ import annotations

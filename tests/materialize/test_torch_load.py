@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors that `torch.load` makes inside `deferred_init`, over memory and over mapped files."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Local safetensors: found, matched strictly, loaded one at a time."""
 
 from __future__ import annotations

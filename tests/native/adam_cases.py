@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors and hyperparameters of one Adam step, for the tests of every form of it."""
 
 from __future__ import annotations

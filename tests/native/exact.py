@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exact arithmetic to compare with: rational numbers, rounded once to float32; and comparison by bits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ways one computation can be done here: every SIMD level that this processor has, and the torch form."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adam: against exact arithmetic, against itself on every path, and against torch.optim."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loading the library, threads, and life without it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The checksum has one value, whatever the instruction set and wherever the memory begins."""
 
 from __future__ import annotations

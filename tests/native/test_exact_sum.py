@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exact sums: nothing is rounded, on either path, and cuts and order do not show."""
 
 from __future__ import annotations

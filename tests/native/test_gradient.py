@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradient ingest and casts: against their definition, on every path."""
 
 from __future__ import annotations

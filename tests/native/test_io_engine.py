@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The native I/O engine, both kinds: every test runs on io_uring where the system has it, and on threads."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arenas and moving pages."""
 
 from __future__ import annotations

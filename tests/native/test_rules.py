@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lion, Adagrad and SGD: against exact arithmetic, and against the optimizers that users know, to the bit."""
 
 from __future__ import annotations

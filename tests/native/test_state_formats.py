@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Split weights, bf16 and 8-bit moments: their definitions in plain integers, and the same bits on every path."""
 
 from __future__ import annotations

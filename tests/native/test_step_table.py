@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The step of a chunk by its table gives the bits of a step piece by piece."""
 
 from __future__ import annotations

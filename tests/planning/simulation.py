@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A schedule run on numbers alone: the oracle of what always holds of one (`offload.planning.schedule`)."""
 
 from __future__ import annotations

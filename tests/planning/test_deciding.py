@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the planner makes of budgets, on small layouts: within them, no fixed placement moves less; with more, no more moves."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The planner on every kind of trace: what always holds of a schedule."""
 
 from __future__ import annotations

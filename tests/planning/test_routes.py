@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a route may say: what nothing executes is refused when it is made."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the schedule computes beforehand is what the engine then holds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradient buffers that are kept free for the gradient that comes next."""
 
 from __future__ import annotations

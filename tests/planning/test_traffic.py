@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The NVMe traffic that `plan` says is what the engine then moves, to the byte: every placement, dtype and state format."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a trace is read as: on traces made by hand, of which the answer is known."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A crew: N processes in one gloo group, started once, each doing one job after the other. One alone is in no group.
 
 `python -m tests.ranks.crew` is one member. It reads lines of JSON, {"job": a function of the jobs' module, "arguments": {...}},

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the members of a crew do. Every function runs on all of them; arguments and results are JSON."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The agreement alone, on simulated ranks: whatever ways they take, nobody waits for ever, and everybody gets what he asked."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transfers between GPUs, which NCCL makes and gloo plays here: the same bits, and their order beside the user's own."""
 
 from __future__ import annotations

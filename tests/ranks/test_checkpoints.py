@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of several ranks: written by all, loaded by any number; damage and kills."""
 
 from __future__ import annotations

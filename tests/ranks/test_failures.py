@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank that differs, fails, hangs or goes away: the others say which and where, within the timeout, and none hangs."""
 
 from __future__ import annotations

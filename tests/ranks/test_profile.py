@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each rank writes a profile of its own, with what the ranks send each other."""
 
 from __future__ import annotations

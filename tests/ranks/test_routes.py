@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that do not do the same: other experts, other lengths, other batch sizes, an overflow on one of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """For the same ranks every stage and every placement gives the same bits; one rank with the whole batch, nearly."""
 
 from __future__ import annotations

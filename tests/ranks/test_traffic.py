@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What goes over the wire, and what lies where: counted, and compared with the formulas."""
 
 from __future__ import annotations

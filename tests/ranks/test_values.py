@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading and writing parameters across ranks: gathered, state_dict in whole and in shares, torch.distributed.checkpoint."""
 
 from __future__ import annotations

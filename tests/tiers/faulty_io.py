@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An I/O backend whose faults, delays and order of completion come from a seed.
 
 Nothing runs in the background: a transfer is queued when it is submitted and runs when somebody waits for it or asks

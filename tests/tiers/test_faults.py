@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every fault ends in the right error or in right data, at whichever operation it strikes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block size and depth never change a byte, and each device has a queue of its own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sharing blocks: what every errno means, what a snapshot shares, and the room that is held for the next write."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every store promises, tried on every store: in host memory, and on files by every backend, striped or not."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is read from a scratch file is what was written there, or an error that says which bytes are not."""
 
 from __future__ import annotations

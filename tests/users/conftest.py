@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One thread for torch, as the workers of the other tests have."""
 
 from __future__ import annotations

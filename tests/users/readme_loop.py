@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The README's loop as a user's own file, for `mypy --strict` in `make check`. `test_package.py` holds it to the README."""
 
 from collections.abc import Iterable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What cannot be is said by one error that names the call and the right one; copies and schedulers are as in PyTorch."""
 
 from __future__ import annotations

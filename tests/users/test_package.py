@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the package shows to its users: names, types, the README's own loop; and no threads where an engine is dropped."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Other libraries' saves of a model in training hold what they hold of a plain model: every tensor, tied ones as they do."""
 
 from __future__ import annotations

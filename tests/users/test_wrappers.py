@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What wrappers and loops do around a model in training: conversions without effect, an optimizer's state_dict, clipping."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What "auto" chooses takes no longer than any tiers that a user might name, within the same budgets: in virtual time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How far steps on described machines are from what bounds them: what was reached is kept, cell by cell.
 
 The table is docs/performance/floors.json (benchmarks/floors.py): virtual time is the same everywhere."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A forecast is the engine's own run: the bytes of a real one, the same each time, and never faster than what bounds it."""
 
 from __future__ import annotations

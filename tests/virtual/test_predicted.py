@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the plan says of a machine against what was measured there: docs/performance/predicted.json (benchmarks/predicted.py).
 
 Virtual time is the same everywhere, so that the said part of the table is what is said now; what of it was right is held."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A trace of a step in virtual time is that step: its seconds, its bytes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Virtual time: actors in the order of their moments, resources shared fairly, queues in their order, the same every time."""
 
 from __future__ import annotations

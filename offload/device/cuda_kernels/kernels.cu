@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The arithmetic of `offload.device.kernels` on a GPU, bit for bit that of native/src/kernels.inc.
 //
 // Every operation is written with its rounding (__fmul_rn and its kin are never contracted into a fused multiply-add),

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A device in numbers: tensors on the meta device, no bytes, and a virtual time at which each thing is done."""
 
 from __future__ import annotations

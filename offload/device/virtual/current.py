@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The machine that exists only in numbers, while this process runs on one.
 
 Arithmetic on memory asks here first: on such a machine it takes its time and leaves the bytes alone.

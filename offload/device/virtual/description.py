@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A machine in numbers: described ones lie in `machines/`, with where each number comes from beside it."""
 
 from __future__ import annotations

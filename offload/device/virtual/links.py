@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What work takes its time from: resources with a rate, shared by all who use them at once.
 
 An *activity* (a copy, a kernel, an optimizer step) needs an amount of each of some resources: bytes of a link, bytes of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A machine that runs in virtual time: its resources, the queues in front of them, and the memory that is in use."""
 
 from __future__ import annotations

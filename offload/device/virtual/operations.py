@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What PyTorch's operations cost on a machine in numbers: their floating-point operations and the bytes they touch."""
 
 from __future__ import annotations

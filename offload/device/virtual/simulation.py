@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time that is only counted: threads that take turns, each when its moment has come.
 
 An *actor* is a thread of the engine (the one that drives the model, a lane) that runs in a simulation. One actor runs at any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients as backward brings them: copied, converted or added into the buffers of their chunks.
 
 The sum of squares of what is stored is taken in the same pass. From a device to the host a gradient goes by

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the gradients of chunks lie: in the store's own memory, or in buffers that the store takes over when they run out.
 
 Where the store offers a view, a chunk's buffer is that view for good. Where it does not (NVMe), buffers are leased. When they

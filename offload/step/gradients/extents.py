@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the gradients of chunks have their extents: of one backward in compute precision, of several as fp32 sums."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients between the backward that computes them and the update that consumes them.
 
     gradient_arrival   what becomes of a gradient that backward brings, on its way into its chunks' buffers

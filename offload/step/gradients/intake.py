@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the gradients that this rank computed become those that a step is made of: alone, or averaged over the ranks.
 
 Intake         nothing is trained: nothing comes

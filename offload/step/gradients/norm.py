@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The global gradient norm: an exact sum, so that no order of summation, sharding or number of terms shows in it.
 
 Sums of squares come as doubles, one per block of a gradient. Their sum is a whole number of the smallest doubles, which an int

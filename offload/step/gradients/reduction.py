@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients of whole units on their way to the ranks that own their shards (reduce-scatter), where there are several ranks.
 
     arrive    each parameter's gradient is copied into the flat gradient buffer of its unit as backward computes it

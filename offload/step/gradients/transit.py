@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients between the device's backward and host memory: packed by chunk, summed and cast in one pass, one D2H a chunk.
 
     arrive   a parameter's gradient is packed into device buffers: one kernel reads it, casts it to the compute dtype, stores it

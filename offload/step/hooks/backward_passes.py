@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Backwards through the model: which uses of units they have open, and when each is over.
 
 A backward is a graph task of autograd. When a gradient reaches an output of a unit its use starts; when the gradients of all

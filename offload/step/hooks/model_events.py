@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the hooks report of forwards and backwards through the model, and what that leads to."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine's ears in the model: hooks of modules and parameters.
 
     forward      a pre-hook starts the unit's use, a hook ends it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gradient of a parameter that several modules share (tied weights) is added up in place, where PyTorch would not.
 
 PyTorch holds the part that came first until it has the next, and adds the two into a third tensor: at the end of backward

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks that `torch.compile` leaves alone: where a compiled part of the model calls one, its graph ends, and goes on after."""
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which units are in device memory: what is fetched, when, and what leaves."""

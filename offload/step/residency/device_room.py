@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much device memory units may take where no budget says it: what the model leaves of it, less a tenth.
 
 What a forward and its backward take besides units is seen when they run, from the allocator's own figures. It holds for

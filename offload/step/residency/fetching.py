@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a unit's parameters come into device memory and leave it: one fetcher per way.
 
 HomeFetcher    they are there for good

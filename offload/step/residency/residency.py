@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which units are in device memory, and when they come and go.
 
 Uses of units start (the parameters must be there) and end (`offload.step.uses`). The schedule made from the last step's

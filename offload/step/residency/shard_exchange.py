@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Moves what the ranks agreed on at the rendezvous: shards of parameters into units, gradients of units into shards."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether an engine can still be used: it was not closed, and nothing failed that leaves its state undefined."""
 
 from __future__ import annotations

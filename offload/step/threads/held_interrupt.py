@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ctrl-C while the engine does its own work: held until that is done, so that it finds nothing half done.
 
 A second one is not held: what it cuts short is then in an undefined state, as after any failure. Only the handler of SIGINT

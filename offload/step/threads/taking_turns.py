@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One thread at a time goes through the model: an evaluation in a second thread and a training take turns.
 
 A forward, a backward, and each piece of the engine's own work between them are a turn. Whoever comes meanwhile waits, and has

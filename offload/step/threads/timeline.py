@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a step's time went: what the model waited for, what the lanes did meanwhile, and which of it nobody waited for."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Updates where parameters are whole on every rank and each updates its shard of them (ZeRO stages 1 and 2).
 
 A unit is gathered right after its update, and the next one's update and gather are begun with it: its shards travel under the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the ways of records and values work with: all that any of them may need, so that a new one is only written."""
 
 from __future__ import annotations

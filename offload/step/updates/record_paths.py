@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How an update gets at a chunk's record, and leaves the new one: one way for each `RecordPath`.
 
 `begin` gives the record's bytes, uint8, in memory that the update's kernel can address; `commit` brings what the update wrote

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizer step, chunk by chunk: read record k+1, update k, write k-1, at once.
 
     enqueue   at step(): what every chunk will get (gradient pieces, hyper-parameters, step counts), in the order in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where an update finds a chunk's parameter values and where it leaves the new ones: one way for each `ValuePath`.
 
 `begin` gives the values [chunk.numel] in the parameters' dtype, in memory that the update's kernel can

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters as ordinary tensors between steps: `engine.gathered` and `engine.state_dict`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Setting a model's values from a state_dict, unit by unit: `engine.load_state_dict`."""
 
 from __future__ import annotations

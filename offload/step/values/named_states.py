@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One parameter's fp32 value, gradient or moment, read and set also before a step: `engine.read`, `engine.write`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """File I/O: one protocol, three implementations, the best that works here chosen by trying.
 
 io_uring    native; one ring for each device, deep queues, no thread per transfer

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """File I/O in pure Python: aiofiles on an event loop of its own, for where the native library cannot be had.
 
 A transfer is cut into blocks; `queue_depth` coroutines take blocks from one priority queue and run `preadv` or

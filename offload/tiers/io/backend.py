@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every I/O backend is: whole transfers between tensors and files, each with one `Pending`.
 
 Ownership: from submission until it settled, a transfer holds its file and its tensor, so neither a closed descriptor

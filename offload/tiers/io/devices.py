@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One backend for each device: a ring and a queue of its own, so that no drive waits behind another, and each is asked in
 the block size and depth that it was measured to want."""
 

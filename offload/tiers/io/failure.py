@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One sentence per errno: what a failed operation on a file means for the user and what to do about it.
 
 The table has every errno that Linux documents for the calls on files, folders and locks that are made here.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """File I/O by the native engine: io_uring, or a pool of threads that call pread and pwrite."""
 
 from __future__ import annotations

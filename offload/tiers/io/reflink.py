@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reflinks: two files that share blocks until one of them is written to. btrfs, XFS, and others since.
 
 The kernel brings what the source's page cache still has to disk first and waits for direct writes to it, so a range is

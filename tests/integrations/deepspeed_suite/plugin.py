@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pytest plugin under which DeepSpeed's own tests run on `offload.deepspeed`, each item within a time.
 
 Their ranks are forked here, killed when one of them fails or the time is up, and the first failure is the item's. A name of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs DeepSpeed's own tests on `offload.deepspeed`, file by file, and writes a table of what came of them.
 
     DEEPSPEED_TESTS=/path/to/DeepSpeed python -m tests.integrations.deepspeed_suite.run [--retry open] [file ...]

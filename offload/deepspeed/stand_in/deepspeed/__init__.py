@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`import deepspeed` where this folder is on the path: the drop-in takes the name's place."""
 
 import offload.deepspeed
