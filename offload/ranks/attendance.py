@@ -7,6 +7,7 @@ move the bytes, while the training thread computes. Nothing of it exists on one 
 
 from __future__ import annotations
 
+import queue
 import threading
 import weakref
 from typing import Protocol
@@ -45,8 +46,8 @@ class Attendance:
         self._names = rendezvous.unit_names
         self._words = -(-len(self._names) // _WORD_BITS)
         self._closing = self._exchanging = False
-        # The thread knows the event alone while there is nothing to do: it ends with this object.
-        weakref.finalize(self, rendezvous.asked.set).atexit = False
+        # The thread knows the queue alone while there is nothing to do: it ends with this object.
+        weakref.finalize(self, rendezvous.asked.put, None).atexit = False
         serving = (weakref.ref(self), rendezvous.asked)
         self._thread = threading.Thread(target=_serve, args=serving, name="offload-ranks", daemon=True)
         start_thread(self._thread)
@@ -54,10 +55,8 @@ class Attendance:
     def close(self) -> None:
         """End the thread. All ranks have met before, or this one is abandoned: nothing is under way. Idempotent."""
         rendezvous = self._rendezvous
-        with rendezvous.changed:
-            self._closing = True
-            rendezvous.asked.set()
-            rendezvous.changed.notify_all()
+        self._closing = True
+        rendezvous.wake()
         if rendezvous.failure is None and (self._exchanging or not rendezvous.is_idle):
             return  # stuck in an exchange with ranks that are gone: it ends with the process
         self._thread.join()
@@ -127,10 +126,9 @@ class Attendance:
             self._rendezvous.pass_point()
 
 
-def _serve(reference: weakref.ref[Attendance], asked: threading.Event) -> None:
+def _serve(reference: weakref.ref[Attendance], asked: queue.SimpleQueue[None]) -> None:
     while True:
-        asked.wait()
-        asked.clear()
+        asked.get()
         attendance = reference()
         if attendance is None or not attendance.run():
             return

@@ -8,9 +8,10 @@ its own attends to that (`offload.ranks.attendance`).
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable
-from types import TracebackType
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from offload.device.lane import start_thread
@@ -19,18 +20,30 @@ from offload.ranks.next_transfers import Announcement, Blocked, MeetingPoint
 from offload.ranks.transport import Ranks
 
 T = TypeVar("T")
+NOT_BLOCKED = Announcement()
 
 
-class Changed(threading.Condition):
-    """A condition that an interrupt may leave at any moment of its `wait`: also where that does not hold the lock which the
-    `with` around it gives back."""
+class Bell:
+    """Rung when something has changed, for all who listen. Under the lock of what changes, all but the waiting itself.
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        try:
-            super().__exit__(kind, value, trace)
-        except RuntimeError:  # there is nothing to give back
-            if kind is None:
-                raise
+    Unlike in `threading.Condition` every wait is for a lock in C: what a signal raises at any moment of it leaves no lock held.
+    """
+
+    def __init__(self) -> None:
+        self._listening: list[threading.Lock] = []
+
+    def listen(self) -> threading.Lock:
+        """What can be had once the bell rings for the next time."""
+        heard = threading.Lock()
+        heard.acquire()
+        self._listening.append(heard)
+        return heard
+
+    def ring(self) -> None:
+        """Wake all who listen."""
+        listening, self._listening = self._listening, []
+        for heard in listening:
+            heard.release()
 
 
 class Request(Pending):
@@ -52,7 +65,7 @@ class Request(Pending):
 
 
 class Rendezvous:
-    """See the module. What is not said to be another's belongs to the training thread. All state is under one condition.
+    """See the module. What is not said to be another's belongs to the training thread. All state is under one lock.
 
     gathers, reductions  the queues of what is asked for and not settled, by unit index: what is announced
     blocked              what the training thread waits for; AT_POINT: with the action that is to run there
@@ -63,16 +76,16 @@ class Rendezvous:
 
     def __init__(self, ranks: Ranks, unit_names: list[str]) -> None:
         self._ranks, self.unit_names = ranks, unit_names
-        self.changed = Changed()
+        self._lock, self._bell = threading.RLock(), Bell()
         self._gathers: dict[int, Request] = {}
         self._reductions: dict[int, Request] = {}
-        self._blocked = Announcement()
+        self._blocked = NOT_BLOCKED
         self._action: Callable[[], Any] | None = None
         self._answer: list[Any] = []
         self._failure: BaseException | None = None
         self._watching = MeetingPoint.NONE
-        self.asked = threading.Event()
-        """Set when there is something to attend to."""
+        self.asked: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """Has something in it when there may be something to attend to."""
 
     # ---- the training thread -------------------------------------------------------------------------------------
 
@@ -89,32 +102,38 @@ class Rendezvous:
 
         `argument`: an integer in [0, 2**62) that must be equal on all ranks.
         """
-        with self.changed:
+        answer: list[Any] = []
+        with self._lock:
             self._require_going_on()
-            self._action, self._answer = action, []
-            self._blocked = Announcement(blocked=Blocked.AT_POINT, point=point, argument=argument)
-            self._wake()
-            try:
-                while not self._answer:
-                    self.changed.wait()
-                    self._require_going_on()
-            finally:
-                self._blocked = Announcement()
-            return self._answer[0]
+            self._action, self._answer = action, answer
+        self._wait(Announcement(blocked=Blocked.AT_POINT, point=point, argument=argument), lambda: bool(answer))
+        return answer[0]
 
     def block(self, asked: Request) -> None:
         """Wait until `asked` is settled; raise the failure of the rendezvous."""
-        with self.changed:
-            if not asked.settled:
-                self._require_going_on()
-                self._blocked = Announcement(blocked=asked.blocked, argument=asked.unit_index)
-                self.changed.notify_all()
-                try:
-                    while not asked.settled:
-                        self.changed.wait()
-                        self._require_going_on()
-                finally:
-                    self._blocked = Announcement()
+        if not asked.settled:
+            self._wait(Announcement(blocked=asked.blocked, argument=asked.unit_index), lambda: asked.settled)
+
+    def _wait(self, blocked: Announcement, is_over: Callable[[], bool]) -> None:
+        """As long as it takes, while the others are told that this rank is blocked."""
+        try:
+            with self._lock:
+                if is_over():
+                    return
+                self._blocked = blocked
+            self.wake()
+            while (rung := self._unless(is_over)) is not None:
+                rung.acquire()
+        finally:
+            self._blocked = NOT_BLOCKED
+
+    def _unless(self, is_over: Callable[[], bool]) -> threading.Lock | None:
+        """What to wait for, unless there is nothing to wait for any more."""
+        with self._lock:
+            if is_over():
+                return None
+            self._require_going_on()
+            return self._bell.listen()
 
     def alongside(self, point: MeetingPoint, act: Callable[[], T]) -> T:
         """`act`, which waits for the other ranks in a way of its own, in a thread of its own, while it is seen when one of them
@@ -127,16 +146,14 @@ class Rendezvous:
                 results.append(act())
             except BaseException as error:
                 failures.append(error)
-            with self.changed:
-                self.changed.notify_all()
+            with self._lock:
+                self._bell.ring()
 
         self._watch(point)
         try:
             start_thread(threading.Thread(target=run, name="offload-joining", daemon=True))
-            with self.changed:
-                while not (results or failures):
-                    self._require_going_on()
-                    self.changed.wait()
+            while (rung := self._unless(lambda: bool(results or failures))) is not None:
+                rung.acquire()
         finally:
             self._watch(MeetingPoint.NONE)
         if failures:
@@ -149,10 +166,9 @@ class Rendezvous:
         self._watch(MeetingPoint.SAVING if on else MeetingPoint.NONE)
 
     def _watch(self, point: MeetingPoint) -> None:
-        with self.changed:
-            self._watching = point
-            if point:
-                self._wake()
+        self._watching = point
+        if point:
+            self.wake()
 
     def abandon(self, reason: str) -> None:
         """This rank stops here: the others are told why, instead of waiting for it. Never raises."""
@@ -169,17 +185,17 @@ class Rendezvous:
         return not (self._gathers or self._reductions or self._blocked.blocked)
 
     def _ask(self, asked_for: dict[int, Request], blocked: Blocked, unit_index: int) -> Request:
-        with self.changed:
+        with self._lock:
             self._require_going_on()
             if unit_index in asked_for:
                 raise AssertionError(f"unit {self.unit_names[unit_index]} was asked for twice")
             asked = asked_for[unit_index] = Request(self, blocked, unit_index)
-            self._wake()
-            return asked
+        self.wake()
+        return asked
 
-    def _wake(self) -> None:
-        self.asked.set()
-        self.changed.notify_all()
+    def wake(self) -> None:
+        """Have the attendance look what there is to attend to."""
+        self.asked.put(None)
 
     def _require_going_on(self) -> None:
         if self._failure is not None:
@@ -189,7 +205,9 @@ class Rendezvous:
 
     def announcement(self) -> Announcement | None:
         """What the others are to be told now; None: nothing is asked for, and nobody is to be watched."""
-        with self.changed:
+        while not self.asked.empty():  # the attendance alone takes from it
+            self.asked.get()
+        with self._lock:
             if self.is_idle and not self._watching:
                 return None
             blocked = self._blocked
@@ -207,9 +225,9 @@ class Rendezvous:
         return f"{kind} of unit {self.unit_names[next(iter(units))]}" if units else otherwise
 
     def pause(self, seconds: float) -> None:
-        """Wait for that long, or until something changes."""
-        with self.changed:
-            self.changed.wait(seconds)
+        """Wait for that long, or until something is asked for."""
+        with suppress(queue.Empty):
+            self.asked.get(timeout=seconds)
 
     def settle_gather(self, unit_index: int, result: Pending | None) -> None:
         """The unit was gathered to this rank; compute waits for `result`, if there is one."""
@@ -220,22 +238,25 @@ class Rendezvous:
         self._settle(self._reductions, unit_index, None)
 
     def _settle(self, asked_for: dict[int, Request], unit_index: int, result: Pending | None) -> None:
-        with self.changed:
+        with self._lock:
             asked = asked_for.pop(unit_index)
             asked.result, asked.settled = result, True
             if self._blocked.blocked is asked.blocked and self._blocked.argument == unit_index:
-                self._blocked = Announcement()  # it is about to go on: the next round must not take it for blocked
-            self.changed.notify_all()
+                self._blocked = NOT_BLOCKED  # it is about to go on: the next round must not take it for blocked
+            self._bell.ring()
 
     def pass_point(self) -> None:
         """All ranks are at the point that `meet` waits at: its action runs, and it returns."""
-        answer = self._action() if self._action is not None else None
-        with self.changed:
-            self._blocked, self._action, self._answer = Announcement(), None, [answer]
-            self.changed.notify_all()
+        with self._lock:
+            action, answer = self._action, self._answer
+        result = action() if action is not None else None
+        with self._lock:
+            self._blocked, self._action = NOT_BLOCKED, None
+            answer.append(result)
+            self._bell.ring()
 
     def fail(self, error: BaseException) -> None:
         """Nobody will attend any more: who waits, and who comes, gets this error."""
-        with self.changed:
+        with self._lock:
             self._failure = error
-            self.changed.notify_all()
+            self._bell.ring()

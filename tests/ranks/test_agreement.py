@@ -6,11 +6,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-import pytest
 from hypothesis import given, settings, strategies as st
 
 from offload.ranks.next_transfers import Announcement, Blocked, MeetingPoint, decide
-from offload.ranks.rendezvous import Changed
 
 UNITS = 5
 
@@ -142,18 +140,3 @@ def test_nothing_is_done_while_somebody_computes() -> None:
     computing = Announcement(gathers=frozenset({2}))
     assert decide([waiting, computing]).is_nothing
     assert decide([waiting, waiting]).gathers == ((1, frozenset({0, 1})),)
-
-
-def test_an_interrupt_inside_a_wait_stays_one() -> None:
-    """Python's wait may be left without the lock that its `with` gives back."""
-    changed = Changed()
-
-    def interrupted() -> None:
-        changed._lock.release()
-        raise KeyboardInterrupt
-
-    changed._release_save = interrupted
-    with pytest.raises(KeyboardInterrupt), changed:
-        changed.wait()
-    assert changed.acquire(blocking=False)
-    changed.release()
