@@ -72,11 +72,14 @@ class Drives:
         self._patch = patch
         self._made: list[Drive] = []
         """Of the engine that is there: what is newly trained makes its parts, and so the drive, anew."""
+        self._former: list[Drive] = []
+        """Of engines before: what struck a save beside the end of one is seen when the next one loads it."""
         self.is_excused = False
         """Whether the fault came, and was told."""
 
     def connect(self, setup: Setup, rank: int, ranks: int) -> None:
         """For the engine that is made next. Of several ranks one has the fault."""
+        self._former += self._made
         self._made = []
         if not setup.drive:
             return
@@ -103,8 +106,8 @@ class Drives:
 
     @property
     def has_struck(self) -> bool:
-        return any(drive.struck_file is not None for drive in self._made)
+        return any(drive.struck_file is not None for drive in self._former + self._made)
 
     @property
     def damages_silently(self) -> bool:
-        return any(drive.damages_silently for drive in self._made)
+        return any(drive.damages_silently for drive in self._former + self._made)
