@@ -1,4 +1,4 @@
-"""The binding to `native/`: the only place that sees pointers.
+"""The binding to `native/`, but for file I/O (`_native_io.py`): the only two places that see pointers.
 
 Everything here takes addresses (`tensor.data_ptr()`) and sizes as integers and knows no torch. The meaning of each
 function is written in `native/include/offload.h`; here is what Python adds: a failure is an `OSError` with its errno,
@@ -13,25 +13,15 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import sys
 import threading
 import warnings
 from collections.abc import Sequence
 from ctypes import byref, c_int32, c_int64, c_uint64, c_void_p
+from typing import NamedTuple
 
 import numpy as np
 
-from offload._native_library import (
-    IoResult as IoResult,
-    IoResultStructure,
-    IoStatistics as IoStatistics,
-    IoStatisticsStructure,
-    IoTimes as IoTimes,
-    IoTimesStructure,
-    UpdateArguments as UpdateArguments,
-    UpdateSegmentStructure,
-    load,
-)
+from offload._native_library import UpdateArguments as UpdateArguments, UpdateSegmentStructure, load
 from offload.errors import ConfigError
 
 F32, BF16, F16 = 0, 1, 2
@@ -39,20 +29,10 @@ STATE_FORMATS = {"fp32": 0, "split": 1, "bf16": 2, "8bit": 3}
 RULES = {"adam": 0, "lion": 1, "adagrad": 2, "sgd": 3}
 SIMD_LEVELS = {"scalar": 0, "avx2": 1, "avx512": 2, "neon": 3}
 
-IO_KINDS = {"io_uring": 0, "threads": 1}
-IO_OPERATIONS = {"read": 0, "write": 1, "fdatasync": 2}
-PRIORITY_HIGH, PRIORITY_LOW, PRIORITY_BACKGROUND = 0, 1, 2
-
 HUGE_PAGE_NBYTES = 2 << 20
 STREAM_STEP_NUMEL = 64  # `stream` takes whole steps
 
-# A wait on the main thread returns this often to let Python see Ctrl-C.
-_INTERRUPTIBLE_NS = 100_000_000
-
 _EXACT_SUM_DIGITS = 70
-
-_NOT_ENDED = -1  # no transfer moved fewer than 0 bytes
-
 
 _library, _unavailable_reason = load()
 _warned = False
@@ -81,61 +61,63 @@ def warn_if_missing() -> None:
         )
 
 
-def _loaded() -> ctypes.CDLL:
+def loaded() -> ctypes.CDLL:
+    """The library; `OSError` (ENOSYS) where it is missing."""
     if _library is None:
         raise OSError(errno.ENOSYS, f"the native library is missing: {_unavailable_reason}")
     return _library
 
 
-def _check(status: int, operation: str) -> None:
+def check(status: int, operation: str) -> None:
+    """Raise what the library returned, if that is no success."""
     if status != 0:
         raise OSError(-status, f"{operation}: {os.strerror(-status)}")
 
 
 def build_info() -> str:
     """One line: ABI, compiler, io_uring or not, SIMD paths."""
-    return bytes(_loaded().offload_build_info()).decode()
+    return bytes(loaded().offload_build_info()).decode()
 
 
 def simd_level() -> str:
     """The SIMD path in use: a key of `SIMD_LEVELS`."""
-    level = int(_loaded().offload_simd_level())
+    level = int(loaded().offload_simd_level())
     return next(name for name, code in SIMD_LEVELS.items() if code == level)
 
 
 def set_simd_level(name: str | None) -> None:
     """Choose a path (None: the best); `OSError` ENOTSUP where the build or the processor lacks it. For tests."""
     code = -1 if name is None else SIMD_LEVELS[name]
-    _check(_loaded().offload_set_simd_level(code), f"set_simd_level({name!r})")
+    check(loaded().offload_set_simd_level(code), f"set_simd_level({name!r})")
 
 
-class _Owner:
+class Owner:
     """Owns one object of the library, which `close`, or else the collector, destroys."""
 
     _destroy = ""
-    _pointer: c_void_p | None = None
+    pointer: c_void_p | None = None
 
     def close(self) -> None:
         """End its threads, after what they were given to do. No other call on it may be running; a second close is
         nothing. In a forked child it is nothing too: the threads are the parent's."""
-        pointer, self._pointer = self._pointer, None
+        pointer, self.pointer = self.pointer, None
         if pointer is not None and _library is not None:
-            _check(getattr(_library, self._destroy)(pointer), self._destroy)
+            check(getattr(_library, self._destroy)(pointer), self._destroy)
 
     def __del__(self) -> None:
         self.close()
 
 
-class Threads(_Owner):
+class Threads(Owner):
     """A pool of threads (`count` 0: one per physical core in the affinity mask); its callers take turns."""
 
     _destroy = "offload_threads_destroy"
 
     def __init__(self, count: int = 0) -> None:
         pointer = c_void_p()
-        _check(_loaded().offload_threads_create(count, byref(pointer)), f"Threads({count})")
-        self._pointer = pointer
-        self.count = int(_loaded().offload_threads_count(pointer))
+        check(loaded().offload_threads_create(count, byref(pointer)), f"Threads({count})")
+        self.pointer = pointer
+        self.count = int(loaded().offload_threads_count(pointer))
 
 
 _default_threads: Threads | None = None
@@ -201,9 +183,9 @@ os.register_at_fork(after_in_child=_forget_after_fork)
 
 def update(segments: Sequence[UpdateArguments], threads: Threads | None = None) -> None:
     """One optimizer step on every segment (`offload_update`)."""
-    library, pool = _loaded(), threads or default_threads()
+    library, pool = loaded(), threads or default_threads()
     array = (UpdateSegmentStructure * len(segments))(*segments)  # type: ignore[misc]  # a tuple fills a structure
-    _check(library.offload_update(pool._pointer, array, len(segments)), f"update of {len(segments)} segments")
+    check(library.offload_update(pool.pointer, array, len(segments)), f"update of {len(segments)} segments")
 
 
 UPDATE_ROW = np.dtype(UpdateSegmentStructure)
@@ -212,14 +194,19 @@ UPDATE_ROW = np.dtype(UpdateSegmentStructure)
 
 def update_rows(address: int, count: int) -> None:
     """The same on a table of `UPDATE_ROW` in memory."""
-    _check(_loaded().offload_update(default_threads()._pointer, address, count), f"update of {count} segments")
+    check(loaded().offload_update(default_threads().pointer, address, count), f"update of {count} segments")
+
+
+class Values(NamedTuple):
+    """Where numbers lie (0: nowhere), and the code of their dtype."""
+
+    address: int
+    dtype: int
 
 
 def gradient_ingest(
-    dst: int,
-    dst_dtype: int,
-    src: int,
-    src_dtype: int,
+    dst: Values,
+    src: Values,
     numel: int,
     start_index: int,
     accumulate: bool,
@@ -227,38 +214,39 @@ def gradient_ingest(
     *,
     all_cores: bool = False,
 ) -> None:
-    """Copy or add a gradient and sum its squares by blocks (`offload_gradient_ingest`); address 0: none. `all_cores`: none of
+    """Copy or add a gradient and sum its squares by blocks (`offload_gradient_ingest`). Of `dst` and `block_sums` either may be
+    nowhere. `all_cores`: none of
     them computes the model."""
     pool = _threads_for(numel, all_cores=all_cores)
-    status = _loaded().offload_gradient_ingest(
-        pool._pointer, dst or None, dst_dtype, src, src_dtype, numel, start_index, int(accumulate), block_sums or None
+    status = loaded().offload_gradient_ingest(
+        pool.pointer, dst.address or None, dst.dtype, *src, numel, start_index, int(accumulate), block_sums or None
     )
-    _check(status, f"gradient_ingest(numel={numel}, start_index={start_index})")
+    check(status, f"gradient_ingest(numel={numel}, start_index={start_index})")
 
 
-def convert(dst: int, dst_dtype: int, src: int, src_dtype: int, numel: int, *, all_cores: bool = False) -> None:
+def convert(dst: Values, src: Values, numel: int, *, all_cores: bool = False) -> None:
     """dst = src, cast (`offload_convert`). `all_cores`: none of them computes the model."""
     pool = _threads_for(numel, all_cores=all_cores)
-    _check(_loaded().offload_convert(pool._pointer, dst, dst_dtype, src, src_dtype, numel), f"convert(numel={numel})")
+    check(loaded().offload_convert(pool.pointer, *dst, *src, numel), f"convert(numel={numel})")
 
 
 def exact_sum(arrays: Sequence[tuple[int, int]]) -> int | None:
     """The exact sum of arrays of doubles, each given as (address, count), in units of the smallest double, 2**-1074
     (`offload_exact_sum`). None: an element is infinite or NaN."""
-    library, digits = _loaded(), (ctypes.c_uint32 * _EXACT_SUM_DIGITS)()
+    library, digits = loaded(), (ctypes.c_uint32 * _EXACT_SUM_DIGITS)()
     addresses = (c_void_p * len(arrays))(*(address for address, _ in arrays))
     counts = (c_int64 * len(arrays))(*(count for _, count in arrays))
     status = library.offload_exact_sum(addresses, counts, len(arrays), digits)
     if status == -errno.EDOM:
         return None
-    _check(status, f"exact_sum of {len(arrays)} arrays")
+    check(status, f"exact_sum of {len(arrays)} arrays")
     return int.from_bytes(bytes(digits), "little", signed=True)
 
 
 def checksum(address: int, nbytes: int) -> int:
     """A 64-bit checksum of memory, the same within one build on one machine (`offload_checksum`)."""
     out = c_uint64()
-    _check(_loaded().offload_checksum(address, nbytes, byref(out)), f"checksum of {nbytes} bytes")
+    check(loaded().offload_checksum(address, nbytes, byref(out)), f"checksum of {nbytes} bytes")
     return out.value
 
 
@@ -267,14 +255,14 @@ def stream(
 ) -> None:
     """Read and write arrays, each given as (address, bytes per element), and nothing else: the floor of a benchmark
     (`offload_stream`). `numel`: a multiple of STREAM_STEP_NUMEL."""
-    library, pool = _loaded(), threads or default_threads()
+    library, pool = loaded(), threads or default_threads()
 
     def columns(arrays: Sequence[tuple[int, int]]) -> tuple[object, object, int]:
         count = len(arrays)
         return (c_void_p * count)(*(one[0] for one in arrays)), (c_int32 * count)(*(one[1] for one in arrays)), count
 
-    status = library.offload_stream(pool._pointer, *columns(reads), *columns(writes), numel)
-    _check(status, f"stream(numel={numel})")
+    status = library.offload_stream(pool.pointer, *columns(reads), *columns(writes), numel)
+    check(status, f"stream(numel={numel})")
 
 
 class _Mapping:
@@ -296,7 +284,7 @@ class _Mapping:
         """Unmap it. Nothing may use the memory any more."""
         address, self.address = self.address, 0
         if address and _library is not None:
-            _check(self._unmap(_library, address, self.nbytes), f"unmap {self.nbytes} bytes")
+            check(self._unmap(_library, address, self.nbytes), f"unmap {self.nbytes} bytes")
 
     def __del__(self) -> None:
         self.close()
@@ -308,14 +296,14 @@ class Arena(_Mapping):
     def __init__(self, nbytes: int, *, huge_pages: bool = True, prefault: bool = False) -> None:
         out, mapped = c_void_p(), c_int64()
         flags = (1 if huge_pages else 0) | (2 if prefault else 0)
-        _check(_loaded().offload_arena_create(nbytes, flags, byref(out), byref(mapped)), f"Arena of {nbytes} bytes")
+        check(loaded().offload_arena_create(nbytes, flags, byref(out), byref(mapped)), f"Arena of {nbytes} bytes")
         self.address, self.nbytes = out.value or 0, mapped.value
 
     def decommit(self, offset_nbytes: int, nbytes: int) -> None:
         """Give whole pages back to the system; they read as zeros later."""
         if offset_nbytes < 0 or nbytes < 0 or offset_nbytes + nbytes > self.nbytes:
             raise ValueError(f"decommit [{offset_nbytes}, {offset_nbytes + nbytes}) of an arena of {self.nbytes} bytes")
-        _check(_loaded().offload_arena_decommit(self.address + offset_nbytes, nbytes), f"decommit {nbytes} bytes")
+        check(loaded().offload_arena_decommit(self.address + offset_nbytes, nbytes), f"decommit {nbytes} bytes")
 
     def _unmap(self, library: ctypes.CDLL, address: int, nbytes: int) -> int:
         return int(library.offload_arena_destroy(address, nbytes))
@@ -326,7 +314,7 @@ class PageRange(_Mapping):
 
     def __init__(self, nbytes: int) -> None:
         out = c_void_p()
-        _check(_loaded().offload_pages_reserve(nbytes, byref(out)), f"PageRange of {nbytes} bytes")
+        check(loaded().offload_pages_reserve(nbytes, byref(out)), f"PageRange of {nbytes} bytes")
         self.address, self.nbytes = out.value or 0, nbytes
 
     def _unmap(self, library: ctypes.CDLL, address: int, nbytes: int) -> int:
@@ -340,130 +328,4 @@ def pages_supported() -> bool:
 
 def pages_move(source: int, destination: int, nbytes: int) -> None:
     """Move whole pages between addresses without a copy (`offload_pages_move`)."""
-    _check(_loaded().offload_pages_move(source, destination, nbytes), f"pages_move of {nbytes} bytes")
-
-
-class Ticket:
-    """One transfer, as the library writes of it: its name when it is submitted, its end when somebody waits for that.
-
-    Both are in memory of this object before the library's call returns, and before the library forgets them: so an exception
-    that a signal raises in Python between two of its steps loses neither.
-    """
-
-    __slots__ = ("ended", "kept_times", "name")
-
-    def __init__(self) -> None:
-        self.name = c_uint64(0)
-        self.ended = IoResultStructure(transferred_nbytes=_NOT_ENDED)
-        self.kept_times: IoTimesStructure | None = None
-
-    def keep_times(self) -> None:
-        """Have whoever sees its end keep the times too. To be called before anybody waits; a library that was built before it
-        could do that keeps none."""
-        if hasattr(_loaded(), "offload_io_wait_timed"):
-            self.kept_times = IoTimesStructure()
-
-    @property
-    def times(self) -> IoTimes | None:
-        """When it began and ended, if that was to be kept and it is over."""
-        times = self.kept_times
-        return IoTimes(times.began_ns, times.ended_ns) if times is not None and times.ended_ns else None
-
-    @property
-    def is_submitted(self) -> bool:
-        return bool(self.name.value)
-
-    @property
-    def result(self) -> IoResult | None:
-        """How it ended, once a `wait` or `poll` found that."""
-        ended = self.ended
-        if ended.transferred_nbytes == _NOT_ENDED:
-            return None
-        return IoResult(ended.status, ended.transferred_nbytes, ended.failed_offset)
-
-
-class IoEngine(_Owner):
-    """Reads and writes in flight on file descriptors, by "io_uring" or by "threads".
-
-    `OSError` ENOSYS or EPERM: there is no io_uring here. All methods but `close` may be called from any thread. A
-    buffer belongs to the engine from `submit` until the ticket is settled.
-    """
-
-    _destroy = "offload_io_destroy"
-
-    def __init__(self, kind: str, queue_depth: int, block_nbytes: int) -> None:
-        pointer = c_void_p()
-        status = _loaded().offload_io_create(IO_KINDS[kind], queue_depth, block_nbytes, byref(pointer))
-        _check(status, f"IoEngine({kind!r}, queue_depth={queue_depth}, block_nbytes={block_nbytes})")
-        self._pointer = pointer
-
-    def register(self, address: int, nbytes: int) -> None:
-        """Make memory known to the kernel, which makes its transfers cheaper (`offload_io_register`).
-
-        It must stay mapped until `unregister` or `close`. `OSError`: EOPNOTSUPP; ENOMEM beyond the limit of locked memory."""
-        status = _loaded().offload_io_register(self._pointer, address, nbytes)
-        _check(status, f"register {nbytes} bytes of memory for I/O")
-
-    def unregister(self, address: int) -> None:
-        """Take back what `register` did for the memory that begins there. Nothing may be in flight in it."""
-        if self._pointer is not None:  # else: closing took back everything
-            _check(_loaded().offload_io_unregister(self._pointer, address), "unregister memory for I/O")
-
-    def submit(
-        self,
-        operation: str,
-        fd: int,
-        address: int,
-        nbytes: int,
-        offset: int,
-        priority: int = PRIORITY_HIGH,
-        ticket: Ticket | None = None,
-    ) -> Ticket:
-        """Queue a "read", "write", or "fdatasync" of what was written and waited for. Returns the ticket at once.
-
-        `ticket`: a new one of the caller's, which then knows whether it was submitted whatever is raised here."""
-        ticket = ticket or Ticket()
-        status = _loaded().offload_io_submit(
-            self._pointer, IO_OPERATIONS[operation], fd, address, nbytes, offset, priority, byref(ticket.name)
-        )
-        _check(status, f"submit a {operation} of {nbytes} bytes at offset {offset}")
-        return ticket
-
-    def wait(self, ticket: Ticket, timeout_ns: int | None = None) -> IoResult:
-        """How it ended (a failed transfer does not raise here), as often as it is asked for.
-
-        `TimeoutError`: not settled within timeout_ns (None: without limit), the ticket stays; `OSError` ENOENT: not one of
-        this engine's."""
-        remaining_ns = -1 if timeout_ns is None else timeout_ns
-        longest_ns = _INTERRUPTIBLE_NS if threading.current_thread() is threading.main_thread() else sys.maxsize
-        while (result := ticket.result) is None:
-            slice_ns = longest_ns if remaining_ns < 0 else min(remaining_ns, longest_ns)
-            if ticket.kept_times is None:
-                status = _loaded().offload_io_wait(self._pointer, ticket.name, slice_ns, byref(ticket.ended))
-            else:
-                status = self._wait_timed(ticket, ticket.kept_times, slice_ns)
-            if status == -errno.ETIMEDOUT and remaining_ns != slice_ns:
-                remaining_ns -= slice_ns if remaining_ns > 0 else 0
-            elif ticket.result is None:  # else: settled, if by another thread's wait
-                _check(status, f"wait for ticket {ticket.name.value}")
-        return result
-
-    def poll(self, ticket: Ticket) -> IoResult | None:
-        """As `wait`, but None at once where it is not settled."""
-        if ticket.result is None:
-            if ticket.kept_times is None:
-                status = _loaded().offload_io_poll(self._pointer, ticket.name, byref(ticket.ended))
-            else:
-                status = self._wait_timed(ticket, ticket.kept_times, 0)
-            if status not in (-errno.EAGAIN, -errno.ETIMEDOUT) and ticket.result is None:
-                _check(status, f"poll ticket {ticket.name.value}")
-        return ticket.result
-
-    def _wait_timed(self, ticket: Ticket, times: IoTimesStructure, timeout_ns: int) -> int:
-        return int(_loaded().offload_io_wait_timed(self._pointer, ticket.name, timeout_ns, byref(ticket.ended), byref(times)))
-
-    def stats(self) -> IoStatistics:
-        """Totals since the engine was made."""
-        raw = IoStatisticsStructure()
-        _check(_loaded().offload_io_stats(self._pointer, byref(raw)), "stats")
-        return IoStatistics(*(getattr(raw, name) for name in IoStatistics._fields))
+    check(loaded().offload_pages_move(source, destination, nbytes), f"pages_move of {nbytes} bytes")

@@ -94,6 +94,10 @@ def put_remainder(target: Tensor, values: Tensor) -> None:
         target[part].copy_(_halves(_int32_of(values[part]))[0])
 
 
+def _bf16(address: int) -> _native.Values:
+    return _native.Values(address, _native.BF16)
+
+
 def _put_halves(upper: Tensor | None, rest: Tensor | None, values: Tensor) -> None:
     """Split float32 masters on the host, on all cores of the native library; None: that half is not wanted.
 
@@ -105,8 +109,8 @@ def _put_halves(upper: Tensor | None, rest: Tensor | None, values: Tensor) -> No
         numel, given = part.stop - part.start, values[part].contiguous()
         high_address = (upper[part] if upper is not None else unwanted).data_ptr()
         low_address = (rest[part] if rest is not None else unwanted).data_ptr()
-        _native.convert(high_address, _native.BF16, minus_zero.data_ptr(), _native.BF16, numel)
-        _native.convert(low_address, _native.BF16, zero.data_ptr(), _native.BF16, numel)
+        _native.convert(_bf16(high_address), _bf16(minus_zero.data_ptr()), numel)
+        _native.convert(_bf16(low_address), _bf16(zero.data_ptr()), numel)
         step = _native.UpdateArguments(
             grad=given.data_ptr(), master=low_address, exp_avg=0, exp_avg_sq=0, exp_avg_scale=0, exp_avg_sq_scale=0,
             values=high_address, numel=numel, first_index=0, step=1, rounding_seed=0, lr=-1.0, beta1=0.0, beta2=0.0, eps=0.0,

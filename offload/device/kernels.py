@@ -76,12 +76,8 @@ def ingest_async(
         ingest_into = _ingest_torch if compiled is None else compiled.ingest
         ingest_into(dst, src, start_index % BLOCK_NUMEL, accumulate, sums)
         return sums
-    dst_address, dst_code = (0, _native.F32) if dst is None else (dst.data_ptr(), DTYPE_CODES[dst.dtype])
-    src_code = DTYPE_CODES[src.dtype]
     numel, target = src.numel(), sums.data_ptr()
-    _native.gradient_ingest(
-        dst_address, dst_code, src.data_ptr(), src_code, numel, start_index, accumulate, target, all_cores=all_cores
-    )
+    _native.gradient_ingest(_values(dst), _values(src), numel, start_index, accumulate, target, all_cores=all_cores)
     return sums
 
 
@@ -98,11 +94,13 @@ def ingest_all(parts: Sequence[tuple[Tensor | None, Tensor, int]]) -> list[Tenso
             raise AssertionError(f"what begins at {start_index} is no contiguous gradient on the host")
         if dst is not None and (dst.numel() != numel or not dst.is_contiguous() or not dst.is_cpu):
             raise AssertionError(f"its place must be contiguous, [{numel}] on the host")
-        dst_address, dst_code = (0, _native.F32) if dst is None else (dst.data_ptr(), DTYPE_CODES[dst.dtype])
-        src_code = DTYPE_CODES[src.dtype]
-        _native.gradient_ingest(dst_address, dst_code, src.data_ptr(), src_code, numel, start_index, False, address)
+        _native.gradient_ingest(_values(dst), _values(src), numel, start_index, False, address)
         address += 8 * count
     return list(sums.split(counts))
+
+
+def _values(tensor: Tensor | None) -> _native.Values:
+    return _native.Values(0, _native.F32) if tensor is None else _native.Values(tensor.data_ptr(), DTYPE_CODES[tensor.dtype])
 
 
 def touched_block_count(start_index: int, numel: int) -> int:
@@ -120,8 +118,7 @@ def convert(dst: Tensor, src: Tensor, *, all_cores: bool = False) -> None:
         machine.wrote(dst)
         return
     if uses_native(src):
-        codes = DTYPE_CODES[dst.dtype], DTYPE_CODES[src.dtype]
-        _native.convert(dst.data_ptr(), codes[0], src.data_ptr(), codes[1], src.numel(), all_cores=all_cores)
+        _native.convert(_values(dst), _values(src), src.numel(), all_cores=all_cores)
         return
     if dst.dtype == src.dtype:
         dst.copy_(src)

@@ -80,8 +80,8 @@ def test_all_cores_add_micro_batches_where_none_computes_the_model(
     added, ingest = list[bool](), _native.gradient_ingest
 
     def watched(*arguments: Any, all_cores: bool = False) -> None:
-        if arguments[6]:  # adds to what is there
-            added.append(_native._threads_for(arguments[4], all_cores=all_cores) is threads)
+        if arguments[4]:  # adds to what is there
+            added.append(_native._threads_for(arguments[2], all_cores=all_cores) is threads)
         ingest(*arguments, all_cores=all_cores)
 
     monkeypatch.setattr(_native, "gradient_ingest", watched)

@@ -196,7 +196,8 @@ def test_null_and_nonsense_are_refused() -> None:
         with pytest.raises(OSError) as caught:
             _native.update([good._replace(**bad)])
         assert caught.value.errno == errno.EINVAL
-    for arguments in ((0, 0, 0, 0, 5, 0, False, 0), (1, 0, 1, 0, 5, 32, False, 0), (1, 5, 1, 0, 5, 0, False, 0)):
+    for *places, numel, start_index in ((0, 0, 0, 0, 5, 0), (1, 0, 1, 0, 5, 32), (1, 5, 1, 0, 5, 0)):
         with pytest.raises(OSError) as caught:
-            _native.gradient_ingest(*arguments)
+            dst, src = _native.Values(*places[:2]), _native.Values(*places[2:])
+            _native.gradient_ingest(dst, src, numel, start_index, False, 0)
         assert caught.value.errno == errno.EINVAL

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from offload import _native
-from offload._native import IoEngine
+from offload._native_io import PRIORITY_BACKGROUND, PRIORITY_HIGH, PRIORITY_LOW, IoEngine, Ticket
 
 pytestmark = pytest.mark.skipif(not _native.available(), reason="the native library is not built")
 BLOCK = 4096
@@ -147,7 +147,7 @@ def test_a_result_can_be_had_again(engine: IoEngine, fd: int) -> None:
         assert again(ticket) == (0, 100, -1)
     for of_no_engine in (engine.wait, engine.poll):
         with pytest.raises(OSError) as caught:
-            of_no_engine(_native.Ticket())
+            of_no_engine(Ticket())
         assert caught.value.errno == errno.ENOENT
 
 
@@ -155,7 +155,7 @@ def test_a_result_can_be_had_again(engine: IoEngine, fd: int) -> None:
 def test_an_interrupt_right_after_a_call_of_the_library_loses_nothing(
     engine: IoEngine, fd: int, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library = _native._loaded()
+    library = _native.loaded()
 
     class Interrupting:
         def __getattr__(self, name: str) -> Any:
@@ -169,9 +169,9 @@ def test_an_interrupt_right_after_a_call_of_the_library_loses_nothing(
 
             return interrupted
 
-    data, ticket = _noise(100), _native.Ticket()
+    data, ticket = _noise(100), Ticket()
     with monkeypatch.context() as patched:
-        patched.setattr(_native, "_loaded", Interrupting)
+        patched.setattr(_native, "loaded", Interrupting)
         with pytest.raises(KeyboardInterrupt):
             engine.submit("write", fd, data.ctypes.data, 100, 0, ticket=ticket)
             while engine.poll(ticket) is None if call == "offload_io_poll" else engine.wait(ticket):
@@ -350,10 +350,10 @@ def test_high_priority_starts_before_all_that_waits(tmp_path: Path) -> None:
             np.ones(8 * BLOCK, np.uint8),
             np.zeros(8 * BLOCK, np.uint8),
         )
-        held = engine.submit("read", gate, count.ctypes.data, 8, 0, _native.PRIORITY_LOW)
-        writes = [engine.submit("write", fd, data.ctypes.data, len(data), 0, _native.PRIORITY_LOW) for _ in range(20)]
-        last = engine.submit("read", fd, late.ctypes.data, len(late), 0, _native.PRIORITY_LOW)
-        first = engine.submit("read", fd, seen.ctypes.data, len(seen), 0, _native.PRIORITY_HIGH)
+        held = engine.submit("read", gate, count.ctypes.data, 8, 0, PRIORITY_LOW)
+        writes = [engine.submit("write", fd, data.ctypes.data, len(data), 0, PRIORITY_LOW) for _ in range(20)]
+        last = engine.submit("read", fd, late.ctypes.data, len(late), 0, PRIORITY_LOW)
+        first = engine.submit("read", fd, seen.ctypes.data, len(seen), 0, PRIORITY_HIGH)
         os.eventfd_write(gate, 1)
         assert all(engine.wait(ticket).status == 0 for ticket in (held, first, *writes, last))
         assert not seen.any(), "a write that was queued before the urgent read ran before it"
@@ -378,16 +378,16 @@ def test_background_stands_aside(tmp_path: Path) -> None:
         def held(index: int, priority: int) -> int:
             return engine.submit("read", gates[index], counts[index].ctypes.data, 8, 0, priority)
 
-        other, first = held(0, _native.PRIORITY_LOW), held(1, _native.PRIORITY_BACKGROUND)
-        second = engine.submit("read", fd, late.ctypes.data, BLOCK, 0, _native.PRIORITY_BACKGROUND)
-        urgent = engine.submit("read", fd, seen.ctypes.data, BLOCK, 0, _native.PRIORITY_HIGH)
+        other, first = held(0, PRIORITY_LOW), held(1, PRIORITY_BACKGROUND)
+        second = engine.submit("read", fd, late.ctypes.data, BLOCK, 0, PRIORITY_BACKGROUND)
+        urgent = engine.submit("read", fd, seen.ctypes.data, BLOCK, 0, PRIORITY_HIGH)
         assert engine.wait(urgent).status == 0 and not seen.any()
         assert engine.poll(second) is None and late.all(), "two background blocks beside another one"
         os.eventfd_write(gates[0], 1)
         assert engine.wait(other).status == 0
         assert engine.wait(second, 60_000_000_000).status == 0, "alone, a second one starts"
-        third = held(2, _native.PRIORITY_BACKGROUND)
-        fourth = engine.submit("read", fd, seen.ctypes.data, BLOCK, 0, _native.PRIORITY_BACKGROUND)
+        third = held(2, PRIORITY_BACKGROUND)
+        fourth = engine.submit("read", fd, seen.ctypes.data, BLOCK, 0, PRIORITY_BACKGROUND)
         assert engine.poll(fourth) is None, "more than an eighth of the depth"
         os.eventfd_write(gates[1], 1)
         os.eventfd_write(gates[2], 1)
@@ -408,7 +408,12 @@ def test_background_work_is_all_done(tmp_path: Path, kind: str) -> None:
     fd = os.open(tmp_path / "data", os.O_RDWR | os.O_CREAT)
     try:
         data, seen = _noise(64 * BLOCK), np.zeros(64 * BLOCK, np.uint8)
-        priorities = (_native.PRIORITY_BACKGROUND, _native.PRIORITY_LOW, _native.PRIORITY_BACKGROUND, _native.PRIORITY_HIGH)
+        priorities = (
+            PRIORITY_BACKGROUND,
+            PRIORITY_LOW,
+            PRIORITY_BACKGROUND,
+            PRIORITY_HIGH,
+        )
         for operation, array in (("write", data), ("read", seen)):
             tickets = [
                 engine.submit(operation, fd, array.ctypes.data + at * BLOCK, 4 * BLOCK, at * BLOCK, priorities[at // 4 % 4])
@@ -421,7 +426,7 @@ def test_background_work_is_all_done(tmp_path: Path, kind: str) -> None:
         os.close(fd)
 
 
-@pytest.mark.skipif(not hasattr(_native._loaded(), "offload_io_wait_timed"), reason="built before it kept times")
+@pytest.mark.skipif(not hasattr(_native.loaded(), "offload_io_wait_timed"), reason="built before it kept times")
 @pytest.mark.parametrize("seen_by", ["wait", "poll"])
 def test_a_ticket_keeps_its_times_where_that_is_asked(engine: IoEngine, fd: int, seen_by: str) -> None:
     data = _noise(3 * BLOCK)

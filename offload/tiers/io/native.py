@@ -12,7 +12,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from offload import _native
+from offload._native_io import IoEngine, Ticket
 from offload.device.pending import Pending
 from offload.tiers.io.backend import IoStats, OpenFile, Priority
 from offload.tiers.io.failure import transfer_error
@@ -24,14 +24,14 @@ class _NativePending(Pending):
     """One ticket. From before it is submitted until its end is known it is in `_in_flight`, which holds its memory and file
     under the kernel's hands, whatever becomes of those who wait for it."""
 
-    def __init__(self, engine: _native.IoEngine, file: OpenFile, tensor: Tensor, offset_nbytes: int, *, is_write: bool) -> None:
+    def __init__(self, engine: IoEngine, file: OpenFile, tensor: Tensor, offset_nbytes: int, *, is_write: bool) -> None:
         self.engine = engine
         self._file = file
         self._tensor: Tensor | None = tensor
         self._offset_nbytes = offset_nbytes
         self._nbytes = tensor.numel()
         self._is_write = is_write
-        self._ticket = _native.Ticket()
+        self._ticket = Ticket()
 
     def submit(self, priority: Priority) -> None:
         assert self._tensor is not None
@@ -93,7 +93,7 @@ class NativeBackend:
     def __init__(self, kind: Literal["io_uring", "threads"], queue_depth: int = 32, block_nbytes: int = 1024 * 1024) -> None:
         """Raises `OSError` where the system has no such engine or forbids it."""
         self.name: str = kind
-        self._engine = _native.IoEngine(kind, queue_depth, block_nbytes)
+        self._engine = IoEngine(kind, queue_depth, block_nbytes)
         self._closed = False
         self._final_stats: IoStats | None = None
         self._finalizer = weakref.finalize(self, _drain, self._engine, os.getpid())
@@ -138,14 +138,14 @@ class NativeBackend:
         return pending
 
 
-def _drain(engine: _native.IoEngine, process_id: int) -> None:
+def _drain(engine: IoEngine, process_id: int) -> None:
     if os.getpid() != process_id:
         return  # the threads and the ring stayed with the parent
     _settle_all(engine)
     engine.close()
 
 
-def _settle_all(engine: _native.IoEngine) -> None:
+def _settle_all(engine: IoEngine) -> None:
     """Wait for everything of the engine's in flight, so that tensors and files are held until the kernel let go of them."""
     for pending in tuple(_in_flight):
         if pending.engine is engine:
