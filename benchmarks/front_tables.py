@@ -72,20 +72,3 @@ def frameworks(report: dict[str, Any]) -> str:
     )
     rows = [f"| {name} | {one['steps']} | {one['logged']:.1e} | {one['weight']:.1e} |" for name, one in sorted(report.items())]
     return introduction + "\n\n" + table("| script | figures | logged | weights |", rows)
-
-
-def plans_in_short(report: dict[str, Any]) -> str:
-    """Those of benchmarks/plans.py, for who asks whether it fits at all."""
-    machines = {"rtx3090": "RTX 3090, 64 GB, one drive", "rtx4090": "RTX 4090, 64 GB, one drive", "h100": "H100, 512 GB"}
-    found = {(one["model"], one["machine"]): one for one in report["results"]}
-    rows = []
-    for model in dict.fromkeys(one["model"] for one in report["results"]):
-        cells = [_answer(found.get((model, machine))) for machine in machines]
-        rows.append(f"| {model} | {' | '.join(cells)} |")
-    return table(f"| tokens/s, trained in full | {' | '.join(machines.values())} |", rows)
-
-
-def _answer(plan: dict[str, Any] | None) -> str:
-    if plan is None:
-        return "not run"
-    return f"{plan['tokens_per_second']:,.0f}" if plan["fits"] else "does not fit"

@@ -3,7 +3,7 @@
 
 from offload.config import Config
 from offload.deferred_init.deferred_init import deferred_init
-from offload.engine import Engine, initialize, introductions
+from offload.engine import Engine
 from offload.errors import (
     BudgetError,
     CheckpointError,
@@ -19,6 +19,7 @@ from offload.errors import (
     UsageError,
 )
 from offload.importing.values import export_universal_checkpoint, import_checkpoint, read_values
+from offload.initialization import initialize, introductions
 from offload.integrations.prepared import mark_as_prepared
 from offload.model.lion import Lion
 from offload.model.partition import unit
