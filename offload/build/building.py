@@ -19,7 +19,7 @@ from offload.model.optimizer_kinds import InitialState
 from offload.model.partition import ModuleUnit
 from offload.model.unit import Unit
 from offload.planning.placement import Placement, format_of
-from offload.planning.route import FetchPath, Route
+from offload.planning.route import FetchPath, Memory, Route
 from offload.planning.trace import Expected
 from offload.ranks.group import Group
 from offload.step.chunk_stores import ParameterStore, RecordStore
@@ -78,11 +78,10 @@ class Building:
         parameter_store = ParameterStore(
             (pair for unit in units for pair in zip(unit.chunks, unit.route.parameter_tiers(), strict=False)),
             storage.parameters,
-            self._is_undoable,
         )
         homes = (pair for unit in units for pair in zip(unit.trained_chunks, unit.route.record_homes(), strict=False))
         trained = [(chunk, tier, path) for chunk, (tier, path) in homes]
-        records = RecordStore(trained, storage.records, self._format_of, self._is_undoable) if trained else None
+        records = RecordStore(trained, storage.records, self._format_of) if trained else None
         pool = storage.staging_pool()
         timeline = Timeline(accelerator.clock_ns, accelerator.recorder)
         if imagined() is None:
@@ -101,7 +100,7 @@ class Building:
         self._made.append(own_fetcher)
         fetcher, intake = of_ranks.fetcher(own_fetcher), of_ranks.intake(gradients)
         self._made.extend(of_ranks.attend(parameter_store, updates))
-        capacity = Capacity(placement.unit_capacity_nbytes or 0, self._has_unit_budget, self._room())
+        capacity = Capacity(placement.unit_capacity_nbytes or 0, placement.bounds_units, self._room())
         residency = Residency(
             units, fetcher, updates,
             trace=expected.trace, capacity=capacity, prefetch=placement.prefetch, timeline=timeline,
@@ -117,15 +116,11 @@ class Building:
 
     # ---- units ---------------------------------------------------------------------------------------------------
 
-    @property
-    def _has_unit_budget(self) -> bool:
-        limits = [self._config.device_memory, self._config.cpu_memory if self._accelerator.unified else None]
-        return any(limit is not None for limit in limits)
-
     def _room(self) -> DeviceRoom | None:
         """What follows the device's own memory where no budget bounds it. Several ranks, which fetch together, stay with the
         least."""
-        follows = self._accelerator.memory_use() is not None and not self._has_unit_budget and self._ranks.world_size == 1
+        is_open = not self._placement.bounds_units and self._ranks.world_size == 1
+        follows = self._accelerator.memory_use() is not None and is_open
         return DeviceRoom(self._accelerator) if follows and any(route.has_store for route in self._routes) else None
 
     def _unit(self, module_unit: ModuleUnit, layout: UnitLayout, infos: list[ParameterInfo]) -> Unit:
@@ -159,15 +154,12 @@ class Building:
 
     # ---- ways ----------------------------------------------------------------------------------------------------
 
-    def _is_undoable(self, chunk: Chunk) -> bool:
-        return chunk.flat.layout.trainable and chunk.route.undoable
-
     def _format_of(self, flat: Flat) -> RecordFormat:
         return format_of(self._config, self._moments, flat.layout.dtype, flat.route.crosses)
 
     def _fetcher(self, parameter_store: ParameterStore, pool: StagingPool, updates: Updates | None) -> Fetcher:
         fetch_paths = {route.fetch_path for route in self._routes}
         if FetchPath.COPIED in fetch_paths:
-            reads_directly = self._accelerator.unified
+            reads_directly = all(route.model_in is Memory.HOST for route in self._routes)
             return StagedFetcher(self._accelerator, parameter_store, None if reads_directly else pool, updates)
         return DirectFetcher(parameter_store) if FetchPath.READ in fetch_paths else HomeFetcher()

@@ -93,10 +93,8 @@ def _largest(
     work: Work,
     device_memory: int | None,
 ) -> dict[str, int]:
-    field_name, room = ("cpu_memory", machine.cpu_nbytes)
-    if not machine.is_unified:
-        field_name, room = "device_memory", GRANTED_SHARE * machine.device_nbytes
-    least = max(outline.smallest_nbytes(placement, field_name) or 0, device_memory or 0)
+    room = machine.model_nbytes * (1.0 if machine.is_unified else GRANTED_SHARE)
+    least = max(outline.smallest_nbytes(placement, f"{machine.model_tier}_memory") or 0, device_memory or 0)
     times = max((room - least) / max(found.own_nbytes, 1), 0.0)
     largest = {what: _most(found, machine, size, times) for what, size in (("batch", work.batch), ("sequence", work.sequence))}
     if largest["sequence"] != work.sequence:
@@ -109,8 +107,7 @@ def _most(found: Forecast, machine: Machine, size: int, times: float) -> int:
     """`times` so large, but for what the run itself says: `size` fits, is too large, or something else does not fit."""
     if found.fits:
         return max(size, int(size * times))
-    room = machine.cpu_nbytes if machine.is_unified else machine.device_nbytes
-    return min(size - 1, int(size * times)) if found.peak_nbytes[found.model_tier] > room else 0
+    return min(size - 1, int(size * times)) if found.peak_nbytes[found.model_tier] > machine.model_nbytes else 0
 
 
 def _traffic(machine: Machine, budgets: dict[str, int], outline_with: MakeOutline, micro_batches: int) -> Traffic | None:

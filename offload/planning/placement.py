@@ -93,6 +93,8 @@ class Placement:
     staging: dict[str, tuple[int, int]]
     unit_capacity_nbytes: int | None
     plan: MemoryPlan
+    bounds_units: bool = False
+    """Whether that capacity is a budget's, which is kept; else it may grow with what the device has left."""
     sums: tuple[MemoryLine, ...] = ()
     """What fp32 sums of several micro-batches take besides, where the gradients lie; taken when a second one comes."""
     sums_missing_nbytes: int = 0
@@ -192,6 +194,11 @@ class Problem:
         given = [limit for limit in limits if limit is not None]
         return min(given) if given else None
 
+    @property
+    def bounds_units(self) -> bool:
+        """Whether a budget bounds the memory that units have while they are in use."""
+        return self.budget("cpu" if self.accelerator.unified else "device") is not None
+
     def excess(self, placement: Placement, *, with_sums: bool = False) -> tuple[Tier, int] | None:
         """The first tier whose budget the placement exceeds, and the bytes it would need. `with_sums`: of micro-batches too."""
         if with_sums:
@@ -251,7 +258,7 @@ def place(problem: Problem, choice: Choice) -> Placement:
             transit = _transit_buffer_count(problem, leaving, MemoryPlan(tuple(lines)).total_nbytes("device"))
             lines.append(MemoryLine("device", "gradients on their way", transit * footprint.parameter_buffer))
     return Placement(
-        choice, routes, staging, capacity, MemoryPlan(tuple(line for line in lines if line.nbytes)),
+        choice, routes, staging, capacity, MemoryPlan(tuple(line for line in lines if line.nbytes)), problem.bounds_units,
         () if problem.accumulates else tuple(sums), transit_buffer_count=transit,
     )  # fmt: skip
 
@@ -261,8 +268,7 @@ def _capacity(problem: Problem, choice: Choice, routes: Sequence[Route]) -> int 
     if not any(route.has_store for route in routes):
         return None
     fetched, expected = problem.fetched(routes), problem.expected
-    is_given = problem.budget("cpu" if problem.accelerator.unified else "device") is not None
-    needed = (expected_nbytes if is_given else worthwhile_nbytes)(expected, fetched, choice.prefetch)
+    needed = (expected_nbytes if problem.bounds_units else worthwhile_nbytes)(expected, fetched, choice.prefetch)
     return min(needed + choice.spare_nbytes, max(needed, sum(fetched)))
 
 

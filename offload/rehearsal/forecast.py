@@ -151,9 +151,7 @@ def _forecast(engine: Rehearsed, virtual: VirtualMachine, before: _Reading, toke
             hidden[link] = under / busy if busy > 0 else None
     on_nvme = sum(line["nbytes"] for line in stats["planned"] if line["tier"] == "nvme")
     in_use = virtual.memory.peak_nbytes  # with host memory, where the model computes on it
-    on_device, on_host = (0, in_use) if machine.is_unified else (in_use, stats["host_peak_nbytes"])
-    peak = {"device": on_device, "cpu": on_host, "nvme": on_nvme}
-    model_tier = "cpu" if machine.is_unified else "device"
+    peak = {"device": 0, "cpu": stats["host_peak_nbytes"], "nvme": on_nvme} | {machine.model_tier: in_use}
     room = {"device": machine.device_nbytes, "cpu": machine.cpu_nbytes, "nvme": machine.nvme_nbytes}
     short = [f"{tier}: {peak[tier] / 2**30:.2f} GiB of {room[tier] / 2**30:.2f}" for tier in room if peak[tier] > room[tier]]
     seconds = after.now - before.now
@@ -169,8 +167,8 @@ def _forecast(engine: Rehearsed, virtual: VirtualMachine, before: _Reading, toke
         exposed_seconds=exposed,
         placement=stats["placement"],
         planned=stats["planned"],
-        model_tier=model_tier,
-        own_nbytes=max(peak[model_tier] + virtual.unwritten_nbytes - _of_the_engine(stats, model_tier), 0),
+        model_tier=machine.model_tier,
+        own_nbytes=max(peak[machine.model_tier] + virtual.unwritten_nbytes - _of_the_engine(stats, machine.model_tier), 0),
         values_read=virtual.values_read,
         halves={half: stats["decision"][half] for half in ("forward", "backward")} if stats["decision"] is not None else {},
     )

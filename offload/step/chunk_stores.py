@@ -28,13 +28,6 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 StoreFactory = Callable[[Tier, Iterable[Extent]], Store]
 """Makes one state's store in a tier."""
 
-Undoable = Callable[[Chunk], bool]
-"""Whether the last write of a chunk must be undoable."""
-
-
-def _never(_: Chunk) -> bool:
-    return False
-
 
 class _OfChunk(Pending):
     """A transfer whose failure says which parameters it strikes."""
@@ -65,25 +58,19 @@ class ChunkStore(ABC):
     any thread.
 
     What has no bytes has no extent, and is there in place: [0].
-    A chunk in `undoable` that lies on NVMe has two extents and is written to them in turn, so that its last write can be
-    undone: that costs room and no transfer.
+    Where its route gives a trained chunk a second place, it has two extents and is written to them in turn, so that its last
+    write can be undone: that costs room and no transfer.
     """
 
     read_priority = Priority.STATE
 
-    def __init__(
-        self,
-        sizes_nbytes: Iterable[tuple[Chunk, Tier, int]],
-        purpose: str,
-        make_store: StoreFactory,
-        undoable: Undoable = _never,
-    ) -> None:
+    def __init__(self, sizes_nbytes: Iterable[tuple[Chunk, Tier, int]], purpose: str, make_store: StoreFactory) -> None:
         allocators: dict[Tier, ExtentAllocator] = {}
         sized = [(chunk, tier, nbytes) for chunk, tier, nbytes in sizes_nbytes if nbytes]
         for chunk, tier, nbytes in sized:
             self._place(chunk).extent = allocators.setdefault(tier, ExtentAllocator()).take(nbytes)
         for chunk, tier, nbytes in sized:  # after all others: what is read one after the other lies so
-            if tier == "nvme" and undoable(chunk):
+            if chunk.flat.layout.trainable and chunk.route.has_second_place(tier):
                 self._place(chunk).other = allocators[tier].take(nbytes)
         self._stores = {tier: make_store(tier, allocator.extents) for tier, allocator in allocators.items()}
         for chunk, tier, _ in sized:
@@ -149,7 +136,7 @@ class ChunkStore(ABC):
         return pending
 
     def undo_write(self, chunk: Chunk) -> None:
-        """The chunk, which must be `undoable`, is again what it was before its last write. Nobody may be reading it."""
+        """The chunk, whose route must be undoable, is again what it was before its last write. Nobody may be reading it."""
         self.settle_write(chunk)
         place = self._place(chunk)
         if place.store is None:
@@ -204,9 +191,9 @@ class ParameterStore(ChunkStore):
 
     read_priority = Priority.PARAMETER
 
-    def __init__(self, chunks: Iterable[tuple[Chunk, Tier]], make_store: StoreFactory, undoable: Undoable = _never) -> None:
+    def __init__(self, chunks: Iterable[tuple[Chunk, Tier]], make_store: StoreFactory) -> None:
         stored = ((chunk, tier, chunk.nbytes) for chunk, tier in chunks if chunk.route.has_store)
-        super().__init__(stored, "parameters", make_store, undoable)
+        super().__init__(stored, "parameters", make_store)
         self._copying: dict[Chunk, None] = {}
         """Chunks with a copy whose end nobody has seen yet."""
 
@@ -267,12 +254,11 @@ class RecordStore(ChunkStore):
         chunks: Iterable[tuple[Chunk, Tier, RecordPath]],
         make_store: StoreFactory,
         format_of: Callable[[Flat], RecordFormat],
-        undoable: Undoable = _never,
     ) -> None:
         known = list(chunks)
         self._formats = {id(chunk.flat): format_of(chunk.flat) for chunk, _, _ in known}
         sizes = [(chunk, tier, self.format(chunk).nbytes(chunk.numel)) for chunk, tier, _ in known]
-        super().__init__(sizes, OPTIMIZER_STATES.furthest, make_store, undoable)
+        super().__init__(sizes, OPTIMIZER_STATES.furthest, make_store)
         for chunk, _, path in known:
             chunk.record_path = path if self.nbytes(chunk) else RecordPath.IN_PLACE
         self.in_memory = all(chunk.record_path is RecordPath.IN_PLACE for chunk, _, _ in known)
