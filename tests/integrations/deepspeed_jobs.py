@@ -16,8 +16,11 @@ from offload.planning.route import Memory
 
 from .conftest import CONFIG, small
 
-for handler in deepspeed.logger.handlers:  # it logs to stdout, as DeepSpeed's; answers go there
-    handler.setStream(sys.stderr)
+
+def settle() -> None:
+    """Called in each process before its first job."""
+    for handler in deepspeed.logger.handlers:  # it logs to stdout, as DeepSpeed's; answers go there
+        handler.setStream(sys.stderr)
 
 
 def _config(**keys: Any) -> dict[str, Any]:

@@ -21,11 +21,15 @@ from .plain import PlainPlayer
 from .playing import Outcome, Player
 from .programs import Program
 
-assembly.LEAST_UNIT_NUMEL = 0  # the models here are tiny, and are to have units all the same
 HANG_SECONDS = int(os.environ.get("OFFLOAD_LOOPS_SECONDS", "300"))
 OVER, ENDED = -1, -2
 DIED = 3
 """The exit code of a process whose script an interrupt ended, or a failure, or another rank's."""
+
+
+def settle() -> None:
+    """Called in each process before its first job."""
+    assembly.LEAST_UNIT_NUMEL = 0  # the models here are tiny, and are to have units all the same
 
 
 def rank() -> int:

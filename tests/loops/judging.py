@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from tests.acceptance.runs import LOSS_RTOL, WEIGHT_ATOL, assert_close, assert_same_bits
+from tests.ranks.crew import Crew
 
-from .crews import JOBS, ForkedCrew
 from .ends import went_on
 from .jobs import HANG_SECONDS
 from .playing import Outcome
@@ -36,10 +36,10 @@ class Stage:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._crews: dict[str, ForkedCrew] = {}
+        self._crews: dict[str, Crew] = {}
         self._count = 0
 
-    def _crew(self, name: str) -> ForkedCrew:
+    def _crew(self, name: str) -> Crew:
         crew = self._crews.get(name)
         if crew is None or any(process.poll() is not None for process in crew.processes):
             if crew is not None:
@@ -48,7 +48,7 @@ class Stage:
             place = self._folder / f"crew-{self._count}"
             place.mkdir()
             size = 2 if "pair" in name else 1
-            self._crews[name] = ForkedCrew(size, place, seconds=HANG_SECONDS + 30, jobs=JOBS)
+            self._crews[name] = Crew(size, place, seconds=HANG_SECONDS + 30, jobs="tests.loops.jobs")
         return self._crews[name]
 
     def close(self) -> None:

@@ -1,23 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """A crew: N processes in one gloo group, started once, each doing one job after the other. One alone is in no group.
 
-`python -m tests.ranks.crew` is one member. It reads lines of JSON, {"job": a function of the jobs' module, "arguments": {...}},
-and answers each with a line of JSON: {"result": ...} or {"error": [class, message]}.
+They start at once: each is forked from one process that has imported everything and done nothing. A member reads lines of JSON,
+{"job": a function of the jobs' module, "arguments": {...}}, and answers each with a line of JSON: {"result": ...} or
+{"error": [class, message]}.
 """
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
 import threading
 import traceback
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 TIMEOUT_SECONDS = 120
+_IMPORTED = (
+    *("pytest", "tests.ranks.jobs", "tests.loops.jobs", "tests.integrations.deepspeed_jobs"),
+    *("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"),
+)
+_context = multiprocessing.get_context("forkserver")
 
 
 class Crew:
@@ -26,28 +34,18 @@ class Crew:
     def __init__(
         self, size: int, folder: Path, *, seconds: int = TIMEOUT_SECONDS, jobs: str = "tests.ranks.jobs", **variables: str
     ) -> None:
-        self.size, self._seconds, self._folder, self._jobs = size, seconds, folder, jobs
-        self.processes = [self._started(rank, variables) for rank in range(size)]
-
-    def _started(self, rank: int, variables: dict[str, str]) -> Any:
+        self.size, self._seconds, self._folder = size, seconds, folder
         plain = {name: value for name, value in os.environ.items() if not name.startswith("OFFLOAD_")}
-        repository = str(Path(__file__).resolve().parents[2])
-        return subprocess.Popen(
-            [sys.executable, "-m", "tests.ranks.crew", *map(str, self._membership(rank))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=(self._folder / f"stderr-{rank}").open("w"),
-            text=True,
-            env=plain | {"PYTHONPATH": repository, "OFFLOAD_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"} | variables,
-        )
-
-    def _membership(self, rank: int) -> tuple[int, int, str, int, str]:
-        return rank, self.size, str(self._folder / "store"), self._seconds, self._jobs
+        environment = plain | {"OFFLOAD_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"} | variables
+        _context.set_forkserver_preload(list(_IMPORTED))
+        self.processes = [
+            _Forked(str(folder / f"stderr-{rank}"), environment, (rank, size, str(folder / "store"), seconds, jobs))
+            for rank in range(size)
+        ]
 
     def begin(self, job: str, **arguments: Any) -> None:
         for process in self.processes:
             if process.poll() is None:
-                assert process.stdin is not None
                 process.stdin.write(json.dumps({"job": job, "arguments": arguments}) + "\n")
                 process.stdin.flush()
 
@@ -64,7 +62,6 @@ class Crew:
 
     def _read(self, rank: int, found: list[dict[str, Any]]) -> None:
         process = self.processes[rank]
-        assert process.stdout is not None
         line = process.stdout.readline()
         found[rank] = json.loads(line) if line else {"ended": process.wait(10)}
 
@@ -95,6 +92,47 @@ class Crew:
             process.communicate()
 
 
+class _Forked:
+    """One of them, with as much of a `subprocess.Popen` as is asked for."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._ours, theirs = _context.Pipe()
+        self._process = _context.Process(target=_run, args=(theirs, *arguments), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.pid = self._process.pid
+        self.stdin = open(self._ours.fileno(), "w", closefd=False)  # noqa: SIM115
+        self.stdout = open(self._ours.fileno(), closefd=False)  # noqa: SIM115
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, seconds: float) -> int | None:
+        self._process.join(seconds)
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def communicate(self) -> None:
+        self._process.join()
+        self._ours.close()
+
+
+def _run(pipe: Connection, stderr: str, environment: dict[str, str], membership: tuple[int, int, str, int, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    os.dup2(pipe.fileno(), 0)
+    os.dup2(pipe.fileno(), 1)
+    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)  # noqa: SIM115
+    try:
+        member(*membership)
+    finally:
+        threading._shutdown()  # the end of a process in its order, of which a fork server leaves out the last part
+        atexit._run_exitfuncs()
+
+
 def member(rank: int, size: int, store: str, seconds: int, module: str) -> None:
     """What a process of a crew does: jobs that come on standard input."""
     from datetime import timedelta
@@ -104,6 +142,7 @@ def member(rank: int, size: int, store: str, seconds: int, module: str) -> None:
 
     torch.set_num_threads(1)
     jobs = importlib.import_module(module)
+    jobs.settle()
     if size > 1:
         dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=seconds))
     for line in sys.stdin:
@@ -115,7 +154,3 @@ def member(rank: int, size: int, store: str, seconds: int, module: str) -> None:
             answer = {"error": [type(error).__name__, str(error)]}
         print(json.dumps(answer), flush=True)
     os._exit(0)  # the others may be gone: nothing waits for them
-
-
-if __name__ == "__main__":
-    member(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5])

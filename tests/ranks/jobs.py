@@ -32,7 +32,10 @@ from tests.inside import layout_of, parts_of, residency_of
 
 from ..acceptance.models import adamw, byte_batches, gpt2, llama, vector_batches
 
-assembly.LEAST_UNIT_NUMEL = 0  # the models here are tiny, and are to have units all the same
+
+def settle() -> None:
+    """Called in each process before its first job."""
+    assembly.LEAST_UNIT_NUMEL = 0  # the models here are tiny, and are to have units all the same
 
 
 class Experts(nn.Module):

@@ -113,6 +113,7 @@ import torch, offload
 from tests.ranks import jobs
 from tests.acceptance.models import adamw, llama, byte_batches
 import os
+jobs.settle()
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 model = llama(layers=2)
 with offload.initialize(model, adamw(model), {"stage": 3}) as engine:  # no init_process_group: torchrun's environment is used
