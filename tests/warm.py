@@ -36,7 +36,8 @@ _REQUEST_NBYTES = 2**18
 
 
 class WarmProcess:
-    """See the module. `stdout` and `stderr`: descriptors, else pipes that are read as text by `stdout` and `communicate`."""
+    """See the module. `argv`: "-m" and a module, "-c" and code, or a script's path, and its arguments. `stdout` and `stderr`:
+    descriptors, else pipes that are read as text by `stdout` and `communicate`."""
 
     def __init__(self, argv: list[str], *, stdout: int | None = None, stderr: int | None = None, **environment: str) -> None:
         self.args = argv
@@ -111,9 +112,9 @@ class WarmProcess:
         return out, err
 
     @classmethod
-    def run(cls, argv: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
+    def run(cls, argv: list[str], timeout: float, **environment: str) -> subprocess.CompletedProcess[str]:
         """As `subprocess.run` with its output captured."""
-        with cls(argv) as process:
+        with cls(argv, **environment) as process:
             try:
                 out, err = process.communicate(timeout)
             finally:
@@ -220,8 +221,11 @@ def _run(argv: list[str]) -> None:
     if argv[0] == "-m":
         sys.argv = argv[1:]
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    elif argv[0] != "-c":
+        sys.argv = argv
+        sys.path.insert(0, os.path.dirname(argv[0]))
+        runpy.run_path(argv[0], run_name="__main__")
     else:
-        assert argv[0] == "-c"
         sys.argv = ["-c", *argv[2:]]
         names: dict[str, Any] = {"__name__": "__main__"}
         exec(compile(argv[1], "<string>", "exec"), names)

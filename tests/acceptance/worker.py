@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training run in a process of its own: `python -m acceptance.worker '{"...": ...}'` prints one JSON line.
+"""A training run in a process of its own: `python -m tests.acceptance.worker '{"...": ...}'` prints one JSON line.
 
 Used where a run must not share this process: other environment variables, kill -9, two at once, peak memory.
 """
@@ -16,28 +16,30 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from tests.warm import ROOT, WarmProcess
+
+READ_WHEN_LOADED = {"LD_PRELOAD", "OFFLOAD_NATIVE"}
+"""Of the environment; with these a run takes a new process, and so where its memory is looked at. Others are forked."""
+
 
 def environment(**variables: str) -> dict[str, str]:
-    import offload
-
-    paths = [str(Path(__file__).resolve().parent.parent), str(Path(offload.__file__).resolve().parent.parent)]
+    paths = [str(ROOT)]
     if "PYTHONPATH" in os.environ:
         paths.append(os.environ["PYTHONPATH"])
     plain = {name: value for name, value in os.environ.items() if not name.startswith("OFFLOAD_")}
     return plain | {"PYTHONPATH": os.pathsep.join(paths), "OFFLOAD_ACCELERATOR": "cpu"} | variables
 
 
-def start(arguments: dict[str, Any], **variables: str) -> subprocess.Popen[str]:
+def start(arguments: dict[str, Any], **variables: str) -> WarmProcess | subprocess.Popen[str]:
+    command = ["-m", "tests.acceptance.worker", json.dumps(arguments)]
+    if "kind" not in arguments and not READ_WHEN_LOADED & set(variables):
+        return WarmProcess(command, **variables)
     return subprocess.Popen(
-        [sys.executable, "-m", "acceptance.worker", json.dumps(arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(**variables),
+        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(**variables)
     )
 
 
-def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
+def finish(process: WarmProcess | subprocess.Popen[str]) -> dict[str, Any]:
     """The run's result, with its `stderr`; a run that failed fails the test with all that it wrote."""
     try:
         out, err = process.communicate(timeout=240)
@@ -123,5 +125,5 @@ if __name__ == "__main__":
 
     partition.JOINED_NUMEL = 0  # as in tests/conftest.py
     asked = json.loads(sys.argv[1])
-    kind = asked.pop("kind", "bytes")
-    print(json.dumps({"bytes": train_bytes, "memory": measure_memory}[kind](**asked)), flush=True)
+    measure = measure_memory if asked.pop("kind", "") == "memory" else train_bytes
+    print(json.dumps(measure(**asked)), flush=True)

@@ -7,8 +7,6 @@ import copy
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ import offload
 from offload.checkpoint import opened as opening
 from offload.checkpoint.offline_export import export_checkpoint
 from offload.cli.main import main
+from tests.warm import WarmProcess
 
 from ..acceptance.models import ON_CPU, ON_NVME, Normalized, adamw, gpt2, llama, stack
 from ..acceptance.runs import Run, assert_same_bits, one_step, refused
@@ -86,11 +85,10 @@ def saved(opened: Any, tmp_path: Path) -> Path:
 
 
 def test_without_a_gpu_and_as_a_command(saved: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "offload", "export", str(saved), str(tmp_path / "out")]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    command = ["-m", "offload", "export", str(saved), str(tmp_path / "out")]
+    done = WarmProcess.run(command, 300, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0 and "tensors in 1 file" in done.stdout, done.stderr
-    again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    again = WarmProcess.run(command, 300, CUDA_VISIBLE_DEVICES="")
     assert again.returncode == 1 and "exists" in again.stderr and "Traceback" not in again.stderr
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from torch import nn
 
 import offload
 from offload.cli.main import main
+from tests.warm import WarmProcess
 
 from ..acceptance.models import source_text
 from ..integrations.preferences import byte_tokenizer
@@ -143,12 +142,13 @@ def _command(words: list[str]) -> None:
         case ["python", "-m", "offload", command, *rest]:
             rest = [re.sub("step-200$", "step-2", word) for word in (*rest, *_made_small(command, rest))]  # of so many
             if command == "train":  # in a process of its own, as a user's
-                done = subprocess.run([sys.executable, "-m", "offload", command, *rest], capture_output=True, text=True)
+                done = WarmProcess.run(["-m", "offload", command, *rest], 300)
                 assert done.returncode == 0, done.stderr
             else:
                 assert main([command, *rest]) == 0, words
         case ["python", "-m", "offload.deepspeed", script, *_]:
-            subprocess.run([sys.executable, *words[1:]], check=True)
+            done = WarmProcess.run(words[1:], 300)
+            assert done.returncode == 0, done.stderr
         case ["offload-deepspeed", "--num_gpus", _, script, *_]:
             assert "\noffload-deepspeed = " in (ROOT / "pyproject.toml").read_text() and Path(script).exists()
         case ["make", *rest]:

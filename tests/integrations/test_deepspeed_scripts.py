@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import torch
 from torch import nn
 
 import offload
+from tests.warm import WarmProcess
 
 from ..acceptance.models import gpt2
 from ..acceptance.runs import digest
@@ -44,15 +43,7 @@ def run(body: str, *arguments: object, launcher: tuple[str, ...] = ()) -> list[d
     shown = path.with_name("shown")
     shown.write_text("")
     path.write_text(HEAD + body)
-    done = subprocess.run(
-        [sys.executable, *launcher, str(path), *map(str, arguments)],
-        cwd=ROOT,
-        env=os.environ | {"OFFLOAD_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "SHOWN": str(shown)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = WarmProcess.run([*launcher, str(path), *map(str, arguments)], 240, PYTHONPATH=str(ROOT), SHOWN=str(shown))
     assert done.returncode == 0, done.stderr + done.stdout
     return [json.loads(line) for line in shown.read_text().splitlines()]
 
