@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -63,31 +64,11 @@ def check(
     build: Callable[[], nn.Module] = stack,
 ) -> bool:
     """Whether the operation was allowed. `when`: before the step's forward, after backward, or after step."""
-    batches = vector_batches(steps)
-
-    def loop(probe: Probe, applies: bool) -> tuple[list[Any], list[float]]:
-        run, values, losses = probe.run, [], []
-        for step, (x, y) in enumerate(batches):
-
-            def poke(now: str, step: int = step) -> None:
-                if applies and now == when and step in (2, 4):
-                    values.append(probe(operation))
-
-            poke("before forward")
-            loss = F.mse_loss(run.model(x), y)
-            loss.backward()
-            poke("after backward")
-            probe(lambda run: run.optimizer.step())
-            poke("after step")
-            run.optimizer.zero_grad()
-            losses.append(loss.item())
-        return values, losses
-
     model = build()
     engine = opened(model, optimizer(model), setup)
     probe = Probe(Run(model, engine.optimizer, engine), words)
     try:
-        values, losses = loop(probe, True)
+        values, losses = _loop(probe, operation, when, steps)
         weights = probe.run.weights()
     except offload.OffloadError as error:
         # A refusal that came late, at the step that could not be right: then everything after it must refuse as well.
@@ -95,16 +76,47 @@ def check(
         return False
     allowed = not probe.told
     assert allowed or len(probe.told) >= 1
-    plain = build()
-    reference = Run(plain, optimizer(plain))
-    expected, expected_losses = loop(Probe(reference, ()), allowed)
+    expected, expected_losses, expected_weights = _plainly(operation if allowed else None, when, steps, optimizer, build)
     if allowed:
         assert_close(values, expected, what="values")
     else:
         assert all(value is None for value in values), "raised at one step and passed at another"
     assert_close(losses, expected_losses, what=f"losses, the operation being {'allowed' if allowed else 'refused'}")
-    assert_close(weights, reference.weights(), what=f"weights, the operation being {'allowed' if allowed else 'refused'}")
+    assert_close(weights, expected_weights, what=f"weights, the operation being {'allowed' if allowed else 'refused'}")
     return allowed
+
+
+def _loop(probe: Probe, operation: Callable[[Run], Any] | None, when: str, steps: int) -> tuple[list[Any], list[float]]:
+    run, values, losses = probe.run, [], []
+    for step, (x, y) in enumerate(vector_batches(steps)):
+
+        def poke(now: str, step: int = step) -> None:
+            if operation is not None and now == when and step in (2, 4):
+                values.append(probe(operation))
+
+        poke("before forward")
+        loss = F.mse_loss(run.model(x), y)
+        loss.backward()
+        poke("after backward")
+        probe(lambda run: run.optimizer.step())
+        poke("after step")
+        run.optimizer.zero_grad()
+        losses.append(loss.item())
+    return values, losses
+
+
+@lru_cache(maxsize=64)
+def _plainly(
+    operation: Callable[[Run], Any] | None,
+    when: str,
+    steps: int,
+    optimizer: Callable[[nn.Module], Any],
+    build: Callable[[], nn.Module],
+) -> tuple[list[Any], list[float], dict[str, torch.Tensor]]:
+    """The loop by plain PyTorch, once for all setups."""
+    plain = build()
+    run = Run(plain, optimizer(plain))
+    return *_loop(Probe(run, ()), operation, when, steps), run.weights()
 
 
 def block_weight(run: Run) -> nn.Parameter:

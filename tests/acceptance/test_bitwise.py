@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where things lie never changes a bit: every run equals the same engine with everything on the device.
 
-Each run is a small Llama on bytes of text: 20 steps of two micro-batches, clipping that strikes, weight decay, two
+Each run is a small Llama on bytes of text: 12 steps of two micro-batches, clipping that strikes, weight decay, two
 groups and a schedule. The reference is checked against PyTorch in test_against_torch.py.
 """
 
@@ -20,14 +20,14 @@ from offload.build import allocation
 
 from . import worker
 from .models import IN_MEMORY, ON_NVME, PLACEMENTS, Setup, llama, two_groups
-from .runs import BITWISE_STEPS, CLIP, Run, allocated_nbytes, assert_same_bits, bitwise_loop, run_engine
+from .runs import BITWISE_STEPS, CLIP, LONG_STEPS, Run, allocated_nbytes, assert_same_bits, bitwise_loop, run_engine
 
 KINDS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
 OVERFLOW_STEP = 7
 
 
 @lru_cache
-def reference(dtype: str, kind: str = "adamw") -> tuple[list[float], dict[str, torch.Tensor]]:
+def reference(dtype: str, kind: str = "adamw", steps: int = BITWISE_STEPS) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and final weights with everything on the device of the cpu accelerator."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OFFLOAD_ACCELERATOR", "cpu")
@@ -35,7 +35,7 @@ def reference(dtype: str, kind: str = "adamw") -> tuple[list[float], dict[str, t
         start = {name: value.clone() for name, value in model.state_dict().items()}
         fields = IN_MEMORY.fields(Path("."), dtype=dtype, max_grad_norm=CLIP)
         with offload.initialize(model, two_groups(model, KINDS[kind]), offload.Config(**fields)) as engine:
-            losses, weights = run_engine(engine, lambda run: bitwise_loop(run, overflow_step=_overflow(dtype)))
+            losses, weights = run_engine(engine, lambda run: bitwise_loop(run, steps, overflow_step=_overflow(dtype)))
     assert losses[-1] < losses[0], "the reference does not learn"
     assert all(not torch.equal(start[name], weights[name]) for name, _ in llama().named_parameters())
     return losses, weights
@@ -45,12 +45,12 @@ def _overflow(dtype: str) -> int | None:
     return OVERFLOW_STEP if dtype == "fp16" else None
 
 
-def check(opened: Any, setup: Setup, dtype: str, kind: str = "adamw", **fields: Any) -> Any:
+def check(opened: Any, setup: Setup, dtype: str, kind: str = "adamw", *, steps: int = BITWISE_STEPS, **fields: Any) -> Any:
     """Train in `setup`; assert the reference's bits; return the engine, still open."""
     model = llama()
     engine = opened(model, two_groups(model, KINDS[kind]), setup, dtype=dtype, max_grad_norm=CLIP, **fields)
-    losses, weights = run_engine(engine, lambda run: bitwise_loop(run, overflow_step=_overflow(dtype)))
-    expected_losses, expected_weights = reference(dtype, kind)
+    losses, weights = run_engine(engine, lambda run: bitwise_loop(run, steps, overflow_step=_overflow(dtype)))
+    expected_losses, expected_weights = reference(dtype, kind, steps)
     assert_same_bits(losses, expected_losses, "losses")
     assert_same_bits(weights, expected_weights, "weights")
     return engine
@@ -219,4 +219,4 @@ def test_whole_cross(
     backend: str,
 ) -> None:
     monkeypatch.setenv("OFFLOAD_IO", backend)
-    check(opened, Setup(parameters, states, "deferred", update), dtype, prefetch=prefetch)
+    check(opened, Setup(parameters, states, "deferred", update), dtype, steps=LONG_STEPS, prefetch=prefetch)

@@ -9,6 +9,7 @@ import io
 import pickle
 import weakref
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,7 @@ WRITES: dict[str, Callable[[Run], Any]] = {
 }
 
 
+@lru_cache
 def _value_free(operation: Callable[[Run], Any]) -> Callable[[Run], None]:
     """Only the effect of a write is compared, never what it returns."""
 
