@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tables of what the engine says beforehand: steps in virtual time, and what of them was measured."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The binding to `native/`, but for file I/O (`_native_io.py`): the only two places that see pointers.
 
 Everything here takes addresses (`tensor.data_ptr()`) and sizes as integers and knows no torch. The meaning of each

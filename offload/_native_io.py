@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The native engine of file transfers (`native/include/offload.h`, `offload_io_*`): what was submitted, and how it ended."""
 
 from __future__ import annotations

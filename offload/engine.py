@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The public face of one training run: the `Engine` that `initialize` returns."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a model, an optimizer and a config to an `Engine`: the first call of every training run."""
 
 from __future__ import annotations
