@@ -28,7 +28,7 @@ ASKED = {
     "ds_config.json": "coming-from-deepspeed.html",
     "fully_shard": "coming-from-fsdp2.html",
     "CPUOffloadOptimizer": "coming-from-torchao.html",
-    "--cpu-memory": "cli.html",
+    "--max-shard-size": "cli.html",
     "MANIFEST.json": "checkpoint-format.html",
     "io_uring": "compatibility.html",
 }
@@ -76,6 +76,8 @@ def faults(site: Path) -> list[str]:
     searched = {urldefrag(entry["location"])[0] or "index.html" for entry in index["docs"]}
     found += [f"{path.name} is not searched" for path in pages if path.name != "404.html"
               and path.relative_to(site).as_posix() not in searched]  # fmt: skip
+    found += [f"{entry['location']} says nothing" for entry in index["docs"]
+              if entry["location"].startswith("api.html#offload.") and not entry["text"].strip()]  # fmt: skip
     return found + not_answered(site)
 
 

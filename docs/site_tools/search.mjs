@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // node search.mjs SITE QUERY...: the pages that the site's own search finds for each query, best first, as one JSON object.
 //
-// What a browser runs as a worker runs here: the theme's script, given the site's index as the page gives it.
+// What a browser runs as a worker runs here: the theme's script, given the site's index as the page gives it, behind the
+// site's own script (docs/search.js).
 
 import fs from "node:fs";
 import path from "node:path";
@@ -12,7 +13,7 @@ const [site, ...queries] = process.argv.slice(2);
 const folder = path.join(site, "assets", "javascripts", "workers");
 const script = fs.readdirSync(folder).find((name) => /^search\..*\.js$/.test(name));
 
-let heard; // what listens to messages
+let heard; // what listens to messages in the worker
 let answered; // what waits for the next answer
 const worker = {
     addEventListener: (kind, listener) => { if (kind === "message") heard = listener; },
@@ -22,9 +23,16 @@ const worker = {
 worker.self = worker.globalThis = worker;
 vm.runInNewContext(fs.readFileSync(path.join(folder, script), "utf-8"), worker, { filename: script });
 
+class Worker {
+    postMessage(message) {
+        heard({ data: message });
+    }
+}
+vm.runInNewContext(fs.readFileSync(path.join(site, "search.js"), "utf-8"), { Worker });
+
 async function ask(type, data, expected) {
     const answer = new Promise((resolve) => { answered = resolve; });
-    heard({ data: { type, data } });
+    new Worker().postMessage({ type, data });
     const { type: kind, data: given } = await answer;
     if (kind !== expected) throw new Error(`the worker answered with ${kind} and not with ${expected}`);
     return given;
