@@ -92,6 +92,18 @@ class Config:
         return 0.0
 
     @property
+    def kept_numel(self) -> tuple[int, int]:
+        """Units whose parameters have no more elements than the first number stay whole on every rank between steps, where they
+        may be read, up to the second number of elements in all: what DeepSpeed's keys may ask for."""
+        return 0, 0
+
+    @property
+    def sums_are_narrow(self) -> bool:
+        """Whether the gradients of several micro-batches are summed in the parameters' dtype, as PyTorch and DeepSpeed do, and
+        not in fp32."""
+        return False
+
+    @property
     def masters_begin_rounded(self) -> bool:
         """Whether fp32 masters begin as the values that `dtype` has, as DeepSpeed's do: it makes them of the parameters after
         their cast to 16 bits."""

@@ -78,6 +78,11 @@ class Engagement:
         Taking(model, parts, slots).take(self.training, self.hooks)
         self._methods = TakenMethods(model, {"generate": self._generate, **self.exporting.replaced_methods})
 
+    def begin(self) -> None:
+        """Bring in what is there between steps too."""
+        with self.training.failures():
+            self.parts.residency.keep()
+
     # ---- what steps the optimizer --------------------------------------------------------------------------------
 
     @property

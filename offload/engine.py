@@ -194,7 +194,7 @@ class Engine:
         and between a backward and the step, wherever it lies.
 
         what  "value": the master weight; "gradient": the average over the ranks, un-scaled, before clipping; None if there is
-              none; "exp_avg", "exp_avg_sq": the moment that the optimizer has
+              none; "exp_avg", "exp_avg_sq": the moment that the optimizer has; "step": how often it was updated, one number
 
         Raises `UsageError` for what the parameter does not have.
         """

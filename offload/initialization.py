@@ -76,6 +76,11 @@ def initialize(
     except BaseException:
         give_back(parts.made)
         raise
+    try:
+        engine._engagement.begin()
+    except BaseException:
+        engine.close()
+        raise
     for introduce in introductions:
         introduce(engine)
     return engine

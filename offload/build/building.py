@@ -100,7 +100,8 @@ class Building:
         self._made.append(own_fetcher)
         fetcher, intake = of_ranks.fetcher(own_fetcher), of_ranks.intake(gradients)
         self._made.extend(of_ranks.attend(parameter_store, updates))
-        capacity = Capacity(placement.unit_capacity_nbytes or 0, placement.bounds_units, self._room())
+        kept_numel = self._config.kept_numel
+        capacity = Capacity(placement.unit_capacity_nbytes or 0, placement.bounds_units, self._room(), kept_numel)
         residency = Residency(
             units, fetcher, updates,
             trace=expected.trace, capacity=capacity, prefetch=placement.prefetch, timeline=timeline,
@@ -147,6 +148,7 @@ class Building:
             self._accelerator,
             reduced=averaged,
             transit_buffer_count=placement.transit_buffer_count,
+            narrow_sums=self._config.sums_are_narrow,
         )
         if not placement.sums:
             made.take_room_for_sums()  # they are in the plan

@@ -14,6 +14,10 @@ class AskedWrongly(UsageError, AssertionError):
     """Raised where DeepSpeed asserts, so that a script which expects its AssertionError gets one."""
 
 
+class NotDone(UsageError, NotImplementedError):
+    """The same of its NotImplementedError."""
+
+
 def absent(where: str, name: str, there: Iterable[str], instead: Mapping[str, str] | None = None) -> AttributeError:
     """The error for `where.name`, where `there` lists the names that exist."""
     if instead is not None and name in instead:

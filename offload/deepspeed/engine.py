@@ -65,7 +65,11 @@ class DeepSpeedEngine(Saving, Numbers, nn.Module):  # type: ignore[misc]
     def _adapt_optimizer(self, optimizer: Any) -> None:
         """What scripts look for on DeepSpeed's optimizers."""
         shown = vars(optimizer)
-        shown.update(optimizer=BaseOptimizer(optimizer), loss_scaler=self.loss_scaler, loss_scale_config=self.loss_scaler)
+        shown.update(
+            optimizer=BaseOptimizer(optimizer, self.offload_engine),
+            loss_scaler=self.loss_scaler,
+            loss_scale_config=self.loss_scaler,
+        )
         shown.update(dynamic_loss_scale=self.loss_scaler.dynamic, overflow=False, _global_grad_norm=0.0)
         shown.update(clip_grad=self.gradient_clipping(), custom_loss_scaler=False)
         shown.update(backward=self._scaled_backward, needs_scaler=lambda: self._said.half is not None)

@@ -7,7 +7,8 @@ import atexit
 import dataclasses
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,11 +17,11 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import offload
 from offload.deepspeed import checkpointing, comm, lr_schedules, utils
-from offload.deepspeed.absent import AskedWrongly, check_keywords
+from offload.deepspeed.absent import AskedWrongly, NotDone, check_keywords
 from offload.deepspeed.engine import DeepSpeedEngine
 from offload.deepspeed.owners import answer, engines_of, forget, own
 from offload.deepspeed.settings import read_config
-from offload.deepspeed_config import Maker, Translation, beginning_rounded, make_optimizer, translate
+from offload.deepspeed_config import Maker, Translation, as_there, make_optimizer, translate
 from offload.deferred_init.deferred_init import end_recording
 from offload.errors import ConfigError
 from offload.model.guard import Remains
@@ -70,6 +71,11 @@ def initialize(
             f"{type(optimizer).__name__} has no kernel here, and DeepSpeed has not tested it with ZeRO either: set "
             "zero_allow_untested_optimizer to true, and it is called on parts of parameters."
         )
+    if given and said.config.state_format == "bf16" and getattr(optimizer, "fp32_optimizer_states", False):
+        raise AskedWrongly(
+            "bf16.bf16_optimizer_states, and the optimizer was made to keep fp32 moments: make it with "
+            "fp32_optimizer_states=False, or leave one out."
+        )
     superseded = [key for key in ("optimizer", "scheduler") if getattr(said, key) is not None]
     superseded = [key for key in superseded if (given if key == "optimizer" else lr_scheduler is not None)]
     said.warn(2, tuple(superseded))
@@ -77,7 +83,8 @@ def initialize(
     _take_back(model)
     forget(model.parameters())
     classes = {id(one): type(one) for one in model.parameters()}
-    engine = offload.initialize(model, optimizer, _config_of(said), sync_module_states=True)
+    with _buffers_in(model, said.data_types.buffer_dtype):
+        engine = offload.initialize(model, optimizer, _config_of(said), sync_module_states=True)
     if said.config.stage == 3:
         answer(model.parameters(), comm.get_world_size(), classes)
     try:
@@ -96,6 +103,22 @@ def initialize(
         checkpointing.configure(None, **said.activation_checkpointing)
     atexit.register(_close_at_exit, weakref.ref(engine))
     return made, made.optimizer, loader, scheduler
+
+
+@contextmanager
+def _buffers_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """The model's buffers of floating point are in `dtype`, from now on unless the block fails."""
+    places = [(module, name) for module in model.modules() for name in module._buffers] if dtype is not None else []
+    before = [(module, name, module._buffers[name]) for module, name in places]
+    try:
+        for module, name, buffer in before:
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(dtype)
+        yield
+    except BaseException:
+        for module, name, buffer in before:
+            module._buffers[name] = buffer
+        raise
 
 
 def _take_back(model: nn.Module) -> None:
@@ -118,7 +141,7 @@ def _mark_leaves(model: nn.Module, said: Mapping[str, Any]) -> None:
 
 def _config_of(said: Translation) -> offload.Config:
     """fp16's scale is set by the drop-in's own rule; a step that overflows is left out in any case."""
-    config = beginning_rounded(said.config)
+    config = as_there(said)
     return config if said.half is None else dataclasses.replace(config, loss_scale="skip")
 
 
@@ -132,6 +155,8 @@ def _settings(args: Any, others: Mapping[str, Any]) -> Translation:
         )
     mapping = read_config(given[0])
     said = translate(mapping, comm.get_world_size())
+    if said.data_types.refusal is not None:
+        raise NotDone(said.data_types.refusal)
     if said.batch.train is None:
         auto = " (Hugging Face's Trainer or Accelerate fill 'auto' in; here nobody does)" if "auto" in mapping.values() else ""
         raise ConfigError(f"the config has no batch size{auto}: set train_batch_size or train_micro_batch_size_per_gpu.")

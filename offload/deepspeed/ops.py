@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+import offload
 from offload import Lion
 from offload.deepspeed.absent import check_keywords
+from offload.deepspeed.states import States
 from offload.deepspeed_config import Maker, make_optimizer
 
 _ADAM = (
@@ -32,7 +34,9 @@ class _Maker(type):
         check_keywords(cls.__name__, keywords, cls.keywords, {})
         if "adamw_mode" in keywords:
             keywords["adam_w_mode"] = keywords.pop("adamw_mode")
-        return make_optimizer(Maker(cls.kind, {"lr": cls.lr if lr is None else lr} | keywords), model_params)
+        made = make_optimizer(Maker(cls.kind, {"lr": cls.lr if lr is None else lr} | keywords), model_params)
+        vars(made)["fp32_optimizer_states"] = keywords.get("fp32_optimizer_states", True)
+        return made
 
     def __instancecheck__(cls, instance: Any) -> bool:
         made = getattr(instance, "source_class", type(instance))
@@ -64,8 +68,8 @@ class FusedLion(DeepSpeedCPULion):
 class BaseOptimizer:
     """`engine.optimizer.optimizer`: the engine's optimizer, under the class that the script made."""
 
-    def __init__(self, optimizer: Any) -> None:
-        vars(self)["_optimizer"] = optimizer
+    def __init__(self, optimizer: Any, engine: offload.Engine) -> None:
+        vars(self).update(_optimizer=optimizer, state=States(engine))
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:

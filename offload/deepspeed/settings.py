@@ -72,6 +72,8 @@ class DeepSpeedConfig:
         self.checkpoint_tag_validation_enabled = said.tag_validation != "ignore"
         self.checkpoint_tag_validation_fail = said.tag_validation == "fail"
         self.gradient_allreduce_op = "sum" if said.sums_gradients else "mean"
+        types = said.data_types
+        self.grad_accum_dtype, self.param_dtype, self.buffer_dtype = types.grad_accum, types.param, types.buffer
         self.torch_autocast_enabled, self.torch_autocast_dtype = said.autocast is not None, said.autocast
 
     def _set_batch(self, batch: Batch) -> None:

@@ -3,14 +3,15 @@
 
 from offload.deepspeed_config.optimizers import Maker, make_optimizer
 from offload.deepspeed_config.settings import read_settings, speaks_deepspeed
-from offload.deepspeed_config.translation import Batch, Half, Translation, beginning_rounded, translate
+from offload.deepspeed_config.translated import Batch, Half, Translation, as_there
+from offload.deepspeed_config.translation import translate
 
 __all__ = [
     "Batch",
     "Half",
     "Maker",
     "Translation",
-    "beginning_rounded",
+    "as_there",
     "make_optimizer",
     "read_settings",
     "speaks_deepspeed",

@@ -55,6 +55,11 @@ _DROP_INS = "of the drop-in; without effect elsewhere"
 _SECTION = "see its keys"
 _LEAVE_OUT = "leave it out"
 _WHOLE_LAYERS = "every rank computes whole layers here: leave it out; parameters and states that do not fit go to cpu or nvme"
+_PERSISTENCE = (
+    "of the drop-in at stage 3: units of no larger parameters stay whole on every rank between steps, and may be read there; "
+    "100,000 if missing"
+)
+_MODEL_PERSISTENCE = "how many elements those have in all at most"
 _OWN_LOOP = "it belongs to the data or the loop: do it there, and leave it out"
 
 SECTIONS: Mapping[str, Section] = {
@@ -132,19 +137,23 @@ SECTIONS: Mapping[str, Section] = {
             "cpu_offload_param": 'the older form of `offload_param` on "cpu"',
             "ignore_unused_parameters": "false at stages 1 and 2: a step whose loss leaves a trained parameter out raises",
             "leaf_module": "marks modules for `z3_leaf_module`; nothing else depends on it",
+            "param_persistence_threshold": _PERSISTENCE,
+            "stage3_param_persistence_threshold": _PERSISTENCE,
+            "model_persistence_threshold": _MODEL_PERSISTENCE,
+            "stage3_model_persistence_threshold": _MODEL_PERSISTENCE,
         },
         without_effect=(
             *("allgather_bucket_size", "allgather_partitions", "compute_grad_norm", "contiguous_gradients"),
             *("cpu_offload_use_pin_memory", "elastic_checkpoint", "enable_sanity_checks"),
             *("legacy_stage1", "load_from_fp32_weights", "log_trace_cache_warnings"),
-            *("max_live_parameters", "max_reuse_distance", "memory_efficient_linear", "model_persistence_threshold"),
-            *("module_granularity_threshold", "overlap_comm", "override_module_apply", "param_persistence_threshold"),
+            *("max_live_parameters", "max_reuse_distance", "memory_efficient_linear"),
+            *("module_granularity_threshold", "overlap_comm", "override_module_apply"),
             *("parameter_alignment", "pipeline_loading_checkpoint", "prefetch_bucket_size", "reduce_bucket_size"),
             *("reduce_scatter", "round_robin_gradients", "save_muon_momentum_buffer_in_memory"),
             *("stage3_allgather_sequential", "allgather_sequential", "stage3_gather_16bit_weights_on_model_save"),
             *("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
-            *("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_model_persistence_threshold"),
-            *("stage3_module_granularity_threshold", "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size"),
+            *("stage3_max_live_parameters", "stage3_max_reuse_distance"),
+            *("stage3_module_granularity_threshold", "stage3_prefetch_bucket_size"),
             *("stage3_use_all_reduce_for_fetch_params", "use_all_reduce_for_fetch_params", "sub_group_size"),
             *("use_multi_rank_bucket_allreduce", "zero_hpz_partition_size"),
             # what travels is never rounded to fewer bits here
@@ -179,9 +188,9 @@ SECTIONS: Mapping[str, Section] = {
                 ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale"),
                 "as there; `offload.initialize` refuses other values than DeepSpeed's defaults",
             ),
+            "fp16_master_weights_and_grads": "masters stay fp32: that takes more memory, and rounds less",
         },
         without_effect=("auto_cast",),
-        refused={"fp16_master_weights_and_grads": Refusal("masters are fp32: leave it out")},
     ),
     "bf16": Section(
         translated={
@@ -218,11 +227,14 @@ SECTIONS: Mapping[str, Section] = {
     "optimizer": Section(translated={"type": "which", "params": "its numbers"}, without_effect=("legacy_fusion", "torch_adam")),
     "scheduler": Section(translated={"type": "DeepSpeed's five, or one of torch.optim.lr_scheduler", "params": "its numbers"}),
     "data_types": Section(
-        without_effect=("keep_in_fp32_modules", "grad_accum_dtype"),
-        refused={
-            "buffer_dtype": Refusal("buffers keep their dtype: convert them in the model, and leave it out", (None,)),
-            "param_dtype": Refusal('use "bf16" or "fp16"', (None,)),
+        translated={
+            "grad_accum_dtype": "what the gradients of several micro-batches are summed in: left out, as in DeepSpeed, what "
+            'the model computes in, rounded at each; "fp32" rounds none, as `offload.initialize` always does. Another 16-bit '
+            "one: fp32 from stage 1 on, refused at stage 0, as there",
+            "param_dtype": "what `fp16` or `bf16` say already, or refused",
+            "buffer_dtype": "the drop-in casts the model's buffers; `offload.initialize` leaves them",
         },
+        without_effect=("keep_in_fp32_modules",),
     ),
     "checkpoint": Section(
         translated={

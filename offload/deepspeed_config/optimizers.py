@@ -32,11 +32,11 @@ _NOT_BY_ELEMENT = {
     "muon": "it orthogonalises whole matrices",
 }
 """Why an optimizer is no rule here: a chunk, which may be a part of a tensor, is updated apart from all others."""
-_WITHOUT_EFFECT = ("torch_adam", "adam_w_mode", "adamw_mode", "foreach", "fused", "set_grad_none")
+_WITHOUT_EFFECT = ("torch_adam", "adam_w_mode", "adamw_mode", "foreach", "fused", "set_grad_none", "fp32_optimizer_states")
+"""`fp32_optimizer_states`: false keeps moments in the parameters' dtype, which of fp32 masters is fp32."""
 _REFUSED = {
     "amsgrad": (False, "leave it out"),
     "bias_correction": (True, "leave it out"),
-    "fp32_optimizer_states": (True, "leave it out; Config's state_format stores narrower moments"),
     "capturable": (False, "leave it out"),
 }
 

@@ -6,17 +6,19 @@ from __future__ import annotations
 import difflib
 import math
 import os
-import warnings
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from enum import Enum
 from typing import Any
 
 import torch
 
 from offload.config import Config
+from offload.deepspeed_config.data_types import read as read_data_types
 from offload.deepspeed_config.keys import LEAF_MODULE, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, SECTIONS, TOP, ZERO
 from offload.deepspeed_config.optimizers import Maker
+from offload.deepspeed_config.translated import Batch, Half, PartlyOnDevice, Translation
 from offload.errors import ConfigError
 
 OWN_KEYS = tuple(field.name for field in fields(Config))
@@ -24,8 +26,11 @@ _SUBSECTIONS = ("data_types", "checkpoint", "tensor_parallel", "compile", "activ
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _CLIPPING = 1.0
 """Where a config says nothing, since DeepSpeed 0.19.8."""
+_PERSISTENCE_THRESHOLD = 100_000
 _AUTOCAST_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _TAG_VALIDATIONS = ("ignore", "warn", "fail")
+_AUTOCAST_SCALING = Half(loss_scale_window=2000, hysteresis=1)
+"""What torch.amp.GradScaler does."""
 _AUTO: Mapping[str, Any] = {
     "gradient_clipping": 1.0,
     "gradient_accumulation_steps": 1,
@@ -38,91 +43,6 @@ _AUTO: Mapping[str, Any] = {
 _LEFT_OUT = ("betas", "eps", "torch_adam", "adam_w_mode", "momentum", "warmup_max_lr", "warmup_type")
 """Params that have a default, or follow from the optimizer's."""
 _FILLED_IN = "Hugging Face's Trainer or Accelerate fill it in from their arguments; here nobody does: write the value"
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """train = micro x accumulation x ranks; None: not said, and not to be derived."""
-
-    train: int | None
-    micro: int | None
-    accumulation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Half:
-    """The section "fp16" where it is on; `loss_scale` 0 is the dynamic one. DeepSpeed's defaults."""
-
-    loss_scale: float = 0.0
-    initial_scale_power: int = 16
-    loss_scale_window: int = 1000
-    hysteresis: int = 2
-    consecutive_hysteresis: bool = False
-    min_loss_scale: float = 1.0
-
-
-_AUTOCAST_SCALING = Half(loss_scale_window=2000, hysteresis=1)
-"""What torch.amp.GradScaler does."""
-
-
-@dataclass(frozen=True)
-class _PartlyOnDevice(Config):
-    """A `Config` of a run whose optimizer states are on the device in part."""
-
-    states_on_device: float = 0.0
-
-
-@dataclass(frozen=True)
-class _BeginningRounded(_PartlyOnDevice):
-    masters_begin_rounded: bool = True
-
-
-def beginning_rounded(config: Config) -> Config:
-    """The same, of a run whose masters begin as DeepSpeed's do."""
-    said = {field.name: getattr(config, field.name) for field in fields(Config)}
-    return _BeginningRounded(**said, states_on_device=config.states_on_device)
-
-
-@dataclass(frozen=True, slots=True)
-class Translation:
-    """`without_effect`: keys that were given and make no difference here, as dotted paths."""
-
-    given: Mapping[str, Any]
-    """What was translated."""
-    config: Config
-    half: Half | None
-    optimizer: Maker | None
-    scheduler: Maker | None
-    batch: Batch
-    manages_accumulation: bool
-    sums_gradients: bool
-    """Over the ranks, instead of averaging them."""
-    steps_per_print: int | None
-    drop_last: bool
-    ignores_unused: bool
-    allows_untested: bool
-    """An optimizer of the script's own, which has no kernel here, with ZeRO."""
-    tag_validation: str
-    """"fail", "warn" or "ignore"."""
-    loads_universal: bool
-    """`load_checkpoint` without a tag takes the one that the file "latest_universal" names."""
-    activation_checkpointing: Mapping[str, Any]
-    autocast: torch.dtype | None
-    """What torch.autocast around the forward computes in."""
-    layer_drop: tuple[float, float] | None
-    """theta and gamma of progressive layer dropping."""
-    leaf_modules: Mapping[str, Any]
-    """Modules that `z3_leaf_module` answers for: by "classes", "names" or "name_suffixes"."""
-    without_effect: tuple[str, ...]
-
-    def warn(self, stacklevel: int, besides: tuple[str, ...] = ()) -> None:
-        """One warning for all that was given in vain; `besides`: keys that only this caller has no use for."""
-        said = []
-        if self.without_effect or besides:
-            keys = ", ".join((*self.without_effect, *besides))
-            said.append(f"{keys}: without effect here, no result depends on them and nothing of it needs tuning.")
-        if said:
-            warnings.warn(f"DeepSpeed's config: {' '.join(said)}", UserWarning, stacklevel=stacklevel + 1)
 
 
 def translate(mapping: Mapping[str, Any], world_size: int) -> Translation:
@@ -139,11 +59,13 @@ class _Translator:
         self._ignores_unused = True
         self._half: Half | None = None
         self._stage = 0
+        self._kept_numel = (0, 0)
         self._leaf_modules: dict[str, Any] = {}
         self._own = {key: value for key, value in mapping.items() if key in OWN_KEYS}
         foreign = {key: _plain(value) for key, value in mapping.items() if key not in OWN_KEYS and value is not None}
         if "bfloat16" in foreign:
             foreign.setdefault("bf16", foreign["bfloat16"])
+        _check_sums(foreign)
         self._top = self._sorted(TOP, foreign)
 
     def run(self, world_size: int) -> Translation:
@@ -158,9 +80,10 @@ class _Translator:
         for key in fields_:
             if key in self._own:
                 raise ConfigError(f"{key} is set twice: by {key}={self._own[key]!r} and by DeepSpeed's keys. Leave one out.")
+        said = defaults | self._own | fields_
         return Translation(
             given=self._given,
-            config=(_PartlyOnDevice if "states_on_device" in fields_ else Config)(**(defaults | self._own | fields_)),
+            config=(PartlyOnDevice if "states_on_device" in said else Config)(**said),
             autocast=self._autocast(),
             layer_drop=self._layer_drop(),
             half=self._half,
@@ -178,6 +101,8 @@ class _Translator:
             tag_validation=self._tag_validation(sections["checkpoint"]),
             loads_universal=self._flag("checkpoint.load_universal", sections["checkpoint"].get("load_universal", False)),
             activation_checkpointing=sections["activation_checkpointing"],
+            data_types=read_data_types(sections["data_types"], said.get("dtype"), self._stage),
+            kept_numel=self._kept_numel,
             leaf_modules=self._leaf_modules,
             without_effect=tuple(self._without_effect),
         )
@@ -240,6 +165,10 @@ class _Translator:
             parameters = self._device(OFFLOAD_PARAM, zero, ("cpu_offload_params", "cpu_offload_param"), paths)
             if parameters is not None:
                 found["parameters"] = parameters
+            self._kept_numel = (
+                self._threshold(zero, "param_persistence_threshold", _PERSISTENCE_THRESHOLD),
+                self._threshold(zero, "model_persistence_threshold", sys.maxsize),
+            )
         else:  # as in DeepSpeed, below stage 3 parameters stay on the device
             given = ("offload_param", "cpu_offload_params", "cpu_offload_param")
             self._without_effect.extend(f"{ZERO}.{key}" for key in given if key in zero)
@@ -262,6 +191,10 @@ class _Translator:
             if "nvme_path" in section and str(path) not in paths:
                 paths.append(str(path))
         return "device" if device == "none" else str(device)
+
+    def _threshold(self, zero: Mapping[str, Any], name: str, default: int) -> int:
+        value = zero.get(f"stage3_{name}", zero.get(name, "auto"))
+        return default if value == "auto" else self._whole(f"{ZERO}.{name}", value, least=0)
 
     def _share(self, section: Any, states: str | None) -> dict[str, float]:
         """Of the optimizer states, what of them stays on the device."""
@@ -428,6 +361,22 @@ class _Translator:
         if not isinstance(value, bool):
             raise ConfigError(f"{path}={value!r} is neither true nor false.")
         return value
+
+
+def _check_sums(given: Mapping[str, Any]) -> None:
+    """Of `gradient_allreduce_op`: "sum" what DeepSpeed refuses beside it, before that is refused for itself."""
+    if str(given.get("gradient_allreduce_op", "mean")).lower() != "sum":
+        return
+    zero, compiling = given.get(ZERO), given.get("compile")
+    found = {
+        "ZenFlow": isinstance(zero, Mapping) and zero.get("zenflow") is not None,
+        "DeepCompile": isinstance(compiling, Mapping) and compiling.get("deepcompile") is True,
+    }
+    for name, is_there in found.items():
+        if is_there:
+            raise ConfigError(
+                f"gradient_allreduce_op='sum' is not supported with {name}, nor is {name} here at all: leave it out."
+            )
 
 
 def _plain(value: Any) -> Any:

@@ -107,7 +107,7 @@ class AnswerAsOnCpu(TorchFunctionMode):
             self._tape.meta_requested = False
 
     def _set_data(self, tensor: Tensor, data: Tensor) -> None:
-        if not self._tape.is_deferred(tensor):
+        if not self._tape.is_deferred(tensor) and not tensor.is_meta:  # one asked for on the meta device may get a value
             data = self._tape.real(data)
         elif not data.is_meta:
             data = self._tape.lift(data)

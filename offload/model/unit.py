@@ -59,9 +59,11 @@ class UnitResidency:
     """Written by `Residency` alone, in the thread that drives the model (backward's during backward, never both).
 
     nbytes  device memory that the unit takes while it is resident; 0: it is there for good
+    kept    it comes and goes, and is there between steps all the same, with the values of the last one
     """
 
     nbytes: int = 0
+    kept: bool = False
     state: UnitState = UnitState.RESIDENT
 
     def become(self, state: UnitState) -> None:
@@ -310,7 +312,9 @@ class Unit:
     def close_off(self) -> None:
         """Guard all but those that are gathered. What is there for good, with no update to come, may be read; where one may
         begin early, once that is known."""
-        readable = not self.residency.nbytes and self.update is None and (self.was_read or not self.route.undoable)
+        residency = self.residency
+        is_there = not residency.nbytes or (residency.kept and residency.state is UnitState.RESIDENT)
+        readable = is_there and self.update is None and (self.was_read or not self.route.undoable)
         closed = self._open.values() if self._parts and self._guarded_readable is readable else self.parameters
         for info in closed:
             if info.guard is not None and not info.lent_count:

@@ -44,13 +44,15 @@ class ParameterGradients:
         measure: Callable[[], float],
         require_scaled_loss: Callable[[], None],
         failures: Callable[[], AbstractContextManager[None]],
+        *,
+        narrow_sums: bool,
     ) -> None:
         """`measure`: gives the norm of the gradients as they stand. `require_scaled_loss`: raises where what comes lacks the
         loss scale. `failures`: `FailureState.failures`."""
         self._units, self._parameters = parts.units, parts.parameters
         self._gradients, self._intake = parts.gradients, parts.intake
         self._require_scaled_loss, self._failures = require_scaled_loss, failures
-        self.micro_batches = MicroBatches(parts)
+        self.micro_batches = MicroBatches(parts, narrow=narrow_sums)
         self.clipping = TokenClipping(parts.parameters, self.live, measure, self._accumulate)
         self.left = left_parameters(parts)
         """The parameters into whose `grad` PyTorch accumulates undisturbed, by unit."""
@@ -143,14 +145,14 @@ class ParameterGradients:
             except BudgetError:
                 self._drop_left()
                 raise
-            self._intake.arrive(info, gradient, owned=False, is_part=self.micro_batches.began_now(info))
+            self._intake.arrive(info, gradient, owned=False, is_part=self.micro_batches.adds_part(info))
 
     def _units_of(self, infos: Iterable[ParameterInfo]) -> list[Unit]:
         return [self._units[index] for index in dict.fromkeys(info.unit_index for info in infos)]
 
     def _take_over(self, unit: Unit, info: ParameterInfo, gradient: torch.Tensor, *, owned: bool) -> None:
         unit.shard.become(ShardState.REDUCING)
-        is_part = self.micro_batches.began_now(info)
+        is_part = self.micro_batches.adds_part(info)
         self._intake.arrive(info, gradient, owned=owned, is_part=is_part)
         info.parameter.grad = self.clipping.token(info, self.step_index)
 

@@ -17,8 +17,9 @@ from offload.step.components import Components
 class MicroBatches:
     """Owned by the thread that drives the model (backward's during backward)."""
 
-    def __init__(self, parts: Components) -> None:
-        self._parts = parts
+    def __init__(self, parts: Components, *, narrow: bool) -> None:
+        """`narrow`: there are no fp32 sums (`Config.sums_are_narrow`); a later micro-batch's gradient is added as a part is."""
+        self._parts, self._narrow = parts, narrow
         self._begun: dict[int, ParameterInfo] = {}
         """By index, the parameters of which this backward brought the first gradient of the step."""
 
@@ -40,15 +41,15 @@ class MicroBatches:
                 begun.parameter.grad = None
             raise
 
-    def began_now(self, info: ParameterInfo) -> bool:
-        """Whether all that there is of the gradient is of this backward."""
-        return info.index in self._begun
+    def adds_part(self, info: ParameterInfo) -> bool:
+        """Whether what comes is added as a part of one gradient is: all that there is of it is of this backward."""
+        return self._narrow or info.index in self._begun
 
     def take_room(self) -> None:
         """Have the room. Raises `BudgetError` where there is none: nothing has changed then."""
         parts = self._parts
         placement, gradients = parts.placement, parts.gradients
-        if gradients is None or not placement.sums:
+        if gradients is None or not placement.sums or self._narrow:
             return
         missing, cause = placement.sums_missing_nbytes, None
         if not missing:

@@ -55,12 +55,15 @@ class Training(FailureState):
         self.loss_scale = LossScale.of(config.loss_scale, config.dtype)
         self._max_grad_norm = config.max_grad_norm
         self._maker = UpdateMaker(parts, hyper_of) if hyper_of is not None and parts.updates is not None else None
-        begins_early = config.update != "step" and parts.ranks.world_size == 1
+        alone = parts.ranks.world_size == 1
+        begins_early = config.update != "step" and alone
         self.speculation = Speculation(parts, self._maker, begins_early=begins_early, norm_counts=config.needs_norm_first)
         self.calls = RunningCalls(self.turn)
-        self.uses = Uses(parts.units, parts.residency, self.speculation, self.calls)
+        self.uses = Uses(parts.units, parts.residency, self.speculation, self.calls, alone=alone)
         self.lender = Lender(parts, self, self.uses)
-        self.gradients = ParameterGradients(parts, self._measure_now, self.require_scaled_loss, self.failures)
+        self.gradients = ParameterGradients(
+            parts, self._measure_now, self.require_scaled_loss, self.failures, narrow_sums=config.sums_are_narrow
+        )
         self.grad_norm: float | None = None
         self.synchronizing, self.loss_is_scaled = True, False
         self._clip_once: float | None = None
@@ -240,7 +243,7 @@ class Training(FailureState):
             self._taken.consume(info)
         coming.update(maker.make(live, factor))
         self._accelerator.copy_in_after_compute()  # the lane may bring what an update needs as soon as it is enqueued
-        for unit in self._residency.next_order() if coming else ():
+        for unit in self._residency.update_order() if coming else ():
             if unit in coming:
                 self._updates.enqueue(unit, coming[unit])
 
@@ -257,6 +260,7 @@ class Training(FailureState):
         for unit in self._updates.pending_units:
             if not unit.uses.count:
                 unit.close_off()
+        self._residency.keep()
 
     def _leave_out_step(self) -> None:
         assert self._taken is not None

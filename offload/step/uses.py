@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from offload.errors import ParameterAccessError
 from offload.model.flat import ParameterInfo
 from offload.model.leading_call import led_by
-from offload.model.unit import Unit
+from offload.model.unit import Unit, UnitState
 from offload.step.calls import RunningCalls
 from offload.step.residency.residency import Residency
 from offload.step.speculation import Speculation
@@ -24,8 +24,12 @@ from offload.step.speculation import Speculation
 class Uses:
     """See the module. Owned by the thread that drives the model (backward's thread during backward, never both)."""
 
-    def __init__(self, units: Sequence[Unit], residency: Residency, speculation: Speculation, calls: RunningCalls) -> None:
+    def __init__(
+        self, units: Sequence[Unit], residency: Residency, speculation: Speculation, calls: RunningCalls, *, alone: bool
+    ) -> None:
+        """`alone`: there is one rank, which fetches when it likes."""
         self._units, self._residency, self._speculation, self._calls = units, residency, speculation, calls
+        self._alone = alone
         self.epoch = 0
         """How often all uses were abandoned: one that began in an earlier epoch has ended."""
         self._cover_count = 0
@@ -133,14 +137,14 @@ class Uses:
     def bring_in(self, info: ParameterInfo) -> None:
         """A guarded parameter's value is asked for: right inside a forward, and wherever it lies in place; else an error."""
         unit = self._units[info.unit_index]
-        if not unit.residency.nbytes:
+        enclosing = self._calls.innermost_unit() if unit.residency.nbytes and self.in_forward else None
+        if not unit.residency.nbytes or (enclosing is None and self._is_kept_here(unit)):
             self._speculation.before_use(unit)
             self._residency.bring(unit)
             unit.was_read = True
             if not unit.uses.count:
                 unit.close_off()
             return
-        enclosing = self._calls.innermost_unit() if self.in_forward else None
         if enclosing is None:
             raise ParameterAccessError(
                 f"the value of parameter {info.fqn!r} is not in memory: it lies in its tier between uses. "
@@ -152,6 +156,9 @@ class Uses:
             )
         # A parent computes with a child's weight without calling the child.
         self.accompany(enclosing, unit)
+
+    def _is_kept_here(self, unit: Unit) -> bool:
+        return unit.residency.kept and (self._alone or unit.residency.state is not UnitState.ABSENT)
 
     def accompany(self, enclosing: Unit, unit: Unit) -> None:
         """From now on the unit comes and goes with `enclosing`, beside its own uses."""

@@ -68,9 +68,10 @@ class GradientArrival:
         *,
         reduced: bool,
         transit_buffer_count: int,
+        narrow_sums: bool,
     ) -> None:
         """See `Gradients`."""
-        self._accelerator, self._reduced = accelerator, reduced
+        self._accelerator, self._reduced, self._narrow_sums = accelerator, reduced, narrow_sums
         self.lock = accelerator.lock()
         """Who looks at a chunk's buffer or changes it holds it."""
         self._lane: HostLane = accelerator.host_lane("gradients", waits_for_io=False)
@@ -208,8 +209,11 @@ class GradientArrival:
                 state.live.add(info.index)
                 buffer = self._buffer_for_adding(state, wide=True)
                 low, high = piece.start - chunk.start, piece.stop - chunk.start
+                addition = Addition.FIRST
+                if accumulate:
+                    addition = Addition.PART if self._narrow_sums else Addition.SUM
                 source = values[low:high].to(buffer.device)
-                state.sums[info.index] = kernels.ingest_async(buffer[low:high], source, piece.start, accumulate)
+                state.sums[info.index] = _take_in(buffer[low:high], source, piece.start, addition, info.flat.dtype)
 
     # ---- what comes over from the device -------------------------------------------------------------------------
 

@@ -42,17 +42,24 @@ class Gradients:
         *,
         reduced: bool = False,
         transit_buffer_count: int = 0,
+        narrow_sums: bool = False,
     ) -> None:
         """`make_store`, `make_sums`: of the gradients of one backward, and of the fp32 sums of several.
 
-        `reduced`: what arrives are averages over ranks, fp32, through `add_reduced` alone.
+        `reduced`: what arrives are averages over ranks, fp32, through `add_reduced` alone. `narrow_sums`: several of them are
+        added in the parameters' dtype.
 
         `transit_buffer_count`: chunks that may lie on the device on their way to the host; 0: nothing goes that way.
         """
         self._chunks = tuple(chunks)
         self._extents = GradientExtents(self._chunks, make_store, make_sums, reduced=reduced)
         self._arrival = GradientArrival(
-            self._chunks, pool, accelerator, reduced=reduced, transit_buffer_count=transit_buffer_count
+            self._chunks,
+            pool,
+            accelerator,
+            reduced=reduced,
+            transit_buffer_count=transit_buffer_count,
+            narrow_sums=narrow_sums,
         )
         self._lock, self._buffers = self._arrival.lock, self._arrival.buffers
         self.spills = self._arrival.spills

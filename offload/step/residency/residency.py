@@ -29,11 +29,12 @@ from offload.step.updates.update import Updates
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """Bytes for units that are in use or on their way. `is_fixed`: a budget; else it grows where a step needs more, and to
-    what `room` says."""
+    what `room` says. `kept_numel`: see `Config.kept_numel`; a budget leaves no room for those."""
 
     nbytes: int
     is_fixed: bool
     room: DeviceRoom | None = None
+    kept_numel: tuple[int, int] = (0, 0)
 
 
 class Residency:
@@ -57,9 +58,11 @@ class Residency:
             unit.residency.state = UnitState.ABSENT if unit.residency.nbytes else UnitState.RESIDENT
         self._nbytes = [unit.residency.nbytes for unit in units]
         self._fixed_capacity, self._room = capacity.is_fixed, capacity.room
-        self.capacity_nbytes = self._least_nbytes = capacity.nbytes
+        self._kept = self._chosen_to_keep(*capacity.kept_numel)
+        kept_nbytes = sum(unit.residency.nbytes for unit in self._kept)
+        self.capacity_nbytes = self._least_nbytes = capacity.nbytes + kept_nbytes
         if self._room is not None:
-            self._least_nbytes = required_nbytes(trace, self._nbytes, 0)
+            self._least_nbytes = required_nbytes(trace, self._nbytes, 0) + kept_nbytes
         self._deferred: tuple[Op, ...] = ()
         self._staying: frozenset[Unit] = frozenset()
         self._resident_nbytes = 0
@@ -67,6 +70,16 @@ class Residency:
         self._recorder = Recorder()
         self._went_as_planned = True
         self._follow(plan(trace, self._nbytes, self.capacity_nbytes, self._prefetch))
+
+    def _chosen_to_keep(self, of_parameter: int, of_all: int) -> list[Unit]:
+        chosen, left = [], 0 if self._fixed_capacity else of_all
+        for unit in self._units:
+            numel = sum(info.numel for info in unit.parameters)
+            if unit.residency.nbytes and numel <= left and all(info.numel <= of_parameter for info in unit.parameters):
+                unit.residency.kept = True
+                chosen.append(unit)
+                left -= numel
+        return chosen
 
     # ---- uses ----------------------------------------------------------------------------------------------------
 
@@ -126,6 +139,19 @@ class Residency:
         """All units, in the order in which the next forward is expected to use them. Not to be changed."""
         return self._next_order
 
+    def update_order(self) -> list[Unit]:
+        """All units: that of the next forward, after those that are kept."""
+        return (
+            [*self._kept, *(unit for unit in self._next_order if not unit.residency.kept)] if self._kept else self._next_order
+        )
+
+    def keep(self) -> None:
+        """Bring in what is kept, with the values of the last step. Where there are several ranks all of them do."""
+        for unit in self._kept:
+            self.bring(unit)
+            if not unit.uses.count:
+                unit.close_off()
+
     def end_step(self) -> None:
         """The step's trace is complete. If it was not as expected, the next step is planned from it."""
         trace = self._recorder.take()
@@ -154,7 +180,7 @@ class Residency:
         if first is None:
             return
         while self._resident_nbytes + first.residency.nbytes > self.capacity_nbytes:
-            candidates = [unit for unit in self._units if self._may_evict(unit) and unit not in begun]
+            candidates = [unit for unit in self._may_leave() if unit not in begun]
             last = max(candidates, key=self._next_use, default=first)
             if self._next_use(last) <= self._next_use(first):
                 return
@@ -239,7 +265,7 @@ class Residency:
         """Have as much as the device leaves now, or at least what is needed; what is too much goes, what is used last first."""
         self.capacity_nbytes = max(room.left(self._resident_nbytes), self._least_nbytes)
         while self._resident_nbytes > self.capacity_nbytes:
-            candidates = [unit for unit in self._units if self._may_evict(unit)]
+            candidates = self._may_leave()
             if not candidates:
                 return
             self._evict(max(candidates, key=self._next_use))
@@ -289,8 +315,12 @@ class Residency:
         residency = unit.residency
         return residency.nbytes > 0 and residency.state is not UnitState.ABSENT and not unit.uses.count
 
+    def _may_leave(self) -> list[Unit]:
+        """For others to have the room."""
+        return [unit for unit in self._units if self._may_evict(unit) and not unit.residency.kept]
+
     def _is_let_go(self, unit: Unit) -> bool:
-        return self._may_evict(unit) and unit not in self._staying
+        return self._may_evict(unit) and unit not in self._staying and not unit.residency.kept
 
     def _next_use(self, unit: Unit) -> int:
         positions = self._positions.get(Event(Edge.START, unit.index), [])
@@ -323,7 +353,7 @@ class Residency:
 
     def _make_room(self, nbytes: int, *, optional: bool) -> bool:
         while self._resident_nbytes + nbytes > self.capacity_nbytes:
-            candidates = [unit for unit in self._units if self._may_evict(unit)]
+            candidates = self._may_leave()
             if not candidates:
                 if optional:
                     return False
@@ -359,4 +389,6 @@ class Residency:
         unit.close_off()
         self._fetcher.evict(unit)
         unit.residency.become(UnitState.ABSENT)
+        if unit.residency.kept:
+            unit.close_off()  # it may not be read now
         self._resident_nbytes -= unit.residency.nbytes

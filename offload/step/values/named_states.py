@@ -18,7 +18,7 @@ from offload.step.homes import Homes
 from offload.step.training import Training
 from offload.step.values.gathering import Gathering
 
-VALUE, GRADIENT = "value", "gradient"
+VALUE, GRADIENT, STEP = "value", "gradient", "step"
 
 
 class NamedStates:
@@ -35,6 +35,8 @@ class NamedStates:
 
     def read(self, info: ParameterInfo, kind: str) -> Tensor | None:
         """See `Engine.read`."""
+        if kind == STEP and len(self.kinds(info)) > 1:
+            return torch.tensor(float(info.step))
         self._require(info, kind)
         if kind == VALUE:
             return self._gathering.value_of(info)
