@@ -15,6 +15,7 @@ from offload.deepspeed import (
     fragments,
     launching,
     lr_schedules,
+    moe,
     ops,
     outputs,
     recovery,
@@ -29,7 +30,7 @@ from offload.deepspeed.engine import DeepSpeedEngine
 from offload.deepspeed.layer_drop import ProgressiveLayerDrop
 from offload.deepspeed.loss_scaler import LossScaler
 from offload.deepspeed.owners import ZeroParamStatus
-from offload.deepspeed.refused import LayerSpec, MoE, PipelineModule, TiedLayerSpec, split_params_for_experts
+from offload.deepspeed.refused import LayerSpec, PipelineModule, TiedLayerSpec
 from offload.deepspeed.tiling import TiledLinear
 from offload.errors import UsageError
 
@@ -82,8 +83,8 @@ MODULES: Mapping[str, Mapping[str, Any]] = {
     "launcher.runner": {"DEEPSPEED_ENVIRONMENT_NAME": ".deepspeed_env", "main": launching.launch},
     "git_version_info": {"torch_info": {"version": "0.0", "cuda_version": "0.0", "nccl_version": "0.0"}},
     "moe": {},
-    "moe.layer": {"MoE": MoE},
-    "moe.utils": {"split_params_into_different_moe_groups_for_optimizer": split_params_for_experts},
+    "moe.layer": {"MoE": moe.MoE},
+    "moe.utils": {one.__name__: one for one in (moe.has_moe_layers, moe.split_params_into_different_moe_groups_for_optimizer)},
     "ops": _OP_MODULE,
     "ops.adagrad": {"DeepSpeedCPUAdagrad": ops.DeepSpeedCPUAdagrad},
     "ops.adam": {"DeepSpeedCPUAdam": ops.DeepSpeedCPUAdam, "FusedAdam": ops.FusedAdam},
@@ -94,6 +95,7 @@ MODULES: Mapping[str, Mapping[str, Any]] = {
     "runtime": {},
     "runtime.activation_checkpointing": {},
     "runtime.activation_checkpointing.checkpointing": _public(checkpointing),
+    "runtime.base_optimizer": {"ZeROOptimizer": ops.ZeROOptimizer},
     "runtime.config": _CONFIG,
     "runtime.constants": {"GRADIENT_CLIPPING_DEFAULT": settings.GRADIENT_CLIPPING_DEFAULT},
     "runtime.dataloader": {"RepeatingLoader": utils.RepeatingLoader},

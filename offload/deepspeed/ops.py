@@ -87,6 +87,17 @@ class BaseOptimizer:
         setattr(vars(self)["_optimizer"], name, value)
 
 
+class _Partitioning(type):
+    """Of which what `initialize` returns for a run with ZeRO passes for an instance."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return bool(getattr(instance, "partitions", False))
+
+
+class ZeROOptimizer(metaclass=_Partitioning):
+    """An engine's optimizer from stage 1 on; nothing else is one."""
+
+
 class OpBuilder:
     """Says whether an operator is available. Nothing is compiled at run time: what there is comes with the package."""
 

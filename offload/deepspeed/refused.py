@@ -24,16 +24,3 @@ class LayerSpec:
 
 class TiedLayerSpec(LayerSpec):
     pass
-
-
-class MoE(nn.Module):
-    def __init__(self, *args: Any, **keywords: Any) -> None:
-        raise UsageError(
-            "MoE is not in offload: a mixture of experts is trained as any module, whole on every rank. Use its layers."
-        )
-
-
-def split_params_for_experts(param_groups: Any, max_group_size: Any = None) -> list[Any]:
-    """Return the groups as they are: experts are sharded like everything else."""
-    del max_group_size
-    return list(param_groups) if isinstance(param_groups, (list, tuple)) else [param_groups]
