@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs DeepSpeed's own tests on `offload.deepspeed`, file by file, and writes a table of what came of them.
 
-    DEEPSPEED_TESTS=/path/to/DeepSpeed python -m tests.integrations.deepspeed_suite.run [--retry open] [file ...]
+    DEEPSPEED_TESTS=/path/to/DeepSpeed python -m tests.integrations.deepspeed_suite.run [--retry counted] [file ...]
 
 Fetches nothing. `outcomes.json` holds what came of every file, with the version of this package that it was run at: a file that
-is run again replaces what was said of it, `--retry failed` runs and replaces the items that did not pass, `--retry open`
-those of them that nothing explains, and a run that was stopped goes on where it was (in `--scratch`). `outcomes.md` is the
+is run again replaces what was said of it, `--retry failed` runs and replaces the items that did not pass, `--retry counted`
+those of them that count, `--retry open` those that nothing explains, and a run that was stopped goes on where it was (in `--scratch`). `outcomes.md` is the
 table made of it.
 
 `reasons.json` says why an item does not pass: the first pattern found in the item's name or in its last line decides. A word
@@ -38,6 +38,7 @@ FILES = (
 ITEM_SECONDS = float(os.environ.setdefault("SUITE_ITEM_SECONDS", "60"))
 COLLECTING_SECONDS = 300
 PASSED = ("passed", "xfailed")
+NOT_COUNTED = ("internal", "needs a GPU", "skipped")
 WORDS = ("internal", "needs a GPU", "refused", "DeepSpeed", "skipped", "open")
 
 
@@ -46,7 +47,7 @@ def main() -> None:
     parser.add_argument("--state", type=Path, default=HERE / "outcomes.json", help="what came of every file, kept and amended")
     parser.add_argument("--table", type=Path, default=HERE / "outcomes.md", help="the table made of it")
     parser.add_argument("--scratch", type=Path, default=ROOT / "build" / "deepspeed-suite", help="of a run that is under way")
-    parser.add_argument("--retry", choices=["failed", "open"], default=None, help="only items that did not pass")
+    parser.add_argument("--retry", choices=["failed", "counted", "open"], default=None, help="only items that did not pass")
     parser.add_argument("--table-only", action="store_true", help="run nothing")
     parser.add_argument("files", nargs="*", help="below unit/; default: all that are covered")
     given = parser.parse_args()
@@ -56,7 +57,7 @@ def main() -> None:
         tests = _tests()
         for file in files(tests, given.files or FILES):
             words = words_of(file, state.get(file, {"others": {}}), reasons)
-            only = [name for name, word in words.items() if unexplained(word) or (given.retry == "failed" and may_pass(word))]
+            only = [name for name, word in words.items() if is_retried(word, given.retry)]
             if given.retry and not only:
                 continue
             amends = given.retry is not None and "" not in only  # "": the file was not collected
@@ -199,9 +200,11 @@ def unexplained(word: str) -> bool:
     return word == "internal" or word.partition(":")[0] in ("open", "hung")
 
 
-def may_pass(word: str) -> bool:
-    """On this machine, some day."""
-    return word.partition(":")[0] not in ("needs a GPU", "skipped")
+def is_retried(word: str, which: str | None) -> bool:
+    """Whether an item that did not pass for this reason is run again: of "failed" what may pass on this machine some day, of
+    "counted" what counts against the share too."""
+    left_out = {"failed": ("needs a GPU", "skipped"), "counted": NOT_COUNTED}.get(which or "")
+    return unexplained(word) or (left_out is not None and word.partition(":")[0] not in left_out)
 
 
 def table(state: Mapping[str, Any], reasons: Mapping[str, str]) -> str:
@@ -212,7 +215,7 @@ def table(state: Mapping[str, Any], reasons: Mapping[str, str]) -> str:
         by_file[item.partition("::")[0]][word.partition(":")[0]] += 1
     total = sum(by_file.values(), Counter())
     words = ["passed", *sorted(word for word in total if word != "passed")]
-    counted = sum(total[word] for word in total if word not in ("internal", "needs a GPU", "skipped"))
+    counted = sum(total[word] for word in total if word not in NOT_COUNTED)
     lines = ["# DeepSpeed's own tests on offload.deepspeed", "", (HERE / "preface.md").read_text().strip(), ""]
     lines += [
         f"Of {counted} items that neither look at internals nor need a GPU nor skip themselves, {total['passed']} pass, "
