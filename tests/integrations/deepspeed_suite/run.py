@@ -5,8 +5,8 @@
 
 Fetches nothing. `outcomes.json` holds what came of every file, with the version of this package that it was run at: a file that
 is run again replaces what was said of it, `--retry failed` runs and replaces the items that did not pass, `--retry counted`
-those of them that count, `--retry open` those that nothing explains, and a run that was stopped goes on where it was (in `--scratch`). `outcomes.md` is the
-table made of it.
+those of them that count, `--retry open` those that nothing explains, and a run that was stopped goes on where it was (in
+`--scratch`). `outcomes.md` is the table made of it.
 
 `reasons.json` says why an item does not pass: the first pattern found in the item's name or in its last line decides. A word
 is "internal: ...", "needs a GPU", "refused: ...", "DeepSpeed: ..." (it is wrong, as ...) or "skipped: ..." (the test skips
