@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import offload
 import offload.deepspeed as deepspeed
 from offload.planning.route import Memory
 
@@ -103,6 +104,58 @@ def values(stage: int) -> list[Any]:
     shown += [moment.tolist(), engine.module_state_dict()["0.weight"].tolist(), engine(torch.ones(1, 4)).tolist()]
     engine.destroy()
     return shown
+
+
+def kept(folder: str) -> dict[str, Any]:
+    """What one rank reads of small parameters without a block, by moment; and that of a larger one it is refused."""
+    shown: dict[str, Any] = {}
+    sections = {"stage": 3, "stage3_param_persistence_threshold": 40}
+    model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 12), torch.nn.Linear(12, 3))
+    config = _config(zero_optimization=sections | {"offload_optimizer": {"device": "cpu"}})
+    engine = deepspeed.initialize(model=torch.nn.Sequential(*map(offload.unit, model)), config=config)[0]
+    layers = list(engine.module)
+
+    def note(moment: str) -> None:
+        alone = layers[0].weight.tolist() if dist.get_rank() else None  # the other rank asks for nothing
+        with deepspeed.zero.GatheredParameters(layers[0].weight):
+            gathered = layers[0].weight.tolist()
+        shown[moment] = [alone in (None, gathered), gathered]
+
+    note("beginning")
+    for step in range(2):
+        engine.backward(engine(torch.full((1, 4), 1.0 + step + dist.get_rank())).square().mean())
+        engine.step()
+        note(f"step {step}")
+        if step == 0:
+            engine.save_checkpoint(folder, tag="0")
+    engine.load_checkpoint(folder, tag="0")
+    note("loaded")
+    try:
+        layers[1].weight.sum()
+        shown["larger"] = "read"
+    except offload.errors.ParameterAccessError as error:
+        shown["larger"] = str(error)
+    engine.destroy()
+    return shown
+
+
+def sums(stage: int, said: str | None) -> list[float]:
+    """Both ranks have the same data: the mean of three micro-batches, as gradients are summed."""
+    torch.manual_seed(0)
+    types = {"data_types": {"grad_accum_dtype": said}} if said else {}
+    keys = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}, "gradient_accumulation_steps": 3} | types
+    layer = torch.nn.Linear(16, 1, bias=False)
+    engine = deepspeed.initialize(model=layer, config=_config(train_batch_size=6, **keys))[0]
+    for index in range(3):
+        generator = torch.Generator().manual_seed(index)
+        engine.backward(engine(torch.randn(1, 16, generator=generator).bfloat16()).sum(), scale_wrt_gas=False)
+        if index < 2:
+            engine.step()
+    found = deepspeed.utils.safe_get_full_grad(layer.weight)
+    assert found is not None
+    engine.step()
+    engine.destroy()
+    return list(found.flatten().tolist())
 
 
 def summed() -> bool:

@@ -239,7 +239,6 @@ def test_optimizers(kind: str, params: dict[str, Any], expected_class: type, exp
         ("OneBitAdam", {}, ["optimizer.type='OneBitAdam'", "'Adam'"]),
         ("AdamW", {"amsgrad": True}, ["optimizer.params.amsgrad=True"]),
         ("AdamW", {"bias_correction": False}, ["optimizer.params.bias_correction=False"]),
-        ("AdamW", {"fp32_optimizer_states": False}, ["fp32_optimizer_states=False", "state_format"]),
         ("AdamW", {"max_grad_norm": 1.0}, ["gradient_clipping"]),
         ("AdamW", {"lr": "1e-3"}, ["optimizer.params.lr='1e-3'"]),
         ("AdamW", {"learning_rate": 1e-3}, ["learning_rate"]),

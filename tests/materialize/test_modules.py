@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import skip_init
 
 from offload.deferred_init.deferred_init import deferred_init, is_deferred, materialize
 from offload.errors import InitializerError
@@ -94,6 +95,16 @@ def _default_bf16() -> nn.Module:
         torch.set_default_dtype(torch.float32)
 
 
+def _skip_init() -> nn.Module:
+    """Made on the meta device, and given memory that nobody has set yet."""
+    module = nn.Sequential(skip_init(nn.Linear, 5, 3), skip_init(nn.BatchNorm1d, 3), nn.Linear(3, 2))
+    for child in module[:2]:
+        nn.init.normal_(child.weight)
+        nn.init.constant_(child.bias, 0.5)
+    module[1].reset_running_stats()
+    return module
+
+
 def _set_data() -> nn.Module:
     module = Parameters(torch.empty(3), torch.empty(3), torch.randn(4))
     module.p0.data = torch.randn(3)
@@ -145,6 +156,7 @@ CUSTOM: dict[str, Callable[[], nn.Module]] = {
     "branch_on_values": _branching,
     "default_dtype": _default_bf16,
     "set_data": _set_data,
+    "skip_init": _skip_init,
 }  # fmt: skip
 
 
