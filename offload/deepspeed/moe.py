@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`deepspeed.moe.layer.MoE`: a layer of experts of which every token is given to k, under DeepSpeed's parameter names.
 
 Every rank computes all experts: what of them does not fit lies in a tier between its uses, as every module's parameters.

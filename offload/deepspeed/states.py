@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`optimizer.optimizer.state`: the state of each trained parameter, read from the tiers when it is asked for."""
 
 from __future__ import annotations

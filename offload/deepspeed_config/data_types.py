@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The section "data_types": what gradients are summed in, and what buffers are cast to."""
 
 from __future__ import annotations

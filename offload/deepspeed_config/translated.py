@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a config in DeepSpeed's keys says."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What DeepSpeed does and the engine alone does not: small parameters that stay whole, sums in 16 bits, a state that is read, a
 layer of experts."""
 
