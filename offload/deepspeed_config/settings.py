@@ -16,7 +16,8 @@ from torch import nn
 from offload.config import Config, read_json
 from offload.deepspeed_config.keys import SECTIONS, TOP
 from offload.deepspeed_config.optimizers import make_optimizer
-from offload.deepspeed_config.translation import OWN_KEYS, Half, translate
+from offload.deepspeed_config.translated import Half
+from offload.deepspeed_config.translation import OWN_KEYS, translate
 from offload.errors import ConfigError
 
 _NEAR = 0.8

@@ -55,7 +55,7 @@ class _AsThere(PartlyOnDevice):
 def as_there(said: Translation) -> Config:
     """The config, of a run that begins and keeps what DeepSpeed's does."""
     given = {field.name: getattr(said.config, field.name) for field in fields(Config)}
-    own = {"states_on_device": said.config.states_on_device}
+    own: dict[str, Any] = {"states_on_device": said.config.states_on_device}
     return _AsThere(**given, **own, kept_numel=said.kept_numel, sums_are_narrow=said.data_types.sums_are_narrow)
 
 
