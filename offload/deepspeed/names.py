@@ -13,6 +13,7 @@ import torch
 from offload.deepspeed import (
     checkpointing,
     fragments,
+    hidden_states,
     launching,
     lr_schedules,
     moe,
@@ -65,6 +66,7 @@ _SECTIONS = {name: value for name, value in _public(zero_sections).items() if na
 _OFFLOADS = {name: value for name, value in _SECTIONS.items() if name.startswith("DeepSpeedZeroOffload")}
 _LEAF_CONFIG = {name: value for name, value in _SECTIONS.items() if "LeafModule" in name or "LEAF_MODULE" in name}
 _SCHEDULES = _public(lr_schedules) | {name.upper(): name for name in lr_schedules.PARAMS}
+_HIDDEN_STATES = {name: value for name, value in _public(hidden_states).items() if name != "SavedTensor"}
 _LEAVES = {name: value for name, value in _public(utils).items() if "z3_leaf" in name}
 _OPTIMIZERS = ("Adam", "AdamW", "Lamb", "Lion", "Muon", "Adagrad", "OneBitAdam")
 _CONFIG = _public(settings) | {f"{name.upper()}_OPTIMIZER": name.lower() for name in _OPTIMIZERS[:4]}
@@ -95,6 +97,7 @@ MODULES: Mapping[str, Mapping[str, Any]] = {
     "runtime": {},
     "runtime.activation_checkpointing": {},
     "runtime.activation_checkpointing.checkpointing": _public(checkpointing),
+    "runtime.activation_checkpointing.offload_activations": _HIDDEN_STATES,
     "runtime.base_optimizer": {"ZeROOptimizer": ops.ZeROOptimizer},
     "runtime.config": _CONFIG,
     "runtime.constants": {"GRADIENT_CLIPPING_DEFAULT": settings.GRADIENT_CLIPPING_DEFAULT},

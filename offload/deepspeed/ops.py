@@ -35,12 +35,40 @@ class _Maker(type):
         if "adamw_mode" in keywords:
             keywords["adam_w_mode"] = keywords.pop("adamw_mode")
         made = make_optimizer(Maker(cls.kind, {"lr": cls.lr if lr is None else lr} | keywords), model_params)
-        vars(made)["fp32_optimizer_states"] = keywords.get("fp32_optimizer_states", True)
+        wide = vars(made)["fp32_optimizer_states"] = keywords.get("fp32_optimizer_states", True)
+        if wide:
+            _compute_in_fp32(made)
         return made
 
     def __instancecheck__(cls, instance: Any) -> bool:
         made = getattr(instance, "source_class", type(instance))
         return isinstance(made, type) and issubclass(made, cls.classes)
+
+
+def _compute_in_fp32(optimizer: torch.optim.Optimizer) -> None:
+    """Have its own `step` update 16-bit parameters in fp32, with states in fp32. An engine has kernels that do."""
+    narrow: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def widen(*_: Any) -> None:
+        for group in optimizer.param_groups:
+            for one in group["params"]:
+                if one.grad is not None and one.dtype in (torch.bfloat16, torch.float16):
+                    held, gradient = one.data, one.grad
+                    one.data = held.float()
+                    one.grad = None
+                    one.grad = gradient.float()
+                    narrow.append((one, held, gradient))
+
+    def round_again(*_: Any) -> None:
+        for one, held, gradient in narrow:
+            held.copy_(one.data)
+            one.grad = None
+            one.data = held
+            one.grad = gradient
+        narrow.clear()
+
+    optimizer.register_step_pre_hook(widen)
+    optimizer.register_step_post_hook(round_again)
 
 
 class DeepSpeedCPUAdam(metaclass=_Maker):

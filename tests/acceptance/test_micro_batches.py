@@ -189,13 +189,16 @@ def test_no_sync_takes_the_room_at_once(opened: Any) -> None:
         assert planned(engine)[SUMS]
 
 
-def test_deepspeed_says_so_beforehand(nvme: Path) -> None:
+@pytest.mark.parametrize("said", [None, "fp32"])
+def test_deepspeed_says_so_beforehand(said: str | None, nvme: Path) -> None:
+    """Of sums in fp32; those in the parameters' dtype, its default, need no room of their own."""
     import offload.deepspeed
 
     model = Later().bfloat16()
     for steps in (1, 2):
         config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": steps, "bf16": {"enabled": True}}
+        config["data_types"] = {"grad_accum_dtype": said}
         engine, *_ = offload.deepspeed.initialize(model=model, optimizer=adamw(model), config=config)
         found = any(line["purpose"] == SUMS for line in engine.offload_engine.stats()["planned"])
-        assert found == (steps > 1)
+        assert found == (steps > 1 and said == "fp32")
         engine.destroy()

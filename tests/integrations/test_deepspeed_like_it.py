@@ -5,6 +5,7 @@ layer of experts."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,15 @@ import torch
 from offload.deepspeed.moe.layer import MoE
 from offload.deepspeed.moe.utils import has_moe_layers
 from offload.deepspeed.ops.adam import DeepSpeedCPUAdam
+from offload.deepspeed.runtime.activation_checkpointing.offload_activations import CheckpointHiddenStatesOffload
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import GradientCheckpointingLayer
 
 import offload
 import offload.deepspeed as deepspeed
+from offload.deepspeed.hidden_states import SavedTensor
 
 from ..acceptance.runs import assert_same_bits, refused
 from ..ranks.crew import Crew
@@ -264,3 +269,62 @@ def test_a_model_with_experts_trains_from_a_tier_to_the_same_bits(start: Start) 
 def test_experts_that_cannot_be(given: dict[str, Any], said: str) -> None:
     with refused(offload.UsageError, said):
         MoE(4, nn.Linear(4, 4), **given)
+
+
+# ---- activations -------------------------------------------------------------------------------------------------------
+
+
+def test_the_input_of_a_checkpointed_layer_is_marked_inside_the_block_alone() -> None:
+    class Layer(GradientCheckpointingLayer):  # type: ignore[misc]
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return hidden_states.sin().square()
+
+    call = GradientCheckpointingLayer.__call__
+    layer = Layer().train()
+    layer.gradient_checkpointing = True
+    layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+    given = torch.randn(4, 8, requires_grad=True)
+    block = CheckpointHiddenStatesOffload(min_offload_bytes=0, keep_last_count=0)
+    with block:
+        watched = GradientCheckpointingLayer.__call__
+        with CheckpointHiddenStatesOffload():
+            assert GradientCheckpointingLayer.__call__ is watched is not call
+        layer(given).sum().backward()
+        with refused(RuntimeError, "not re-entrant"):
+            block.__enter__()
+    assert GradientCheckpointingLayer.__call__ is call
+    assert (block.stats.marked_tensors, block.stats.skipped_marked_tensors) == (1, 1)  # it is on the CPU already
+    layer(given)
+    assert block.stats.marked_tensors == 1
+    with refused(ValueError, "keep_last_count=-1"):
+        CheckpointHiddenStatesOffload(keep_last_count=-1)
+
+
+def test_what_was_offloaded_comes_back_as_it_was() -> None:
+    for tensor in (torch.randn(6, 8), torch.randn(6, 8)[:, ::2], torch.randn(6, 8)[2:].t()):
+        saved = SavedTensor(tensor)
+        assert saved.leave(pinned=False, stream=None) == tensor.nbytes and saved.tensor is None
+        for moved in (tensor.nbytes, 0):  # once; a graph that is retained asks again
+            back, nbytes = saved.back()
+            assert torch.equal(back, tensor) and back.stride() == tensor.stride() and nbytes == moved
+
+
+def test_an_optimizer_of_its_own_computes_in_fp32() -> None:
+    torch.manual_seed(0)
+    values, gradients = torch.randn(64).bfloat16(), [torch.randn(64).bfloat16() for _ in range(3)]
+    wide, narrow = nn.Parameter(values.clone()), nn.Parameter(values.clone())
+    reference = values.float()
+    first, second = torch.zeros(64), torch.zeros(64)
+    optimizers = DeepSpeedCPUAdam([wide], lr=0.01), DeepSpeedCPUAdam([narrow], lr=0.01, fp32_optimizer_states=False)
+    for step, gradient in enumerate(gradients, 1):
+        wide.grad, narrow.grad = gradient.clone(), gradient.clone()
+        for one in optimizers:
+            one.step()
+        assert wide.dtype == torch.bfloat16 and torch.equal(wide.grad, gradient)
+        first.lerp_(gradient.float(), 0.1)
+        second.mul_(0.999).addcmul_(gradient.float(), gradient.float(), value=0.001)
+        update = (first / (1 - 0.9**step)) / ((second / (1 - 0.999**step)).sqrt() + 1e-8)
+        reference = (reference - 0.01 * update).bfloat16().float()
+    torch.testing.assert_close(wide.float(), reference)
+    states = [one.state[p]["exp_avg"].dtype for one, p in zip(optimizers, (wide, narrow), strict=True)]
+    assert states == [torch.float32, torch.bfloat16]
