@@ -112,6 +112,13 @@ def own_optimizer(optimizer: torch.optim.Optimizer) -> OwnOptimizer:
             f"optimizer {type(optimizer).__module__}.{type(optimizer).__qualname__} with states of {bits} bits is not "
             "supported: it computes block by block. Pass torch.optim.AdamW and Config(state_format='8bit')."
         )
+    inner = next((name for name, value in vars(optimizer).items() if isinstance(value, torch.optim.Optimizer)), None)
+    if inner is not None:  # a trial of the wrapper would be one of what it wraps, and change that
+        raise ConfigError(
+            f"optimizer {type(optimizer).__module__}.{type(optimizer).__qualname__} wraps another, "
+            f"{type(getattr(optimizer, inner)).__qualname__} in its attribute {inner!r}: pass that one. Where a library wraps "
+            "it (accelerator.prepare, fabric.setup), offload.initialize comes before, and the library gets engine.optimizer."
+        )
     if optimizer not in _found:
         apart = ("state", "param_groups", "step")
         attributes = {name: value for name, value in vars(optimizer).items() if name not in apart}

@@ -172,6 +172,17 @@ def test_an_engine_that_was_made_after_the_model_was_prepared(tmp_path: Path) ->
         assert (tmp_path / "state" / "offload").is_dir()
 
 
+def test_an_optimizer_that_the_accelerator_has_wrapped_is_named_and_stays(tmp_path: Path) -> None:
+    accelerator, model = Accelerator(cpu=True), llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    wrapped = accelerator.prepare(optimizer)
+    groups = optimizer.param_groups
+    with refused(offload.ConfigError, "AcceleratedOptimizer", "wraps another, AdamW", "before"):
+        offload.initialize(model, wrapped, on_nvme(tmp_path))
+    assert optimizer.param_groups is groups and wrapped.param_groups is groups
+    assert [id(one) for one in groups[0]["params"]] == [id(one) for one in model.parameters()]
+
+
 def test_a_precision_that_the_engine_has_not_is_named(tmp_path: Path) -> None:
     model = llama()
     with offload.initialize(model, torch.optim.AdamW(model.parameters()), on_nvme(tmp_path)) as engine:

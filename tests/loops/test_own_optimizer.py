@@ -147,6 +147,33 @@ def test_what_needs_whole_parameters_is_refused(kind: Any, said: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
 
 
+class Wrapping(torch.optim.Optimizer):
+    """Holds another and is all that it is, as Accelerate's does."""
+
+    state = property(lambda self: self.inner.state, lambda self, state: setattr(self.inner, "state", state))
+    param_groups = property(
+        lambda self: self.inner.param_groups, lambda self, given: setattr(self.inner, "param_groups", given)
+    )
+    defaults = property(lambda self: self.inner.defaults, lambda self, given: setattr(self.inner, "defaults", given))
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+def test_what_wraps_another_is_refused_and_that_one_is_as_it_was() -> None:
+    model = _model()
+    inner = torch.optim.AdamW(model.parameters())
+    _train(model, inner, range(2))
+    wrapper, groups, state = Wrapping(inner), inner.param_groups, inner.state
+    with pytest.raises(ConfigError, match="Wrapping wraps another, AdamW in its attribute 'inner': pass that one"):
+        offload.initialize(model, wrapper, offload.Config())
+    assert inner.param_groups is groups and inner.state is state and len(state) == len(list(model.parameters()))
+    offload.initialize(model, inner, offload.Config()).close()
+
+
 def test_states_that_it_has_already_are_taken_over() -> None:
     model = _model()
     optimizer = KINDS["radam"](model.parameters())
