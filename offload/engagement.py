@@ -28,6 +28,7 @@ from offload.errors import ParameterAccessError, UsageError
 from offload.model.fingerprint import ModelFingerprint
 from offload.model.flat import ParameterInfo
 from offload.model.optimizer import OffloadOptimizer
+from offload.model.peft_names import library_models
 from offload.model.taken_methods import TakenMethods
 from offload.profiling.profile import Profile
 from offload.ranks.next_transfers import MeetingPoint
@@ -76,7 +77,9 @@ class Engagement:
         self.hooks = Hooks(parts.units, self.training, events, successor)
         parts.accelerator.wait_for_all()  # the loop may run on another stream than this call
         Taking(model, parts, slots).take(self.training, self.hooks)
-        self._methods = TakenMethods(model, {"generate": self._generate, **self.exporting.replaced_methods})
+        models = library_models(model)
+        self._methods = [TakenMethods(one, self.exporting.replaced_methods(one)) for one in models.values()]
+        self._methods += [TakenMethods(one, {"generate": self._generate}) for one in ({"": model} | models).values()]
 
     def begin(self) -> None:
         """Bring in what is there between steps too."""
@@ -197,7 +200,8 @@ class Engagement:
         parts = self.parts
         if self.profile is not None:
             self.profile.close()
-        self._methods.give_back()
+        for methods in self._methods:
+            methods.give_back()
         self.hooks.remove()
         self.training.uses.abandon()
         held = HeldInterrupt()

@@ -7,8 +7,9 @@ Everything is read unit by unit. On several ranks all of them gather, and the fi
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from offload.config import parse_nbytes
 from offload.device.rounding import round_into
 from offload.errors import EngineFailedError, RankError, UsageError
 from offload.model.flat import ParameterInfo
-from offload.model.peft_names import is_peft, is_peft_model, is_pretrained_model
+from offload.model.peft_names import is_peft, is_peft_model, library_models
 from offload.ranks.next_transfers import MeetingPoint
 from offload.step.components import Components
 from offload.step.training import Training
@@ -53,23 +54,43 @@ class Exporting:
         self, path: Path, dtype: torch.dtype | None, max_shard_nbytes: int, *, merged: bool, exist_ok: bool = False
     ) -> None:
         """See `Engine.export`."""
-        if merged and not is_peft(self._model):
-            raise UsageError("export(merged=True) was called, but the model has no PEFT adapters to merge: leave it out.")
+        model = self._model
+        if merged and not is_peft(model):
+            adapted = [one for one in library_models(model).values() if is_peft(one)]
+            if len(adapted) != 1:
+                raise UsageError("export(merged=True) was called, but the model has no PEFT adapters to merge: leave it out.")
+            model = adapted[0]
         self._prepare("export")
-        place = _Place(path, exist_ok)
-        if not merged and is_peft(self._model):
-            self._export_adapters(place, dtype)
-            return
+        if not merged and is_peft(model):
+            self._export_adapters(_Place(path, exist_ok), dtype)
+        else:
+            self._export_whole(model, _Place(path, exist_ok), dtype, max_shard_nbytes, merged=merged)
+
+    def _export_whole(
+        self, model: nn.Module, place: _Place, dtype: torch.dtype | None, max_shard_nbytes: int, *, merged: bool
+    ) -> None:
+        infos = self._infos_of(model)
 
         def write(pieces: Pieces) -> None:
             with place:
                 exporter = Exporter(place.written, dtype, max_shard_nbytes)
                 if merged:
-                    self._export_merged(exporter, dtype, iter(pieces))
+                    self._export_merged(model, infos, exporter, dtype, iter(pieces))
                 else:
-                    self._export(exporter, pieces)
+                    self._export(model, infos, exporter, pieces)
 
-        self._write(write)
+        self._write(write, {info.index for info in infos})
+
+    def _infos_of(self, model: nn.Module) -> list[ParameterInfo]:
+        """The parameters of one of the model's modules, by its own names."""
+        path = next(path for path, module in self._model.named_modules() if module is model)
+        start = f"{path}." if path else ""
+        found = []
+        for info in self._parts.parameters:
+            names = tuple(fqn.removeprefix(start) for fqn in info.fqns if fqn.startswith(start))
+            if names:
+                found.append(replace(info, fqns=names))
+        return found
 
     def save_adapters(self, own: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
         """What `own`, the `save_pretrained` of a PEFT model, does: on a skeleton of the model in which the values are that it
@@ -78,13 +99,13 @@ class Exporting:
         if keywords.get("state_dict") is not None or self._training.lender.lends_any:
             return own(*args, **keywords)
         self._prepare("save_pretrained")
-        skeleton, adapters = self._adapters(None, keywords.get("save_embedding_layers", "auto"))
+        model: Any = own.__self__  # type: ignore[attr-defined]
+        skeleton, adapters = self._adapters(model, None, keywords.get("save_embedding_layers", "auto"))
         wanted = {held for adapter in adapters for held in adapter.content.values() if isinstance(held, int)}
 
         def write(pieces: Pieces) -> None:
             _fill(skeleton, wanted, pieces)
-            kind: Any = type(self._model)
-            kind.save_pretrained(skeleton.model, *args, **keywords)
+            type(model).save_pretrained(skeleton.model, *args, **keywords)
 
         self._write(write, wanted)
 
@@ -96,26 +117,31 @@ class Exporting:
         if args or others or not keywords.get("safe_serialization", True) or self._training.lender.lends_any:
             return own(save_directory, *args, **keywords)
         shard_size = parse_nbytes(keywords.get("max_shard_size", "5GB"), "max_shard_size")
-        self.export(Path(save_directory), None, shard_size, merged=False, exist_ok=True)
+        self._prepare("save_pretrained")
+        model: Any = own.__self__  # type: ignore[attr-defined]
+        place = _Place(Path(save_directory), exist_ok=True)
+        if is_peft(model):
+            self._export_adapters(place, None, model)
+        else:
+            self._export_whole(model, place, None, shard_size, merged=False)
 
-    @property
-    def replaced_methods(self) -> dict[str, Callable[..., Any]]:
-        """Methods of the model that are called in another way, by name: as `TakenMethods` has them."""
-        if is_peft_model(self._model):
-            return {"save_pretrained": self.save_adapters}
-        return {"save_pretrained": self.save_whole} if is_pretrained_model(self._model) else {}
+    def replaced_methods(self, model: nn.Module) -> dict[str, Callable[..., Any]]:
+        """Methods of one of `library_models` that are called in another way, by name: as `TakenMethods` has them."""
+        return {"save_pretrained": self.save_adapters if is_peft_model(model) else self.save_whole}
 
     # ---- what is written -----------------------------------------------------------------------------------------
 
-    def _adapters(self, dtype: torch.dtype | None, save_embedding_layers: Any = "auto") -> tuple[Skeleton, list[AdapterFile]]:
-        skeleton = Skeleton(self._model, self._parts.parameters, dtype)
+    def _adapters(
+        self, model: nn.Module, dtype: torch.dtype | None, save_embedding_layers: Any = "auto"
+    ) -> tuple[Skeleton, list[AdapterFile]]:
+        skeleton = Skeleton(model, self._infos_of(model), dtype)
         computed = computed_parameters(skeleton)
         if computed:
             self._write(lambda pieces: _fill(skeleton, computed, pieces), computed)
         return skeleton, adapter_files(skeleton, save_embedding_layers)
 
-    def _export_adapters(self, place: _Place, dtype: torch.dtype | None) -> None:
-        skeleton, adapters = self._adapters(dtype)
+    def _export_adapters(self, place: _Place, dtype: torch.dtype | None, model: nn.Module | None = None) -> None:
+        skeleton, adapters = self._adapters(model if model is not None else self._model, dtype)
         exporter, places = AdapterExporter(place.written, dtype, adapters), dict[int, list[str]]()
         buffers: list[tuple[str, torch.Tensor]] = []
         for adapter in adapters:
@@ -139,9 +165,12 @@ class Exporting:
 
         self._write(write, places)
 
-    def _export_merged(self, exporter: Exporter, dtype: torch.dtype | None, pieces: Iterator[Any]) -> None:
-        unpacking = Unpacking(self._parts.parameters)
-        skeleton = Skeleton(self._model, unpacking.infos, dtype)
+    @staticmethod
+    def _export_merged(
+        model: nn.Module, infos: Sequence[ParameterInfo], exporter: Exporter, dtype: torch.dtype | None, pieces: Iterator[Any]
+    ) -> None:
+        unpacking = Unpacking(infos)
+        skeleton = Skeleton(model, unpacking.infos, dtype)
         merging = Merging(skeleton)
         names = {index: kept_fqn(skeleton.base, found) for index, found in merging.names.items()}
         for index, name in names.items():
@@ -158,8 +187,9 @@ class Exporting:
             configs = merging.configs(model_configs(skeleton.base, as_packed=not unpacking.any))
             exporter.commit(type(skeleton.base).__name__, configs)
 
-    def _export(self, exporter: Exporter, pieces: Pieces) -> None:
-        model, unpacking = self._model, Unpacking(self._parts.parameters)
+    @staticmethod
+    def _export(model: nn.Module, infos: Sequence[ParameterInfo], exporter: Exporter, pieces: Pieces) -> None:
+        unpacking = Unpacking(infos)
         parameters = unpacking.infos
         names = {info.index: kept_fqn(model, info.fqns) for info in parameters}
         for info in parameters:
@@ -184,10 +214,14 @@ class Exporting:
 
     def _write(self, write: Callable[[Iterator[Any]], None], wanted: Collection[int] | None = None) -> None:
         """`wanted`: the parameters, by index, that are enough; None: all."""
+
+        def write_wanted(pieces: Iterator[Any]) -> None:
+            write(piece for piece in pieces if wanted is None or piece[0].index in wanted)
+
         if self._parts.ranks.world_size == 1:
-            write(self._own_pieces(wanted))
+            write_wanted(self._own_pieces(wanted))
         else:
-            self._write_first(write)
+            self._write_first(write_wanted)
 
     def _own_pieces(self, wanted: Collection[int] | None) -> Iterator[tuple[ParameterInfo, torch.Tensor]]:
         with closing(StateReader(self._parts, self._training.failures)) as reader:

@@ -22,6 +22,17 @@ def is_pretrained_model(model: nn.Module) -> bool:
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
+def library_models(model: nn.Module) -> dict[str, nn.Module]:
+    """The outermost of its modules, by path, that are PEFT's or transformers': the model itself, or what a LightningModule
+    holds."""
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        inside = any(not above or path.startswith(f"{above}.") for above in found)
+        if not inside and (is_peft_model(module) or is_pretrained_model(module)):
+            found[path] = module
+    return found
+
+
 def is_peft(model: nn.Module) -> bool:
     """Whether the model is PEFT's, or a Hugging Face model that PEFT put adapters into."""
     peft = sys.modules.get("peft")
