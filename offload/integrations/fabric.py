@@ -73,6 +73,7 @@ class OffloadStrategy(EngineStrategy, DDPStrategy):
     def _engaged(self, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Engine:
         if self.engine is not None and not self.engine.closed:
             raise UsageError("this strategy has an engine: close fabric.strategy.engine first, or make another Fabric.")
+        self._check_precision(self.precision)
         self.engine = offload.initialize(module, optimizer, self._config)
         return self.engine
 

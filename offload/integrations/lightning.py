@@ -48,6 +48,7 @@ class OffloadStrategy(EngineStrategy, DDPStrategy):
 
     def setup(self, trainer: Any) -> None:
         assert self.accelerator is not None and self.model is not None
+        self._check_precision(self.precision_plugin)
         self.accelerator.setup(trainer)
         if not self.is_shared:  # one process has the data in the script's own order, as without a strategy
             trainer._accelerator_connector.use_distributed_sampler = False
@@ -78,6 +79,8 @@ class OffloadStrategy(EngineStrategy, DDPStrategy):
         optimizer = next(iter(self.optimizers), None)
         assert self.model is not None
         self.engine = offload.initialize(self.model, optimizer, self._config)
+        if optimizer is not None:  # else Lightning takes it for one that undoes a scale by itself, and does not clip by it
+            vars(self.engine.optimizer)["_step_supports_amp_scaling"] = False
         self.optimizers = [self.engine.optimizer] if optimizer is not None else []
         self._prepared = self.optimizers, self.lr_scheduler_configs
 

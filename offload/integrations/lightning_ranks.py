@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from offload import Config, Engine
+from offload import Config, Engine, UsageError
 
 
 class EngineStrategy:
@@ -23,6 +23,14 @@ class EngineStrategy:
     def is_shared(self: Any) -> bool:
         """Whether there are several ranks."""
         return bool(self.num_nodes * self.num_processes > 1)
+
+    def _check_precision(self, precision: Any) -> None:
+        """Before there is an engine. Raises `UsageError` where gradients would be scaled by another."""
+        if getattr(precision, "scaler", None) is not None:
+            raise UsageError(
+                f"precision={precision.precision!r} scales gradients, which are the engine's: leave it out and set "
+                "dtype='fp16' in the strategy's config; or 'bf16-mixed', which scales none."
+            )
 
     def _configure_launcher(self) -> None:
         """Lightning's: it starts the other ranks."""

@@ -14,7 +14,9 @@ from typing import Any
 import lightning
 import pytest
 import torch
+from peft import PeftModel
 from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
 
 import offload
 from offload.integrations import fabric as on_fabric, lightning as on_trainer
@@ -23,7 +25,7 @@ from ..acceptance.models import llama
 from ..acceptance.runs import assert_close, assert_same_bits, refused
 from .conftest import Distances
 from .test_trainer import settled
-from .trainers import ON_NVME, own_loop, rows
+from .trainers import ON_NVME, adapted, own_loop, rows
 
 __all__ = ["settled"]
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -319,6 +321,75 @@ def test_trainers_other_ways(tmp_path: Path, how: str) -> None:
             assert_close(runs[1], runs[0], 0.05)
         else:
             assert_close(runs[1], runs[0])
+
+
+def test_clipping_under_autocast(tmp_path: Path) -> None:
+    runs = []
+    for strategy in ("auto", on_trainer.OffloadStrategy(on_nvme(tmp_path))):
+        module = Module()
+        trainer = lightning.Trainer(
+            accelerator="cpu", devices=1, strategy=strategy, max_steps=4, precision="bf16-mixed", gradient_clip_val=0.05,
+            logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        )  # fmt: skip
+        trainer.fit(module, loader())
+        runs.append(module.losses)
+    trainer.strategy.engine.close()
+    assert_close(runs[1], runs[0], 0.02)
+
+
+def test_gradients_that_another_would_scale_are_refused(tmp_path: Path) -> None:
+    """What Lightning does for "16-mixed" on a GPU."""
+    from lightning.fabric.plugins import MixedPrecision as OfFabric
+    from lightning.pytorch.plugins import MixedPrecision
+
+    scaler = torch.amp.GradScaler("cpu")
+    plugins: Any = [MixedPrecision("16-mixed", "cpu", scaler)]
+    strategy = on_trainer.OffloadStrategy(on_nvme(tmp_path))
+    trainer = lightning.Trainer(accelerator="cpu", devices=1, strategy=strategy, plugins=plugins, logger=False)
+    with refused(offload.UsageError, "precision='16-mixed'", "dtype='fp16'"):
+        trainer.fit(Module(), loader())
+    plugins = [OfFabric("16-mixed", "cpu", scaler)]
+    given = on_fabric.OffloadStrategy(on_nvme(tmp_path))
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, strategy=given, plugins=plugins)
+    fabric.launch()
+    model = llama()
+    with refused(offload.UsageError, "precision='16-mixed'", "dtype='fp16'"):
+        fabric.setup(model, torch.optim.AdamW(model.parameters()))
+
+
+class Adapted(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with offload.deferred_init():
+            self.model = adapted()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], lr=1e-2)
+
+
+@pytest.mark.parametrize("kind", [Adapted, Module], ids=["adapters", "the whole"])
+def test_the_library_model_that_a_module_holds_is_saved_by_its_own_name(tmp_path: Path, kind: Any) -> None:
+    module = kind()
+    trainer = trainer_of(tmp_path, on_nvme(tmp_path))
+    trainer.fit(module, loader())
+    with trainer.strategy.engine as engine:
+        for _ in range(2):  # over the first
+            module.model.save_pretrained(tmp_path / "saved")
+        prompt = rows(1)[0]["input_ids"][None, :4]
+        generated = module.model.generate(input_ids=prompt, max_new_tokens=4, do_sample=False)
+        expected = {name.removeprefix("model."): value for name, value in engine.state_dict().items()}
+        if kind is Module:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+            with refused(offload.UsageError, "no PEFT adapters"):
+                engine.export(tmp_path / "merged", merged=True)
+        else:
+            loaded = PeftModel.from_pretrained(llama(), tmp_path / "saved")
+            engine.export(tmp_path / "merged", merged=True)
+    assert_same_bits(dict(loaded.state_dict()), expected)
+    assert torch.equal(loaded.eval().generate(input_ids=prompt, max_new_tokens=4, do_sample=False), generated)
+    if kind is Adapted:
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+        assert_same_bits(dict(merged.state_dict()), dict(loaded.merge_and_unload().state_dict()))
 
 
 # ---- several devices
