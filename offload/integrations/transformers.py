@@ -46,6 +46,11 @@ class OffloadMixin:
     def __init__(self, *args: Any, offload: Settings = None, **keywords: Any) -> None:
         self._offload = offload
         model = keywords.get("model", args[0] if args else None)
+        if _is_deferred(model) and any(getattr(one, "precompute_ref_log_probs", False) for one in (*args, *keywords.values())):
+            raise UsageError(
+                "precompute_ref_log_probs=True reads the model while its trainer is made, and this one has no values yet: "
+                "build it outside of deferred_init(), or leave precompute_ref_log_probs out."
+            )
         if _begins_deferred(model, keywords):
             self._begin_deferred(*args, **keywords)
         else:
@@ -63,6 +68,10 @@ class OffloadMixin:
         vars(self).update(beside.named_buffers())
 
     # ---- the engine ----------------------------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self: Any) -> None:
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        _stand_alone(self)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Where parameters lie is the engine's."""
@@ -84,9 +93,16 @@ class OffloadMixin:
             for place, callback in enumerate(callbacks):
                 if type(callback).__name__ == "SyncRefModelCallback":
                     callbacks[place] = _GatheredSync(self.engine, callback)
+                if type(callback).__name__ == "JITCheckpointCallback":  # no checkpoint holds gradients: at the end of the step
+                    callback.on_pre_optimizer_step = _nothing
             self.optimizer = self.engine.optimizer
             attach(self.accelerator, self.engine)
         return self.optimizer
+
+    def compute_ref_log_probs(self: Any, *args: Any, **keywords: Any) -> Any:
+        """TRL's; with `precompute_ref_log_probs` while the trainer is made, and then the engine is too."""
+        self.create_optimizer()
+        return super().compute_ref_log_probs(*args, **keywords)  # type: ignore[misc]
 
     def _compile_blocks(self: Any) -> None:
         """`torch_compile`: block by block, since the whole is never in memory."""
@@ -182,10 +198,27 @@ def enable(trainer: Trainer, offload: Settings = None) -> Trainer:
     kind = type(trainer)
     if trainer.optimizer is not None and hasattr(trainer.optimizer, "optimizer"):
         raise UsageError(f"this {kind.__name__} has trained already: enable(trainer) comes before; make another of its model.")
+    _stand_alone(trainer)
+    trainer._train_batch_size = trainer.args.train_batch_size
     if not issubclass(kind, OffloadMixin):
         trainer.__class__ = type(f"Offload{kind.__name__}", (OffloadMixin, kind), {"__module__": kind.__module__})
     vars(trainer)["_offload"] = offload
     return trainer
+
+
+def _stand_alone(trainer: Any) -> None:
+    """A process has one device, where Trainer would put `nn.DataParallel` around a model that sees several."""
+    for name, asked in (("DeepSpeed", trainer.is_deepspeed_enabled), ("FSDP", trainer.is_fsdp_enabled)):
+        if asked:
+            raise UsageError(
+                f"{name} and the engine would both partition the model: leave out what asks for {name} (an argument of "
+                "the Trainer, Accelerate's configuration)."
+            )
+    trainer.args._n_gpu = min(trainer.args.n_gpu, 1)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
 
 
 @contextmanager
@@ -208,8 +241,11 @@ def _evaluated_as_trained(args: Any, engine: Engine) -> Iterator[None]:
 def _begins_deferred(model: Any, keywords: Mapping[str, Any]) -> bool:
     """Whether a Trainer would do with models on the meta device what only a recording can: adapters, moves."""
     is_adapted = keywords.get("peft_config") is not None or hasattr(model, "peft_config")
-    given = (model if is_adapted else None, keywords.get("ref_model"))
-    return any(isinstance(one, nn.Module) and any(parameter.is_meta for parameter in one.parameters()) for one in given)
+    return (is_adapted and _is_deferred(model)) or _is_deferred(keywords.get("ref_model"))
+
+
+def _is_deferred(model: Any) -> bool:
+    return isinstance(model, nn.Module) and any(parameter.is_meta for parameter in model.parameters())
 
 
 class _GatheredSync(TrainerCallback):

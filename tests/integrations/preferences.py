@@ -50,20 +50,23 @@ def _reward(completions: list[str], **_: Any) -> list[float]:
     return [float(sum(map(ord, completion)) % 7) for completion in completions]
 
 
-def _sft(folder: Path) -> dict[str, Any]:
-    return {"args": SFTConfig(str(folder), max_length=32, **FIELDS), "train_dataset": Dataset.from_dict({"text": LINES})}
+def _sft(folder: Path, **fields: Any) -> dict[str, Any]:
+    args = SFTConfig(str(folder), **{"max_length": 32, **FIELDS, **fields})
+    return {"args": args, "train_dataset": Dataset.from_dict({"text": LINES})}
 
 
 def _dpo(folder: Path, **fields: Any) -> dict[str, Any]:
-    return {"args": DPOConfig(str(folder), max_length=32, **FIELDS, **fields), "train_dataset": Dataset.from_dict(PAIRS)}
+    args = DPOConfig(str(folder), **{"max_length": 32, **FIELDS, **fields})
+    return {"args": args, "train_dataset": Dataset.from_dict(PAIRS)}
 
 
-def _rewards(folder: Path) -> dict[str, Any]:
-    return {"args": RewardConfig(str(folder), max_length=32, **FIELDS), "train_dataset": Dataset.from_dict(PAIRS)}
+def _rewards(folder: Path, **fields: Any) -> dict[str, Any]:
+    args = RewardConfig(str(folder), **{"max_length": 32, **FIELDS, **fields})
+    return {"args": args, "train_dataset": Dataset.from_dict(PAIRS)}
 
 
-def _grpo(folder: Path) -> dict[str, Any]:
-    args = GRPOConfig(str(folder), max_completion_length=8, num_generations=2, **FIELDS)
+def _grpo(folder: Path, **fields: Any) -> dict[str, Any]:
+    args = GRPOConfig(str(folder), **{"max_completion_length": 8, "num_generations": 2, **FIELDS, **fields})
     return {"args": args, "train_dataset": Dataset.from_dict({"prompt": PAIRS["prompt"]}), "reward_funcs": _reward}
 
 
@@ -83,11 +86,11 @@ def trainer(
     lora: bool,
     offloaded: bool,
     deferred: bool = False,
-    follows: bool = False,
+    settings: dict[str, Any] | None = None,
     **others: Any,
 ) -> Any:
-    """A trainer of TRL's, plain or with everything on NVMe. `deferred`: the model never is in memory. `follows`: of DPO, the
-    reference model does the policy, at every step. `others`: as the trainer takes them."""
+    """A trainer of TRL's, plain or with everything on NVMe. `deferred`: the model never is in memory. `settings`: of its
+    arguments. `others`: as the trainer takes them."""
     base, build = KINDS[kind]
     torch.manual_seed(3)
     with offload.deferred_init() if deferred else contextlib.nullcontext():
@@ -95,8 +98,7 @@ def trainer(
             policy = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1)
         else:
             policy = AutoModelForCausalLM.from_pretrained(model)
-    settings = {"sync_ref_model": True, "ref_model_sync_steps": 1} if follows else {}
-    given = {"model": policy, "processing_class": byte_tokenizer(), **build(folder, **settings), **others}
+    given = {"model": policy, "processing_class": byte_tokenizer(), **build(folder, **(settings or {})), **others}
     if lora:
         given["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
     if not offloaded:

@@ -14,10 +14,11 @@ import transformers
 from peft import PeftModel
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration, Trainer
 
-from offload.integrations.transformers import OffloadMixin, OffloadTrainer
+import offload
+from offload.integrations.transformers import OffloadMixin, OffloadTrainer, enable
 
 from ..acceptance.models import gpt2, llama
-from ..acceptance.runs import assert_close, assert_same_bits
+from ..acceptance.runs import assert_close, assert_same_bits, refused
 from .test_trainer import settled
 from .trainers import ON_NVME, adapted, arguments, logged, offloaded, plain, rows
 
@@ -142,3 +143,51 @@ def test_checkpointed_blocks_under_adapters(tmp_path: Path) -> None:
     ours, theirs = both(tmp_path, adapted, gradient_checkpointing=True, max_steps=2)
     with ours.engine:
         assert_alike(ours, theirs)
+
+
+@pytest.mark.skipif(not NEWEST, reason="transformers 4 has no checkpoints at SIGTERM")
+def test_it_saves_where_it_is_ended(tmp_path: Path) -> None:
+    """With gradients waiting for their step: behind it."""
+
+    class Ended(OffloadTrainer):
+        def compute_loss(self, *args: Any, **keywords: Any) -> Any:
+            if self.state.global_step == 3:  # what its handler of SIGTERM does, some seconds later
+                [callback] = [one for one in self.callback_handler.callbacks if type(one).__name__ == "JITCheckpointCallback"]
+                callback.jit_manager.is_checkpoint_requested = True
+            return super().compute_loss(*args, **keywords)
+
+    config = {**ON_NVME, "nvme": str(tmp_path / "nvme")}
+    given = arguments(tmp_path / "run", save_strategy="no", enable_jit_checkpoint=True)
+    ended = Ended(model=llama(), args=given, train_dataset=rows(), offload=config)
+    ended.train()
+    ended.engine.close()
+    assert ended.state.global_step == 4 and [one.name for one in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-4"]
+    again, whole = offloaded(tmp_path / "run", save_strategy="no"), offloaded(tmp_path / "whole", save_strategy="no")
+    again.train(resume_from_checkpoint=True)
+    whole.train()
+    with again.engine, whole.engine:
+        assert logged(again, "loss", "grad_norm")[-2:] == logged(whole, "loss", "grad_norm")[-2:]  # step 4 was saved unlogged
+        assert_same_bits(again.engine.state_dict(), whole.engine.state_dict())
+
+
+@pytest.mark.parametrize("made", ["mixin", "enabled"])
+def test_a_process_that_sees_several_gpus_uses_one(tmp_path: Path, made: str) -> None:
+    """Trainer would put `nn.DataParallel` around the model."""
+    given = arguments(tmp_path, save_strategy="no", max_steps=2)
+    given._n_gpu = 2
+    config = {**ON_NVME, "nvme": str(tmp_path / "nvme")}
+    if made == "mixin":
+        trainer: Any = OffloadTrainer(model=llama(), args=given, train_dataset=rows(), offload=config)
+    else:
+        trainer = enable(Trainer(model=llama(), args=given, train_dataset=rows()), config)
+    trainer.train()
+    with trainer.engine:
+        assert trainer.model_wrapped is trainer.model and trainer._train_batch_size == given.per_device_train_batch_size
+        assert len(logged(trainer, "loss")) == 2
+
+
+def test_what_else_would_partition_the_model_is_named(tmp_path: Path) -> None:
+    trainer = plain(tmp_path)
+    trainer.is_fsdp_enabled = True
+    with refused(offload.UsageError, "FSDP and the engine", "Accelerate's configuration"):
+        enable(trainer, ON_NVME)

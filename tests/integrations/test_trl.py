@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 import offload
 
-from ..acceptance.runs import assert_close, assert_same_bits
+from ..acceptance.runs import assert_close, assert_same_bits, refused
 from . import preferences
 from .conftest import Distances
 from .test_trainer import settled
@@ -101,11 +102,49 @@ def test_adapters_of_the_trainers_own_on_a_model_that_never_was_in_memory(model:
     assert_same_bits(*runs)
 
 
+@pytest.mark.parametrize(
+    "kind, settings",
+    [
+        ("dpo", {"precompute_ref_log_probs": True}),
+        pytest.param("sft", {"packing": True}, marks=pytest.mark.slow),
+        pytest.param("sft", {"completion_only_loss": True}, marks=pytest.mark.slow),
+        pytest.param("grpo", {"num_generations": 4, "gradient_accumulation_steps": 2, "beta": 0.1}, marks=pytest.mark.slow),
+    ],
+    ids=["log-probs before training", "packed", "completions only", "four generations, a reference model"],
+)
+def test_arguments_do_what_they_do(model: Path, tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+    others: dict[str, Any] = {}
+    if "completion_only_loss" in settings:
+        columns = {"prompt": preferences.PAIRS["prompt"], "completion": preferences.PAIRS["chosen"]}
+        others["train_dataset"] = Dataset.from_dict(columns)
+    for lora in (False, True):
+        runs = []
+        for offloaded in (False, True):
+            folder = tmp_path / f"{lora} {offloaded}"
+            trainer = preferences.trainer(kind, folder, model, lora=lora, offloaded=offloaded, settings=settings, **others)
+            if "precompute_ref_log_probs" in settings:  # by a model that lies where the engine has it
+                assert (getattr(trainer, "engine", None) is not None) == offloaded
+            trainer.train()
+            runs.append(_figures(trainer))
+        with trainer.engine:
+            assert len(runs[1]) == 3 and (trainer.reference_engine is not None) == (kind == "grpo" and not lora)
+            assert_close(torch.tensor(runs[1]), torch.tensor(runs[0]), 1e-4)
+
+
+def test_log_probs_of_a_model_without_values_are_refused(model: Path, tmp_path: Path) -> None:
+    settings = {"precompute_ref_log_probs": True}
+    for lora in (False, True):
+        with refused(offload.UsageError, "precompute_ref_log_probs", "outside of deferred_init"):
+            preferences.trainer("dpo", tmp_path, model, lora=lora, offloaded=True, deferred=True, settings=settings)
+
+
 def test_a_reference_model_that_follows_the_policy(model: Path, tmp_path: Path) -> None:
     """And one that never was in memory."""
     runs = []
     for offloaded in (False, True):
-        trainer = preferences.trainer("dpo", tmp_path / str(offloaded), model, lora=False, offloaded=offloaded, follows=True)
+        settings = {"sync_ref_model": True, "ref_model_sync_steps": 1}
+        folder = tmp_path / str(offloaded)
+        trainer = preferences.trainer("dpo", folder, model, lora=False, offloaded=offloaded, settings=settings)
         trainer.train()
         runs.append(_figures(trainer))
     trainer.engine.close()
