@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An interrupt at each moment of a wait for other ranks at which Python looks for signals: it stays what it is, no lock is kept
 by who is gone, and the others are no longer told that this rank waits."""
 

@@ -25,6 +25,7 @@ from offload import errors
 from tests.acceptance.models import ON_NVME, Setup, adamw, stack, vector_batches
 
 ROOT = Path(__file__).parents[2]
+LICENCE = "Apache-2.0"
 
 
 def test_every_error_is_exported() -> None:
@@ -41,6 +42,14 @@ def test_the_package_says_that_it_is_typed() -> None:
 def test_the_cuda_wheel_belongs_to_this_version() -> None:
     text = (ROOT / "native" / "cuda_wheel" / "pyproject.toml").read_text()
     assert f'version = "{offload.__version__}"' in text and f'"offload=={offload.__version__}"' in text
+
+
+def test_every_source_file_names_its_licence() -> None:
+    folders = ("offload", "native", "tests", "benchmarks", "docs", "examples")
+    kinds = {".py", ".cpp", ".h", ".inc", ".cu", ".sh", ".cmake", ".mjs", ".js"}
+    found = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in kinds]
+    assert len(found) > 500
+    assert [path for path in found if f"SPDX-License-Identifier: {LICENCE}\n" not in path.read_text()[:200]] == []
 
 
 def test_workflows_and_hooks_call_what_there_is() -> None:
