@@ -25,6 +25,9 @@ _INFO = ".nv.info."
 # An entry in .nv.info.<kernel>: how its value is told, what it is about, the value or its length.
 _ENTRY, _HAS_LENGTH, _PARAMETER = struct.Struct("<BBH"), 4, 0x17
 _PARAMETER_INFO = struct.Struct("<I2HI")
+# A fatbin's header: magic, version, its length, bytes behind it. An entry's: kind, its length, bytes behind it, architecture.
+_FATBIN, _FATBIN_MAGIC = struct.Struct("<I2HQ"), 0xBA55ED50
+_FATBIN_ENTRY, _MACHINE_CODE = struct.Struct("<2HIQ2I2HI"), 2
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,19 @@ class Cubin:
             if name.startswith(_INFO):
                 found[name.removeprefix(_INFO)] = list(_parameters(content))
         return Cubin(flags >> 8 & 0xFF, found)
+
+
+def fatbin_architectures(code: bytes) -> set[int]:
+    """The architectures for which a fatbin has machine code. Raises `AssertionError` for what is none."""
+    magic, _, position, nbytes = _FATBIN.unpack_from(code)
+    assert magic == _FATBIN_MAGIC and position + nbytes <= len(code)
+    found = set()
+    while position < len(code):
+        kind, _, header_nbytes, content_nbytes, *_, architecture = _FATBIN_ENTRY.unpack_from(code, position)
+        if kind == _MACHINE_CODE:
+            found.add(architecture)
+        position += header_nbytes + content_nbytes
+    return found
 
 
 def _parameters(info: bytes) -> Iterator[int]:
