@@ -49,11 +49,14 @@ def Init(module: nn.Module | None = None, *, enabled: bool = True, **tuning: Any
 
 @contextmanager
 def _building() -> Iterator[None]:
-    """Every rank draws what rank 0 draws, and goes on with its own random numbers after it."""
+    """Every rank draws what rank 0 draws. One that was seeded otherwise goes on with its own random numbers after it."""
     comm.join_launched()
-    own = torch.get_rng_state() if comm.get_rank() else None
+    own = None
     if comm.get_world_size() > 1:
-        torch.set_rng_state(comm.gathered_objects(torch.get_rng_state())[0])
+        before = torch.get_rng_state()
+        first = comm.gathered_objects(before)[0]
+        own = before if not torch.equal(before, first) else None
+        torch.set_rng_state(first)
     built: dict[int, nn.Parameter] = {}
 
     def see(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,17 @@ def kept(folder: str) -> dict[str, Any]:
         shown["larger"] = str(error)
     engine.destroy()
     return shown
+
+
+def drawn(seed: int, differs: bool) -> list[list[float]]:
+    """What comes after a model was built in `zero.Init`, and after one that was built as ever."""
+    found = []
+    for block in (deepspeed.zero.Init(), nullcontext()):
+        torch.manual_seed(seed + (dist.get_rank() if differs else 0))
+        with block:
+            torch.nn.Linear(8, 8)
+        found.append(torch.randn(3).tolist())
+    return found
 
 
 def sums(stage: int, said: str | None) -> list[float]:

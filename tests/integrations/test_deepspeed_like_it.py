@@ -89,6 +89,13 @@ def test_a_small_parameter_is_read_between_backward_and_step(start: Start, tmp_p
         weight.data.clamp_(0, 1)
 
 
+def test_ranks_that_are_seeded_alike_go_on_alike_after_the_block(two: Crew) -> None:
+    first, second = two.do("drawn", seed=5, differs=False)
+    assert first == second and first[0] == first[1]
+    first, second = two.do("drawn", seed=5, differs=True)
+    assert first[0] == first[1] and second[0] not in (first[0], second[1])
+
+
 # ---- data_types ------------------------------------------------------------------------------------------------------
 
 
