@@ -6,12 +6,14 @@
 Each row is a process of its own, with one thread for torch. `step` is the median processor time (all threads) of steps as a
 loop makes them; the rest is what each part of a step takes more than plain PyTorch's, for each unit: forward, backward, and
 the updates that a step begins, which are waited for here (`engine.gathered([])`) to tell them from the next forward; the
-three together, and the updates for each chunk. A block has 12 parameters.
+three together, and the updates for each chunk. A block has 12 parameters. Beside a device a row has each block as a unit of
+its own, fetched twice, its gradients sent back and updated on the host; what the device would do costs nothing there.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -24,9 +26,16 @@ from pathlib import Path
 from typing import Any
 
 from machine import describe_machine
+from stub_device import stub_device
 
-CASES = {"48 blocks of 64": ("blocks", "cpu"), "200 linears of 64": ("linears", "cpu"), "48 blocks on NVMe": ("blocks", "nvme")}
-"""By name: the model, and the tier of parameters and states."""
+CASES = {
+    "48 blocks of 64": ("blocks", "cpu"),
+    "200 linears of 64": ("linears", "cpu"),
+    "48 blocks on NVMe": ("blocks", "nvme"),
+    "48 blocks, stub device": ("blocks", "stub"),
+}
+"""By name: the model, and the tier of parameters and states; "stub": in CPU memory, of a device whose verbs cost nothing, each
+block a unit of its own, as large blocks are."""
 PARTS = ("forward", "backward", "step()", "updates")
 
 
@@ -98,10 +107,16 @@ def one(case: str, count: int, folder: str) -> dict[str, Any]:
     plain = built(kind)
     expected = steps(plain, torch.optim.AdamW(plain.parameters(), foreach=True), None, count)
     model = built(kind)
-    where: dict[str, Any] = {"parameters": tier, "optimizer_states": tier}
-    with offload.initialize(
-        model, torch.optim.AdamW(model.parameters()), offload.Config(**where, nvme=folder if tier == "nvme" else None)
-    ) as engine:
+    has_stub = tier == "stub"
+    home = "cpu" if has_stub else tier
+    where: dict[str, Any] = {"parameters": home, "optimizer_states": home, "nvme": folder if tier == "nvme" else None}
+    if has_stub:
+        for layer in model.layers:
+            offload.unit(layer)
+    with (
+        stub_device() if has_stub else contextlib.nullcontext(),
+        offload.initialize(model, torch.optim.AdamW(model.parameters()), offload.Config(**where)) as engine,
+    ):
         whole = steps(model, engine.optimizer, None, count)
 
         def settle() -> None:

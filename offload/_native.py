@@ -222,7 +222,8 @@ def gradient_ingest(
     status = loaded().offload_gradient_ingest(
         pool.pointer, dst.address or None, dst.dtype, *src, numel, start_index, int(accumulate), block_sums or None
     )
-    check(status, f"gradient_ingest(numel={numel}, start_index={start_index})")
+    if status:
+        check(status, f"gradient_ingest(numel={numel}, start_index={start_index})")
 
 
 def convert(dst: Values, src: Values, numel: int, *, all_cores: bool = False) -> None:

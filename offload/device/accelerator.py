@@ -198,9 +198,8 @@ class Accelerator(ABC):
 
     # ---- time ----------------------------------------------------------------------------------------------------
 
-    def clock_ns(self) -> int:
-        """The time by which its work goes."""
-        return time.monotonic_ns()
+    clock_ns: Callable[[], int] = staticmethod(time.monotonic_ns)
+    """The time by which its work goes."""
 
     def begin_stamps(self) -> None:  # noqa: B027 - most have nothing to prepare
         """Stamps will be made."""

@@ -34,7 +34,7 @@ def uses_native(tensor: Tensor) -> bool:
 def check_flat(name: str, tensor: Tensor, numel: int, device: torch.device) -> None:
     if tensor.dtype not in DTYPE_CODES or not tensor.is_contiguous():
         raise AssertionError(f"{name} must be contiguous float32, bfloat16 or float16, not {tensor.dtype}")
-    if tensor.numel() != numel or tensor.device != device or tensor.dim() != 1:
+    if tensor.shape != (numel,) or tensor.device != device:
         expected = f"{numel} elements in one dimension on {device}"
         raise AssertionError(f"{name} must have {expected}, not {tuple(tensor.shape)} on {tensor.device}")
 

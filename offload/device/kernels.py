@@ -58,13 +58,14 @@ def ingest_async(
 
     `all_cores`: of the host, none of which computes the model.
     """
-    _check_ingest(dst, src, start_index, accumulate)
-    block_count = touched_block_count(start_index, src.numel())
+    numel, device = src.numel(), src.device
+    _check_ingest(dst, src, numel, device, start_index, accumulate)
+    block_count = touched_block_count(start_index, numel)
     if sums is None:
-        sums = torch.empty(block_count, dtype=torch.float64, device=src.device)
-    elif sums.numel() != block_count or sums.dtype != torch.float64 or not sums.is_contiguous() or sums.device != src.device:
-        raise AssertionError(f"sums must be contiguous float64 [{block_count}] on {src.device}")
-    if src.numel() == 0:
+        sums = torch.empty(block_count, dtype=torch.float64, device=device)
+    elif sums.numel() != block_count or sums.dtype != torch.float64 or not sums.is_contiguous() or sums.device != device:
+        raise AssertionError(f"sums must be contiguous float64 [{block_count}] on {device}")
+    if numel == 0:
         return sums
     if (machine := imagined()) is not None:
         machine.pass_over(src, src.nbytes + (dst.nbytes * (1 + accumulate) if dst is not None else 0))
@@ -72,11 +73,11 @@ def ingest_async(
             machine.wrote(dst)
         return sums if src.is_meta else sums.zero_()
     if not uses_native(src):
-        compiled = compiled_kernels.of(src.device)
+        compiled = compiled_kernels.of(device)
         ingest_into = _ingest_torch if compiled is None else compiled.ingest
         ingest_into(dst, src, start_index % BLOCK_NUMEL, accumulate, sums)
         return sums
-    numel, target = src.numel(), sums.data_ptr()
+    target = sums.data_ptr()
     _native.gradient_ingest(_values(dst), _values(src), numel, start_index, accumulate, target, all_cores=all_cores)
     return sums
 
@@ -146,10 +147,12 @@ def exact_sum(arrays: Sequence[Tensor]) -> int | None:
     return _exact_sum_numpy(np.concatenate([array.numpy().ravel() for array in arrays] or [np.empty(0)]))
 
 
-def _check_ingest(dst: Tensor | None, src: Tensor, start_index: int, accumulate: bool) -> None:
-    check_flat("src", src, src.numel(), src.device)
+def _check_ingest(
+    dst: Tensor | None, src: Tensor, numel: int, device: torch.device, start_index: int, accumulate: bool
+) -> None:
+    check_flat("src", src, numel, device)
     if dst is not None:
-        check_flat("dst", dst, src.numel(), src.device)
+        check_flat("dst", dst, numel, device)
     elif accumulate:
         raise AssertionError("accumulate needs a dst")
     if start_index < 0 or start_index % START_MULTIPLE != 0:

@@ -118,34 +118,24 @@ class Chunk:
     record_path: RecordPath = RecordPath.IN_PLACE
     gradient: ChunkGradient | None = None
     step_table: StepTable | None = None
+    index: int = field(init=False)
+    """Among the chunks of its flat."""
+    start: int = field(init=False)
+    """In elements of the flat, as `stop`."""
+    stop: int = field(init=False)
+    numel: int = field(init=False)
+    nbytes: int = field(init=False)
+    """Of its parameters."""
+
+    def __post_init__(self) -> None:
+        layout = self.layout
+        self.index, self.start, self.stop, self.numel = layout.index, layout.start, layout.stop, layout.numel
+        self.nbytes = self.numel * self.flat.layout.itemsize
 
     @property
     def route(self) -> Route:
         """Of its unit."""
         return self.flat.route
-
-    @property
-    def index(self) -> int:
-        """Among the chunks of its flat."""
-        return self.layout.index
-
-    @property
-    def start(self) -> int:
-        """In elements of the flat, as `stop`."""
-        return self.layout.start
-
-    @property
-    def stop(self) -> int:
-        return self.layout.stop
-
-    @property
-    def numel(self) -> int:
-        return self.layout.numel
-
-    @property
-    def nbytes(self) -> int:
-        """Of its parameters."""
-        return self.numel * self.flat.layout.itemsize
 
     @property
     def bytes(self) -> torch.Tensor:

@@ -222,9 +222,11 @@ class Unit:
     _open: dict[int, ParameterInfo] = field(init=False, default_factory=dict)
     """By index, where there are such parts: those that may not be guarded."""
     _guarded_readable: bool | None = field(init=False, default=None)
-    """How the others are guarded."""
+    """How the others are guarded; where there are no such parts how all are. None: not all of them, or not known."""
+    index: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.index = self.layout.index
         self.shares_parameters = share_parameters(self.modules)
         self._parts = self._split() if len(self.modules) > 1 and not self.shares_parameters else {}
         self.chunks = [chunk for flat in self.flats for chunk in flat.chunks]
@@ -263,10 +265,6 @@ class Unit:
         return self.route.value_path is ValuePath.RESIDENT
 
     @property
-    def index(self) -> int:
-        return self.layout.index
-
-    @property
     def name(self) -> str:
         return self.layout.name or "(root)"
 
@@ -300,6 +298,8 @@ class Unit:
 
     def open_up(self, module_id: int | None = None) -> None:
         """What a call of the module uses, or all."""
+        if not self._parts:
+            self._guarded_readable = None
         for info in self.part_of(module_id):
             if self._parts:
                 if info.index in self._open and info.guard is not None:
@@ -315,13 +315,28 @@ class Unit:
         residency = self.residency
         is_there = not residency.nbytes or (residency.kept and residency.state is UnitState.RESIDENT)
         readable = is_there and self.update is None and (self.was_read or not self.route.undoable)
-        closed = self._open.values() if self._parts and self._guarded_readable is readable else self.parameters
+        if not self._parts:
+            if self._guarded_readable is not readable:
+                self._guarded_readable = None
+                if self._close_all(readable):
+                    self._guarded_readable = readable
+            return
+        closed = self._open.values() if self._guarded_readable is readable else self.parameters
         for info in closed:
             if info.guard is not None and not info.lent_count:
                 info.guard.close_off(readable=readable)
-        if self._parts:
-            self._guarded_readable = readable
-            self._open = {index: info for index, info in self._open.items() if info.lent_count}
+        self._guarded_readable = readable
+        self._open = {index: info for index, info in self._open.items() if info.lent_count}
+
+    def _close_all(self, readable: bool) -> bool:
+        """Guard what is not gathered; whether that is all."""
+        is_all = True
+        for info in self.parameters:
+            if info.guard is None or info.lent_count:
+                is_all = False
+            else:
+                info.guard.close_off(readable=readable)
+        return is_all
 
     def leave(self) -> None:
         """The engine is closed: what lay in a tier has no value any more."""
@@ -335,3 +350,5 @@ class Unit:
         info.guard.open_up()
         if self._parts:
             self._open[info.index] = info
+        else:
+            self._guarded_readable = None

@@ -58,12 +58,23 @@ class Call:
     frame: FrameType | None = None
 
     def __post_init__(self) -> None:
-        self.frame = next((frame for frame in stack_of(self.thread) if frame.f_code.co_filename == _CALLING_FILE), None)
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame.f_code.co_filename != _CALLING_FILE:
+            frame = frame.f_back
+        self.frame = frame
 
     def is_running(self) -> bool:
         """Whether the call goes on. PyTorch calls no hook after one that an interrupt ended (`KeyboardInterrupt` is no
         `Exception`): it is on the stack no more."""
-        return self.frame is None or any(frame is self.frame for frame in stack_of(self.thread))
+        own = self.frame
+        if own is None:
+            return True
+        frame = sys._getframe() if self.thread == threading.get_ident() else sys._current_frames().get(self.thread)
+        while frame is not None:
+            if frame is own:
+                return True
+            frame = frame.f_back
+        return False
 
 
 class RunningCalls:

@@ -72,6 +72,15 @@ class ParameterGradients:
 
     # ---- backward ------------------------------------------------------------------------------------------------
 
+    def first_coming(self, info: ParameterInfo) -> bool:
+        """`coming`, if there is no gradient yet: whether there is none."""
+        assert self._gradients is not None
+        if info.parameter.grad is not None or self._gradients.counts(info):
+            return False
+        self._consumed.pop(info.index, None)
+        self.micro_batches.gradient_coming(info, is_second=False)
+        return True
+
     def coming(self, info: ParameterInfo) -> None:
         """PyTorch is about to accumulate into the parameter's `grad`."""
         assert self._gradients is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training that is interrupted at seeded moments: `python -m acceptance.interrupting '{"...": ...}'` prints one JSON line.
+"""Training, interrupted at seeded moments: `python -m tests.acceptance.interrupting '{"...": ...}'` prints one JSON line.
 
 Each trial goes through a story (steps, gathered values, a norm, an evaluation) until a timer interrupts it, then loads the
 checkpoint that all of them start from and trains on: its weights must be those of a run that nobody interrupted. Other trials

@@ -141,7 +141,7 @@ def start(tmp_path: Path, raised: str, count: int, ends: int, seed: int, **varia
     ]
     arguments = {"placements": placements, "folder": str(tmp_path / raised), "count": count, "ends": ends, "seed": seed}
     return subprocess.Popen(
-        [sys.executable, "-m", "acceptance.interrupting", json.dumps({**arguments, "raised": raised})],
+        [sys.executable, "-m", "tests.acceptance.interrupting", json.dumps({**arguments, "raised": raised})],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -133,13 +133,14 @@ class GradientArrival:
                     self._place(info, gradient_of(chunk), piece, _cut(ordered, piece), addition, owned=owned)
 
     def _send(self, transit: GradientTransit, info: ParameterInfo, ordered: torch.Tensor, addition: Addition) -> None:
-        chunks, slot = info.flat.chunks_of(info), info.flat.slot_of(info)
+        index = info.index
         with self.lock:
-            for chunk in chunks:
-                gradient_of(chunk).live.add(info.index)
-                if slot.numel:
-                    gradient_of(chunk).sums[info.index] = None
-            transit.arrive(chunks, slot, ordered, addition)
+            for chunk, _ in info.pieces:
+                state = gradient_of(chunk)
+                state.live.add(index)
+                if info.numel:
+                    state.sums[index] = None
+            transit.arrive(info.pieces, ordered, addition)
 
     def _place(
         self,
@@ -222,11 +223,11 @@ class GradientArrival:
         state = gradient_of(chunk)
         copied: Pending = Settled()
         with self.lock:
-            additions = {packed.addition for packed in pieces}
-            buffer = self._buffer_for_adding(state, wide=Addition.SUM in additions)
+            all_first = all(packed.addition is Addition.FIRST for packed in pieces)
+            buffer = self._buffer_for_adding(state, wide=any(packed.addition is Addition.SUM for packed in pieces))
             for run in runs(chunk, pieces):
                 low, high = run[0].piece.start - chunk.start, run[-1].piece.stop - chunk.start
-                if additions != {Addition.FIRST} or buffer.dtype != values.dtype:
+                if not all_first or buffer.dtype != values.dtype:
                     copied = self._land(state, run, buffer[low:high], values[low:high])
                 else:
                     copied = self._accelerator.copy_out(buffer[low:high], values[low:high])
@@ -303,7 +304,7 @@ class GradientArrival:
     def sums_of(self, info: ParameterInfo) -> list[torch.Tensor]:
         """The parameter's sums of squares, block by block: float64. After `settle`."""
         found = []
-        for chunk in info.flat.chunks_of(info):
+        for chunk, _ in info.pieces:
             known = gradient_of(chunk).sums
             sums = known.get(info.index)
             if sums is None and info.index in known:

@@ -21,6 +21,7 @@ from offload.layout import Extent
 from offload.model.chunk import Chunk, ChunkGradient
 from offload.planning.budget import spare_count
 from offload.planning.purposes import RELOADED, RETAINED
+from offload.step.gradients.spill_order import SpillOrder
 from offload.tiers.io import Priority
 from offload.tiers.staging import Lease, StagingPool
 from offload.tiers.store import Store
@@ -34,8 +35,8 @@ class GradientBuffers:
     ) -> None:
         """`spilling_count`: chunks whose buffers may run out. `leave_device`: sends what of the chunk is still packed there."""
         self._pool, self._accelerator, self._leave_device = pool, accelerator, leave_device
-        self._occupied: dict[ChunkGradient, None] = {}
-        """Chunks with a buffer of their own, the one added to longest ago first."""
+        self._order = SpillOrder()
+        """Of the chunks whose buffer is leased for what comes."""
         buffers = pool.stats.consumers.get(RETAINED)
         self._spare_count = 0 if buffers is None else spare_count(buffers.count, spilling_count)
 
@@ -50,7 +51,8 @@ class GradientBuffers:
         elif state.transfer is not None:
             transfer, state.transfer = state.transfer, None
             transfer.wait()
-        self._occupied[state] = self._occupied.pop(state, None)
+        if state.lease is not None:
+            self._order.put(state)
         assert state.buffer is not None
         return state.buffer
 
@@ -58,12 +60,18 @@ class GradientBuffers:
         """A new buffer for the chunk; the lease of an earlier one is the caller's to release."""
         store, extent = _place(state, dtype)
         view, state.lease = store.view(extent), None
+        self._order.remove(state)
         if view is None:
             state.lease = self._retaining_lease(state)
             view = state.lease.tensor
-        self._occupied[state] = None
+            self._order.put(state)
         state.buffer = view[: state.chunk.numel * dtype.itemsize].view(dtype)
         return state.buffer
+
+    def expect(self, state: ChunkGradient) -> None:
+        """Something else is expected of the chunk than before: it is held, was applied, or is neither any more."""
+        if state in self._order:
+            self._order.put(state)
 
     # ---- for updates ---------------------------------------------------------------------------------------------
 
@@ -97,13 +105,13 @@ class GradientBuffers:
         """From the device, where its buffer stays what it is for what comes next."""
         assert state.buffer is not None, "a chunk without gradient was asked for"
         there = state.buffer
-        self._occupied.pop(state, None)  # nothing to be spilled
+        self._order.remove(state)  # nothing to be spilled
         state.buffer = lease.tensor[: there.nbytes].view(there.dtype)
         state.transfer, state.lease = self._accelerator.copy_out_beside_compute(state.buffer, there), lease
 
     def put_back(self, state: ChunkGradient) -> None:
         """What was read back for an update stays a gradient: what lies in the store is still it."""
-        if state.lease is None or state in self._occupied:
+        if state.lease is None or state in self._order:
             return
         assert state.buffer is not None
         state.spilled = state.buffer.dtype
@@ -114,7 +122,7 @@ class GradientBuffers:
         state.settle()
         self._release(state)
         state.spilled = None
-        self._occupied.pop(state, None)
+        self._order.remove(state)
 
     def _release(self, state: ChunkGradient) -> None:
         if state.lease is not None:
@@ -130,37 +138,17 @@ class GradientBuffers:
     def _retaining_lease(self, state: ChunkGradient) -> Lease:
         lease = self._pool.try_lease(RETAINED)
         if lease is None and not self._pool.free_count(RETAINED):
-            leaving = self._needed_last(besides=state)
+            leaving = self._order.needed_last(state, at_leisure=False)
             assert leaving is not None, "no gradient buffer can be spilled"
             self._spill(leaving)
         lease = lease or self._pool.lease(RETAINED)
         # Spill before the buffers run out, so that the next gradient need not wait for a write.
         while self._pool.free_count(RETAINED) < self._spare_count:
-            coming = self._needed_last(besides=state, at_leisure=True)
+            coming = self._order.needed_last(state, at_leisure=True)
             if coming is None:
                 break
             self._spill(coming)
         return lease
-
-    def _needed_last(self, besides: ChunkGradient, *, at_leisure: bool = False) -> ChunkGradient | None:
-        """What to spill, in the order of the module.
-
-        `at_leisure`: nothing that is read back soon: while updates wait for their turn only what others have read.
-        """
-        complete = awaited = oldest = None
-        for state in self._occupied:
-            if state is besides or state.lease is None or state.opened:
-                continue
-            if state.applied:
-                return state
-            if state.held:
-                awaited = state
-            elif complete is None and state.is_complete:
-                complete = state
-            oldest = oldest or state
-        if at_leisure:
-            return complete if awaited is None else None
-        return complete or awaited or oldest
 
     def _spill(self, state: ChunkGradient) -> None:
         assert state.buffer is not None and state.lease is not None
@@ -174,7 +162,7 @@ class GradientBuffers:
         state.transfer = store.write(extent, state.lease.tensor[: extent.nbytes])
         state.lease.release(after=state.transfer)
         state.spilled, state.buffer, state.lease = state.buffer.dtype, None, None
-        del self._occupied[state]
+        self._order.remove(state)
 
     def _read_back(self, state: ChunkGradient, lease: Lease) -> None:
         assert state.spilled is not None, "a chunk without gradient was asked for"

@@ -117,6 +117,10 @@ class Gradients:
         """A gradient of `info` counts for the coming step, wherever it was computed and whether this rank's shard has any."""
         self._live[info.index] = info
 
+    def counts(self, info: ParameterInfo) -> bool:
+        """Whether a gradient was taken over that counts, unless the user took its token away since."""
+        return info.index in self._live
+
     def is_live(self, info: ParameterInfo) -> bool:
         """Whether a gradient taken over earlier still counts: its token is still in `p.grad`."""
         if info.index not in self._live:
@@ -140,7 +144,7 @@ class Gradients:
             return
         self._arrival.forget(info)
         with self._lock:
-            for chunk in info.flat.chunks_of(info):
+            for chunk, _ in info.pieces:
                 state = gradient_of(chunk)
                 if info.index in state.live:
                     self._arrival.leave_device(chunk)
@@ -149,6 +153,8 @@ class Gradients:
                     state.adopted.pop(info.index, None)
                     if not state.live:
                         self._buffers.give_back(state)
+                    else:
+                        self._buffers.expect(state)
                 state.sums.pop(info.index, None)
 
     # ---- norm ----------------------------------------------------------------------------------------------------
@@ -171,7 +177,7 @@ class Gradients:
     def consume(self, info: ParameterInfo) -> None:
         """The gradient of `info` belongs to an update now: a later one starts anew."""
         self._live.pop(info.index, None)
-        for chunk in info.flat.chunks_of(info):
+        for chunk, _ in info.pieces:
             gradient_of(chunk).sums.pop(info.index, None)
 
     def prefetch(self, chunk: Chunk) -> bool:
@@ -242,6 +248,7 @@ class Gradients:
             state.opened = False
             if state.held:
                 state.applied = True
+                self._buffers.expect(state)
                 self._buffers.put_back(state)
             else:
                 self._forget(state)
@@ -259,6 +266,7 @@ class Gradients:
             with self._lock:
                 self._arrival.leave_device(chunk)
                 gradient_of(chunk).held = True
+                self._buffers.expect(gradient_of(chunk))
 
     def drop_held(self, chunks: Iterable[Chunk]) -> None:
         """Those updates stay: drop what they have read. What they are yet to read they consume."""
@@ -268,6 +276,8 @@ class Gradients:
                 applied, state.held, state.applied = state.applied, False, False
                 if applied:
                     self._forget(state)
+                else:
+                    self._buffers.expect(state)
 
     def take_back(self, chunks: Iterable[Chunk]) -> None:
         """Those updates were undone, or will never run: what was held counts as before."""
@@ -275,6 +285,7 @@ class Gradients:
             state = gradient_of(chunk)
             with self._lock:
                 state.held = state.applied = False
+                self._buffers.expect(state)
                 self._buffers.put_back(state)
 
     def close(self) -> None:

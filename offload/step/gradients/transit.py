@@ -42,7 +42,7 @@ class Addition(Enum):
     SUM = "added to what an earlier backward brought, in fp32"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class PackedPiece:
     """One piece in a device buffer, and what it is to what the host has of it."""
 
@@ -60,12 +60,11 @@ class _Packing:
     memory: torch.Tensor
     pieces: dict[int, PackedPiece] = field(default_factory=dict)
     """By parameter index."""
+    values: torch.Tensor = field(init=False)
+    """[chunk.numel] in the compute dtype."""
 
-    @property
-    def values(self) -> torch.Tensor:
-        """[chunk.numel] in the compute dtype."""
-        flat = self.chunk.flat
-        return self.memory[: self.chunk.numel * flat.layout.itemsize].view(flat.dtype)
+    def __post_init__(self) -> None:
+        self.values = self.memory[: self.chunk.nbytes].view(self.chunk.flat.dtype)
 
 
 class Receiver(Protocol):
@@ -98,29 +97,27 @@ class GradientTransit:
         self._memory = accelerator.memory(count * nbytes)
         self._free: deque[tuple[torch.Tensor, Pending | None]] = deque((one, None) for one in self._memory.view(count, nbytes))
         self._open: dict[Chunk, _Packing] = {}
-        self._ring = accelerator.memory(whole_nbytes)
+        self._ring, self._ring_nbytes = accelerator.memory(whole_nbytes), whole_nbytes
         self._cursor_nbytes = 0
         self._leaving: deque[tuple[int, int, Pending]] = deque()
 
-    def arrive(self, chunks: Sequence[Chunk], slot: Slot, source: torch.Tensor, addition: Addition) -> None:
-        """Take in a gradient: `source` [slot.numel], and the chunks that hold the slot."""
+    def arrive(self, pieces: Sequence[tuple[Chunk, Piece]], source: torch.Tensor, addition: Addition) -> None:
+        """Take in a gradient: `source` [numel], and what of it lies in each chunk."""
         together: list[Chunk] = []
-        for chunk in chunks:
-            is_whole = slot.start <= chunk.start and chunk.stop <= slot.stop
+        for chunk, piece in pieces:
+            is_whole = piece.start == chunk.start and piece.stop == chunk.stop
             # Two of what leaves at once must fit, so that one may arrive while the other leaves.
-            nbytes = (chunk.stop - (together[0].start if together else chunk.start)) * chunk.flat.layout.itemsize
-            if together and (not is_whole or 2 * nbytes > self._ring.numel()):
-                self._arrive_together(together, slot, source, addition)
-                together = []
-            if is_whole and 2 * chunk.numel * chunk.flat.layout.itemsize <= self._ring.numel():
+            if together:
+                nbytes = (chunk.stop - together[0].start) * chunk.flat.layout.itemsize
+                if not is_whole or 2 * nbytes > self._ring_nbytes:
+                    self._arrive_together(together, piece.slot, source, addition)
+                    together = []
+            if is_whole and 2 * chunk.nbytes <= self._ring_nbytes:
                 together.append(chunk)
-                continue
-            piece = Piece(slot, max(slot.start, chunk.start), min(slot.stop, chunk.stop))
-            if piece.numel:
-                part = source[piece.in_parameter]
-                self._arrive_alone(chunk, piece, part, self._sums.part(slot.parameter_index, chunk.index), addition)
+            elif piece.numel:
+                self._arrive_alone(chunk, piece, source, addition)
         if together:
-            self._arrive_together(together, slot, source, addition)
+            self._arrive_together(together, pieces[0][1].slot, source, addition)
 
     def _arrive_together(self, chunks: list[Chunk], slot: Slot, source: torch.Tensor, addition: Addition) -> None:
         flat, start, stop = chunks[0].flat, chunks[0].start, chunks[-1].stop
@@ -134,7 +131,7 @@ class GradientTransit:
 
     def _ring_part(self, nbytes: int) -> tuple[int, torch.Tensor]:
         """The next bytes of the ring, and where they begin; compute waits until what was there has left."""
-        if self._cursor_nbytes + nbytes > self._ring.numel():
+        if self._cursor_nbytes + nbytes > self._ring_nbytes:
             self._cursor_nbytes = 0
         low, high = self._cursor_nbytes, self._cursor_nbytes + nbytes
         while any(start < high and low < stop for start, stop, _ in self._leaving):
@@ -142,16 +139,19 @@ class GradientTransit:
         self._cursor_nbytes = high
         return low, self._ring[low:high]
 
-    def _arrive_alone(self, chunk: Chunk, piece: Piece, source: torch.Tensor, sums: torch.Tensor, addition: Addition) -> None:
-        packing = self._open.get(chunk)
-        if packing is not None and piece.slot.parameter_index in packing.pieces:
+    def _arrive_alone(self, chunk: Chunk, piece: Piece, source: torch.Tensor, addition: Addition) -> None:
+        slot, packing = piece.slot, self._open.get(chunk)
+        index = slot.parameter_index
+        if packing is not None and index in packing.pieces:
             self.leave(chunk)
             packing = None
         if packing is None:
             packing = self._open[chunk] = _Packing(chunk, self._buffer())
         start = chunk.start
-        kernels.ingest_async(packing.values[piece.start - start : piece.stop - start], source, piece.start, False, sums)
-        packing.pieces[piece.slot.parameter_index] = PackedPiece(piece, addition)
+        part = source if piece.stop - piece.start == slot.numel else source[piece.in_parameter]
+        target, sums = packing.values[piece.start - start : piece.stop - start], self._sums.part(index, chunk.index)
+        kernels.ingest_async(target, part, piece.start, False, sums)
+        packing.pieces[index] = PackedPiece(piece, addition)
         if len(packing.pieces) == len(chunk.pieces):
             self.leave(chunk)
 
@@ -159,7 +159,7 @@ class GradientTransit:
         """Send what is packed of the chunk to the host."""
         packing = self._open.pop(chunk, None)
         if packing is not None:
-            pieces = sorted(packing.pieces.values(), key=lambda packed: packed.piece.start)
+            pieces = sorted(packing.pieces.values(), key=_start_of)
             copied = self._receiver.receive_pieces(chunk, pieces, packing.values)
             self._free.append((packing.memory, copied))
 
@@ -177,8 +177,14 @@ class GradientTransit:
         return memory
 
 
+def _start_of(packed: PackedPiece) -> int:
+    return packed.piece.start
+
+
 def runs(chunk: Chunk, pieces: list[PackedPiece]) -> list[list[PackedPiece]]:
     """`pieces` (in order) cut where the chunk has another piece between two of them: what one copy may bring over."""
+    if len(pieces) == len(chunk.pieces):
+        return [pieces]
     positions = {piece.slot.parameter_index: position for position, (_, piece) in enumerate(chunk.pieces)}
     found: list[list[PackedPiece]] = []
     for packed in pieces:
@@ -221,19 +227,30 @@ class DeviceSums:
         self._device = self._memory.view(torch.float64)
         self._lease = pool.lease(SUMS)
         self._host = self._lease.tensor[: count * 8].view(torch.float64)
+        self._parts: dict[tuple[int, int], torch.Tensor] = {}
+        """What `part` gave."""
         self._unread: slice | None = None
 
     def part(self, parameter_index: int, chunk_index: int) -> torch.Tensor:
         """Where the sums of one piece are to be written, on the device."""
-        return self.parts(parameter_index, chunk_index, chunk_index)
+        key = parameter_index, chunk_index
+        where, part = self._ranges[key], self._parts.get(key)
+        self._written(where.start, where.stop)
+        if part is None:
+            part = self._parts[key] = self._device[where]
+        return part
 
     def parts(self, parameter_index: int, first_chunk_index: int, last_chunk_index: int) -> torch.Tensor:
         """The same for the pieces of one parameter in chunks that it fills alone, which lie one after the other."""
         low = self._ranges[parameter_index, first_chunk_index].start
-        part = slice(low, self._ranges[parameter_index, last_chunk_index].stop)
+        high = self._ranges[parameter_index, last_chunk_index].stop
+        self._written(low, high)
+        return self._device[low:high]
+
+    def _written(self, low: int, high: int) -> None:
         unread = self._unread
-        self._unread = part if unread is None else slice(min(unread.start, part.start), max(unread.stop, part.stop))
-        return self._device[part]
+        if unread is None or low < unread.start or high > unread.stop:
+            self._unread = slice(low, high) if unread is None else slice(min(unread.start, low), max(unread.stop, high))
 
     def read(self) -> None:
         """Bring over what was written since the last call, and wait for it."""

@@ -39,7 +39,7 @@ class BackwardUse:
     def __init__(self, passes: BackwardPasses, unit: Unit, module: nn.Module, *, reads_values: bool) -> None:
         """`module`: which was called. `reads_values`: whether backward computes with the values that forward finds."""
         # Autograd's graph holds uses where Python's collector sees them one layer of the model at a time.
-        self._passes, self._unit_index, self.reads_values = weakref.ref(passes), unit.index, reads_values
+        self._passes, self.unit_index, self.reads_values = weakref.ref(passes), unit.index, reads_values
         self._turn, self.module_id = weakref.ref(passes.turn), id(module)
         self.version = unit.version if reads_values else None
         self.ends_with_parameters = False
@@ -56,7 +56,7 @@ class BackwardUse:
     def unit(self) -> Unit:
         passes = self._passes()
         assert passes is not None, "a use is asked by its passes alone"
-        return passes.units[self._unit_index]
+        return passes.units[self.unit_index]
 
     def is_behind(self, other: BackwardUse) -> bool:
         """Whether forward made this call, in the same thread, when it was through with that one."""
@@ -73,7 +73,8 @@ class BackwardUse:
         passes.enter()
         if not passes.is_open(self):
             self.graph_task = torch._C._current_graph_task_id()
-            self.awaited = {info.index for info in self.unit.part_of(self.module_id) if info.parameter.requires_grad}
+            if self.ends_with_parameters:
+                self.awaited = {info.index for info in self.unit.part_of(self.module_id) if info.parameter.requires_grad}
             passes.start_use(self)
 
     def differentiate(self, _: torch.Tensor) -> None:
@@ -81,7 +82,7 @@ class BackwardUse:
         passes = self._passes()
         if torch.is_grad_enabled() and passes is not None:  # the backward records a graph
             node = torch._C._current_autograd_node()
-            passes.second_order.follow(node, self._unit_index, self.version, self.first_number)
+            passes.second_order.follow(node, self.unit_index, self.version, self.first_number)
 
     def end(self, *_: Any) -> None:
         passes = self._passes()
@@ -89,8 +90,9 @@ class BackwardUse:
             passes.end_use(self)
 
     def gradient_arrived(self, info: ParameterInfo) -> None:
+        """Of a use that ends with its parameters."""
         self.awaited.discard(info.index)
-        if not self.awaited and self.ends_with_parameters:
+        if not self.awaited:
             self.end()
 
 
@@ -312,6 +314,8 @@ class BackwardPasses:
         self.enter()
         if info.trainable and info.parameter.requires_grad and is_accumulated(torch._C._current_autograd_node()):
             self._accumulates = True
+            if self._training.is_usable and self._events.first_gradient_coming(unit, info):
+                return
             with self._training.failures():
                 self._events.gradient_coming(unit, info)
 
@@ -319,7 +323,9 @@ class BackwardPasses:
         """PyTorch accumulated."""
         if info.trainable:
             with self._training.failures():
-                self.shared_gradients.deliver(info)
+                if unit.shares_parameters:
+                    self.shared_gradients.deliver(info)
                 self._events.gradient_arrived(unit, info)
-        for use in [use for use in self._open if use.unit is unit]:
+        index = unit.index
+        for use in [use for use in self._open if use.unit_index == index and use.ends_with_parameters]:
             use.gradient_arrived(info)

@@ -80,6 +80,14 @@ class ModelEvents:
         if self.memory_is_short:
             self._accelerator.about_to_allocate(unit.largest_gradient_nbytes)
 
+    def first_gradient_coming(self, unit: Unit, info: ParameterInfo) -> bool:
+        """`gradient_coming` where that finds nothing: no earlier gradient, and no update of the unit. Whether that is so; it is
+        in most steps for every parameter, and takes no turn."""
+        if not self._trains or unit.early is not None or unit.update is not None:
+            return False
+        self._training.require_scaled_loss()
+        return self._gradients.first_coming(info)
+
     def gradient_coming(self, unit: Unit, info: ParameterInfo) -> None:
         """PyTorch is about to accumulate into the parameter's `grad`."""
         if not self._trains:

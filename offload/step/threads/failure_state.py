@@ -43,14 +43,16 @@ class _OwnWork:
         self._outside: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> None:
-        self._usable.check_process()
+        usable = self._usable
+        usable.check_process()
         self._began = held_interrupt.now()
         try:
             if self._turn is not None:
                 self._turn.acquire(self)
             if self._held is not None:
                 self._held.begin()
-            self._usable.check()
+            if not usable.is_usable:
+                usable.check()
             if torch._C._functorch.peek_interpreter_stack() is not None:
                 self._outside = outside_transforms()
                 self._outside.__enter__()
@@ -123,13 +125,18 @@ class FailureState:
         return self.failure is not None
 
     @property
+    def is_usable(self) -> bool:
+        """Whether `check` raises nothing, in the engine's own process."""
+        return self.failure is None and not self.closed and not self.retired
+
+    @property
     def is_forked(self) -> bool:
         """Whether this is a process that was forked from the engine's: its threads and files are not here."""
         return os.getpid() != self._process_id
 
     def check_process(self) -> None:
         """Raise if this is not the engine's process."""
-        if self.is_forked:
+        if os.getpid() != self._process_id:
             raise UsageError(
                 f"the engine belongs to process {self._process_id}, and this one was forked from it, without its threads and "
                 "files. Use the model there. What a worker needs of it, give it before the fork: engine.state_dict(), or a "

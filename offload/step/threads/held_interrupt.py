@@ -19,18 +19,18 @@ from signal import SIGINT
 from types import FrameType
 from typing import Any
 
-_clock = itertools.count()
+now: Callable[[], int] = itertools.count().__next__
+"""A number that grows from call to call, and from hold to hold."""
 
 
-def now() -> int:
-    """A number that grows from call to call, and from hold to hold."""
-    return next(_clock)
+def _on_main_thread() -> bool:
+    return threading.main_thread().ident == threading.get_ident()
 
 
 def end_since(begin: int) -> None:
     """At the end of what began at `begin = now()`: a hold that began inside of it is over, whatever keeps its span alive."""
     hold = getsignal(SIGINT)
-    if isinstance(hold, _Hold) and hold.number > begin and threading.current_thread() is threading.main_thread():
+    if isinstance(hold, _Hold) and hold.number > begin and _on_main_thread():
         hold.let_go()
 
 
@@ -74,12 +74,13 @@ class HeldInterrupt:
 
     def begin(self) -> None:
         """From now on it is held."""
-        if threading.current_thread() is threading.main_thread():
+        if _on_main_thread():
             before = getsignal(SIGINT)
-            if isinstance(before, _Hold) and before.is_over:
+            is_held = isinstance(before, _Hold)
+            if is_held and before.is_over:
                 before.let_go()
-                before = before.before
-            if callable(before) and not isinstance(before, _Hold):
+                before, is_held = before.before, False
+            if not is_held and callable(before):
                 self._hold = _Hold(self, before)
                 signal(SIGINT, self._hold)
 

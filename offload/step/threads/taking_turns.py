@@ -61,10 +61,12 @@ class Turn:
 
     def release(self, holder: object) -> None:
         """The calling thread's turn is over, unless it has others."""
+        key = id(holder)
         with self._lock:
-            while id(holder) in self._holders:
+            while key in self._holders:
                 self._holders.popitem()  # with what began inside and was cut short
-            self._pass_on()
+            if self._queue:
+                self._pass_on()
 
     def begin(self, what: Hashable, goes_on: Callable[[], object]) -> None:
         """The calling thread, whose turn it is, keeps it until the `end` of `what`, or until `goes_on()` is false."""
@@ -88,6 +90,7 @@ class Turn:
                 self._pass_on()
 
     def _take(self, holder: object, ticket: threading.Lock | None) -> bool:
+        key = id(holder)
         with self._lock:
             me = self._who()
             if self._owner != me:
@@ -97,13 +100,14 @@ class Turn:
                 self._holders.clear()
                 self._lasting.clear()
                 self._owner = me
-            self._holders.pop(id(holder), None)  # of one that is gone
-            self._holders[id(holder)] = weakref.ref(holder)
+            self._holders.pop(key, None)  # of one that is gone
+            self._holders[key] = weakref.ref(holder)
         return True
 
     def _who(self) -> int:
-        in_backward = torch._C._current_graph_task_id() != -1
-        return self._driver if in_backward and self._backward_elsewhere else threading.get_ident()
+        if self._backward_elsewhere and torch._C._current_graph_task_id() != -1:
+            return self._driver
+        return threading.get_ident()
 
     def _first(self) -> threading.Lock | None:
         """The ticket of who has waited longest."""
