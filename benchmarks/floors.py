@@ -72,8 +72,9 @@ CELLS = [Cell(*one) for one in itertools.product(SIZES, ("rtx4090", "h100"), (20
 
 def in_order(found: Forecast, micro_batches: int) -> float:
     """What the planner's cost makes of a step's halves, with what they compute: an update that could not be undone waits for
-    the norm of all gradients, which clips, and runs under the next forward. Of a micro-batch's computing the forward is a
-    quarter: backward has it again, and twice as much of its own."""
+    the norm of all gradients, which clips, and runs under the next forward, the first of the micro-batches'; all else that they
+    fetch and sum is in the second half. Of a micro-batch's computing the forward is a quarter: backward has it again, and twice
+    as much of its own."""
     computing = found.floors["compute"]
     forward = computing / micro_batches / 4
     halves = {"forward": forward, "backward": computing - forward}

@@ -98,7 +98,7 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def config_of(case: Case, nvme: str) -> offload.Config:
-    return offload.Config(dtype="fp32", nvme=nvme, **case.fields)
+    return offload.Config(dtype="fp32", nvme=nvme, **case.fields).expecting(case.micro_batches)
 
 
 # ---- in a process of its own -----------------------------------------------------------------------------------------

@@ -109,6 +109,21 @@ class Config:
         their cast to 16 bits."""
         return False
 
+    @property
+    def micro_batches(self) -> int:
+        """How many backwards a step is expected to have: where states lie is decided for so many. Any number is right."""
+        return 1
+
+    @property
+    def keeps_wide_gradients(self) -> bool:
+        """Whether gradients are kept in fp32 from the first micro-batch on, as more are expected."""
+        return self.micro_batches > 1 and not self.sums_are_narrow
+
+    def expecting(self, micro_batches: int) -> Config:
+        """The same where a loop is known to accumulate the gradients of so many micro-batches before each step. What calls
+        `initialize` for a loop says so; else the engine learns it from the first step."""
+        return told(self, micro_batches=max(int(micro_batches), 1))
+
     def __post_init__(self) -> None:
         checks = (self._check_choices, self._check_state_format, self._check_numbers, self._check_paths, self._check_loss_scale)
         for check in checks:
@@ -209,6 +224,24 @@ class Config:
             if key not in known:
                 raise ConfigError(f"config key {key!r} is unknown{_nearest(key, known)}. Known keys: {', '.join(known)}.")
         return Config(**cast(dict[str, Any], dict(value)))
+
+
+@dataclass(frozen=True)
+class _Told(Config):
+    """A `Config` with what others than the user say of a run."""
+
+    states_on_device: float = 0.0
+    kept_numel: tuple[int, int] = (0, 0)
+    sums_are_narrow: bool = False
+    masters_begin_rounded: bool = False
+    micro_batches: int = 1
+
+
+def told(config: Config, **values: Any) -> Config:
+    """The same with other values of those properties that are no fields of `Config`."""
+    if all(getattr(config, name) == value for name, value in values.items()):
+        return config
+    return _Told(**({field.name: getattr(config, field.name) for field in dataclasses.fields(_Told)} | values))
 
 
 def _is_path(given: object) -> bool:

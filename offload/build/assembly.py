@@ -279,14 +279,11 @@ class Known:
     rank: int = 0
 
 
-def lay_out(
-    config: Config, known: Known, chunk_numels: Sequence[int] = (), *, accumulates: bool = False
-) -> tuple[Layout, Placement]:
+def lay_out(config: Config, known: Known, chunk_numels: Sequence[int] = ()) -> tuple[Layout, Placement]:
     """The layout with the largest chunks with which the placement fits the budgets, and where it is for the engine to choose
     the memory that is free, if any does; there smaller chunks are weighed where large ones take a part of the budget.
 
     Raises `BudgetError` if none fits the budgets. `chunk_numels`: what to try instead of the usual.
-    `accumulates`: as `Decision` has it.
     """
     specs, sharing = known.specs, known.sharing
     failure: BudgetError | None = None
@@ -300,7 +297,7 @@ def lay_out(
         layout = build_layout(
             specs, chunk_numel=chunk_numel, world_size=sharing.world_size, rank=known.rank, stage=sharing.stage
         )
-        decision = Decision(config, known.accelerator, layout, known.expected, known.moments, sharing, accumulates=accumulates)
+        decision = Decision(config, known.accelerator, layout, known.expected, known.moments, sharing)
         return layout, decision
 
     for within_room in (True, False):

@@ -100,8 +100,10 @@ class Building:
         self._made.append(own_fetcher)
         fetcher, intake = of_ranks.fetcher(own_fetcher), of_ranks.intake(gradients)
         self._made.extend(of_ranks.attend(parameter_store, updates))
-        kept_numel = self._config.kept_numel
-        capacity = Capacity(placement.unit_capacity_nbytes or 0, placement.bounds_units, self._room(), kept_numel)
+        sums = gradients.kept_on_device if gradients is not None else None
+        capacity = Capacity(
+            placement.unit_capacity_nbytes or 0, placement.bounds_units, self._room(), self._config.kept_numel, sums
+        )
         residency = Residency(
             units, fetcher, updates,
             trace=expected.trace, capacity=capacity, prefetch=placement.prefetch, timeline=timeline,
@@ -143,16 +145,24 @@ class Building:
         made = Gradients(
             chunks,
             self._storage.gradients,
-            self._storage.sums,
+            None if self._config.keeps_wide_gradients else self._storage.sums,
             pool,
             self._accelerator,
             reduced=averaged,
             transit_buffer_count=placement.transit_buffer_count,
             narrow_sums=self._config.sums_are_narrow,
         )
+        if made.kept_on_device is not None:
+            made.kept_on_device.limit(self._spare_nbytes)
         if not placement.sums:
             made.take_room_for_sums()  # they are in the plan
         return made
+
+    @property
+    def _spare_nbytes(self) -> int:
+        """What the plan leaves of a budget for the device. Without one it is followed (`_room`)."""
+        planned = self._placement.with_sums().plan.total_nbytes("device")
+        return max(int(self._config.device_memory) - planned, 0) if self._config.device_memory is not None else 0
 
     # ---- ways ----------------------------------------------------------------------------------------------------
 

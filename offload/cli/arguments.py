@@ -117,7 +117,7 @@ def config_of(args: argparse.Namespace) -> offload.Config:
         "update": args.update,
         "prefetch": args.prefetch,
     }
-    return offload.Config(**fields)
+    return offload.Config(**fields).expecting(args.accumulate)
 
 
 def add_drive_arguments(parser: argparse.ArgumentParser) -> None:

@@ -68,7 +68,7 @@ def forecast(
         engine.zero_grad()
 
     def begin() -> offload.Engine:
-        return offload.initialize(model, optimizer, config)
+        return offload.initialize(model, optimizer, config.expecting(work.micro_batches))
 
     return rehearse(VirtualMachine(machine), begin, step, tokens=work.tokens, trace=trace, first_steps=first_steps)
 

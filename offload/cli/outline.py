@@ -30,12 +30,10 @@ from offload.planning.trace import Expected
 from offload.planning.traffic import Traffic
 
 
-def check_room(
-    model: nn.Module, optimizer: torch.optim.Optimizer, config: offload.Config, *, accumulates: bool = False
-) -> None:
+def check_room(model: nn.Module, optimizer: torch.optim.Optimizer, config: offload.Config) -> None:
     """Before anything slow: raise `BudgetError` where the budgets cannot hold the model, `ConfigError` where the drives
     cannot."""
-    with Outline(model, optimizer, config, accumulates=accumulates) as outline:
+    with Outline(model, optimizer, config) as outline:
         placement = outline.placement()
         needed_nbytes, paths = placement.plan.total_nbytes("nvme"), paths_in(config)
     for path in paths if needed_nbytes else ():
@@ -65,12 +63,8 @@ class Outline:
         optimizer: torch.optim.Optimizer,
         config: offload.Config,
         rank_count: int = 1,
-        *,
-        accumulates: bool = False,
     ) -> None:
-        """`rank_count`: of one node. What is said is then of the first rank, whose shards are as large as any.
-        `accumulates`: with several micro-batches a step."""
-        self._accumulates = accumulates
+        """`rank_count`: of one node. What is said is then of the first rank, whose shards are as large as any."""
         self._config = config
         self._sharing = RankGroup(config.stage, rank_count, rank_count)
         self._laid_out: list[tuple[offload.Config, tuple[Layout, Placement]]] = []
@@ -138,7 +132,7 @@ class Outline:
 
     def _decision(self, layout: Layout) -> Decision:
         known = (self._ways[len(layout.units)].expected, self._moments, self._sharing)
-        return Decision(self._config, self._accelerator, layout, *known, accumulates=self._accumulates)
+        return Decision(self._config, self._accelerator, layout, *known)
 
     def _fixed(self, parameters: Tier, optimizer_states: Tier) -> offload.Config:
         free = replace(self._config, cpu_memory=None, device_memory=None)
@@ -153,10 +147,10 @@ class Outline:
         *first, last = self._ways.values()
         for known in first:
             with suppress(BudgetError):
-                made = lay_out(config, known, accumulates=self._accumulates)
+                made = lay_out(config, known)
                 break
         else:
-            made = lay_out(config, last, accumulates=self._accumulates)
+            made = lay_out(config, last)
         self._laid_out.append((config, made))
         return made
 

@@ -78,14 +78,14 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(
                 f"--machine {args.machine} with --ranks: seconds are said of one rank alone. Leave one of them out."
             )
-        with Outline(model, optimizer, config, args.ranks, accumulates=args.accumulate > 1) as outline:
+        with Outline(model, optimizer, config, args.ranks) as outline:
             _print_bytes(outline, choice.title, args)
         return 0
     machine = machine_of(args)
     config = granted(args, config, machine)
 
     def outline_with(budgets: dict[str, int]) -> Outline:
-        return Outline(model, optimizer, replace(config, **budgets), accumulates=args.accumulate > 1)  # type: ignore[arg-type]
+        return Outline(model, optimizer, replace(config, **budgets))  # type: ignore[arg-type]
 
     if not args.json:
         with VirtualMachine(machine).running(), outline_with({}) as outline:

@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
         choice = choose_model(args, vocabulary_size, args.sequence)
         measurements = Measurements()
         model, optimizer = _build(args, choice, measurements, progress)
-        check_room(model, optimizer, config, accumulates=args.accumulate > 1)
+        check_room(model, optimizer, config)
         stream: TokenStream = ByteStream(documents) if tokenizer is None else TokenizedStream(documents, tokenizer)
         windows = Windows(stream, args.sequence, args.batch, args.seed)
         progress.say(_introduction(choice, model, stream, config))

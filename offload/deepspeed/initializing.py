@@ -88,9 +88,6 @@ def initialize(
     if said.config.stage == 3:
         answer(model.parameters(), comm.get_world_size(), classes)
     try:
-        if said.batch.accumulation > 1:
-            with engine.no_sync():
-                pass  # says that there will be several micro-batches: their sums get their room now
         own(engine)
         scheduler = _scheduler(lr_scheduler, said.scheduler, engine.optimizer if engine.trains else None)
         loader = _loader(training_data, said, others.get("collate_fn")) if training_data is not None else None

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from offload.config import Config
+from offload.config import Config, told
 from offload.deepspeed_config.data_types import DataTypes
 from offload.deepspeed_config.optimizers import Maker
 
@@ -36,27 +36,15 @@ class Half:
     min_loss_scale: float = 1.0
 
 
-@dataclass(frozen=True)
-class PartlyOnDevice(Config):
-    """A `Config` of a run whose optimizer states are on the device in part."""
-
-    states_on_device: float = 0.0
-
-
-@dataclass(frozen=True)
-class _AsThere(PartlyOnDevice):
-    """What DeepSpeed does and no field of `Config` says."""
-
-    masters_begin_rounded: bool = True
-    kept_numel: tuple[int, int] = (0, 0)
-    sums_are_narrow: bool = False
-
-
 def as_there(said: Translation) -> Config:
     """The config, of a run that begins and keeps what DeepSpeed's does."""
-    given = {field.name: getattr(said.config, field.name) for field in fields(Config)}
-    own: dict[str, Any] = {"states_on_device": said.config.states_on_device}
-    return _AsThere(**given, **own, kept_numel=said.kept_numel, sums_are_narrow=said.data_types.sums_are_narrow)
+    return told(
+        said.config,
+        masters_begin_rounded=True,
+        kept_numel=said.kept_numel,
+        sums_are_narrow=said.data_types.sums_are_narrow,
+        micro_batches=said.batch.accumulation,
+    )
 
 
 @dataclass(frozen=True, slots=True)

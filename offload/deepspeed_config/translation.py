@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from offload.config import Config
+from offload.config import Config, told
 from offload.deepspeed_config.data_types import read as read_data_types
 from offload.deepspeed_config.keys import LEAF_MODULE, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, SECTIONS, TOP, ZERO
 from offload.deepspeed_config.optimizers import Maker
-from offload.deepspeed_config.translated import Batch, Half, PartlyOnDevice, Translation
+from offload.deepspeed_config.translated import Batch, Half, Translation
 from offload.errors import ConfigError
 
 OWN_KEYS = tuple(field.name for field in fields(Config))
@@ -81,9 +81,10 @@ class _Translator:
             if key in self._own:
                 raise ConfigError(f"{key} is set twice: by {key}={self._own[key]!r} and by DeepSpeed's keys. Leave one out.")
         said = defaults | self._own | fields_
+        on_device = said.pop("states_on_device", 0.0)
         return Translation(
             given=self._given,
-            config=(PartlyOnDevice if "states_on_device" in said else Config)(**said),
+            config=told(Config(**said), states_on_device=on_device),
             autocast=self._autocast(),
             layer_drop=self._layer_drop(),
             half=self._half,

@@ -14,11 +14,8 @@ model that the accelerator had prepared before there was an engine.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import weakref
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -27,8 +24,9 @@ from accelerate import Accelerator
 from torch import nn
 
 import offload
-from offload import Config, Engine, UsageError
+from offload import Engine, UsageError
 from offload.integrations.prepared import mark_as_prepared
+from offload.integrations.settings import Settings, settings_of
 
 _KNOWN = "_offload_engines"
 FOLDER = "offload"
@@ -39,27 +37,15 @@ def prepare(
     accelerator: Accelerator,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    config: Settings = None,
     *,
     weights: str | os.PathLike[str] | None = None,
 ) -> Engine:
     """`offload.initialize`, and the accelerator told: the model is not wrapped or moved, saves and loads are the engine's."""
-    engine = offload.initialize(model, optimizer, with_precision(config, accelerator.mixed_precision), weights=weights)
+    settings = settings_of(config, precision=accelerator.mixed_precision, micro_batches=accelerator.gradient_accumulation_steps)
+    engine = offload.initialize(model, optimizer, settings, weights=weights)
     attach(accelerator, engine)
     return engine
-
-
-def with_precision(config: Config | Mapping[str, Any] | str | os.PathLike[str] | None, precision: str) -> Any:
-    """The config with the framework's precision, where it says none. One with DeepSpeed's keys has its own."""
-    if isinstance(config, (str, os.PathLike)) and os.path.isfile(config):
-        with open(config, encoding="utf-8") as file:
-            config = json.load(file)
-    if isinstance(config, Mapping) and not config.keys() <= {field.name for field in dataclasses.fields(Config)}:
-        return config
-    if isinstance(config, (str, os.PathLike)) or precision not in ("bf16", "fp16"):
-        return config
-    own = Config.of(config)
-    return own if own.dtype is not None else dataclasses.replace(own, dtype=precision)  # type: ignore[arg-type]
 
 
 def attach(accelerator: Accelerator, engine: Engine) -> None:

@@ -12,7 +12,6 @@ engine's is beside Fabric's. Give it one model and one optimizer at once; what r
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,10 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import nn
 
 import offload
-from offload import Config, Engine, UsageError
+from offload import Engine, UsageError
 from offload.integrations.accelerate import FOLDER
 from offload.integrations.lightning_ranks import EngineStrategy
+from offload.integrations.settings import Settings
 
 STATE = "state.ckpt"
 
@@ -36,7 +36,7 @@ class OffloadStrategy(EngineStrategy, DDPStrategy):
     engine: Engine | None = None
     """Made by `fabric.setup(model, optimizer)`."""
 
-    def __init__(self, config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None, **keywords: Any) -> None:
+    def __init__(self, config: Settings = None, **keywords: Any) -> None:
         super().__init__(config, **keywords)
         self._backward_sync_control = _NoSync(self)
 

@@ -26,6 +26,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 import offload
 from offload import Engine, UsageError
 from offload.integrations.lightning_ranks import EngineStrategy
+from offload.integrations.settings import settings_of
 
 
 class OffloadStrategy(EngineStrategy, DDPStrategy):
@@ -78,7 +79,8 @@ class OffloadStrategy(EngineStrategy, DDPStrategy):
             raise UsageError(f"configure_optimizers gave {count} optimizers: an engine has one, with several groups.")
         optimizer = next(iter(self.optimizers), None)
         assert self.model is not None
-        self.engine = offload.initialize(self.model, optimizer, self._config)
+        settings = settings_of(self._config, micro_batches=trainer.accumulate_grad_batches)
+        self.engine = offload.initialize(self.model, optimizer, settings)
         if optimizer is not None:  # else Lightning takes it for one that undoes a scale by itself, and does not clip by it
             vars(self.engine.optimizer)["_step_supports_amp_scaling"] = False
         self.optimizers = [self.engine.optimizer] if optimizer is not None else []

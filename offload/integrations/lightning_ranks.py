@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from typing import Any
 
-from offload import Config, Engine, UsageError
+from offload import Engine, UsageError
+from offload.integrations.settings import Settings
 
 
 class EngineStrategy:
@@ -15,7 +14,7 @@ class EngineStrategy:
 
     engine: Engine | None = None
 
-    def __init__(self, config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None, **keywords: Any) -> None:
+    def __init__(self, config: Settings = None, **keywords: Any) -> None:
         super().__init__(**keywords)
         self._config = config
 

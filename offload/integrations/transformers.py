@@ -26,10 +26,10 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import offload
-from offload import Config, Engine, UsageError
-from offload.integrations.accelerate import FOLDER, attach, with_precision
+from offload import Engine, UsageError
+from offload.integrations.accelerate import FOLDER, attach
+from offload.integrations.settings import Settings, settings_of
 
-Settings = Config | Mapping[str, Any] | str | os.PathLike[str] | None
 _GIB, _GB = 2**30, 10**9
 
 
@@ -84,8 +84,9 @@ class OffloadMixin:
             super().create_optimizer(*args, **keywords)  # type: ignore[misc]
             self._compile_blocks()
             precision = "bf16" if self.args.bf16 else "fp16" if self.args.fp16 else "no"
-            config = with_precision(self._offload, precision)
-            self.engine = offload.initialize(self.model, self.optimizer, config)
+            config = settings_of(self._offload, precision=precision)
+            several = settings_of(config, micro_batches=self.args.gradient_accumulation_steps)
+            self.engine = offload.initialize(self.model, self.optimizer, several)
             reference = getattr(self, "ref_model", None)
             if reference is not None and self.reference_engine is None and not getattr(self.args, "sync_ref_model", False):
                 self.reference_engine = offload.initialize(reference, None, config)

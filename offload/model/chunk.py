@@ -51,8 +51,9 @@ class Place:
 class ChunkGradient:
     """Owned by `Gradients` and what is behind it, under its lock.
 
-    narrow         its extent in `store`, as one backward leaves it; `narrower`: than fp32, in which sums are kept
-    wide           its extent in `wide_store`, where they are, from the first second micro-batch on
+    narrow         its extent in `store`, as one backward leaves it; `narrower`: than fp32, in which sums are kept. Where
+                   several micro-batches are expected it is fp32 from the first one on
+    wide           its extent in `wide_store`, where sums are else, from the first second micro-batch on
     buffer         [chunk.numel] where it lies now; `lease` if that is a staging buffer
     spilled        the dtype in which it lies in the store alone
     live           indices of the parameters whose gradient is there, or coming

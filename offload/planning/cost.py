@@ -2,10 +2,11 @@
 """How long a step takes at least, by what it moves: what placements are compared by.
 
 A step has two halves, and what moves in one of them is not moved in the other: under the forward units come, updates of the
-last step run and their records are read and written; under the backward units come again, gradients leave and spill. In each
-half links work side by side, so it lasts as long as the slowest of them; reads and writes share a drive, and everything that
-host memory has to bear shares that. Nothing is known of the model's compute before it runs: it hides what is shorter than
-itself, whatever the placement, so what is compared is what is left to hide.
+last step run and their records are read and written; under the backward units come again, gradients leave and spill. Of several
+micro-batches the first forward is the one half, and all that follows the other. In each half links work side by side, so it
+lasts as long as the slowest of them; reads and writes share a drive, and everything that host memory has to bear shares that.
+Nothing is known of the model's compute before it runs: it hides what is shorter than itself, whatever the placement, so what is
+compared is what is left to hide.
 """
 
 from __future__ import annotations

@@ -82,14 +82,15 @@ class Decision:
         expected: Expected,
         moments: tuple[str, ...],
         sharing: RankGroup = ALONE,
-        *,
-        accumulates: bool = False,
     ) -> None:
-        """`moments`: what the optimizer keeps. `accumulates`: there will be several micro-batches in a step, whose sums must
-        find room."""
-        footprint = Footprint.of(layout, lambda dtype, crosses: format_of(config, moments, dtype, crosses))
+        """`moments`: what the optimizer keeps."""
+        footprint = Footprint.of(
+            layout,
+            lambda dtype, crosses: format_of(config, moments, dtype, crosses),
+            wide_gradients=config.keeps_wide_gradients,
+        )
         drive_nbytes = scratch.free_nbytes(config.nvme_paths)
-        self.problem = Problem(config, accelerator, sharing, footprint, expected, drive_nbytes, accumulates)
+        self.problem = Problem(config, accelerator, sharing, footprint, expected, drive_nbytes)
 
     def decide(self, *, within_room: bool = False) -> Placement:
         """The placement for this model, these budgets, this device. Raises `BudgetError` with the smallest that would do.

@@ -96,7 +96,8 @@ class Placement:
     bounds_units: bool = False
     """Whether that capacity is a budget's, which is kept; else it may grow with what the device has left."""
     sums: tuple[MemoryLine, ...] = ()
-    """What fp32 sums of several micro-batches take besides, where the gradients lie; taken when a second one comes."""
+    """What fp32 sums of several micro-batches take besides, where the gradients lie; taken when a second one comes. Nothing
+    where that is expected: gradients are kept in fp32 then."""
     sums_missing_nbytes: int = 0
     """Of those what the budget does not leave."""
     transit_buffer_count: int = 0
@@ -144,8 +145,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a placement is decided for. `drive_nbytes`: what is free on the drives. `accumulates`: whether the sums of several
-    micro-batches are planned for."""
+    """What a placement is decided for. `drive_nbytes`: what is free on the drives."""
 
     config: Config
     accelerator: Accelerator
@@ -153,7 +153,6 @@ class Problem:
     footprint: Footprint
     expected: Expected
     drive_nbytes: int
-    accumulates: bool
 
     @property
     def rates(self) -> Rates:
@@ -163,7 +162,12 @@ class Problem:
     @property
     def micro_batches(self) -> int:
         """Of a step that is planned for."""
-        return 2 if self.accumulates else 1
+        return self.config.micro_batches
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether a step has several."""
+        return self.micro_batches > 1
 
     def keeps_whole(self, parameters: Tier) -> bool:
         """Whether parameters in that tier are for good where the device computes on them."""
@@ -240,11 +244,9 @@ def place(problem: Problem, choice: Choice) -> Placement:
     lines.append(MemoryLine("cpu", "gradients from other ranks", footprint.exchange))
     lines += _state_lines(purposes.GRADIENTS, choice.gradients, nbytes, device)
     sums = _sum_lines(footprint.units, choice, routes)
-    if problem.accumulates:
-        lines += sums
     undoable: list[UnitSizes] = []
     if problem.speculates(choice.states):
-        others = MemoryPlan((*lines, *(() if problem.accumulates else sums))).total_nbytes("nvme")
+        others = MemoryPlan((*lines, *sums)).total_nbytes("nvme")
         undoable = _undoable(problem, routes, others)
         routes = with_undo(routes, {unit.index for unit in undoable})
     undo_nbytes = sum(_undo_nbytes(unit, routes[unit.index]) for unit in undoable)
@@ -259,7 +261,7 @@ def place(problem: Problem, choice: Choice) -> Placement:
             lines.append(MemoryLine("device", "gradients on their way", transit * footprint.parameter_buffer))
     return Placement(
         choice, routes, staging, capacity, MemoryPlan(tuple(line for line in lines if line.nbytes)), problem.bounds_units,
-        () if problem.accumulates else tuple(sums), transit_buffer_count=transit,
+        tuple(sums), transit_buffer_count=transit,
     )  # fmt: skip
 
 

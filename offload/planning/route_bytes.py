@@ -82,4 +82,4 @@ def held(unit: UnitSizes, route: Route) -> Iterator[tuple[StateNames, Tier, int]
     near = sum(sizes.chunks[: route.kept_records])
     yield OPTIMIZER_STATES, "cpu", near
     yield OPTIMIZER_STATES, route.records, sizes.nbytes - near
-    yield GRADIENTS, route.gradients, unit.gradients_nbytes
+    yield GRADIENTS, route.gradients, unit.gradients_kept

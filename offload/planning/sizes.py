@@ -41,8 +41,8 @@ class UnitSizes:
     whole      its parameters where the model computes with them
     home       what this rank keeps of them
     chunks     the parameters of each chunk of this rank's, and of each trained one (`trained`)
-    gradients  of each trained chunk, as one backward leaves it; `gradients_wide` in fp32; `sums`: what fp32 sums of several
-               micro-batches take besides
+    gradients  of each trained chunk, as one backward leaves it, `gradients_nbytes` in all; `gradients_wide` in fp32;
+               `gradients_kept`: what is reserved for them; `sums`: what fp32 sums of several micro-batches take besides
     """
 
     index: int
@@ -57,6 +57,7 @@ class UnitSizes:
     gradients: tuple[int, ...]
     gradients_wide: tuple[int, ...]
     gradients_nbytes: int
+    gradients_kept: int
     sums: int
     largest_trained_numel: int
     open_chunk_count: int
@@ -66,13 +67,14 @@ class UnitSizes:
         return self.across if crosses else self.beside
 
     @staticmethod
-    def of(unit: UnitLayout, layout: Layout, format_of: FormatOf) -> UnitSizes:
+    def of(unit: UnitLayout, layout: Layout, format_of: FormatOf, *, wide_gradients: bool) -> UnitSizes:
         trained = [flat for flat in unit.flats if flat.trainable]
         # Averages over ranks are kept in fp32.
         sizes = [flat.itemsize if layout.world_size == 1 else MASTER_ITEMSIZE for flat in trained]
         gradients = [chunk.numel * size for flat, size in zip(trained, sizes, strict=True) for chunk in flat.chunks]
         narrow = [flat for flat, size in zip(trained, sizes, strict=True) if size != MASTER_ITEMSIZE]
         flat_of_chunk = [flat for flat in unit.flats for _ in flat.chunks]
+        wide = tuple(chunk.numel * MASTER_ITEMSIZE for flat in trained for chunk in flat.chunks)
         beside = RecordSizes.of(trained, format_of, crosses=False)
         across = RecordSizes.of(trained, format_of, crosses=True)
         return UnitSizes(
@@ -85,9 +87,10 @@ class UnitSizes:
             beside=beside,
             across=beside if across == beside else across,
             gradients=tuple(gradients),
-            gradients_wide=tuple(chunk.numel * MASTER_ITEMSIZE for flat in trained for chunk in flat.chunks),
+            gradients_wide=wide,
             gradients_nbytes=sum(gradients),
-            sums=sum(flat.updated_numel * MASTER_ITEMSIZE for flat in narrow),
+            gradients_kept=sum(wide if wide_gradients else gradients),
+            sums=0 if wide_gradients else sum(flat.updated_numel * MASTER_ITEMSIZE for flat in narrow),
             largest_trained_numel=max((chunk.numel for flat in trained for chunk in flat.chunks), default=0),
             open_chunk_count=sum(flat.open_chunk_count for flat in trained),
         )
@@ -110,7 +113,8 @@ class Footprint:
     """Bytes of host buffers for what comes from other ranks while gradients are reduced."""
 
     @staticmethod
-    def of(layout: Layout, format_of: FormatOf) -> Footprint:
+    def of(layout: Layout, format_of: FormatOf, *, wide_gradients: bool = False) -> Footprint:
+        """`wide_gradients`: gradients are kept in fp32 from the first micro-batch on."""
         flats = list(layout.flats)
         alone = layout.world_size == 1
         alike: dict[Hashable, UnitSizes] = {}  # the blocks of a model
@@ -120,7 +124,7 @@ class Footprint:
                 (flat.dtype, flat.trainable, tuple((slot.start, slot.numel) for slot in flat.slots)) for flat in unit.flats
             )
             if shape not in alike:
-                alike[shape] = UnitSizes.of(unit, layout, format_of)
+                alike[shape] = UnitSizes.of(unit, layout, format_of, wide_gradients=wide_gradients)
             units.append(replace(alike[shape], index=unit.index))
         return Footprint(
             units=tuple(units),

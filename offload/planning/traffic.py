@@ -53,14 +53,16 @@ class Traffic:
 
 
 def fetch_counts(problem: Problem, placement: Placement, micro_batches: int) -> list[tuple[int, int]]:
-    """How often the schedule fetches each unit, under forwards and under backwards."""
+    """How often the schedule fetches each unit: under the first forward of a step, and after it. All micro-batches between the
+    first and the last fetch as the second does."""
     takes_memory, events = problem.fetched(placement.routes), problem.expected.trace.events
-    counts = [[0, 0] for _ in takes_memory]
-    schedule = plan(Trace(events * micro_batches), takes_memory, placement.unit_capacity_nbytes or 0, placement.prefetch)
+    counts, looked_at = [[0, 0] for _ in takes_memory], min(micro_batches, 3)
+    schedule = plan(Trace(events * looked_at), takes_memory, placement.unit_capacity_nbytes or 0, placement.prefetch)
     for position, ops in enumerate(schedule.at):
-        half = int(2 * (position % len(events)) >= len(events))
+        half, is_between = int(2 * position >= len(events)), position // len(events) == 1 and looked_at == 3
+        times = micro_batches - 2 if is_between else 1
         for op in ops:
-            counts[op.unit_index][half] += op.verb is Verb.FETCH and takes_memory[op.unit_index] > 0
+            counts[op.unit_index][half] += times * (op.verb is Verb.FETCH and takes_memory[op.unit_index] > 0)
     return [(first, second) for first, second in counts]
 
 

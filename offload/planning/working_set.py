@@ -36,8 +36,11 @@ class WorkingSet:
     def best(self, smallest: Placement) -> Placement:
         """Of the placements that fit, from the one given up, the one whose step moves least over NVMe.
 
-        Buffers take memory too, so that of a small budget gradients in memory, which need none, may be the better use."""
+        Buffers take memory too, so that of a small budget gradients in memory, which need none, may be the better use; and the
+        more micro-batches there are, the more often gradients that spill go there and back."""
         candidates = [self._keep_gradients(self._keep_records(self._keep_parameters(smallest)))]
+        if self.problem.accumulates:
+            candidates.append(self._keep_records(self._keep_parameters(self._keep_gradients(smallest))))
         in_place = self._with_gradients(smallest, "cpu") if smallest.gradients == "nvme" else None
         if in_place is not None and self.fits(in_place):
             candidates.append(self._keep_records(self._keep_parameters(in_place)))
@@ -53,15 +56,17 @@ class WorkingSet:
         return self._place(replace(placement.choice, gradients=tier, retained=0))
 
     def _moved_nbytes(self, placement: Placement) -> tuple[int, int]:
-        """NVMe traffic of a step with one micro-batch: under the forward (with the updates), and in all."""
+        """NVMe traffic of a step: under its forwards, with the updates, and in all."""
         on_nvme = Counter[StateNames]()
         for unit, route in zip(self.problem.footprint.units, placement.routes, strict=True):
             for state, tier, nbytes in held(unit, route):
                 on_nvme[state] += nbytes if tier == "nvme" else 0
         parameters, records = on_nvme[PARAMETERS], on_nvme[OPTIMIZER_STATES]
-        spilled = spilled_by(self.problem, placement, 1)
-        under_forward = 2 * parameters + 2 * records + spilled
-        return under_forward, under_forward + parameters + spilled
+        count = self.problem.micro_batches
+        spilled = spilled_by(self.problem, placement, count)
+        under_forward = (count + 1) * parameters + 2 * records + spilled // count
+        in_all = under_forward + count * parameters + 2 * spilled - spilled // count
+        return (in_all if self.problem.accumulates else under_forward), in_all
 
     def _keep_parameters(self, placement: Placement) -> Placement:
         """By whole units, where the device computes where they lie."""

@@ -256,10 +256,12 @@ class ParameterGradients:
     def end_step(self) -> None:
         """The gradients belong to updates: those that come are for the next step."""
         self.step_index += 1
+        self.micro_batches.step_ends()
         self.clipping.end_step()
 
     def drop(self, set_to_none: bool) -> None:
         """Drop every gradient that no update has taken yet; without `set_to_none` put zeros where there was one."""
+        self.micro_batches.step_begins_anew()
         for unit in self._units:
             with unguarded():
                 for info in unit.parameters:

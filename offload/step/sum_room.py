@@ -22,9 +22,29 @@ class MicroBatches:
         self._parts, self._narrow = parts, narrow
         self._begun: dict[int, ParameterInfo] = {}
         """By index, the parameters of which this backward brought the first gradient of the step."""
+        self._count, self._is_further = 1, False
+        """Of the step so far; whether the backward that runs is one of those after the first."""
+        self.of_last_step = 1
+        """How many the last step had."""
 
     def backward_begins(self) -> None:
         self._begun.clear()
+        self._is_further = False
+
+    def step_ends(self) -> None:
+        """The gradients belong to updates: the next step is expected to have as many."""
+        self.of_last_step = self._count
+        self.step_begins_anew()
+        self._expect(self.of_last_step > 1)
+
+    def step_begins_anew(self) -> None:
+        """All gradients were dropped."""
+        self._count, self._is_further = 1, False
+
+    def _expect(self, several: bool) -> None:
+        gradients = self._parts.gradients
+        if gradients is not None and gradients.kept_on_device is not None:
+            gradients.kept_on_device.expects_several = several
 
     def gradient_coming(self, info: ParameterInfo, *, is_second: bool) -> None:
         """A gradient is about to be taken over. Raises as `take_room` does; what the backward brought is dropped then."""
@@ -40,6 +60,8 @@ class MicroBatches:
                 self._parts.gradients.drop(begun)
                 begun.parameter.grad = None
             raise
+        if not self._is_further:
+            self._is_further, self._count = True, self._count + 1
 
     def adds_part(self, info: ParameterInfo) -> bool:
         """Whether what comes is added as a part of one gradient is: all that there is of it is of this backward."""
@@ -50,6 +72,7 @@ class MicroBatches:
         parts = self._parts
         placement, gradients = parts.placement, parts.gradients
         if gradients is None or not placement.sums or self._narrow:
+            self._expect(True)
             return
         missing, cause = placement.sums_missing_nbytes, None
         if not missing:
@@ -61,6 +84,7 @@ class MicroBatches:
                 cause, missing = error, placement.sums_nbytes
             else:
                 parts.placement = placement.with_sums()
+                self._expect(True)
                 return
         needed = " and ".join(f"{line.nbytes} bytes in {line.tier} memory" for line in placement.sums)
         remedies = " and ".join(dict.fromkeys(remedy(line.tier, missing) for line in placement.sums))

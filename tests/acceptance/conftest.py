@@ -41,14 +41,22 @@ Opener = Callable[..., "offload.Engine"]
 
 @pytest.fixture
 def opened(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
-    """`opened(model, optimizer, setup, **config)` is an engine on the setup's accelerator, closed after the test."""
+    """`opened(model, optimizer, setup, **config)` is an engine on the setup's accelerator, closed after the test.
+    `micro_batches`: as of `Config.expecting`."""
     engines: list[Any] = []
 
     def open_engine(
-        model: nn.Module, optimizer: torch.optim.Optimizer, setup: Setup, *, weights: Path | None = None, **fields: Any
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        setup: Setup,
+        *,
+        weights: Path | None = None,
+        micro_batches: int = 1,
+        **fields: Any,
     ) -> Any:
         monkeypatch.setenv("OFFLOAD_ACCELERATOR", setup.accelerator)
-        engine = offload.initialize(model, optimizer, offload.Config(**setup.fields(nvme, **fields)), weights=weights)
+        config = offload.Config(**setup.fields(nvme, **fields)).expecting(micro_batches)
+        engine = offload.initialize(model, optimizer, config, weights=weights)
         engines.append(engine)
         return engine
 

@@ -87,6 +87,44 @@ def test_the_room_is_taken_when_a_second_one_comes(opened: Any, setup: Setup) ->
     assert_same_bits(weights[1], weights[0])
 
 
+@anywhere
+def test_where_several_are_expected_gradients_are_fp32_from_the_first_one_on(opened: Any, setup: Setup) -> None:
+    """Of steps with one, with as many, and with more; of parameters that only some micro-batches use, and clipped."""
+    weights = []
+    for where, expected in ((IN_MEMORY, 1), (setup, 3)):
+        engine = built(opened, where, micro_batches=expected, max_grad_norm=0.1)
+        numel = sum(flat.numel for flat in layout_of(engine).flats)
+        for step in range(8):
+            for batch in (FIRST, SECOND, FIRST, SECOND)[: step % 4 + 1]:
+                backward(engine, batch, use=batch is SECOND)
+            engine.step()
+            engine.zero_grad()
+        weights.append(engine.state_dict())
+    assert planned(engine)["gradients"] == 4 * numel and SUMS not in planned(engine)
+    assert_same_bits(weights[1], weights[0])
+
+
+@pytest.mark.parametrize("setup", [ON_CPU, ON_NVME, Setup("nvme", "cpu")], ids=lambda setup: setup.name)
+@pytest.mark.parametrize("beyond", [1.0, 1.3, 2.0, 6.0])
+def test_whatever_budgets_hold_of_them_the_bits_are_the_same(opened: Any, setup: Setup, beyond: float) -> None:
+    """With sums on the device, in memory and on the drive, as the least and more allow."""
+    fields, known = dict[str, Any](), {"micro_batches": 3, "update": "auto", "state_format": "split"}
+    for field in ("device_memory", "cpu_memory"):
+        with pytest.raises(offload.BudgetError) as refusal:
+            built(opened, setup, **known, **fields, **{field: 1})
+        assert refusal.value.smallest_nbytes is not None
+        fields[field] = int(beyond * refusal.value.smallest_nbytes)
+    weights = []
+    for engine in (built(opened, IN_MEMORY, state_format="split"), built(opened, setup, **known, **fields)):
+        for count in (3, 3, 1, 3):
+            for batch in (FIRST, SECOND, FIRST)[:count]:
+                backward(engine, batch, use=batch is SECOND)
+            engine.step()
+            engine.zero_grad()
+        weights.append(engine.state_dict())
+    assert_same_bits(weights[1], weights[0])
+
+
 def smallest(opened: Any, setup: Setup, field: str) -> int:
     with pytest.raises(offload.BudgetError) as refusal:
         built(opened, setup, **{field: 1})
@@ -199,6 +237,8 @@ def test_deepspeed_says_so_beforehand(said: str | None, nvme: Path) -> None:
         config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": steps, "bf16": {"enabled": True}}
         config["data_types"] = {"grad_accum_dtype": said}
         engine, *_ = offload.deepspeed.initialize(model=model, optimizer=adamw(model), config=config)
-        found = any(line["purpose"] == SUMS for line in engine.offload_engine.stats()["planned"])
-        assert found == (steps > 1 and said == "fp32")
+        inner = engine.offload_engine
+        numel = sum(flat.numel for flat in layout_of(inner).flats)
+        is_wide = steps > 1 and said == "fp32"
+        assert planned(inner)["gradients"] == (4 if is_wide else 2) * numel and SUMS not in planned(inner)
         engine.destroy()

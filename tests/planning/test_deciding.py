@@ -52,7 +52,7 @@ def decision(
     model: Any, accelerator: Accelerator, pair: tuple[str, str] = ("auto", "auto"), accumulates: bool = False, **fields: Any
 ) -> Decision:
     config = offload.Config(parameters=pair[0], optimizer_states=pair[1], nvme=NVME, **fields)
-    return Decision(config, accelerator, *model, MOMENTS, accumulates=accumulates)
+    return Decision(config.expecting(2 if accumulates else 1), accelerator, *model, MOMENTS)
 
 
 def least(model: Any, accelerator: Accelerator, pair: tuple[Tier, Tier], field: str, **fields: Any) -> int:
@@ -71,7 +71,7 @@ def require_within(decided: Decision, placement: Placement) -> None:
 
 
 def moved(decided: Decision, placement: Placement) -> tuple[int, ...]:
-    return Traffic.scheduled(decided.problem, placement, 2 if decided.problem.accumulates else 1).slowest_first
+    return Traffic.scheduled(decided.problem, placement, decided.problem.micro_batches).slowest_first
 
 
 FORMATS = st.sampled_from(["fp32", "split"])

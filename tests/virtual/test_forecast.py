@@ -91,7 +91,8 @@ def totals(
     monkeypatch.setattr("offload.build.assembly.choose_accelerator", choose)
     model = tiny()
     tokens = torch.zeros(WORK.batch, WORK.sequence, dtype=torch.long)
-    with offload.initialize(model, adamw(model), offload.Config(dtype="bf16", nvme=str(folder), **fields)) as engine:
+    config = offload.Config(dtype="bf16", nvme=str(folder), **fields).expecting(micro_batches)
+    with offload.initialize(model, adamw(model), config) as engine:
         for _ in range(steps):
             for _ in range(micro_batches):
                 engine.backward(model(input_ids=tokens, labels=tokens).loss)

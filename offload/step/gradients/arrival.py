@@ -28,33 +28,23 @@ from offload.planning.purposes import SUMS
 from offload.planning.route import Memory
 from offload.step.gradients.buffers import GradientBuffers
 from offload.step.gradients.extents import gradient_of
-from offload.step.gradients.transit import Addition, DeviceSums, GradientTransit, Landing, PackedPiece, joined, runs
+from offload.step.gradients.sums_on_device import SumsOnDevice
+from offload.step.gradients.transit import (
+    Addition,
+    DeviceSums,
+    GradientTransit,
+    Landing,
+    PackedPiece,
+    joined,
+    runs,
+    take_in,
+)
 from offload.tiers.staging import StagingPool
 
 
 def _cut(ordered: torch.Tensor, piece: Piece) -> torch.Tensor:
     """What of a parameter's gradient, [numel], lies in the piece."""
     return ordered if piece.numel == piece.slot.numel else ordered[piece.in_parameter]
-
-
-def _take_in(
-    target: torch.Tensor,
-    values: torch.Tensor,
-    start_index: int,
-    addition: Addition,
-    dtype: torch.dtype,
-    sums: torch.Tensor | None = None,
-    *,
-    all_cores: bool = False,
-) -> torch.Tensor:
-    """`kernels.ingest_async` of a gradient of a parameter in `dtype` into its place in a buffer, which may be wider."""
-    if addition is not Addition.PART or target.dtype == dtype:
-        return kernels.ingest_async(target, values, start_index, addition is not Addition.FIRST, sums, all_cores=all_cores)
-    total = torch.empty(target.shape, dtype=dtype, device=target.device)
-    kernels.convert(total, target, all_cores=all_cores)
-    found = kernels.ingest_async(total, values, start_index, True, sums, all_cores=all_cores)
-    kernels.convert(target, total, all_cores=all_cores)
-    return found
 
 
 class GradientArrival:
@@ -77,11 +67,16 @@ class GradientArrival:
         self._lane: HostLane = accelerator.host_lane("gradients", waits_for_io=False)
         self._spilling_count = sum(chunk.route.gradients_in is None for chunk in chunks)
         self.buffers = GradientBuffers(self._spilling_count, pool, accelerator, self.leave_device)
+        self._in_order = chunks
         self._unsummed: dict[int, None] = {}
         """Indices of parameters whose gradient was adopted, and its squares are not yet summed."""
         self._device_sums = DeviceSums(accelerator, chunks, pool) if SUMS in pool.stats.consumers else None
         self._landing = Landing(accelerator, pool, self._lane)
         self._transit = self._made_transit(chunks, transit_buffer_count) if transit_buffer_count else None
+        self.kept: SumsOnDevice | None = None
+        """Where fp32 sums may stay on the device that belong in host memory."""
+        if self._transit is not None and self._device_sums is not None and not narrow_sums:
+            self.kept = SumsOnDevice(accelerator, self, self._device_sums)
 
     def _made_transit(self, chunks: Sequence[Chunk], buffer_count: int) -> GradientTransit:
         assert self._device_sums is not None
@@ -140,7 +135,11 @@ class GradientArrival:
                 state.live.add(index)
                 if info.numel:
                     state.sums[index] = None
-            transit.arrive(info.pieces, ordered, addition)
+            if self.kept is None:
+                transit.arrive(info.pieces, ordered, addition)
+                return
+            for side_by_side in self.kept.take(info.pieces, ordered, addition):
+                transit.arrive(side_by_side, ordered, addition)
 
     def _place(
         self,
@@ -163,7 +162,7 @@ class GradientArrival:
             self._unsummed.pop(info.index, None)
             kernels.convert(target, state.adopted.pop(info.index))
         on_device = self._device_sums.part(info.index, chunk.index) if self._device_sums is not None else None
-        summed = _take_in(target, source, piece.start, addition, info.flat.dtype, on_device)
+        summed = take_in(target, source, piece.start, addition, info.flat.dtype, on_device)
         state.sums[info.index] = summed if on_device is None else None
 
     def arrive_together(self, found: Iterable[tuple[ParameterInfo, torch.Tensor]]) -> None:
@@ -214,7 +213,7 @@ class GradientArrival:
                 if accumulate:
                     addition = Addition.PART if self._narrow_sums else Addition.SUM
                 source = values[low:high].to(buffer.device)
-                state.sums[info.index] = _take_in(buffer[low:high], source, piece.start, addition, info.flat.dtype)
+                state.sums[info.index] = take_in(buffer[low:high], source, piece.start, addition, info.flat.dtype)
 
     # ---- what comes over from the device -------------------------------------------------------------------------
 
@@ -223,8 +222,11 @@ class GradientArrival:
         state = gradient_of(chunk)
         copied: Pending = Settled()
         with self.lock:
-            all_first = all(packed.addition is Addition.FIRST for packed in pieces)
-            buffer = self._buffer_for_adding(state, wide=any(packed.addition is Addition.SUM for packed in pieces))
+            all_first, is_sum = all(packed.addition is Addition.FIRST for packed in pieces), values.dtype == torch.float32
+            wide = is_sum or any(packed.addition is Addition.SUM for packed in pieces)
+            buffer = self._buffer_for_adding(state, wide=wide)
+            if is_sum and state.jobs:
+                state.settle()  # one of them may be widening all of the buffer
             for run in runs(chunk, pieces):
                 low, high = run[0].piece.start - chunk.start, run[-1].piece.stop - chunk.start
                 if not all_first or buffer.dtype != values.dtype:
@@ -262,7 +264,7 @@ class GradientArrival:
                 part = slice(packed.piece.start - start, packed.piece.stop - start)
                 start_index, addition = packed.piece.start, packed.addition
                 # The model computes on the device: the host's cores are free.
-                sums = _take_in(target[part], landed[part], start_index, addition, values.dtype, all_cores=True)
+                sums = take_in(target[part], landed[part], start_index, addition, values.dtype, all_cores=True)
                 state.sums[packed.parameter_index] = sums
 
         copied, added = self._landing.land(values, add)
@@ -270,14 +272,24 @@ class GradientArrival:
         return copied
 
     def leave_device(self, chunk: Chunk) -> None:
-        """Send what of the chunk's gradient is still packed on the device."""
+        """Send what of the chunk's gradient is still on the device."""
+        if self._transit is not None:
+            self._transit.leave(chunk)
+        if self.kept is not None:
+            self.kept.leave(chunk)
+
+    def keep_off(self, chunk: Chunk, parameter_index: int) -> None:
+        """The parameter's gradient is dropped: what is still on the device of it is not to come any more."""
+        if self.kept is not None:
+            self.kept.forget(chunk, parameter_index)
         if self._transit is not None:
             self._transit.leave(chunk)
 
     # ---- sums of squares -----------------------------------------------------------------------------------------
 
     def settle(self, chunks: Iterable[Chunk], live: Mapping[int, ParameterInfo]) -> None:
-        """Wait until all that has come is in the chunks' buffers, and its squares are summed. `live`: what counts."""
+        """Wait until all that has come is in the chunks' buffers, or on its way there from sums on the device, and its squares
+        are summed. `live`: what counts."""
         if self._transit is not None:
             self._transit.leave_all()
         for chunk in chunks:
@@ -286,6 +298,9 @@ class GradientArrival:
         self._sum_up(live)
         if self._device_sums is not None:
             self._device_sums.read()
+        if self.kept is not None:
+            with self.lock:
+                self.kept.leave_all(self._in_order)
 
     def _sum_up(self, live: Mapping[int, ParameterInfo]) -> None:
         """Take the sums of squares of what was adopted, in one pass over it."""
@@ -319,7 +334,7 @@ class GradientArrival:
         self._unsummed.pop(info.index, None)
 
     def _buffer_for_adding(self, state: ChunkGradient, *, wide: bool) -> torch.Tensor:
-        dtype = torch.float32 if wide else state.chunk.flat.dtype
+        dtype = torch.float32 if wide or not state.narrower else state.chunk.flat.dtype
         buffer = self.buffers.for_adding(state, dtype)
         if dtype == torch.float32 and buffer.dtype != torch.float32:
             self._widen(state)

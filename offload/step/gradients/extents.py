@@ -21,13 +21,15 @@ def gradient_of(chunk: Chunk) -> ChunkGradient:
 class GradientExtents:
     """Makes the gradients of chunks, and the stores that they lie in. The stores are closed by whoever gave the factories."""
 
-    def __init__(self, chunks: Sequence[Chunk], make_store: StoreFactory, make_sums: StoreFactory, *, reduced: bool) -> None:
+    def __init__(
+        self, chunks: Sequence[Chunk], make_store: StoreFactory, make_sums: StoreFactory | None, *, reduced: bool
+    ) -> None:
         """See `Gradients`."""
         self._chunks = chunks
-        self._make_sums: StoreFactory | None = make_sums
+        self._make_sums, is_wide = make_sums, reduced or make_sums is None
         narrow: dict[Tier, ExtentAllocator] = {}
         for chunk in chunks:
-            itemsize = 4 if reduced else chunk.flat.layout.itemsize
+            itemsize = 4 if is_wide else chunk.flat.layout.itemsize
             extent = narrow.setdefault(chunk.route.gradients, ExtentAllocator()).take(chunk.numel * itemsize)
             chunk.gradient = ChunkGradient(chunk, extent, narrower=itemsize != 4)
         stores = {tier: make_store(tier, allocator.extents) for tier, allocator in narrow.items()}

@@ -25,6 +25,7 @@ from offload.model.taken_gradient import TakenGradient
 from offload.step.chunk_stores import StoreFactory
 from offload.step.gradients.arrival import GradientArrival
 from offload.step.gradients.extents import GradientExtents, gradient_of
+from offload.step.gradients.sums_on_device import SumsOnDevice
 from offload.step.gradients.transit import Addition
 from offload.tiers.staging import StagingPool
 
@@ -36,7 +37,7 @@ class Gradients:
         self,
         chunks: Iterable[Chunk],
         make_store: StoreFactory,
-        make_sums: StoreFactory,
+        make_sums: StoreFactory | None,
         pool: StagingPool,
         accelerator: Accelerator,
         *,
@@ -44,7 +45,8 @@ class Gradients:
         transit_buffer_count: int = 0,
         narrow_sums: bool = False,
     ) -> None:
-        """`make_store`, `make_sums`: of the gradients of one backward, and of the fp32 sums of several.
+        """`make_store`, `make_sums`: of the gradients of one backward, and of the fp32 sums of several; None: all are kept in
+        fp32, as several are expected.
 
         `reduced`: what arrives are averages over ranks, fp32, through `add_reduced` alone. `narrow_sums`: several of them are
         added in the parameters' dtype.
@@ -61,6 +63,8 @@ class Gradients:
             transit_buffer_count=transit_buffer_count,
             narrow_sums=narrow_sums,
         )
+        if self.kept_on_device is not None:
+            self.kept_on_device.expects_several = make_sums is None
         self._lock, self._buffers = self._arrival.lock, self._arrival.buffers
         self.spills = self._arrival.spills
         """Whether gradients may leave for a store when buffers run out."""
@@ -113,6 +117,11 @@ class Gradients:
         """Before the first sum of several micro-batches: make the store that fp32 sums lie in. Idempotent."""
         self._extents.take_room_for_sums()
 
+    @property
+    def kept_on_device(self) -> SumsOnDevice | None:
+        """Sums of micro-batches that stay on the device as long as it has room; None where none may."""
+        return self._arrival.kept
+
     def expect(self, info: ParameterInfo) -> None:
         """A gradient of `info` counts for the coming step, wherever it was computed and whether this rank's shard has any."""
         self._live[info.index] = info
@@ -147,7 +156,7 @@ class Gradients:
             for chunk, _ in info.pieces:
                 state = gradient_of(chunk)
                 if info.index in state.live:
-                    self._arrival.leave_device(chunk)
+                    self._arrival.keep_off(chunk, info.index)
                     state.settle()  # what is still on its way must not land on what comes next
                     state.live.discard(info.index)
                     state.adopted.pop(info.index, None)

@@ -42,6 +42,26 @@ class Addition(Enum):
     SUM = "added to what an earlier backward brought, in fp32"
 
 
+def take_in(
+    target: torch.Tensor,
+    values: torch.Tensor,
+    start_index: int,
+    addition: Addition,
+    dtype: torch.dtype,
+    sums: torch.Tensor | None = None,
+    *,
+    all_cores: bool = False,
+) -> torch.Tensor:
+    """`kernels.ingest_async` of a gradient of a parameter in `dtype` into its place in a buffer, which may be wider."""
+    if addition is not Addition.PART or target.dtype == dtype:
+        return kernels.ingest_async(target, values, start_index, addition is not Addition.FIRST, sums, all_cores=all_cores)
+    total = torch.empty(target.shape, dtype=dtype, device=target.device)
+    kernels.convert(total, target, all_cores=all_cores)
+    found = kernels.ingest_async(total, values, start_index, True, sums, all_cores=all_cores)
+    kernels.convert(target, total, all_cores=all_cores)
+    return found
+
+
 @dataclass(slots=True, eq=False)
 class PackedPiece:
     """One piece in a device buffer, and what it is to what the host has of it."""

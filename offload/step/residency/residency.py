@@ -20,6 +20,7 @@ from offload.errors import BudgetError
 from offload.model.unit import Unit, UnitState
 from offload.planning.schedule import Op, Schedule, Verb, plan, required_nbytes
 from offload.planning.trace import Edge, Event, Recorder, Trace
+from offload.step.gradients.sums_on_device import SumsOnDevice
 from offload.step.residency.device_room import DeviceRoom
 from offload.step.residency.fetching import Fetcher
 from offload.step.threads.timeline import Timeline
@@ -29,12 +30,14 @@ from offload.step.updates.update import Updates
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """Bytes for units that are in use or on their way. `is_fixed`: a budget; else it grows where a step needs more, and to
-    what `room` says. `kept_numel`: see `Config.kept_numel`; a budget leaves no room for those."""
+    what `room` says. `kept_numel`: see `Config.kept_numel`; a budget leaves no room for those. `sums`: what may take what units
+    leave."""
 
     nbytes: int
     is_fixed: bool
     room: DeviceRoom | None = None
     kept_numel: tuple[int, int] = (0, 0)
+    sums: SumsOnDevice | None = None
 
 
 class Residency:
@@ -57,7 +60,7 @@ class Residency:
             unit.residency.nbytes = fetcher.fetched_nbytes(unit)
             unit.residency.state = UnitState.ABSENT if unit.residency.nbytes else UnitState.RESIDENT
         self._nbytes = [unit.residency.nbytes for unit in units]
-        self._fixed_capacity, self._room = capacity.is_fixed, capacity.room
+        self._fixed_capacity, self._room, self._sums = capacity.is_fixed, capacity.room, capacity.sums
         self._kept = self._chosen_to_keep(*capacity.kept_numel)
         kept_nbytes = sum(unit.residency.nbytes for unit in self._kept)
         self.capacity_nbytes = self._least_nbytes = capacity.nbytes + kept_nbytes
@@ -86,7 +89,7 @@ class Residency:
     def forward_begins(self, unit: Unit, inputs: Any, *, recorded: bool) -> None:
         """An outermost one, on these inputs."""
         if self._room is not None:
-            self._room.forward_begins(unit.index, inputs, recorded=recorded, units_nbytes=self._resident_nbytes)
+            self._room.forward_begins(unit.index, inputs, recorded=recorded, units_nbytes=self._taken_nbytes)
 
     def use_starts(self, unit: Unit, *, recorded: bool) -> None:
         """Make the unit resident with the values of the last step. `recorded`: part of a training step, so of its trace."""
@@ -163,7 +166,7 @@ class Residency:
             if needed_nbytes <= self.capacity_nbytes:
                 self._follow(plan(trace, self._nbytes, self.capacity_nbytes, self._prefetch))
         if self._room is not None:
-            self._room.ends(self._resident_nbytes)
+            self._room.ends(self._taken_nbytes)
             self._follow_room(self._room)
             self._plan_for_room()
         self._cursor, self._deferred = 0, ()
@@ -243,6 +246,11 @@ class Residency:
             if self._may_evict(unit):
                 self._evict(unit)
 
+    @property
+    def _taken_nbytes(self) -> int:
+        """Of device memory, by units and by sums of micro-batches."""
+        return self._resident_nbytes + (self._sums.nbytes if self._sums is not None else 0)
+
     # ---- following the schedule ----------------------------------------------------------------------------------
 
     def _follow(self, schedule: Schedule) -> None:
@@ -262,8 +270,12 @@ class Residency:
             self._follow(plan(self._schedule.trace, self._nbytes, wanted, self._prefetch))
 
     def _follow_room(self, room: DeviceRoom) -> None:
-        """Have as much as the device leaves now, or at least what is needed; what is too much goes, what is used last first."""
-        self.capacity_nbytes = max(room.left(self._resident_nbytes), self._least_nbytes)
+        """Have as much as the device leaves now, or at least what is needed; what is too much goes: first sums of
+        micro-batches, which take what all units would leave, then units, what is used last first."""
+        left = room.left(self._taken_nbytes)
+        self.capacity_nbytes = max(left, self._least_nbytes)
+        if self._sums is not None:
+            self._sums.limit(max(left - sum(self._nbytes), 0))
         while self._resident_nbytes > self.capacity_nbytes:
             candidates = self._may_leave()
             if not candidates:

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums of several micro-batches stay on the device while it has room, and change no bit: on devices of stated sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import offload
+from offload.build import assembly
+from offload.step.gradients.sums_on_device import SumsOnDevice
+from offload.step.residency.device_room import DeviceRoom
+from tests.inside import accelerator_of, layout_of, parts_of
+
+from .models import adamw
+from .runs import assert_same_bits
+
+WIDTH, BLOCKS = 64, 6
+SMALL, LARGE = 8, 2048
+ROOMY = 1 << 40
+ON_CPU = {"parameters": "cpu", "optimizer_states": "cpu"}
+
+
+def blocks() -> nn.Module:
+    torch.manual_seed(3)
+    pairs = ((nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(BLOCKS))
+    return nn.Sequential(*(nn.Sequential(first, nn.Tanh(), second) for first, second in pairs))
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """`started(device_nbytes, micro_batches=1, **config)`; None: of a device that does not say what it has, where sums lie in
+    host memory."""
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", "deferred")
+    monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
+    engines = []
+
+    def start(nbytes: int | None, micro_batches: int = 1, **fields: Any) -> Any:
+        if nbytes is None:
+            monkeypatch.delenv("OFFLOAD_DEVICE_NBYTES", raising=False)
+        else:
+            monkeypatch.setenv("OFFLOAD_DEVICE_NBYTES", str(nbytes))
+        model = blocks()
+        config = offload.Config(**({"dtype": "bf16"} | ON_CPU | fields)).expecting(micro_batches)
+        engines.append(offload.initialize(model, adamw(model), config))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+def backward(engine: Any, rows: int, seed: int) -> float:
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
+    with accelerator_of(engine).counting():  # activations lie there too
+        loss = F.mse_loss(engine.module(x.to(engine.module[0][0].weight.dtype)).float(), y)
+        engine.backward(loss)
+    return loss.item()
+
+
+def step(engine: Any, number: int, micro_batches: int, rows: int = SMALL) -> list[float]:
+    losses = [backward(engine, rows, 100 * number + count) for count in range(micro_batches)]
+    engine.step()
+    engine.zero_grad()
+    return losses
+
+
+def whole_nbytes(engine: Any) -> int:
+    """Of the sums of all chunks."""
+    return 4 * sum(flat.numel for flat in layout_of(engine).flats)
+
+
+def kept(engine: Any) -> SumsOnDevice:
+    gradients = parts_of(engine).gradients
+    assert gradients is not None and gradients.kept_on_device is not None
+    return gradients.kept_on_device
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_from_the_second_step_on_sums_leave_the_device_once(started: Any, dtype: str) -> None:
+    """As fp32, however many micro-batches there are, where there was a copy for each of them; the bits are those without."""
+    elsewhere, engine = started(None, dtype=dtype), started(ROOMY, dtype=dtype)
+    numel, itemsize = sum(parameter.numel() for parameter in blocks().parameters()), 2 if dtype == "bf16" else 4
+    for number, micro_batches in enumerate([1, 3, 3, 2, 4]):
+        moved, losses = [], []
+        for one in (elsewhere, engine):
+            before = accelerator_of(one).copied_out_nbytes
+            losses.append(step(one, number, micro_batches))
+            one._training.settle()
+            moved.append(accelerator_of(one).copied_out_nbytes - before)
+        assert_same_bits(*losses)
+        several = number > 1  # learned in the step before
+        assert moved[0] - moved[1] == ((micro_batches * itemsize - 4) * numel if several else 0), number
+        assert (kept(engine).peak_nbytes > 0) == several
+    assert kept(engine).peak_nbytes == whole_nbytes(engine)
+    assert_same_bits(engine.state_dict(), elsewhere.state_dict())
+
+
+def test_a_loop_that_says_so_keeps_them_where_one_that_does_not_has_yet_to_learn(started: Any) -> None:
+    """After a first step of one micro-batch, which shows what the model takes."""
+    told, within, learning, elsewhere = started(ROOMY, micro_batches=3), started(ROOMY), started(ROOMY), started(None)
+    for engine in (told, within, learning, elsewhere):
+        step(engine, 0, 1)
+        if engine is within:
+            with within.no_sync():
+                backward(within, SMALL, 100)
+                backward(within, SMALL, 101)
+            backward(within, SMALL, 102)
+            within.step()
+        else:
+            step(engine, 1, 3)
+    assert kept(within).peak_nbytes == whole_nbytes(within)
+    assert kept(told).peak_nbytes == kept(learning).peak_nbytes == 0  # the last step had one
+    for engine in (told, within, learning):
+        assert_same_bits(engine.state_dict(), elsewhere.state_dict())
+
+
+def least(start: Any, rows: list[int]) -> int:
+    """The most device memory in use with no unit beyond those in use, and no sum."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeviceRoom, "left", lambda room, units: 0)
+        engine = start(ROOMY)
+        for number, count in enumerate(rows):
+            step(engine, number, 3, count)
+        return int(accelerator_of(engine).peak_nbytes())
+
+
+GROWING = [SMALL, SMALL, 4 * SMALL, 20 * SMALL, LARGE, LARGE, SMALL, SMALL]
+
+
+def test_sums_are_given_up_as_batches_grow(started: Any) -> None:
+    """On a device with just the room that the largest batch needs with nothing beyond what is in use."""
+    elsewhere, engine = started(None), started(least(started, GROWING))
+    held = []
+    for number, rows in enumerate(GROWING):
+        kept(engine).peak_nbytes = 0
+        assert_same_bits(step(engine, number, 3, rows), step(elsewhere, number, 3, rows))
+        held.append(kept(engine).peak_nbytes)
+    assert held[0] == 0 < held[1] and held[4] == held[5] == 0 < held[7]
+    assert_same_bits(engine.state_dict(), elsewhere.state_dict())
+
+
+def test_sums_that_begin_go_when_a_larger_micro_batch_follows(started: Any) -> None:
+    """Some are on the device, and leave in the middle of a step; the host adds what comes after them."""
+    rows = [SMALL, SMALL, LARGE, SMALL]
+    sizes = [SMALL, LARGE]
+    elsewhere, engine = started(None), started(least(started, sizes))
+    for one in (elsewhere, engine):
+        for number in range(2):
+            step(one, number, 3)
+        for seed, count in enumerate(rows):
+            backward(one, count, seed)
+            if one is engine and seed == 1:
+                assert kept(engine).nbytes > 0
+            if one is engine and seed == 2:
+                assert kept(engine).nbytes == 0
+        one.step()
+    assert_same_bits(engine.state_dict(), elsewhere.state_dict())
+
+
+def test_keeping_what_does_not_fit_would_run_out(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests above could fail."""
+    nbytes = least(started, [SMALL, LARGE])
+    engine = started(nbytes)
+    step(engine, 0, 3)
+    limit = SumsOnDevice.limit
+    monkeypatch.setattr(SumsOnDevice, "limit", lambda sums, nbytes: limit(sums, 1 << 40))
+    with pytest.raises(torch.OutOfMemoryError, match="deferred device"):
+        step(engine, 1, 3)
+        step(engine, 2, 3, LARGE)
+
+
+def reads(engine: Any, folder: Path) -> Any:
+    return engine.read(engine.module[1][0].weight, "gradient")
+
+
+def saves(engine: Any, folder: Path) -> None:
+    engine.save_checkpoint(folder, leave_gradients=True)
+
+
+def measures(engine: Any, folder: Path) -> float:
+    norm: float = engine.clip_grad_norm_(1e9).item()
+    return norm
+
+
+def evaluates(engine: Any, folder: Path) -> float:
+    with torch.no_grad():
+        total: float = engine.module(torch.ones(3, WIDTH).to(torch.bfloat16)).sum().item()
+    return total
+
+
+def drops_all(engine: Any, folder: Path) -> None:
+    engine.zero_grad()
+
+
+def drops_one(engine: Any, folder: Path) -> None:
+    engine.module[1][0].weight.grad = None
+
+
+def freezes(engine: Any, folder: Path) -> None:
+    engine.module[1][0].weight.requires_grad_(False)
+
+
+def thaws(engine: Any, folder: Path) -> None:
+    engine.module[1][0].weight.requires_grad_(True)
+
+
+def fails(engine: Any, folder: Path) -> None:
+    def raises(gradient: torch.Tensor) -> None:
+        raise ValueError("own")
+
+    undo = engine.module[2][0].weight.register_hook(raises)
+    with pytest.raises(ValueError, match="own"):
+        backward(engine, SMALL, 9)
+    undo.remove()
+    engine.zero_grad()
+
+
+@pytest.mark.parametrize("clip", [None, 0.01], ids=["", "clips"])
+@pytest.mark.parametrize(
+    "between",
+    [reads, saves, measures, evaluates, drops_all, drops_one, freezes, fails],
+    ids=lambda between: str(between.__name__),
+)
+def test_between_two_micro_batches(started: Any, tmp_path: Path, between: Any, clip: float | None) -> None:
+    found = []
+    for name, engine in (("there", started(ROOMY, max_grad_norm=clip)), ("here", started(None, max_grad_norm=clip))):
+        said = []
+        for number in range(4):
+            for count in range(3):
+                backward(engine, SMALL, 10 * number + count)
+                if count == number - 1:
+                    said.append(between(engine, tmp_path / f"{name}{number}"))
+            engine.step()
+            engine.zero_grad()
+            thaws(engine, tmp_path)
+        found.append((said, engine.grad_norm, engine.state_dict()))
+    assert kept(engine).peak_nbytes == 0
+    assert_same_bits(*found)
+
+
+def test_fp16_overflows_and_is_left_out(started: Any) -> None:
+    found = []
+    for nbytes in (ROOMY, None):
+        engine = started(nbytes, dtype="fp16", loss_scale="dynamic")
+        engine.loss_scale = 2.0**40
+        for number in range(30):
+            step(engine, number, 2)
+        assert engine.stats()["skipped_steps"] > 0
+        found.append((engine.loss_scale, engine.stats()["skipped_steps"], engine.state_dict()))
+    assert_same_bits(*found)
+
+
+@pytest.mark.parametrize("update", ["auto", "step"])
+@pytest.mark.parametrize("fields", [{}, {"cpu_memory": 3}], ids=["in memory", "spilling"])
+def test_updates_that_begin_in_backward_and_are_undone(
+    started: Any, tmp_path: Path, update: str, fields: dict[str, Any]
+) -> None:
+    """On NVMe: a further micro-batch than the last step had comes when updates of the last ones have begun."""
+    on_nvme = {"parameters": "nvme", "optimizer_states": "nvme", "nvme": str(tmp_path), "update": update}
+    if fields:
+        with pytest.raises(offload.BudgetError) as refusal:
+            started(ROOMY, cpu_memory=1, **on_nvme)
+        fields = {"cpu_memory": refusal.value.smallest_nbytes}
+    found = []
+    for nbytes in (ROOMY, None):
+        engine = started(nbytes, **on_nvme, **fields)
+        losses = [step(engine, number, count) for number, count in enumerate([2, 2, 3, 2, 1, 4])]
+        found.append((losses, engine.state_dict()))
+        if nbytes is not None:
+            assert kept(engine).peak_nbytes > 0
+            assert (engine.stats()["undone_steps"] > 0) == (update == "auto")
+    assert_same_bits(*found)
+
+
+@pytest.mark.parametrize("spare", [0.0, 0.4, 8.0])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_within_a_budget_for_the_device(started: Any, spare: float, micro_batches: int) -> None:
+    """Known beforehand or learned: the bits are the same, and the plan is kept."""
+    with pytest.raises(offload.BudgetError) as refusal:
+        started(ROOMY, micro_batches, device_memory=1)
+    assert refusal.value.smallest_nbytes is not None
+    elsewhere = started(None)
+    budget = int(refusal.value.smallest_nbytes + spare * whole_nbytes(elsewhere))
+    engine = started(ROOMY, micro_batches, device_memory=budget)
+    for number in range(3):
+        assert_same_bits(step(engine, number, 3), step(elsewhere, number, 3))
+    assert_same_bits(engine.state_dict(), elsewhere.state_dict())
+    planned = sum(line["nbytes"] for line in engine.stats()["planned"] if line["tier"] == "device")
+    sums = kept(engine).peak_nbytes if parts_of(engine).gradients.kept_on_device is not None else 0
+    assert planned + sums <= budget
