@@ -127,7 +127,7 @@ class AnswerAsOnCpu(TorchFunctionMode):
                 return self._without_value(tensor, next((arg for arg in given if isinstance(arg, torch.dtype)), None))
             args = tuple(torch.device("meta") if _is_device(arg) else arg for arg in args)
             kwargs = {name: torch.device("meta") if _is_device(arg) else arg for name, arg in kwargs.items()}
-        return tensor.to(*args, **kwargs)
+        return Tensor.to(tensor, *args, **kwargs)  # not what a subclass makes of it, which has its own beside
 
     def _without_value(self, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
         """What is asked onto the meta device has no value any more, as outside: what fills it there draws no random numbers."""
@@ -140,7 +140,7 @@ class AnswerAsOnCpu(TorchFunctionMode):
     def _moved(self, tensor: Tensor, *_: Any, **kwargs: Any) -> Tensor:
         """Where it lies is decided by what takes the model: a move to a device changes nothing."""
         kwargs.pop("device", None)
-        return tensor.to(torch.device("meta"), **kwargs)
+        return Tensor.to(tensor, torch.device("meta"), **kwargs)
 
     def _new_tensor(self, tensor: Tensor, data: Any, **kwargs: Any) -> Tensor:
         result = tensor.new_tensor(data, **{"device": "cpu", **kwargs})

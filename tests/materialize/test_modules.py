@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -294,3 +295,28 @@ def test_custom_operators_without_shape_functions() -> None:
     nn.init.zeros_(model.p0)
     with pytest.raises(InitializerError, match="'p0' was changed"):
         materialize([model.p0])
+
+
+class Packed(nn.Parameter):
+    """Moves what unpacks it along, as those of bitsandbytes do."""
+
+    table: Tensor
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        device = torch._C._nn._parse_to(*args, **kwargs)[0]
+        moved = Tensor._make_subclass(Packed, super().to(*args, **kwargs).data)
+        moved.table = self.table.to(device)
+        self.table = moved.table
+        return moved
+
+
+def test_what_a_parameter_moves_along_keeps_its_value() -> None:
+    table = torch.arange(4.0)
+    with deferred_init():
+        module = nn.Module()
+        weight = Packed(torch.ones(4))
+        weight.table = table
+        module.register_parameter("weight", weight.to("cpu"))
+    assert module.weight.is_meta and not weight.table.is_meta
+    assert torch.equal(weight.table, table)
+    assert torch.equal(materialize([module.weight])[0], torch.ones(4))
