@@ -217,6 +217,7 @@ class Engagement:
 
     def _give_back(self) -> None:
         parts = self.parts
+        failure: BaseException | None = None
         try:
             if self.training.failure is None:
                 parts.residency.finish_updates()
@@ -224,10 +225,11 @@ class Engagement:
                 for store in (parts.parameter_store, parts.records):
                     if store is not None:
                         store.settle_writes()
-        finally:
-            for unit in parts.units:
-                for info in unit.parameters:
-                    info.parameter.grad = None
-                if not unit.route.has_store:
-                    unit.open_up()
-            parts.close()
+        except BaseException as error:
+            failure = error
+        for unit in parts.units:
+            for info in unit.parameters:
+                info.parameter.grad = None
+            if not unit.route.has_store:
+                unit.open_up()
+        parts.close(failure)

@@ -32,11 +32,11 @@ class Closable(Protocol):
     def close(self) -> None: ...
 
 
-def close_all(made: list[Closable]) -> None:
+def close_all(made: list[Closable], before: BaseException | None = None) -> None:
     """Close what was made, last first, emptying the list. One failure does not keep the rest open, nor does one interrupt;
-    that, else the first failure, is raised."""
-    failure: Exception | None = None
-    interrupt: BaseException | None = None
+    that, else the first failure, is raised. `before`: what was raised before this, and is the first."""
+    failure = before if isinstance(before, Exception) else None
+    interrupt = before if failure is None else None
     while made:
         try:
             made[-1].close()
@@ -91,6 +91,7 @@ class Components:
         before the step: nothing has to know when a unit of them is used."""
         return self.ranks.world_size == 1 and not any(unit.residency.nbytes or unit.route.undoable for unit in self.units)
 
-    def close(self) -> None:
-        """Stop and give back everything, last made first. Idempotent. Raises the first failure, after all of it."""
-        close_all(self.made)
+    def close(self, before: BaseException | None = None) -> None:
+        """Stop and give back everything, last made first. Idempotent. Raises the first failure, after all of it; `before`: see
+        `close_all`."""
+        close_all(self.made, before)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
+from offload.device import deferred
 
 from .interrupting import Net, train
 from .runs import digest
@@ -107,6 +108,27 @@ def test_after_an_interrupt_of_a_recomputation_everything_can_be_called(kind: ty
             engine.load_checkpoint(tmp_path / "step-1")
             train(engine, 1)
             assert digest(engine.state_dict()) == expected
+
+
+@pytest.mark.parametrize("at_copy", [0, 1])
+def test_an_interrupt_of_a_copy_in_close_stays_one(at_copy: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a signal's own handler raises there is not held: the copy has failed, as giving it back finds again."""
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", "deferred")
+    engine = engine_of(Net(), "cpu", tmp_path)
+    train(engine, 1)
+    copy, copies = deferred._copy, 0
+
+    def interrupted(destination: torch.Tensor, source: torch.Tensor) -> None:
+        nonlocal copies
+        copies += 1
+        if copies == at_copy + 1:
+            raise KeyboardInterrupt
+        copy(destination, source)
+
+    monkeypatch.setattr(deferred, "_copy", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.close()
+    assert engine.closed
 
 
 def test_an_interrupt_that_the_users_forward_catches_ends_what_it_interrupted_alone(tmp_path: Path) -> None:
