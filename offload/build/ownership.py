@@ -16,6 +16,7 @@ from offload.errors import ConfigError, UsageError
 from offload.model.flat import ParameterInfo
 from offload.model.guard import ParameterGuard, Remains
 from offload.model.optimizer import OffloadOptimizer
+from offload.model.unit import refer_to_own_weights
 from offload.step.components import Components
 from offload.step.hooks.module_hooks import Hooks
 from offload.step.training import Training
@@ -74,7 +75,7 @@ class Taking:
 
     def __init__(self, model: nn.Module, parts: Components, slots: Sequence[Slot]) -> None:
         """`slots`: what is to be set besides."""
-        self._parts = parts
+        self._model, self._parts = model, parts
         self._infos = parts.parameters
         self._guards = [info.guard for info in self._infos]
         self._owned = [info.parameter in _owned for info in self._infos]
@@ -134,6 +135,7 @@ class Taking:
             info.guard = guard
             if guard is not None:  # of the engine that this one was to be made anew from
                 guard.close_off(readable=False)
+        refer_to_own_weights([self._model])
         self._remains.put_back()
         for slots, name, former in self._former_slots:
             slots[name] = former

@@ -133,6 +133,9 @@ class Chunk:
         self.index, self.start, self.stop, self.numel = layout.index, layout.start, layout.stop, layout.numel
         self.nbytes = self.numel * self.flat.layout.itemsize
 
+    def __repr__(self) -> str:
+        return f"<Chunk [{self.start}, {self.stop}) of parameters {', '.join(info.fqn for info, _ in self.pieces)}>"
+
     @property
     def route(self) -> Route:
         """Of its unit."""

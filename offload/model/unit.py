@@ -15,7 +15,7 @@ The actors of `offload.step` do things to units and keep queues of them; what on
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -155,17 +155,25 @@ class UnitGradient:
     told: set[int] = field(default_factory=set)
 
 
+def _recurrent(modules: Iterable[nn.Module]) -> list[nn.RNNBase]:
+    return [child for module in modules for child in module.modules() if isinstance(child, nn.RNNBase)]
+
+
+def refer_to_own_weights(modules: Iterable[nn.Module]) -> None:
+    """Recurrent modules keep weak references to their own weights: as they are made with them. Can be done at any time."""
+    for child in _recurrent(modules):
+        child._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in child._flat_weights]
+
+
 @contextmanager
-def _without_weak_references(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """`swap_tensors` refuses tensors with weak references; recurrent modules keep such references to their own weights."""
-    recurrent = [child for module in modules for child in module.modules() if isinstance(child, nn.RNNBase)]
-    for child in recurrent:
-        child._flat_weight_refs = []
+def _without_weak_references(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """`swap_tensors` refuses tensors with weak references."""
     try:
+        for child in _recurrent(modules):
+            child._flat_weight_refs = []
         yield
     finally:
-        for child in recurrent:
-            child._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in child._flat_weights]
+        refer_to_own_weights(modules)
 
 
 def _twin(parameter: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
@@ -267,6 +275,9 @@ class Unit:
     @property
     def name(self) -> str:
         return self.layout.name or "(root)"
+
+    def __repr__(self) -> str:
+        return f"<Unit {self.name}>"
 
     @property
     def largest_gradient_nbytes(self) -> int:
