@@ -38,7 +38,7 @@ class Idleness:
         training = self._training
         if training.closed:
             return False  # by `close`, which has it made
-        training.check()
+        training.check_not_failed()
         alive = self._driver.is_alive()
         if not alive:
             training.uses.abandon()

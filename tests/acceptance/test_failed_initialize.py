@@ -119,8 +119,10 @@ def _is_finalizing(frame: Any) -> bool:
 
 
 class Interrupting:
-    """Raises KeyboardInterrupt before one line of the package that this thread comes to, as Ctrl-C could. `within`: of functions
-    of this name alone."""
+    """Raises KeyboardInterrupt before one line of the package that this thread comes to, as Ctrl-C could.
+
+    `within`: of functions of this name alone.
+    """
 
     def __init__(self, at: int = 0, within: str | None = None) -> None:
         self._at, self._within, self.line_count = at, within, 0

@@ -16,6 +16,8 @@ import torch
 
 import offload
 from offload.build import allocation
+from offload.checkpoint.idleness import Idleness
+from offload.step.threads.failure_state import FailureState
 from offload.tiers import second_places
 from tests.inside import finish_updates, parts_of
 from tests.tiers.faulty_io import Fault, FaultyBackend
@@ -230,6 +232,30 @@ def test_waiting_on_another_thread(opened: Any, tmp_path: Path) -> None:
     assert files_of(tmp_path / "left") == files_of(tmp_path / "idle") == files_of(tmp_path / "expected")
     assert_same_bits(alone.train(range(2, 4)), losses)
     assert_same_bits(alone.weights(), run.weights())
+
+
+def test_closing_while_the_save_makes_an_update(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread of the model closes the engine just as the save's, taking it for idle, begins an update in its place."""
+    run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
+    run.train(range(2))
+    beside, reached, go = FailureState.failures_beside, threading.Event(), threading.Event()
+
+    def held(state: FailureState) -> Any:
+        reached.set()
+        assert go.wait(60)
+        return beside(state)
+
+    monkeypatch.setattr(FailureState, "failures_beside", held)
+    monkeypatch.setattr(Idleness, "_is_quiet", lambda _: True)
+    save = run.engine.save_checkpoint(tmp_path / "beside", wait=False)
+    assert reached.wait(60)
+    threading.Timer(0.3, go.set).start()
+    run.engine.close()
+    assert save.done()
+    alone = Resumable(opened, ON_CPU)
+    alone.train(range(2))
+    alone.engine.save_checkpoint(tmp_path / "expected")
+    assert files_of(tmp_path / "beside") == files_of(tmp_path / "expected")
 
 
 def test_an_update_that_fails_fails_the_save(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,8 +51,12 @@ class _OwnWork:
                 self._turn.acquire(self)
             if self._held is not None:
                 self._held.begin()
-            if not usable.is_usable:
+if usable.is_usable:
+                pass
+            elif self._turn is not None:
                 usable.check()
+            else:
+                usable.check_not_failed()
             if torch._C._functorch.peek_interpreter_stack() is not None:
                 self._outside = outside_transforms()
                 self._outside.__enter__()
@@ -101,7 +105,7 @@ class FailureState:
         return _OwnWork(self, HeldInterrupt() if holds_interrupts and not self._meeting.waits_for_others else None, self.turn)
 
     def failures_beside(self) -> _OwnWork:
-        """The same on a thread that does not drive the model."""
+        """The same on a thread that does not drive the model: also while that closes the engine, which waits for it."""
         return _OwnWork(self, None, None)
 
     def fail(self, error: BaseException) -> None:
@@ -153,6 +157,10 @@ class FailureState:
             )
         if self.closed:
             raise UsageError("the engine was closed: call offload.initialize again.")
+        self.check_not_failed()
+
+    def check_not_failed(self) -> None:
+        """Raise if an earlier failure left the engine unusable."""
         if self.failure is not None:
             raise EngineFailedError(
                 f"the engine failed earlier and its state is undefined: {words_of(self.failure)}. Go on from the last "
