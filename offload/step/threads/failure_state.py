@@ -51,12 +51,9 @@ class _OwnWork:
                 self._turn.acquire(self)
             if self._held is not None:
                 self._held.begin()
-if usable.is_usable:
-                pass
-            elif self._turn is not None:
-                usable.check()
-            else:
-                usable.check_not_failed()
+            if not usable.is_usable:
+                check = usable.check if self._turn is not None else usable.check_not_failed
+                check()
             if torch._C._functorch.peek_interpreter_stack() is not None:
                 self._outside = outside_transforms()
                 self._outside.__enter__()
