@@ -86,4 +86,4 @@ def test_the_one_that_is_ended_goes_on_to_the_bit(given: Path, tmp_path: Path) -
 @pytest.mark.parametrize("name", NAMES)
 def test_they_are_short_and_say_how_to_run_them(name: str) -> None:
     lines = (EXAMPLES / name).read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 80 and f"examples/{name} CHECKPOINT TEXT NVME_FOLDER OUT" in lines[2]
+    assert len(lines) <= 80 and f"examples/{name} CHECKPOINT TEXT NVME_FOLDER OUT" in lines[3]  # the first is the licence
