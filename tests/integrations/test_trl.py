@@ -22,6 +22,7 @@ from ..acceptance.runs import assert_close, assert_same_bits, refused
 from . import preferences
 from .conftest import Distances
 from .test_trainer import settled
+from .test_trainer_arguments import NEWEST
 from .trainers import IN_MEMORY, as_logged, logged
 
 __all__ = ["settled"]
@@ -122,7 +123,7 @@ def test_arguments_do_what_they_do(model: Path, tmp_path: Path, kind: str, setti
         for offloaded in (False, True):
             folder = tmp_path / f"{lora} {offloaded}"
             trainer = preferences.trainer(kind, folder, model, lora=lora, offloaded=offloaded, settings=settings, **others)
-            if "precompute_ref_log_probs" in settings:  # by a model that lies where the engine has it
+            if "precompute_ref_log_probs" in settings and NEWEST:  # by a model that lies where the engine has it
                 assert (getattr(trainer, "engine", None) is not None) == offloaded
             trainer.train()
             runs.append(_figures(trainer))
