@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from offload.device.lane import start_thread
-from offload.device.pending import Pending
+from offload.device.pending import Latch, Pending
 from offload.ranks.next_transfers import Announcement, Blocked, MeetingPoint
 from offload.ranks.transport import Ranks
 
@@ -26,16 +26,16 @@ NOT_BLOCKED = Announcement()
 class Bell:
     """Rung when something has changed, for all who listen. Under the lock of what changes, all but the waiting itself.
 
-    Unlike in `threading.Condition` every wait is for a lock in C: what a signal raises at any moment of it leaves no lock held.
+    A `threading.Condition` may be left by what a signal raises with its lock held, or without the lock that its `with` gives
+    back; who waits here waits for a `Latch`, outside of the lock.
     """
 
     def __init__(self) -> None:
-        self._listening: list[threading.Lock] = []
+        self._listening: list[Latch] = []
 
-    def listen(self) -> threading.Lock:
-        """What can be had once the bell rings for the next time."""
-        heard = threading.Lock()
-        heard.acquire()
+    def listen(self) -> Latch:
+        """Set when the bell rings for the next time."""
+        heard = Latch()
         self._listening.append(heard)
         return heard
 
@@ -43,7 +43,7 @@ class Bell:
         """Wake all who listen."""
         listening, self._listening = self._listening, []
         for heard in listening:
-            heard.release()
+            heard.set()
 
 
 class Request(Pending):
@@ -123,11 +123,11 @@ class Rendezvous:
                 self._blocked = blocked
             self.wake()
             while (rung := self._unless(is_over)) is not None:
-                rung.acquire()
+                rung.wait()
         finally:
             self._blocked = NOT_BLOCKED
 
-    def _unless(self, is_over: Callable[[], bool]) -> threading.Lock | None:
+    def _unless(self, is_over: Callable[[], bool]) -> Latch | None:
         """What to wait for, unless there is nothing to wait for any more."""
         with self._lock:
             if is_over():
@@ -153,7 +153,7 @@ class Rendezvous:
         try:
             start_thread(threading.Thread(target=run, name="offload-joining", daemon=True))
             while (rung := self._unless(lambda: bool(results or failures))) is not None:
-                rung.acquire()
+                rung.wait()
         finally:
             self._watch(MeetingPoint.NONE)
         if failures:
