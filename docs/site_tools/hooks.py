@@ -7,7 +7,6 @@ are the files of the repository. What a page links to outside of docs/ is named 
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import sys
@@ -15,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cli_page import command_line  # beside this file, which mkdocs loads by its path
 
 ROOT = Path(__file__).resolve().parents[2]
 FROM_ROOT = {
@@ -65,24 +67,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     return "".join(part if part.startswith("```") else LINK.sub(led, part) for part in parts)
 
 
-def command_line() -> str:
-    """The page of the command line: what --help says."""
-    sys.path.insert(0, str(ROOT))
-    os.environ["COLUMNS"] = "94"  # what a page is wide
-    from offload.cli.main import build_parser
-
-    parser = build_parser()
-    lines = ["# Command line", "", "Made from the parsers: what `--help` says.", ""]
-    for name, command in commands(parser):
-        lines += [f"## python -m offload {name}", "", "```output", command.format_help().rstrip(), "```", ""]
-    return "\n".join(lines)
-
-
-def commands(parser: argparse.ArgumentParser, before: str = "") -> list[tuple[str, argparse.ArgumentParser]]:
-    """Every command with its parser, those below it after it."""
-    found: list[tuple[str, argparse.ArgumentParser]] = []
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for name, child in action.choices.items():
-                found += [(before + name, child), *commands(child, f"{before}{name} ")]
-    return found
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """The command line's flags have headings for the search; the page's table of contents ends above them."""
+    if page.file.src_uri == "cli.md":
+        for command in (command for title in page.toc for command in title.children):
+            for group in command.children:
+                group.children.clear()
+    return html

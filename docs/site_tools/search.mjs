@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// node search.mjs SITE QUERY...: the pages that the site's own search finds for each query, best first, as one JSON object.
+// node search.mjs SITE QUERY...: the places that the site's own search finds for each query, as one JSON
+// object: a list for each page, the best page first.
 //
 // What a browser runs as a worker runs here: the theme's script, given the site's index as the page gives it, behind the
 // site's own script (docs/search.js).
@@ -43,6 +44,6 @@ await ask(SETUP, { config: index.config, docs: index.docs, options: { suggest: f
 const found = {};
 for (const query of queries) {
     const { items } = await ask(QUERY, query, RESULT);
-    found[query] = items.map((sections) => sections[0].location);
+    found[query] = items.map((sections) => sections.map((one) => one.location));
 }
 console.log(JSON.stringify(found));

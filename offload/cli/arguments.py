@@ -17,7 +17,7 @@ SHAPE_FLAGS = ("hidden", "layers", "heads", "kv_heads", "intermediate", "vocabul
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """--model, or the shape of a Llama-architecture model."""
+    """--model, or the shape of a Llama-architecture model; and what of it is trained."""
     group = parser.add_argument_group("model", "a local model, or the shape of a new one of the Llama architecture")
     group.add_argument(
         "--model",
@@ -38,11 +38,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens (default: as many as the tokenizer has, or 257 for bytes)",
     )
-
-
-def add_lora_argument(parser: argparse.ArgumentParser) -> None:
-    """--lora: train adapters instead of the model's own parameters."""
-    parser.add_argument(
+    group.add_argument(
         "--lora",
         type=positive,
         nargs="?",

@@ -18,7 +18,6 @@ import torch
 import offload
 from offload.cli.arguments import (
     add_config_arguments,
-    add_lora_argument,
     add_model_arguments,
     add_optimizer_arguments,
     config_of,
@@ -48,15 +47,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add_optimizer_arguments(parser)
     add_config_arguments(parser)
-    parser.add_argument("--accumulate", type=positive, default=1, metavar="N", help="micro-batches of a step (default 1)")
-    parser.add_argument(
+    step = parser.add_argument_group("a step", "who takes it, and in how many parts")
+    step.add_argument("--accumulate", type=positive, default=1, metavar="N", help="micro-batches of a step (default 1)")
+    step.add_argument(
         "--ranks",
         type=positive,
         default=1,
         metavar="N",
         help="ranks of one node that train together (default 1): what each needs",
     )
-    add_lora_argument(parser)
     add_machine_arguments(parser)
     parser.set_defaults(run=run)
 

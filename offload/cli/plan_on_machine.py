@@ -35,7 +35,8 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
         "--machine",
         default="this",
         metavar="NAME",
-        help=f"this (the default, measured in some seconds), {', '.join(described())}, or a JSON file (probe writes one)",
+        help="which: 'this' one (the default, measured in some seconds), "
+        f"{', '.join(described())}, or a JSON file (probe writes one)",
     )
     group.add_argument("--batch", type=positive, default=1, metavar="N", help="sequences of a micro-batch (default 1)")
     group.add_argument("--sequence", type=positive, default=2048, metavar="N", help="tokens of each (default 2048)")

@@ -27,7 +27,6 @@ from torch import nn
 import offload
 from offload.cli.arguments import (
     add_config_arguments,
-    add_lora_argument,
     add_model_arguments,
     add_optimizer_arguments,
     check_can_be_written,
@@ -56,7 +55,6 @@ _FINAL_LR_SHARE = 0.1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
-    add_lora_argument(parser)
     _add_data_arguments(parser)
     add_optimizer_arguments(parser)
     _add_length_arguments(parser)

@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 
 import offload
+from offload.cli.main import build_parser
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -42,6 +43,22 @@ def test_the_api_page_has_every_public_name() -> None:
     named = {name: modules.get(name, name) for name in offload.__all__ if name not in errors}
     assert [name for name, path in named.items() if f"::: offload.{path}\n" not in page] == []
     assert "::: offload.errors\n" in page
+
+
+def test_every_flag_of_the_command_line_has_a_heading_of_its_own() -> None:
+    page = module(DOCS / "site_tools" / "cli_page.py")
+    flags = {
+        (flag, f"{name.replace(' ', '-')}-{flag.removeprefix('--')}")
+        for name, command in page.commands(build_parser())
+        for flag in command._option_string_actions
+        if flag not in ("-h", "--help")
+    }
+    assert len(flags) > 80 and ("--backend", "bench-io-backend") in flags
+    text = page.command_line()
+    headed = re.findall(r"^#### `(\S+?)(?: .*)?` \{#(\S+)\}\n\n\w", text, re.MULTILINE)  # and what it does
+    assert flags <= set(headed)
+    places = re.findall(r"\{#(\S+)\}$", text, re.MULTILINE)
+    assert len(places) == len(set(places))
 
 
 def test_memory_of_the_stages_is_what_the_planner_says(monkeypatch: pytest.MonkeyPatch) -> None:
