@@ -120,8 +120,8 @@ class Config:
         return self.micro_batches > 1 and not self.sums_are_narrow
 
     def expecting(self, micro_batches: int) -> Config:
-        """The same where a loop is known to accumulate the gradients of so many micro-batches before each step. What calls
-        `initialize` for a loop says so; else the engine learns it from the first step."""
+        """This config for a loop that accumulates the gradients of so many micro-batches before each step. Places are then
+        decided for that loop; else the engine learns the number from the first step."""
         return told(self, micro_batches=max(int(micro_batches), 1))
 
     def __post_init__(self) -> None:
