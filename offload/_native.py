@@ -226,6 +226,16 @@ def gradient_ingest(
         check(status, f"gradient_ingest(numel={numel}, start_index={start_index})")
 
 
+def gradients_ingest(dst_dtype: int, moves: Sequence[tuple[int, int, int, int, int, int]]) -> None:
+    """`gradient_ingest`, nothing of which is added to, of each (dst, src, dtype of src, numel, start_index, block_sums)."""
+    library = loaded()
+    for dst, src, src_dtype, numel, start_index, block_sums in moves:
+        pool = _threads_for(numel, all_cores=False).pointer
+        status = library.offload_gradient_ingest(pool, dst, dst_dtype, src, src_dtype, numel, start_index, 0, block_sums)
+        if status:
+            check(status, f"gradient_ingest(numel={numel}, start_index={start_index})")
+
+
 def convert(dst: Values, src: Values, numel: int, *, all_cores: bool = False) -> None:
     """dst = src, cast (`offload_convert`). `all_cores`: none of them computes the model."""
     pool = _threads_for(numel, all_cores=all_cores)

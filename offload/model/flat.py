@@ -79,6 +79,8 @@ class ParameterInfo:
         """`tensor` of this parameter's shape as [numel], contiguous, in the order of the slot. A copy only if needed."""
         if tuple(tensor.stride()) == self.stride and tensor.layout is torch.strided:
             dense = tensor.detach() if tensor.requires_grad else tensor
+            if self.stride == (1,):
+                return dense
             return dense.as_strided((self.numel,), (1,), tensor.storage_offset())
         ordered = torch.empty_strided(self.shape, self.stride, dtype=tensor.dtype, device=tensor.device)
         dense = tensor.detach()

@@ -112,7 +112,12 @@ class ParameterGradients:
         if unit is not None:
             lists = [self._left_of_part.get(module_id, self.left.get(unit.index, ()))]
         with unguarded():
-            found = [(info, gradient) for infos in lists for info in infos if _is_new(gradient := info.parameter.grad)]
+            found = [
+                (info, gradient)
+                for infos in lists
+                for info in infos
+                if (gradient := info.parameter.grad) is not None and type(gradient) is not TakenGradient
+            ]
             if not found:
                 return 0
             assert self._gradients is not None
@@ -124,16 +129,16 @@ class ParameterGradients:
             self._gradients.take(found)
             for info, _ in found:
                 info.parameter.grad = self.clipping.token(info, self.step_index)
-        return sum(info.numel * info.dtype.itemsize for info, _ in found)
+        return sum([info.numel * info.dtype.itemsize for info, _ in found])
 
     def _expect(self, found: Sequence[tuple[ParameterInfo, torch.Tensor]]) -> None:
         self._require_scaled_loss()
-        for unit in self._units_of(info for info, _ in found):
+        for unit_index in dict.fromkeys([info.unit_index for info, _ in found]):
+            unit = self._units[unit_index]
             if unit.update is not None:
-                raise stale_gradient(next(info.fqn for info, _ in found if info.unit_index == unit.index))
+                raise stale_gradient(next(info.fqn for info, _ in found if info.unit_index == unit_index))
             unit.shard.become(ShardState.REDUCING)
-        for info, _ in found:
-            self.micro_batches.gradient_coming(info, is_second=False)
+        self.micro_batches.first_gradients_coming([info for info, _ in found])
 
     def _drop_left(self) -> None:
         for info in itertools.chain.from_iterable(self.left.values()):
@@ -155,9 +160,6 @@ class ParameterGradients:
                 self._drop_left()
                 raise
             self._intake.arrive(info, gradient, owned=False, is_part=self.micro_batches.adds_part(info))
-
-    def _units_of(self, infos: Iterable[ParameterInfo]) -> list[Unit]:
-        return [self._units[index] for index in dict.fromkeys(info.unit_index for info in infos)]
 
     def _take_over(self, unit: Unit, info: ParameterInfo, gradient: torch.Tensor, *, owned: bool) -> None:
         unit.shard.become(ShardState.REDUCING)
@@ -284,12 +286,14 @@ class ParameterGradients:
 def left_parameters(parts: Components) -> dict[int, list[ParameterInfo]]:
     """By unit the parameters into whose `grad` PyTorch accumulates undisturbed, as the engine would. They are taken over
     together, at the end of backward where the tensors that autograd made are kept; else when backward leaves their unit: what
-    waits for that is no more than one gradient may take, or than is worth a word. Of a shared parameter the engine adds the
-    parts itself."""
+    waits for that is no more than is worth a word or, where it is taken in one pass, than one gradient may take. Of a shared
+    parameter the engine adds the parts itself."""
     gradients = parts.gradients
-    if gradients is None or parts.ranks.world_size > 1 or not gradients.are_taken_together:
+    if gradients is None or parts.ranks.world_size > 1:
         return {}
-    most = max(_TOGETHER_NBYTES, *(unit.largest_gradient_nbytes for unit in parts.units))
+    most = _TOGETHER_NBYTES
+    if gradients.are_taken_in_one_pass:
+        most = max(most, *(unit.largest_gradient_nbytes for unit in parts.units))
     found = {}
     for unit in parts.units:
         trained = [info for info in unit.parameters if info.trainable]

@@ -8,6 +8,8 @@ there is room, any other when the second one's first gradient comes; that one is
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from offload.errors import BudgetError, StorageError
 from offload.model.flat import ParameterInfo
 from offload.planning.free_memory import missing_nbytes, remedy
@@ -45,6 +47,10 @@ class MicroBatches:
         gradients = self._parts.gradients
         if gradients is not None and gradients.kept_on_device is not None:
             gradients.kept_on_device.expects_several = several
+
+    def first_gradients_coming(self, infos: Iterable[ParameterInfo]) -> None:
+        """`gradient_coming` of parameters that have none yet."""
+        self._begun.update({info.index: info for info in infos})
 
     def gradient_coming(self, info: ParameterInfo, *, is_second: bool) -> None:
         """A gradient is about to be taken over. Raises as `take_room` does; what the backward brought is dropped then."""

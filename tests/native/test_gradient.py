@@ -73,6 +73,51 @@ def test_the_same_bits_on_every_path(
         assert exact.same_bits(ours[1], expected[1]), (level, count)
 
 
+@given(
+    numels=st.lists(st.one_of(st.integers(1, 200), st.sampled_from([4096, 9000])), min_size=1, max_size=6),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 2**31),
+)
+@settings(max_examples=25)
+def test_side_by_side_they_are_stored_as_each_alone(numels: list[int], dtype: torch.dtype, seed: int) -> None:
+    """In any order, with gaps before, between and after; what lies in the gaps stays."""
+    generator = torch.Generator().manual_seed(seed)
+    first_index = 64 * int(torch.randint(0, 200, (1,), generator=generator))
+    start, position, parts = first_index + 64, 0, []
+    for numel in numels:
+        parts.append((start, exact.rough_values(numel, generator, specials=True).to(dtype), position))
+        position += kernels.touched_block_count(start, numel)
+        start += (numel + 63) // 64 * 64 + 64
+    shuffled = [parts[index] for index in torch.randperm(len(parts), generator=generator)]
+
+    def stored(together: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        dst, sums = torch.full((start - first_index,), 7.0, dtype=dtype), torch.full((position + 3,), 7.0, dtype=torch.float64)
+        if together:
+            kernels.ingest_side_by_side(dst, first_index, shuffled, sums)
+            return dst, sums
+        for begin, src, at in shuffled:
+            low, count = begin - first_index, kernels.touched_block_count(begin, src.numel())
+            kernels.ingest_async(dst[low : low + src.numel()], src, begin, False, sums[at : at + count])
+        return dst, sums
+
+    alone, together = stored(False), stored(True)
+    with torch_form():
+        as_torch = stored(True)
+    for one in (together, as_torch):
+        assert exact.same_bits(one[0], alone[0]) and exact.same_bits(one[1], alone[1])
+
+
+@pytest.mark.parametrize(
+    ("start", "numel", "position", "said"),
+    [(100, 64, 0, "no contiguous gradient"), (0, 64, 0, "no place"), (192, 100, 0, "no place"), (64, 64, 2, "no place")],
+)
+def test_what_has_no_place_is_not_stored(start: int, numel: int, position: int, said: str) -> None:
+    dst, sums = torch.zeros(192), torch.zeros(2, dtype=torch.float64)
+    with pytest.raises(AssertionError, match=said):
+        kernels.ingest_side_by_side(dst, 64, [(start, torch.ones(numel), position)], sums)
+    assert not dst.any() and not sums.any()
+
+
 def test_a_gradient_cut_in_pieces_has_the_sums_of_the_whole_blocks() -> None:
     values = torch.randn(5 * 4096, generator=torch.Generator().manual_seed(3))
     whole = kernels.ingest(None, values, 0, False)

@@ -42,6 +42,11 @@ from offload.step.gradients.transit import (
 from offload.tiers.staging import StagingPool
 
 
+def _packed_with_others(chunks: Sequence[Chunk]) -> set[int]:
+    pieces = [one for chunk in chunks if chunk.route.gradients_in is not Memory.DEVICE for one in chunk.pieces]
+    return {info.index for info, _ in pieces if all(len(chunk.pieces) > 1 for chunk, _ in info.pieces)}
+
+
 def _cut(ordered: torch.Tensor, piece: Piece) -> torch.Tensor:
     """What of a parameter's gradient, [numel], lies in the piece."""
     return ordered if piece.numel == piece.slot.numel else ordered[piece.in_parameter]
@@ -73,6 +78,8 @@ class GradientArrival:
         self._device_sums = DeviceSums(accelerator, chunks, pool) if SUMS in pool.stats.consumers else None
         self._landing = Landing(accelerator, pool, self._lane)
         self._transit = self._made_transit(chunks, transit_buffer_count) if transit_buffer_count else None
+        self._packed = _packed_with_others(chunks)
+        """Indices of parameters that leave the device in chunks which they share."""
         self.kept: SumsOnDevice | None = None
         """Where fp32 sums may stay on the device that belong in host memory."""
         if self._transit is not None and self._device_sums is not None and not narrow_sums:
@@ -166,7 +173,10 @@ class GradientArrival:
         state.sums[info.index] = summed if on_device is None else None
 
     def arrive_together(self, found: Iterable[tuple[ParameterInfo, torch.Tensor]]) -> None:
-        """`arrive` of several parameters' first gradients, in one pass. Under the lock."""
+        """`arrive` of several parameters' first gradients, those of one chunk in one pass. Under the lock."""
+        if not self.is_direct:
+            self._send_together(found)
+            return
         moves: dict[Chunk, list[tuple[int, Piece, torch.Tensor]]] = {}
         for info, gradient in found:
             ordered = info.in_memory_order(gradient)
@@ -177,6 +187,24 @@ class GradientArrival:
                 self._adopt(gradient_of(chunk), arriving)
             else:
                 self._copy(gradient_of(chunk), arriving)
+
+    def _send_together(self, found: Iterable[tuple[ParameterInfo, torch.Tensor]]) -> None:
+        transit = self._transit
+        is_kept = self.kept is not None and self.kept.expects_several
+        packed: dict[Chunk, list[tuple[Piece, torch.Tensor]]] = {}
+        for info, gradient in found:
+            if transit is None or is_kept or info.index not in self._packed:
+                self.arrive(info, gradient, Addition.FIRST, owned=True)
+                continue
+            ordered = info.in_memory_order(gradient)
+            for chunk, piece in info.pieces:
+                state = gradient_of(chunk)
+                state.live.add(info.index)
+                state.sums[info.index] = None
+                packed.setdefault(chunk, []).append((piece, _cut(ordered, piece)))
+        for chunk, arriving in packed.items():
+            assert transit is not None
+            transit.pack(chunk, arriving, Addition.FIRST)
 
     def _adopt(self, state: ChunkGradient, arriving: list[tuple[int, Piece, torch.Tensor]]) -> None:
         for index, piece, source in arriving:
@@ -222,14 +250,15 @@ class GradientArrival:
         state = gradient_of(chunk)
         copied: Pending = Settled()
         with self.lock:
-            all_first, is_sum = all(packed.addition is Addition.FIRST for packed in pieces), values.dtype == torch.float32
-            wide = is_sum or any(packed.addition is Addition.SUM for packed in pieces)
+            added = [packed.addition for packed in pieces if packed.addition is not Addition.FIRST]
+            is_sum = values.dtype == torch.float32
+            wide = is_sum or Addition.SUM in added
             buffer = self._buffer_for_adding(state, wide=wide)
             if is_sum and state.jobs:
                 state.settle()  # one of them may be widening all of the buffer
             for run in runs(chunk, pieces):
                 low, high = run[0].piece.start - chunk.start, run[-1].piece.stop - chunk.start
-                if not all_first or buffer.dtype != values.dtype:
+                if added or buffer.dtype != values.dtype:
                     copied = self._land(state, run, buffer[low:high], values[low:high])
                 else:
                     copied = self._accelerator.copy_out(buffer[low:high], values[low:high])

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 from typing import Protocol
 
 import torch
@@ -87,6 +88,9 @@ class _Packing:
         self.values = self.memory[: self.chunk.nbytes].view(self.chunk.flat.dtype)
 
 
+_START_OF = attrgetter("piece.start")
+
+
 class Receiver(Protocol):
     """The host's side. Each settles when the device values may be overwritten."""
 
@@ -135,7 +139,8 @@ class GradientTransit:
             if is_whole and 2 * chunk.nbytes <= self._ring_nbytes:
                 together.append(chunk)
             elif piece.numel:
-                self._arrive_alone(chunk, piece, source, addition)
+                whole = piece.numel == piece.slot.numel
+                self.pack(chunk, [(piece, source if whole else source[piece.in_parameter])], addition)
         if together:
             self._arrive_together(together, pieces[0][1].slot, source, addition)
 
@@ -159,19 +164,21 @@ class GradientTransit:
         self._cursor_nbytes = high
         return low, self._ring[low:high]
 
-    def _arrive_alone(self, chunk: Chunk, piece: Piece, source: torch.Tensor, addition: Addition) -> None:
-        slot, packing = piece.slot, self._open.get(chunk)
-        index = slot.parameter_index
-        if packing is not None and index in packing.pieces:
+    def pack(self, chunk: Chunk, arriving: Sequence[tuple[Piece, torch.Tensor]], addition: Addition) -> None:
+        """Take in pieces of gradients that lie in one chunk, all at once: each [piece.numel]."""
+        packing = self._open.get(chunk)
+        if packing is not None and any(piece.slot.parameter_index in packing.pieces for piece, _ in arriving):
             self.leave(chunk)
             packing = None
         if packing is None:
             packing = self._open[chunk] = _Packing(chunk, self._buffer())
-        start = chunk.start
-        part = source if piece.stop - piece.start == slot.numel else source[piece.in_parameter]
-        target, sums = packing.values[piece.start - start : piece.stop - start], self._sums.part(index, chunk.index)
-        kernels.ingest_async(target, part, piece.start, False, sums)
-        packing.pieces[index] = PackedPiece(piece, addition)
+        sums, positions = self._sums.of_chunk(chunk)
+        parts = []
+        for piece, source in arriving:
+            index = piece.slot.parameter_index
+            parts.append((piece.start, source, positions[index]))
+            packing.pieces[index] = PackedPiece(piece, addition)
+        kernels.ingest_side_by_side(packing.values, chunk.start, parts, sums)
         if len(packing.pieces) == len(chunk.pieces):
             self.leave(chunk)
 
@@ -179,7 +186,7 @@ class GradientTransit:
         """Send what is packed of the chunk to the host."""
         packing = self._open.pop(chunk, None)
         if packing is not None:
-            pieces = sorted(packing.pieces.values(), key=_start_of)
+            pieces = sorted(packing.pieces.values(), key=_START_OF)
             copied = self._receiver.receive_pieces(chunk, pieces, packing.values)
             self._free.append((packing.memory, copied))
 
@@ -195,10 +202,6 @@ class GradientTransit:
         if copied is not None:
             self._accelerator.join(copied)  # on the device: the host goes on
         return memory
-
-
-def _start_of(packed: PackedPiece) -> int:
-    return packed.piece.start
 
 
 def runs(chunk: Chunk, pieces: list[PackedPiece]) -> list[list[PackedPiece]]:
@@ -249,6 +252,8 @@ class DeviceSums:
         self._host = self._lease.tensor[: count * 8].view(torch.float64)
         self._parts: dict[tuple[int, int], torch.Tensor] = {}
         """What `part` gave."""
+        self._chunks: dict[Chunk, tuple[slice, torch.Tensor, dict[int, int]]] = {}
+        """What `of_chunk` gave, and where it lies."""
         self._unread: slice | None = None
 
     def part(self, parameter_index: int, chunk_index: int) -> torch.Tensor:
@@ -259,6 +264,19 @@ class DeviceSums:
         if part is None:
             part = self._parts[key] = self._device[where]
         return part
+
+    def of_chunk(self, chunk: Chunk) -> tuple[torch.Tensor, dict[int, int]]:
+        """Where the sums of the chunk's pieces are to be written, and by parameter index the place of the first in there."""
+        known = self._chunks.get(chunk)
+        if known is None:
+            ranges = {info.index: self._ranges[info.index, chunk.index] for info, _ in chunk.pieces}
+            start = min(one.start for one in ranges.values())
+            whole = slice(start, max(one.stop for one in ranges.values()))
+            positions = {index: one.start - start for index, one in ranges.items()}
+            known = self._chunks[chunk] = whole, self._device[whole], positions
+        where, sums, positions = known
+        self._written(where.start, where.stop)
+        return sums, positions
 
     def parts(self, parameter_index: int, first_chunk_index: int, last_chunk_index: int) -> torch.Tensor:
         """The same for the pieces of one parameter in chunks that it fills alone, which lie one after the other."""

@@ -77,6 +77,11 @@ class BackwardUse:
                 self.awaited = {info.index for info in self.unit.part_of(self.module_id) if info.parameter.requires_grad}
             passes.start_use(self)
 
+    def reach(self, gradient: torch.Tensor) -> None:
+        """A gradient reaches the only output."""
+        self.start()
+        self.differentiate(gradient)
+
     def differentiate(self, _: torch.Tensor) -> None:
         """A gradient reaches an output."""
         passes = self._passes()

@@ -219,7 +219,10 @@ class Hooks:
         call.inputs = inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         # With a leaf among them PyTorch cannot tell when all are done: then the use ends with the graph task.
         if inputs and all(tensor.grad_fn is not None for tensor in inputs):
-            register_multi_grad_hook(inputs, use.end, mode="all")
+            if len(inputs) == 1:
+                inputs[0].register_hook(use.end)
+            else:
+                register_multi_grad_hook(inputs, use.end, mode="all")
 
     # ---- after it ------------------------------------------------------------------------------------------------
 
@@ -260,9 +263,12 @@ class Hooks:
         use.ended = self._backwards.tick()
         use.ends_with_parameters = not call.inputs and not _trains_others(unit, call.module)
         if outputs:
-            register_multi_grad_hook(outputs, use.start, mode="any")
-            for tensor in outputs:
-                tensor.register_hook(use.differentiate)
+            if len(outputs) == 1:
+                outputs[0].register_hook(use.reach)
+            else:
+                register_multi_grad_hook(outputs, use.start, mode="any")
+                for tensor in outputs:
+                    tensor.register_hook(use.differentiate)
             self._backwards.shared_gradients.watch(unit, call.inputs, outputs)
         elif use.recorded_a_graph():
             # What it computed left by another way than its output: backward reaches it when it reaches its parent.

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small gradients wait in `p.grad` until backward leaves their unit, beside a device too, and leave it together: to the bits
+that they have one at a time, and that training in memory has."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import offload
+from offload.build import assembly
+from offload.model.taken_gradient import TakenGradient
+from offload.step import parameter_gradients
+from offload.step.gradients.transit import GradientTransit
+
+from .models import IN_MEMORY, ON_CPU, ON_NVME, Block, Setup, adamw, vector_batches
+from .runs import assert_same_bits
+from .speculating import at_once
+
+SETUPS = (ON_CPU, ON_NVME, Setup("cpu", "nvme", "deferred"))
+beside_a_device = pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.name)
+BATCHES = vector_batches(24)
+BLOCKS = 4
+
+
+class Twice(nn.Module):
+    """Blocks of four small parameters and one that is in two chunks; the third is used twice, the fourth may be recomputed."""
+
+    def __init__(self, recomputes: bool | None = None) -> None:
+        """`recomputes`: by a reentrant checkpoint, or one that is not."""
+        super().__init__()
+        self.recomputes = recomputes
+        self.inlet = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        for block in self.blocks:
+            offload.unit(block)
+        self.blocks[1].wide = nn.Parameter(torch.randn(3, 16, 200) / 10)
+        self.outlet = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inlet(x)
+        for index in (0, 1, 2, 3, 2):
+            block = self.blocks[index]
+            recomputes = self.recomputes is not None and index == 3
+            x = checkpoint(block, x, use_reentrant=self.recomputes) if recomputes else block(x)
+            if index == 1:
+                x = x + (x @ block.wide).sum((0, 2))[:, None]
+        self.middle = x
+        return self.outlet(x)
+
+
+def built(opened: Any, setup: Setup, recomputes: bool | None = None, **fields: Any) -> Any:
+    torch.manual_seed(3)
+    model = Twice(recomputes)
+    return opened(model, adamw(model), setup, **fields)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
+
+
+@pytest.fixture
+def packed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many gradients came at once into each buffer on the device."""
+    counts: list[int] = []
+    pack = GradientTransit.pack
+
+    def counted(self: GradientTransit, chunk: Any, arriving: Any, addition: Any) -> None:
+        counts.append(len(arriving))
+        pack(self, chunk, arriving, addition)
+
+    monkeypatch.setattr(GradientTransit, "pack", counted)
+    return counts
+
+
+def backward(engine: Any, number: int) -> None:
+    x, y = BATCHES[number]
+    F.mse_loss(engine.module(x), y).backward()
+
+
+def one_each(engine: Any) -> None:
+    for step in range(5):
+        backward(engine, step)
+        engine.step()
+        engine.zero_grad()
+
+
+def several_each(engine: Any) -> None:
+    for step, count in enumerate((3, 1, 2, 3)):
+        for micro_batch in range(count):
+            backward(engine, 4 * step + micro_batch)
+        engine.step()
+        engine.zero_grad()
+
+
+def accumulating(engine: Any) -> None:
+    for step in range(4):
+        with engine.no_sync():
+            backward(engine, 2 * step)
+        backward(engine, 2 * step + 1)
+        engine.clip_grad_norm_(0.05)
+        engine.step()
+        engine.zero_grad()
+
+
+def cut_short(engine: Any) -> None:
+    """Of each second backward only half goes through, and the next adds to what it brought."""
+
+    def fail(_: torch.Tensor) -> None:
+        raise ArithmeticError("of the loop")
+
+    for step in range(4):
+        if step % 2:
+            x, y = BATCHES[step]
+            loss = F.mse_loss(engine.module(x), y)
+            handle = engine.module.middle.register_hook(fail)
+            with pytest.raises(ArithmeticError):
+                loss.backward()
+            handle.remove()
+        backward(engine, step + 4)
+        engine.step()
+        engine.zero_grad()
+
+
+def dropped(engine: Any) -> None:
+    """Gradients are forgotten, all or one of them, and come anew; one is the user's own."""
+    for step in range(4):
+        backward(engine, step)
+        engine.module.blocks[step].up.weight.grad = None
+        engine.module.blocks[0].norm.bias.grad = None
+        if step % 2:
+            engine.zero_grad()
+        backward(engine, step + 4)
+        engine.module.outlet.bias.grad = torch.full((16,), 0.01)
+        engine.step()
+        engine.zero_grad()
+
+
+LOOPS = (one_each, several_each, accumulating, cut_short, dropped)
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+@beside_a_device
+def test_they_have_the_bits_of_training_in_memory(
+    opened: Any, packed: list[int], setup: Setup, loop: Callable[[Any], None]
+) -> None:
+    weights = []
+    for where in (IN_MEMORY, setup):
+        engine = built(opened, where)
+        loop(engine)
+        weights.append(engine.state_dict())
+    assert max(packed) >= 4 or loop is accumulating, "they came one at a time"  # as they do for sums
+    assert_same_bits(weights[1], weights[0])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@beside_a_device
+def test_so_have_those_of_recomputed_blocks(opened: Any, packed: list[int], setup: Setup, reentrant: bool) -> None:
+    weights = []
+    for where in (IN_MEMORY, setup):
+        engine = built(opened, where, reentrant)
+        several_each(engine)
+        weights.append(engine.state_dict())
+    assert max(packed) >= 4
+    assert_same_bits(weights[1], weights[0])
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+@beside_a_device
+def test_updates_that_began_with_them_are_undone(
+    opened: Any, setup: Setup, loop: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once(monkeypatch)
+    weights = []
+    for where in (IN_MEMORY, setup):
+        engine = built(opened, where, update="auto" if where is setup else "step", max_grad_norm=1.0)
+        loop(engine)
+        weights.append(engine.state_dict())
+    assert_same_bits(weights[1], weights[0])
+
+
+@beside_a_device
+def test_no_more_waits_than_is_worth_a_word(
+    opened: Any, packed: list[int], setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of units with more each gradient leaves by itself, to the same bits."""
+    together = built(opened, setup)
+    one_each(together)
+    assert max(packed) >= 4
+    packed.clear()
+    monkeypatch.setattr(parameter_gradients, "_TOGETHER_NBYTES", 100)
+    alone = built(opened, setup)
+    one_each(alone)
+    assert max(packed) == 1
+    assert_same_bits(alone.state_dict(), together.state_dict())
+
+
+@beside_a_device
+def test_only_the_unit_that_backward_is_in_has_gradients_of_its_own(opened: Any, setup: Setup) -> None:
+    engine, found = built(opened, setup), list[set[str]]()
+
+    def look(module: nn.Module, *_: Any) -> None:
+        gradients = {name: p.grad for name, p in engine.module.named_parameters()}
+        found.append({name.rpartition(".")[0] for name, one in gradients.items() if _is_there(one)})
+
+    for block in engine.module.blocks:
+        block.register_full_backward_pre_hook(look)
+    backward(engine, 0)
+    assert len(found) == BLOCKS + 1
+    assert all(len({name.split(".")[1] for name in names if name.startswith("blocks")}) <= 1 for names in found), found
+    assert not any(_is_there(p.grad) for p in engine.module.parameters())
+
+
+def _is_there(gradient: torch.Tensor | None) -> bool:
+    return gradient is not None and not isinstance(gradient, TakenGradient)
+
+
+@contextlib.contextmanager
+def _failing_at(monkeypatch: pytest.MonkeyPatch, count: int) -> Iterator[None]:
+    calls, pack = 0, GradientTransit.pack
+
+    def fails(self: GradientTransit, *arguments: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == count:
+            raise MemoryError("of the device")
+        pack(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GradientTransit, "pack", fails)
+        yield
+
+
+@beside_a_device
+def test_what_fails_as_they_leave_fails_the_engine(opened: Any, setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = built(opened, setup)
+    one_each(engine)
+    with _failing_at(monkeypatch, 3), pytest.raises(MemoryError):
+        backward(engine, 0)
+    with pytest.raises(offload.EngineFailedError, match="of the device"):
+        engine.step()
