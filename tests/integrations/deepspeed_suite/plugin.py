@@ -28,7 +28,6 @@ import torch
 import offload.deepspeed
 
 ITEM_SECONDS = float(os.environ.get("SUITE_ITEM_SECONDS", "60"))
-_GRACE_SECONDS = 2
 _outcomes = Path(os.environ["SUITE_OUTCOMES"])
 _known: dict[str, str] = {}
 
@@ -148,8 +147,8 @@ def _wait(processes: Any, answers: Any) -> list[tuple[int, str, str]]:
     while len(said) < len(processes) and time.monotonic() < limit:
         if not answers.empty():
             said.append(answers.get())
-            if said[-1][1] == "failed":
-                limit = min(limit, time.monotonic() + _GRACE_SECONDS)
+            if said[-1][1] == "failed":  # the first failure is the item's
+                break
         elif not any(process.is_alive() for process in processes):
             time.sleep(0.2)
             while not answers.empty():
