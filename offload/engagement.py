@@ -181,6 +181,12 @@ class Engagement:
 
     # ---- the end -------------------------------------------------------------------------------------------------
 
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether nothing is under way that parts made anew would cut short: gradients, lent values, a profile."""
+        profiles = self.profile is not None and self.profile.is_recording
+        return not (self.training.is_within_step or self.training.lender.lends_any or profiles)
+
     def newly_trained(self) -> list[ParameterInfo]:
         """What was unfrozen or added to the optimizer, and has no states."""
         return self._newly_trained.find() if self._newly_trained is not None else []

@@ -1,31 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine's engagements: it has one at a time, and gets another where its parts are made anew.
 
-That is so for what is newly trained, whose states need room, and after a failure, when a load brings back a state.
+That is so for what is newly trained, whose states need room; where budgets are given and a step turned out to have more
+micro-batches than states were placed for; and after a failure, when a load brings back a state.
 """
 
 from __future__ import annotations
 
+import logging
 import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from torch import nn
 
 from offload.build.assembly import rebuild
-from offload.build.refitting import refitted
-from offload.checkpoint.carry_over import passing_checkpoint
+from offload.build.refitting import refitted, routes_for
+from offload.checkpoint.carry_over import has_room, passing_checkpoint
 from offload.checkpoint.matching import StatesMissing
 from offload.config import Config
 from offload.deferred_init.held_tensors import Slot
 from offload.engagement import Engagement
-from offload.errors import UsageError
+from offload.errors import OffloadError, UsageError
 from offload.model.optimizer import OffloadOptimizer
 from offload.model.taken_gradient import TakenGradient
+from offload.planning.free_memory import FreeMemory
 from offload.ranks.next_transfers import MeetingPoint
 from offload.step.components import Components, give_back
 from offload.step.hooks.module_hooks import Hooks
@@ -33,6 +37,7 @@ from offload.step.threads.held_interrupt import HeldInterrupt
 from offload.step.threads.taking_turns import Turn
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 class Succession:
@@ -44,6 +49,8 @@ class Succession:
         """Takes the model and the optimizer last of all, and wholly or not at all."""
         self._model, self._optimizer, self._config = model, optimizer, config
         self._turn = Turn(backward_elsewhere=parts.accelerator.device.type != "cpu")
+        self._planned_for = config.micro_batches
+        """Micro-batches a step: as many as places were decided for, or were found to be no reason for others."""
         self.current = self._engaged(parts, slots)
 
     def _engaged(self, parts: Components, slots: Sequence[Slot] = ()) -> Engagement:
@@ -51,12 +58,16 @@ class Succession:
 
         def successor() -> Hooks | None:
             succession = reference()
-            return succession._fit_newly_trained() if succession is not None else None
+            return succession._anew() if succession is not None else None
 
         made = Engagement(self._model, self._optimizer, self._config, parts, slots, successor, self._turn)
         if self._optimizer is not None:
             self._optimizer.stepper = made
         return made
+
+    def _anew(self) -> Hooks | None:
+        """At the begin of a forward."""
+        return self._fit_newly_trained() or self._plan_for_micro_batches()
 
     # ---- what is newly trained -----------------------------------------------------------------------------------
 
@@ -71,8 +82,13 @@ class Succession:
                 f"{names} while gradients wait for a step, or inside engine.gathered: do that between optimizer.step() and the "
                 "next forward."
             )
-        self._refit({info.index for info in found})
+        self._refit({info.index for info in found}, self._as_placed())
         return self.current.hooks
+
+    def _as_placed(self) -> Config:
+        """The configuration with the tiers that it was placed in."""
+        placement = self.current.parts.placement
+        return replace(self._config, parameters=placement.parameters, optimizer_states=placement.optimizer_states)
 
     def with_states(self, load: Callable[[], T]) -> T:
         """`load`, once there are states for what it brings states of."""
@@ -80,13 +96,13 @@ class Succession:
             return load()
         except StatesMissing as missing:
             self.current.training.zero_grad()
-            self._refit(missing.parameter_indices)
+            self._refit(missing.parameter_indices, self._as_placed())
         return load()
 
-    def _refit(self, trained: Collection[int]) -> None:
-        """Make the parts anew, with states for the parameters of these indices too, and carry everything over. Where there is
-        no room for them all is as it was; Ctrl-C waits until it is, or all is new. On several ranks all of them come here with
-        the same parameters."""
+    def _refit(self, trained: Collection[int], config: Config, free: FreeMemory | None = None) -> None:
+        """Make the parts anew, as `refitted` does, with states for the parameters of these indices too, and carry everything
+        over. Where there is no room for them all is as it was; Ctrl-C waits until it is, or all is new. On several ranks all of
+        them come here with the same parameters."""
         parts = self.current.parts
         parts.meeting.meet(MeetingPoint.UNFREEZING, argument=zlib.crc32(repr(sorted(trained)).encode()))
         with passing_checkpoint(self._config, parts.ranks, parts.meeting) as path:
@@ -95,11 +111,11 @@ class Succession:
             if not parts.meeting.waits_for_others:
                 held.begin()
             try:
-                self._exchange_parts(path, trained)
+                self._exchange_parts(path, trained, config, free)
             finally:
                 held.end()
 
-    def _exchange_parts(self, path: Path, trained: Collection[int]) -> None:
+    def _exchange_parts(self, path: Path, trained: Collection[int], config: Config, free: FreeMemory | None) -> None:
         optimizer = self._optimizer
         assert optimizer is not None, "without one nothing is trained"
         parts, training = self.current.parts, self.current.training
@@ -113,7 +129,7 @@ class Succession:
             )
             self.current.end()
             try:
-                made = refitted(parts, self._config, optimizer.moments, optimizer.param_groups, trained, ranks)
+                made = refitted(parts, config, optimizer.moments, optimizer.param_groups, trained, ranks, free)
             except Exception as error:
                 failure, made = error, rebuild(parts, self._config, optimizer.moments, others)
             self.current = self._engaged(made)
@@ -132,6 +148,32 @@ class Succession:
                 info.parameter.grad = own[info.index]
         if failure is not None:
             raise failure
+
+    # ---- what is newly known -------------------------------------------------------------------------------------
+
+    def _plan_for_micro_batches(self) -> Hooks | None:
+        """Once a step had at least twice as many micro-batches as places were decided for: have those that a loop gets that
+        says so beforehand (`Config.expecting`), where budgets make them others."""
+        config, parts, training = self._config, self.current.parts, self.current.training
+        count = training.gradients.micro_batches.of_last_step
+        if count < 2 * self._planned_for or not self.current.is_between_steps:
+            return None
+        self._planned_for, expecting = count, config.expecting(count)
+        verdict, optimizer = parts.placement.verdict, self._optimizer
+        bounded = config.device_memory is not None or config.cpu_memory is not None
+        if optimizer is None or verdict is None or not bounded or parts.ranks.world_size > 1:
+            return None
+        try:
+            if routes_for(parts, expecting, optimizer.moments) == parts.placement.routes or not has_room(config, parts):
+                return None
+            _log.info("places are decided anew, for the %d micro-batches that a step has", count)
+            self._refit((), expecting, verdict.free)
+        except (OffloadError, OSError) as error:
+            self.current.training.check_not_failed()
+            _log.warning("places stay as they were decided for fewer micro-batches than the %d a step has: %s", count, error)
+            return None if self.current.parts is parts else self.current.hooks
+        self._config = expecting
+        return self.current.hooks
 
     # ---- after a failure -----------------------------------------------------------------------------------------
 

@@ -44,6 +44,7 @@ from offload.model.quantized import PackedWeights
 from offload.model.weights import WeightSource
 from offload.planning.deciding import Decision, Weight, lightest
 from offload.planning.five_lines import lines_of
+from offload.planning.free_memory import FreeMemory
 from offload.planning.placement import ALONE, Placement, RankGroup
 from offload.planning.trace import Expected
 from offload.ranks.all_or_none import Facts, together
@@ -246,10 +247,11 @@ def lay_out_together(
     specs: list[tuple[str, list[ParameterSpec]]],
     expected: Expected,
     moments: tuple[str, ...],
+    free: FreeMemory | None = None,
 ) -> tuple[Layout, Placement]:
-    """The same on all ranks: the most that every one of them can do. Collective."""
+    """The same on all ranks: the most that every one of them can do. Collective. `free`: as `Known` has it."""
     sharing = RankGroup(config.stage, ranks.shard_count, ranks.local_world_size) if ranks.world_size > 1 else ALONE
-    known = Known(accelerator, specs, expected, moments, sharing, ranks.shard_index)
+    known = Known(accelerator, specs, expected, moments, sharing, ranks.shard_index, free)
     found: list[tuple[Layout, Placement]] = []
     together(
         ranks,
@@ -269,7 +271,8 @@ def lay_out_together(
 @dataclass(frozen=True, slots=True)
 class Known:
     """What a model is laid out for, whatever the configuration. `specs`: of each unit's parameters, with its name. `moments`:
-    what the optimizer keeps. `rank`: this one's index among those that share the shards."""
+    what the optimizer keeps. `rank`: this one's index among those that share the shards. `free`: the memory to go by, where it
+    is not that of now."""
 
     accelerator: Accelerator
     specs: list[tuple[str, list[ParameterSpec]]]
@@ -277,6 +280,7 @@ class Known:
     moments: tuple[str, ...]
     sharing: RankGroup = ALONE
     rank: int = 0
+    free: FreeMemory | None = None
 
 
 def lay_out(config: Config, known: Known, chunk_numels: Sequence[int] = ()) -> tuple[Layout, Placement]:
@@ -291,13 +295,14 @@ def lay_out(config: Config, known: Known, chunk_numels: Sequence[int] = ()) -> t
     weights: list[Weight] = []
     rank_numel = sum(spec.numel for _, unit_specs in specs for spec in unit_specs) // sharing.world_size
     large = large_chunk_numels(rank_numel)
+    free = known.free or FreeMemory.now(known.accelerator, config.nvme_paths)
 
     @cache
     def cut(chunk_numel: int) -> tuple[Layout, Decision]:
         layout = build_layout(
             specs, chunk_numel=chunk_numel, world_size=sharing.world_size, rank=known.rank, stage=sharing.stage
         )
-        decision = Decision(config, known.accelerator, layout, known.expected, known.moments, sharing)
+        decision = Decision(config, known.accelerator, layout, known.expected, known.moments, sharing, free)
         return layout, decision
 
     for within_room in (True, False):

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Room for the states of parameters that are trained only later: unfrozen, or added to the optimizer, between two steps.
+"""An engine's parts made anew, between two steps, for the same model.
 
-What was trained once keeps its states, frozen or not. So a freeze changes nothing here, and what is newly trained makes the
-engine's parts anew: `Engine` carries everything over through a checkpoint.
+    newly trained  room for the states of parameters that are trained only later: unfrozen, or added to the optimizer. What was
+                   trained once keeps its states, frozen or not, so a freeze changes nothing here
+    newly known    places for as many micro-batches as a step turned out to have
+
+`Succession` carries everything over through a checkpoint.
 """
 
 from __future__ import annotations
@@ -13,19 +16,22 @@ from typing import Any
 
 import torch
 
-from offload.build.assembly import choose_accelerator, lay_out_together
+from offload.build.assembly import Known, choose_accelerator, lay_out, lay_out_together
 from offload.build.building import Building
 from offload.build.materialize import NoValues
 from offload.config import Config
+from offload.layout import ParameterSpec
 from offload.model.description import check_state_format, check_trainable, parameter_specs
 from offload.model.flat import ParameterInfo
 from offload.model.optimizer_kinds import InitialState
 from offload.model.partition import ModuleUnit
+from offload.planning.free_memory import FreeMemory
+from offload.planning.route import Route
 from offload.ranks.all_or_none import together
 from offload.ranks.group import Group
 from offload.step.components import Components
 
-_CALL = "making room for states of newly trained parameters"
+_CALL = "making the parts anew"
 Groups = Callable[[], Sequence[Mapping[str, Any]]]
 
 
@@ -53,6 +59,19 @@ def group_indices(groups: Sequence[Mapping[str, Any]]) -> dict[int, int]:
     return {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
 
 
+def specs_of(parts: Components, by_unit: Sequence[Sequence[ParameterInfo]]) -> list[tuple[str, list[ParameterSpec]]]:
+    """What the units are laid out by."""
+    return [(unit.layout.name, parameter_specs(infos)) for unit, infos in zip(parts.units, by_unit, strict=True)]
+
+
+def routes_for(parts: Components, config: Config, moments: tuple[str, ...]) -> tuple[Route, ...]:
+    """Those that these units had by this configuration when the parts were made. On one rank. Raises `BudgetError`."""
+    verdict = parts.placement.verdict
+    specs = specs_of(parts, [unit.parameters for unit in parts.units])
+    known = Known(parts.accelerator, specs, parts.expected, moments, free=verdict.free if verdict is not None else None)
+    return lay_out(config, known)[1].routes
+
+
 def refitted(
     parts: Components,
     config: Config,
@@ -60,9 +79,11 @@ def refitted(
     groups: Sequence[Mapping[str, Any]],
     trained: Collection[int],
     ranks: Group,
+    free: FreeMemory | None = None,
 ) -> Components:
     """The like of these, which are closed, for the same model and as many ranks, with states for the parameters of the indices
-    `trained` too: values and states are zeros, to be loaded. Collective. Raises `ConfigError`, also `BudgetError`."""
+    `trained` too: values and states are zeros, to be loaded. `config` and `free` say where they lie. Collective. Raises
+    `ConfigError`, also `BudgetError`."""
     group_of = group_indices(groups)
     infos = [
         replace(info, trainable=True, group_index=group_of[id(info.parameter)])
@@ -72,15 +93,13 @@ def refitted(
     ]
     check_trainable(infos)
     check_state_format(config, infos)
-    placement = parts.placement
-    fixed = replace(config, parameters=placement.parameters, optimizer_states=placement.optimizer_states)
     by_unit = [[info for info in infos if info.unit_index == unit.index] for unit in parts.units]
-    specs = [(unit.layout.name, parameter_specs(members)) for unit, members in zip(parts.units, by_unit, strict=True)]
+    specs = specs_of(parts, by_unit)
     accelerator = choose_accelerator()
     ranks.use_devices(accelerator.device)
     building: Building | None = None
     try:
-        layout, decided = lay_out_together(ranks, fixed, accelerator, specs, parts.expected, moments)
+        layout, decided = lay_out_together(ranks, config, accelerator, specs, parts.expected, moments, free)
         made = building = Building(accelerator, layout, decided, config, ranks, moments)
         modules = [ModuleUnit(unit.layout.name, unit.modules) for unit in parts.units]
         return together(

@@ -19,8 +19,12 @@ from offload.config import Config
 from offload.errors import RankError
 from offload.ranks.group import Group, Meeting
 from offload.ranks.next_transfers import MeetingPoint
+from offload.step.components import Components
+from offload.tiers.scratch import file_system_of, free_nbytes
 
 _log = logging.getLogger(__name__)
+_STATE_NBYTES = 12
+"""Of a parameter in a checkpoint, at most: master and two moments in fp32."""
 
 
 def _parent(config: Config) -> Path:
@@ -47,6 +51,13 @@ def passing_checkpoint(config: Config, ranks: Group, meeting: Meeting) -> Iterat
         if told.startswith("!"):
             raise RankError(f"rank 0 has no place for the state that newly trained parameters join: {told[1:]}")
         yield Path(told)
+
+
+def has_room(config: Config, parts: Components) -> bool:
+    """Whether there is room for one, with as much left: on a drive, not in memory by another name."""
+    parent = _parent(config)
+    numel = sum(info.numel for info in parts.parameters)
+    return file_system_of(parent) not in ("tmpfs", "ramfs") and free_nbytes([parent]) > 2 * _STATE_NBYTES * numel
 
 
 def remove_abandoned(config: Config) -> None:

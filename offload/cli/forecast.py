@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.device.virtual.description import Machine
+from offload.device.virtual.description import Machine, share_of
 from offload.device.virtual.machine import VirtualMachine
 from offload.errors import BudgetError
 from offload.rehearsal.forecast import FIRST_STEPS, Forecast, rehearse
@@ -33,10 +33,13 @@ class Work:
     sequence: int
     micro_batches: int
     checkpointing: bool
+    ranks: int = 1
+    """Each of which trains on so much, with a device like the machine's."""
 
     @property
     def tokens(self) -> int:
-        return self.batch * self.sequence * self.micro_batches
+        """Of all ranks."""
+        return self.ranks * self.batch * self.sequence * self.micro_batches
 
 
 def forecast(
@@ -70,7 +73,8 @@ def forecast(
     def begin() -> offload.Engine:
         return offload.initialize(model, optimizer, config.expecting(work.micro_batches))
 
-    return rehearse(VirtualMachine(machine), begin, step, tokens=work.tokens, trace=trace, first_steps=first_steps)
+    virtual = VirtualMachine(share_of(machine, work.ranks), work.ranks)
+    return rehearse(virtual, begin, step, tokens=work.tokens, trace=trace, first_steps=first_steps)
 
 
 def forecast_granted(

@@ -31,7 +31,7 @@ from offload.cli.plan_on_machine import add_machine_arguments, as_json, granted,
 from offload.cli.text import format_count, format_nbytes, table
 from offload.cli.what_if import wishes_of
 from offload.config import parse_nbytes
-from offload.device.virtual.description import Machine
+from offload.device.virtual.description import Machine, share_of
 from offload.device.virtual.machine import VirtualMachine
 from offload.errors import BudgetError, ConfigError
 from offload.planning.budget import Tier
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=1,
         metavar="N",
-        help="ranks of one node that train together (default 1): what each needs",
+        help="ranks of one node that train together, each on a device like the machine's (default 1): what each needs",
     )
     add_machine_arguments(parser)
     parser.set_defaults(run=run)
@@ -69,22 +69,13 @@ def run(args: argparse.Namespace) -> int:
 
     model = build_outline(choice, args.lora)
     optimizer = make_optimizer(model, args)  # raises what its flags have wrong
-    if args.ranks > 1:
-        for flag in ("tokens", "drives", "trace", "json"):
-            if getattr(args, flag):
-                raise ConfigError(f"--{flag} is said of one rank alone: leave it out, or --ranks.")
-        if args.machine != "this":
-            raise ConfigError(
-                f"--machine {args.machine} with --ranks: seconds are said of one rank alone. Leave one of them out."
-            )
-        with Outline(model, optimizer, config, args.ranks) as outline:
-            _print_bytes(outline, choice.title, args)
-        return 0
     machine = machine_of(args)
+    if args.ranks > 1 and machine.kind == "unified":
+        raise ConfigError(f"--ranks {args.ranks}: {machine.name} has one device, which computes on host memory. Leave it out.")
     config = granted(args, config, machine)
 
     def outline_with(budgets: dict[str, int]) -> Outline:
-        return Outline(model, optimizer, replace(config, **budgets))  # type: ignore[arg-type]
+        return Outline(model, optimizer, replace(config, **budgets), args.ranks)  # type: ignore[arg-type]
 
     if not args.json:
         with VirtualMachine(machine).running(), outline_with({}) as outline:
@@ -92,9 +83,12 @@ def run(args: argparse.Namespace) -> int:
     (found, config), wishes = _forecast(args, config, machine, choice), None
     if found.peak_nbytes:
         granted_nbytes = int(config.cpu_memory) if config.cpu_memory is not None else None
-        more = with_drives(machine, int(machine.nvme_drives) + 1)
+        more = share_of(with_drives(machine, int(machine.nvme_drives) + 1), args.ranks)
         named = int(parse_nbytes(args.device_memory, "device_memory")) if args.device_memory is not None else None
-        wishes = wishes_of(found, machine, outline_with, _work(args), cpu_memory=granted_nbytes, device_memory=named, more=more)
+        wishes = wishes_of(
+            found, share_of(machine, args.ranks), outline_with, _work(args),
+            cpu_memory=granted_nbytes, device_memory=named, more=more,
+        )  # fmt: skip
     device_nbytes = int(config.device_memory) if config.device_memory is not None else None
     if args.json:
         print(as_json(found, machine, args.tokens, wishes, device_nbytes))
@@ -104,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _work(args: argparse.Namespace) -> Work:
-    return Work(args.batch, args.sequence, args.accumulate, args.checkpointing == "full")
+    return Work(args.batch, args.sequence, args.accumulate, args.checkpointing == "full", args.ranks)
 
 
 def _forecast(

@@ -38,7 +38,9 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
         help="which: 'this' one (the default, measured in some seconds), "
         f"{', '.join(described())}, or a JSON file (probe writes one)",
     )
-    group.add_argument("--batch", type=positive, default=1, metavar="N", help="sequences of a micro-batch (default 1)")
+    group.add_argument(
+        "--batch", type=positive, default=1, metavar="N", help="sequences of a micro-batch, of each rank (default 1)"
+    )
     group.add_argument("--sequence", type=positive, default=2048, metavar="N", help="tokens of each (default 2048)")
     group.add_argument(
         "--checkpointing",
@@ -108,7 +110,7 @@ def wear(found: Forecast, machine: Machine) -> tuple[float | None, float | None]
     """Bytes written to the drives in a day of training, and the years until they are worn as their makers rate them."""
     if not found.moved_nbytes.get("nvme_write"):
         return None, None
-    written = found.moved_nbytes["nvme_write"] / found.step_seconds * _DAY_SECONDS
+    written = found.ranks * found.moved_nbytes["nvme_write"] / found.step_seconds * _DAY_SECONDS
     return written, machine.nvme_endurance / written / _YEAR_DAYS
 
 
@@ -162,11 +164,19 @@ def _memory_table(found: Forecast) -> str:
     for tier, nbytes in found.peak_nbytes.items():
         if nbytes:
             own = found.own_nbytes if tier == found.model_tier else 0
-            rows.append((tier, format_nbytes(nbytes), format_nbytes(nbytes - own), format_nbytes(own) if own else "-"))
-    return table(("memory", "peak", "the engine's", "activations and gradients"), rows)
+            of_all = [format_nbytes(found.peak_nbytes_of_all[tier])] if found.ranks > 1 else []
+            rows.append((tier, format_nbytes(nbytes), format_nbytes(nbytes - own), format_nbytes(own) if own else "-", *of_all))
+    of_all = [f"of all {found.ranks} ranks"] if found.ranks > 1 else []
+    return table(("memory", "peak", "the engine's", "activations and gradients", *of_all), rows)
 
 
-_LINKS = {"h2d": "host to device", "d2h": "device to host", "nvme_read": "NVMe read", "nvme_write": "NVMe write"}
+_LINKS = {
+    "h2d": "host to device",
+    "d2h": "device to host",
+    "nvme_read": "NVMe read",
+    "nvme_write": "NVMe write",
+    "collectives": "between ranks",
+}
 
 
 def _link_table(found: Forecast) -> str:

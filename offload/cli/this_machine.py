@@ -61,7 +61,7 @@ def measure_machine(paths: Sequence[str], seconds: float, sample: Callable[[], o
     sources["cpu_nbytes"] = "what is free"
     without_calls = Machine(
         name="this", kind="gpu" if on_gpu else "cpu", cpu_nbytes=float(max(host_room().free_nbytes, 1)),
-        memory_bandwidth=memory,
+        memory_bandwidth=memory, peer=0.0,
         flops=_known(sampled.flops, rates.flops), flops_32=_known(sampled.flops_32, rates.flops_32),
         device_bandwidth=_known(sampled.bandwidth, rates.bandwidth), launch_seconds=launch_seconds,
         call_seconds=1e-9, nvme_drives=float(max(len(paths), 1)), nvme_endurance=_ENDURANCE_NBYTES * max(len(paths), 1),

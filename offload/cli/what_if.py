@@ -100,7 +100,11 @@ def _largest(
     if largest["sequence"] != work.sequence:
         largest["sequence"] = largest["sequence"] // _ROUND * _ROUND
     on_drive = outline.placement("nvme", "nvme").plan.total_nbytes("nvme")
-    return {"parameters": int(outline.parameter_numel * machine.nvme_nbytes / on_drive), **largest} if on_drive else largest
+    return (
+        {"parameters": int(outline.parameter_numel * machine.nvme_nbytes / on_drive / found.ranks), **largest}
+        if on_drive
+        else largest
+    )
 
 
 def _most(found: Forecast, machine: Machine, size: int, times: float) -> int:

@@ -154,6 +154,14 @@ def convert(dst: Tensor, src: Tensor, *, all_cores: bool = False) -> None:
         store(dst[chunk], src[chunk].float())
 
 
+def scale(values: Tensor, factor: np.float32) -> None:
+    """values *= factor: float32 in host memory, in the calling thread alone."""
+    if (machine := imagined()) is not None:
+        machine.pass_over(values, 2 * values.nbytes)
+        return
+    np.multiply(values.numpy(), factor, out=values.numpy())
+
+
 def exact_sum(arrays: Sequence[Tensor]) -> int | None:
     """The exact sum of all elements, in units of the smallest double, 2**-1074; None if one is infinite or NaN.
 

@@ -16,12 +16,12 @@ from functools import partial
 
 from offload.config import Config
 from offload.device.accelerator import Accelerator
-from offload.device.host_room import host_rooms
 from offload.errors import BudgetError, ConfigError
 from offload.layout import Layout
 from offload.planning.budget import Tier
 from offload.planning.cost import cost
 from offload.planning.device_share import DeviceShare
+from offload.planning.free_memory import FreeMemory
 from offload.planning.placement import ALONE, Placement, Problem, RankGroup, Verdict, format_of, place
 from offload.planning.purposes import RETAINED
 from offload.planning.sizes import Footprint, least_gradient_buffers
@@ -29,7 +29,6 @@ from offload.planning.tier_choice import Choice
 from offload.planning.trace import Expected
 from offload.planning.traffic import Traffic
 from offload.planning.working_set import WorkingSet
-from offload.tiers import scratch
 
 PAIRINGS: tuple[tuple[Tier, Tier], ...] = (
     ("device", "device"),
@@ -82,15 +81,17 @@ class Decision:
         expected: Expected,
         moments: tuple[str, ...],
         sharing: RankGroup = ALONE,
+        free: FreeMemory | None = None,
     ) -> None:
-        """`moments`: what the optimizer keeps."""
+        """`moments`: what the optimizer keeps. `free`: the memory to go by, where it is not that of now."""
         footprint = Footprint.of(
             layout,
             lambda dtype, crosses: format_of(config, moments, dtype, crosses),
             wide_gradients=config.keeps_wide_gradients,
         )
-        drive_nbytes = scratch.free_nbytes(config.nvme_paths)
-        self.problem = Problem(config, accelerator, sharing, footprint, expected, drive_nbytes)
+        self.problem = Problem(
+            config, accelerator, sharing, footprint, expected, free or FreeMemory.now(accelerator, config.nvme_paths)
+        )
 
     def decide(self, *, within_room: bool = False) -> Placement:
         """The placement for this model, these budgets, this device. Raises `BudgetError` with the smallest that would do.
@@ -116,7 +117,7 @@ class Decision:
             _require_fit(problem, smallest)
         excess = problem.excess(placement, with_sums=True)
         missing = excess[1] - (problem.budget(excess[0]) or 0) if excess is not None else 0
-        verdict = Verdict(cost(problem, placement), problem.rates, weighed, has_room=excess is None)
+        verdict = Verdict(cost(problem, placement), problem.rates, weighed, has_room=excess is None, free=problem.free)
         return replace(placement, sums_missing_nbytes=missing, verdict=verdict)
 
     def weight(self, placement: Placement) -> Weight:
@@ -253,7 +254,7 @@ def _with_guessed_budgets(problem: Problem) -> Problem:
     """For choosing only: where no budget is given, a share of the memory that is free now."""
     config = problem.config
     cpu_memory = config.cpu_memory if config.cpu_memory is not None else max(1, int(_free_nbytes(problem) * _FREE_SHARE))
-    free = problem.accelerator.free_nbytes()
+    free = problem.free.device_nbytes
     device_memory = config.device_memory
     if device_memory is None and free is not None:
         device_memory = int(free * _FREE_SHARE / 2)  # activations need room beside the states
@@ -263,7 +264,7 @@ def _with_guessed_budgets(problem: Problem) -> Problem:
 def _free_nbytes(problem: Problem) -> int:
     """Of host memory. Where the device computes on it, each unit has addresses of its own, whether it is there or not."""
     addresses_nbytes = sum(unit.whole for unit in problem.footprint.units) if problem.accelerator.unified else 0
-    return min(room.free_nbytes - (addresses_nbytes if room.bounds_addresses else 0) for room in host_rooms())
+    return min(room.free_nbytes - (addresses_nbytes if room.bounds_addresses else 0) for room in problem.free.host)
 
 
 def _require_fit(problem: Problem, placement: Placement) -> None:

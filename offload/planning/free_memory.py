@@ -3,9 +3,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
 from offload.device.accelerator import Accelerator
-from offload.device.host_room import host_room
+from offload.device.host_room import HostRoom, host_room, host_rooms
 from offload.planning.budget import MemoryLine, Tier
+from offload.tiers import scratch
+
+
+@dataclass(frozen=True, slots=True)
+class FreeMemory:
+    """What was free at one moment: in host memory, by what bounds it; on the device, if it says so; on the drives."""
+
+    host: tuple[HostRoom, ...]
+    device_nbytes: int | None
+    drive_nbytes: int
+
+    @staticmethod
+    def now(accelerator: Accelerator, folders: Sequence[Path]) -> FreeMemory:
+        """`folders`: on the drives."""
+        return FreeMemory(tuple(host_rooms()), accelerator.free_nbytes(), scratch.free_nbytes(folders))
 
 
 def missing_nbytes(line: MemoryLine, accelerator: Accelerator) -> int:

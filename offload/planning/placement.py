@@ -24,6 +24,7 @@ from offload.planning.budget import (
     MemoryPlan,
     Tier,
 )
+from offload.planning.free_memory import FreeMemory
 from offload.planning.link_seconds import Cost
 from offload.planning.purposes import StateNames
 from offload.planning.route import Memory, Route, ValuePath, routes_of, with_undo
@@ -60,12 +61,13 @@ ALONE = RankGroup()
 class Verdict:
     """Why a placement was decided. `weighed`: (tier of parameters, of optimizer states, seconds) of each pairing of tiers that
     was possible, the best first. What is compared before the seconds is whether a second micro-batch finds room for its sums,
-    `has_room`."""
+    `has_room`. `free`: what was free then, by which budgets that nobody gave are guessed."""
 
     cost: Cost
     rates: Rates
     weighed: tuple[tuple[Tier, Tier, float], ...]
     has_room: bool
+    free: FreeMemory
 
     def as_json(self) -> dict[str, Any]:
         """For `Engine.stats`. Seconds are those that a step takes at least, besides what the model computes."""
@@ -145,14 +147,14 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a placement is decided for. `drive_nbytes`: what is free on the drives."""
+    """What a placement is decided for."""
 
     config: Config
     accelerator: Accelerator
     sharing: RankGroup
     footprint: Footprint
     expected: Expected
-    drive_nbytes: int
+    free: FreeMemory
 
     @property
     def rates(self) -> Rates:
@@ -367,7 +369,7 @@ def _transit_buffer_count(problem: Problem, leaving: Sequence[UnitSizes], other_
 def _undoable(problem: Problem, routes: Sequence[Route], other_nbytes: int) -> list[UnitSizes]:
     """Units of which an update overwrites nothing in memory that could not be had again, as many as the drives have room for
     besides what must be there; of the last first, which backward reaches first."""
-    left = int(problem.drive_nbytes * (1 - _DRIVE_RESERVE)) - other_nbytes
+    left = int(problem.free.drive_nbytes * (1 - _DRIVE_RESERVE)) - other_nbytes
     if problem.config.update == "auto":
         left -= _CHECKPOINTS * sum(unit.home + unit.beside.nbytes for unit in problem.footprint.units)
     found: list[UnitSizes] = []

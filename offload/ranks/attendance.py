@@ -7,18 +7,16 @@ move the bytes, while the training thread computes. Nothing of it exists on one 
 
 from __future__ import annotations
 
-import queue
-import threading
 import weakref
 from typing import Protocol
 
 import torch
 
-from offload.device.lane import start_thread
 from offload.device.pending import Pending
 from offload.errors import RankError
 from offload.ranks.next_transfers import Announcement, Blocked, Decision, MeetingPoint, decide
 from offload.ranks.rendezvous import Rendezvous
+from offload.ranks.threads import Asked
 from offload.ranks.transport import Ranks
 
 _WORD_BITS = 62
@@ -48,9 +46,8 @@ class Attendance:
         self._closing = self._exchanging = False
         # The thread knows the queue alone while there is nothing to do: it ends with this object.
         weakref.finalize(self, rendezvous.asked.put, None).atexit = False
-        serving = (weakref.ref(self), rendezvous.asked)
-        self._thread = threading.Thread(target=_serve, args=serving, name="offload-ranks", daemon=True)
-        start_thread(self._thread)
+        reference, asked = weakref.ref(self), rendezvous.asked
+        self._thread = ranks.threads.start(lambda: _serve(reference, asked), "offload-ranks")
 
     def close(self) -> None:
         """End the thread. All ranks have met before, or this one is abandoned: nothing is under way. Idempotent."""
@@ -126,7 +123,7 @@ class Attendance:
             self._rendezvous.pass_point()
 
 
-def _serve(reference: weakref.ref[Attendance], asked: queue.SimpleQueue[None]) -> None:
+def _serve(reference: weakref.ref[Attendance], asked: Asked) -> None:
     while True:
         asked.get()
         attendance = reference()

@@ -25,6 +25,8 @@ class HostReduction:
         self._ranks, self._layout, self._dtypes = ranks, layout, dtypes
         self._contributors = [index for index in sorted(dtypes) if index in ranks.shards]
         self._average = np.float32(1.0 / ranks.world_size)
+        self._memory = torch.device("cpu")
+        """Where they are added."""
 
     def averages(self, own: Tensor | None, stage: int) -> Iterator[tuple[ChunkLayout, Tensor]]:
         """Every chunk of this rank with its averages, fp32 [chunk.numel], valid until the next one.
@@ -34,6 +36,7 @@ class HostReduction:
         layout, ranks = self._layout, self._ranks
         sent = ranks.posted()
         if own is not None:
+            self._memory = own.device
             for offset, numel in self._segments():
                 for position, index in enumerate(ranks.shards):
                     if index != ranks.index:
@@ -62,7 +65,7 @@ class HostReduction:
             self._ranks.settle(posted)
             if position + 1 < len(segments):
                 coming = self._receive(*segments[position + 1])
-            total = torch.zeros(numel, dtype=torch.float32)
+            total = torch.zeros(numel, dtype=torch.float32, device=self._memory)
             for place, index in enumerate(self._contributors):
                 if index == self._ranks.index:
                     assert own is not None
@@ -70,9 +73,9 @@ class HostReduction:
                     part = own[start : start + numel]
                 else:
                     part = buffers[index]
-                kernels.ingest(total, part, 0, place > 0)
+                kernels.ingest_async(total, part, 0, place > 0)
             self._ranks.add_replicas(total)
-            np.multiply(total.numpy(), self._average, out=total.numpy())
+            kernels.scale(total, self._average)
             yield total
 
     def _receive(self, offset: int, numel: int) -> tuple[Posted, dict[int, Tensor]]:
@@ -80,14 +83,14 @@ class HostReduction:
         buffers: dict[int, Tensor] = {}
         for index in self._contributors:
             if index != self._ranks.index:
-                buffers[index] = torch.empty(numel, dtype=self._dtypes[index])
+                buffers[index] = torch.empty(numel, dtype=self._dtypes[index], device=self._memory)
                 self._ranks.receive(posted, buffers[index], index, DATA)
         return posted, buffers
 
     def _spread(self, averages: Iterator[Tensor]) -> Iterator[tuple[ChunkLayout, Tensor]]:
         """Stage 0: everybody gets the averages of the whole flat."""
         layout, ranks = self._layout, self._ranks
-        whole = torch.empty(layout.numel, dtype=torch.float32)
+        whole = torch.empty(layout.numel, dtype=torch.float32, device=self._memory)
         shard = whole[layout.shard.start : layout.shard.stop]
         for (offset, numel), values in zip(self._segments(), averages, strict=True):
             shard[offset : offset + numel].copy_(values)

@@ -15,8 +15,9 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from offload.device.lane import start_thread
-from offload.device.pending import Latch, Pending
+from offload.device.pending import Pending
 from offload.ranks.next_transfers import Announcement, Blocked, MeetingPoint
+from offload.ranks.threads import Asked, Threads, Waited
 from offload.ranks.transport import Ranks
 
 T = TypeVar("T")
@@ -30,12 +31,13 @@ class Bell:
     back; who waits here waits for a `Latch`, outside of the lock.
     """
 
-    def __init__(self) -> None:
-        self._listening: list[Latch] = []
+    def __init__(self, threads: Threads) -> None:
+        self._threads = threads
+        self._listening: list[Waited] = []
 
-    def listen(self) -> Latch:
+    def listen(self) -> Waited:
         """Set when the bell rings for the next time."""
-        heard = Latch()
+        heard = self._threads.latch()
         self._listening.append(heard)
         return heard
 
@@ -76,7 +78,7 @@ class Rendezvous:
 
     def __init__(self, ranks: Ranks, unit_names: list[str]) -> None:
         self._ranks, self.unit_names = ranks, unit_names
-        self._lock, self._bell = threading.RLock(), Bell()
+        self._lock, self._bell = threading.RLock(), Bell(ranks.threads)
         self._gathers: dict[int, Request] = {}
         self._reductions: dict[int, Request] = {}
         self._blocked = NOT_BLOCKED
@@ -84,7 +86,7 @@ class Rendezvous:
         self._answer: list[Any] = []
         self._failure: BaseException | None = None
         self._watching = MeetingPoint.NONE
-        self.asked: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.asked: Asked = ranks.threads.queue()
         """Has something in it when there may be something to attend to."""
 
     # ---- the training thread -------------------------------------------------------------------------------------
@@ -127,7 +129,7 @@ class Rendezvous:
         finally:
             self._blocked = NOT_BLOCKED
 
-    def _unless(self, is_over: Callable[[], bool]) -> Latch | None:
+    def _unless(self, is_over: Callable[[], bool]) -> Waited | None:
         """What to wait for, unless there is nothing to wait for any more."""
         with self._lock:
             if is_over():

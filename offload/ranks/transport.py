@@ -30,6 +30,7 @@ from torch import Tensor
 
 from offload.errors import ConfigError, RankError
 from offload.ranks.group import Alone, Group
+from offload.ranks.threads import Threads
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -96,6 +97,10 @@ class Posted:
 
 class Ranks:
     """See the module, and `offload.ranks.group.Group`. Made by `join_ranks`, where there are several ranks."""
+
+    threads = Threads()
+    has_devices = False
+    """Whether `gather_on_device`, `exchange_on_device` and `add_replicas_on_device` work."""
 
     def __init__(self, arrangement: Arrangement, timeout: timedelta, key: str) -> None:
         self._arrangement, self._timeout = arrangement, timeout
@@ -181,7 +186,7 @@ class Ranks:
     def exchange(self, payload: Tensor) -> list[Tensor]:
         """Everybody's payload, by member: same shape and dtype on all, CPU."""
         received = [payload if index == self.index else torch.empty_like(payload) for index in range(self.world_size)]
-        posted = Posted()
+        posted = self.posted()
         for index in self._others():
             self.receive(posted, received[index], index, _EXCHANGE)
         for index in self._others():
@@ -197,7 +202,7 @@ class Ranks:
             own if index == self.index else torch.empty(int(lengths[index]), dtype=torch.uint8)
             for index in range(self.world_size)
         ]
-        posted = Posted()
+        posted = self.posted()
         for index in self._others():
             if len(received[index]):
                 self.receive(posted, received[index], index, _BYTES)
@@ -218,7 +223,7 @@ class Ranks:
         `own`: this rank's shard, uint8 [n], host. `into`: uint8 [n * shard_count], host, where every shard lands in its place
         (this rank's own included); None where this rank does not want it.
         """
-        posted = Posted()
+        posted = self.posted()
         nbytes = own.numel()
         if into is not None:
             target = into[self.shard_index * nbytes : (self.shard_index + 1) * nbytes]
@@ -236,7 +241,7 @@ class Ranks:
     def prefixes(self, own: Tensor | None, contributors: Sequence[int], nbytes: int) -> dict[int, Tensor]:
         """What each contributor says before its data, uint8 [nbytes], by member; `own` where this rank is one."""
         received: dict[int, Tensor] = {}
-        posted = Posted()
+        posted = self.posted()
         for index in contributors:
             if index == self.index:
                 assert own is not None
@@ -252,7 +257,7 @@ class Ranks:
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """`tensor` (host, contiguous) of member `source` into that of all others."""
-        posted = Posted()
+        posted = self.posted()
         if self.index == source:
             for index in self._others():
                 self.send(posted, tensor, index, DATA)
@@ -298,6 +303,7 @@ class Ranks:
 
     def _make_device_groups(self) -> None:
         self._device_group = self._make_group(self.shards, self._device_backend)
+        self.has_devices = True
         if len(self.replicas) > 1:
             self._device_replica_group = self._make_group(self.replicas, self._device_backend)
 
@@ -325,11 +331,6 @@ class Ranks:
                 RuntimeWarning,
                 stacklevel=2,
             )
-
-    @property
-    def has_devices(self) -> bool:
-        """Whether the three methods below work."""
-        return self._device_group is not None
 
     def gather_on_device(self, whole: Tensor, own: Tensor) -> None:
         """All-gather, in the order of the current stream. `own` is this rank's part of `whole`, in its place. Bytes."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from offload.device.virtual.machine import CORES, VirtualMachine
+from offload.device.virtual.machine import COLLECTIVES, CORES, VirtualMachine
 from offload.device.virtual.operations import CountedOperations, fused_attention
 from offload.errors import BudgetError
 
@@ -49,7 +49,8 @@ E = TypeVar("E", bound=Rehearsed)
 class Forecast:
     """Of one step, after the first ones. `floors`: seconds that each resource needs for it, were it the only one.
 
-    Where nothing could be run, seconds are NaN and the rest is empty."""
+    Of several ranks bytes are those of one, and tokens those of all. Where nothing could be run, seconds are NaN and the rest
+    is empty."""
 
     fits: bool
     reason: str
@@ -71,6 +72,7 @@ class Forecast:
     values_read: int
     halves: dict[str, dict[str, float]]
     """Of "forward" and "backward": seconds that each link takes at least, as the placement was weighed by them."""
+    ranks: int = 1
 
     @property
     def floor_seconds(self) -> float:
@@ -80,11 +82,16 @@ class Forecast:
     def bottleneck(self) -> str:
         return max(self.floors, key=self.floors.__getitem__, default="")
 
+    @property
+    def peak_nbytes_of_all(self) -> dict[str, int]:
+        """By tier, of all ranks together."""
+        return {tier: self.ranks * nbytes for tier, nbytes in self.peak_nbytes.items()}
+
     def as_json(self) -> dict[str, Any]:
         """The object that `plan --json` prints; null for NaN, which JSON does not have."""
         names = ("fits", "reason", "step_seconds", "floor_seconds", "bottleneck", "tokens_per_second", "floors")
         more = ("peak_nbytes", "moved_nbytes", "hidden", "exposed_seconds", "placement", "planned")
-        last = ("own_nbytes", "values_read", "halves")
+        last = ("own_nbytes", "values_read", "halves", "ranks", "peak_nbytes_of_all")
         values = {name: getattr(self, name) for name in names + more + last}
         return {name: None if value != value else value for name, value in values.items()}
 
@@ -100,7 +107,7 @@ def rehearse(
 ) -> Forecast:
     """Train with what `begin` returns a few steps on `virtual`, which is new; the last of them is the one that is told of.
 
-    `tokens`: of one step, for the rate. `trace`: the file for a trace of that step. `first_steps`: before it.
+    `tokens`: of one step, of all ranks, for the rate. `trace`: the file for a trace of that step. `first_steps`: before it.
 
     Raises what `begin` and `step` raise: `BudgetError` where no placement fits."""
     with _inside(virtual):
@@ -128,31 +135,36 @@ class _Reading:
 
     def __init__(self, virtual: VirtualMachine) -> None:
         self.now, self.compute_seconds = virtual.simulation.now, virtual.compute_seconds
-        self.moved = {name: resource.moved for name, resource in virtual.resources.items()}
+        self.taken = {name: resource.moved for name, resource in virtual.resources.items()}
+        self.moved = virtual.moved()
         self.busy = {name: (one.busy_seconds, one.hidden_seconds) for name, one in virtual.resources.items()}
 
 
 def _forecast(engine: Rehearsed, virtual: VirtualMachine, before: _Reading, tokens: int) -> Forecast:
     after, machine, stats = _Reading(virtual), virtual.machine, engine.stats()
-    moved = {name: after.moved[name] - before.moved[name] for name in after.moved}
+    taken = {name: after.taken[name] - before.taken[name] for name in after.taken}
     floors = {"compute": after.compute_seconds - before.compute_seconds}
     for name, what in (("h2d", "host to device"), ("d2h", "device to host"), ("memory_bandwidth", "host memory")):
-        floors[what] = moved[name] / virtual.resources[name].rate
+        floors[what] = taken[name] / virtual.resources[name].rate
     if machine.kind == "cpu":  # they compute the model, and all passes over memory
-        floors["compute"] = moved[CORES]
-    nvme = [moved[name] / virtual.resources[name].rate for name in ("nvme_read", "nvme_write", "nvme_both")]
+        floors["compute"] = taken[CORES]
+    nvme = [taken[name] / virtual.resources[name].rate for name in ("nvme_read", "nvme_write", "nvme_both")]
     floors["NVMe"] = max(nvme)
+    links = LINKS if virtual.rank_count == 1 else (*LINKS, COLLECTIVES)
+    if COLLECTIVES in links:
+        floors[COLLECTIVES] = taken[COLLECTIVES] / virtual.resources[COLLECTIVES].rate
     hidden: dict[str, float | None] = {}
     exposed: dict[str, float] = {}
-    for link, resource in (*zip(LINKS, LINKS, strict=True), ("host_memory", "memory_bandwidth")):
+    for link, resource in (*zip(links, links, strict=True), ("host_memory", "memory_bandwidth")):
         busy, under = (after.busy[resource][index] - before.busy[resource][index] for index in (0, 1))
         exposed[link] = busy - under
-        if link in LINKS:
+        if link in links:
             hidden[link] = under / busy if busy > 0 else None
     on_nvme = sum(line["nbytes"] for line in stats["planned"] if line["tier"] == "nvme")
     in_use = virtual.memory.peak_nbytes  # with host memory, where the model computes on it
     peak = {"device": 0, "cpu": stats["host_peak_nbytes"], "nvme": on_nvme} | {machine.model_tier: in_use}
-    room = {"device": machine.device_nbytes, "cpu": machine.cpu_nbytes, "nvme": machine.nvme_nbytes}
+    count = virtual.rank_count
+    room = {"device": machine.device_nbytes, "cpu": machine.cpu_nbytes / count, "nvme": machine.nvme_nbytes / count}
     short = [f"{tier}: {peak[tier] / 2**30:.2f} GiB of {room[tier] / 2**30:.2f}" for tier in room if peak[tier] > room[tier]]
     seconds = after.now - before.now
     return Forecast(
@@ -162,7 +174,7 @@ def _forecast(engine: Rehearsed, virtual: VirtualMachine, before: _Reading, toke
         floors=floors,
         tokens_per_second=tokens / seconds,
         peak_nbytes=peak,
-        moved_nbytes={link: round(moved[link]) for link in LINKS},
+        moved_nbytes={link: round(after.moved[link] - before.moved[link]) for link in links},
         hidden=hidden,
         exposed_seconds=exposed,
         placement=stats["placement"],
@@ -171,6 +183,7 @@ def _forecast(engine: Rehearsed, virtual: VirtualMachine, before: _Reading, toke
         own_nbytes=max(peak[machine.model_tier] + virtual.unwritten_nbytes - _of_the_engine(stats, machine.model_tier), 0),
         values_read=virtual.values_read,
         halves={half: stats["decision"][half] for half in ("forward", "backward")} if stats["decision"] is not None else {},
+        ranks=count,
     )
 
 

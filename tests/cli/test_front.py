@@ -127,12 +127,6 @@ def test_what_is_no_checkpoint_is_named(capsys: pytest.CaptureFixture[str], tmp_
     assert f"'{tmp_path}' is no checkpoint" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flags", [["--machine", "rtx4090"], ["--json"], ["--trace", "t.json"]])
-def test_what_is_said_of_one_rank_alone_is_refused_with_several(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
-    assert main(["plan", "--layers", "2", "--hidden", "16", "--heads", "2", "--ranks", "2", *flags]) == 2
-    assert "of one rank alone" in capsys.readouterr().err
-
-
 def test_output_that_nobody_reads_to_its_end_is_no_traceback() -> None:
     command = [sys.executable, "-c", "import sys; from offload.cli.main import main; sys.exit(main(['info']))"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as running:

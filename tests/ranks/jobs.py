@@ -290,12 +290,12 @@ def counted(fields: dict[str, Any], steps: int) -> dict[str, Any]:
             _step(model, [batches[step * world + rank]], engine, syncs=True)
         with engine.gathered([]):  # what the step began of the next one's first fetch has been counted
             pass
-        before = engine.stats()["ranks"]
+        before, io_before = engine.stats()["ranks"], _file_nbytes(engine)
         for step in range(2, steps + 2):
             _step(model, [batches[step * world + rank]], engine, syncs=True)
         with engine.gathered([]):  # the updates are in place
             pass
-        after = engine.stats()["ranks"]
+        after, io_after = engine.stats()["ranks"], _file_nbytes(engine)
         units, schedule = layout_of(engine).units, residency_of(engine)._schedule
         flats = [flat for unit in units for flat in unit.flats]
         return {
@@ -305,7 +305,17 @@ def counted(fields: dict[str, Any], steps: int) -> dict[str, Any]:
                 verb: [after[verb][key] - before.get(verb, {key: 0})[key] for key in ("count", "nbytes")] for verb in after
             },
             "flat_nbytes": [flat.nbytes for flat in flats],
+            "files": [last - first for first, last in zip(io_before, io_after, strict=True)],
         }
+
+
+def _file_nbytes(engine: Any) -> list[int]:
+    """Read and written so far, by what is over."""
+    parts = parts_of(engine)
+    parts.records.settle_writes()
+    parts.parameter_store.settle_writes()
+    io = parts.backend.stats() if parts.backend is not None else None
+    return [io.read_nbytes, io.written_nbytes] if io is not None else [0, 0]
 
 
 def profiled(fields: dict[str, Any], path: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import pytest
 
 from offload.ranks.next_transfers import Blocked, MeetingPoint
 from offload.ranks.rendezvous import Rendezvous
+from offload.ranks.threads import Threads
 
 POINT = next(point for point in MeetingPoint if point is not MeetingPoint.NONE)
 
@@ -71,7 +72,7 @@ def interrupted(moment: int, wait: Callable[[], object]) -> bool:
 @pytest.mark.parametrize("wait", ["block", "meet"])
 def test_an_interrupt_at_each_moment_of_a_wait_stays_one_and_keeps_no_lock(wait: str) -> None:
     for moment in itertools.count():
-        rendezvous = Rendezvous(SimpleNamespace(phase=""), ["unit"])  # type: ignore[arg-type]
+        rendezvous = Rendezvous(SimpleNamespace(phase="", threads=Threads()), ["unit"])  # type: ignore[arg-type]
         asked = rendezvous.ask_gather(0)
         settle, meet = partial(rendezvous.settle_gather, 0, None), partial(rendezvous.meet, POINT, lambda: "all are here")
         attending = Attending(rendezvous, settle if wait == "block" else rendezvous.pass_point)

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -15,7 +16,7 @@ from offload.device.lane import HostLane, InlineLane, Job, LaneJob, LaneRow
 from offload.device.pages import PAGE_NBYTES
 from offload.device.pending import Pending, Settled
 from offload.device.rates import Rates
-from offload.device.recording import D2H, H2D, Stamp
+from offload.device.recording import COLLECTIVES, D2H, H2D, Stamp
 from offload.device.virtual.machine import DeviceMemory, VirtualMachine
 from offload.device.virtual.operations import CountedOperations
 from offload.device.virtual.simulation import Event, Mutex, Simulation
@@ -131,6 +132,20 @@ class VirtualLane(HostLane):
             self._put(None)
 
 
+class _Between:
+    """From the end of one event to that of another."""
+
+    def __init__(self, began: Event, ended: Event) -> None:
+        self._began, self._ended = began, ended
+
+    def keep_times(self) -> None:
+        """Events do."""
+
+    def times_ns(self) -> tuple[int, int] | None:
+        first, last = self._began.times_ns(), self._ended.times_ns()
+        return (first[1], last[1]) if first is not None and last is not None else None
+
+
 _CALLS_OF_A_CHUNK = 5
 """Of the lane that updates: reads, passes and writes that it asks for."""
 
@@ -159,7 +174,7 @@ class VirtualAccelerator(Accelerator):
         return self._told(H2D, source.nbytes, self._machine.fetch.add(amounts))
 
     def copy_out(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
-        return self._copy_out_after(self._machine.compute.last, source)
+        return self._copy_out_after(self._machine.stream.last, source)
 
     def copy_out_beside_compute(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
         return self._copy_out_after(self._machine.fetch.last, source)
@@ -179,17 +194,33 @@ class VirtualAccelerator(Accelerator):
         self._machine.fetch.add({}, after=[self._machine.compute.last])
 
     def wait_for_all(self) -> None:
-        for queue_of_device in (self._machine.compute, self._machine.fetch, self._machine.drain):
+        machine = self._machine
+        for queue_of_device in (machine.compute, machine.fetch, machine.drain, machine.collectives):
             queue_of_device.last.wait()
 
     def join(self, pending: Pending) -> None:
         if isinstance(pending, Event):
-            self._machine.compute.add({}, after=[pending])
+            self._machine.stream.add({}, after=[pending])
         else:
             pending.wait()
 
     def mark(self) -> Pending:
-        return self._machine.compute.last
+        return self._machine.stream.last
+
+    @contextmanager
+    def communicating(self, what: str, about: object, nbytes: int, after: Pending | None = None) -> Iterator[None]:
+        queue_of_ranks, recording = self._machine.collectives, self.recorder.to
+        with self._machine.communicating():
+            if isinstance(after, Event):
+                queue_of_ranks.add({}, after=[after])
+            elif after is not None:
+                after.wait()
+            if recording is None:
+                yield
+                return
+            began = queue_of_ranks.last
+            yield
+            recording.transfer(COLLECTIVES, what, nbytes, _Between(began, queue_of_ranks.last), about=about)
 
     def lock(self) -> AbstractContextManager[object]:
         return Mutex(self._machine.simulation)
@@ -277,6 +308,11 @@ class VirtualCpu(VirtualUnified):
 
     def mark(self) -> Pending:
         return Settled()
+
+    @contextmanager
+    def communicating(self, what: str, about: object, nbytes: int, after: Pending | None = None) -> Iterator[None]:
+        with Accelerator.communicating(self, what, about, nbytes, after):
+            yield
 
     def host_lane(self, name: str, *, waits_for_io: bool, waits_for_ranks: bool = False) -> HostLane:
         row = LaneRow(name, self.recorder)

@@ -38,6 +38,9 @@ class Machine:
     h2d: float
     """Infinite, as `d2h`, where the device computes on host memory."""
     d2h: float
+    peer: float
+    """What a device sends others of its kind, as much as it receives from them at once; 0 where they have no link of their own,
+    so that it goes through host memory. A file may leave it out."""
     memory_bandwidth: float
     """Of host memory: what everything that reads or writes there has together."""
     nvme_read: float
@@ -52,6 +55,12 @@ class Machine:
     """Of the host's thread, to give the device one operation."""
     call_seconds: float
     """Of the host's thread, for each copy, transfer or pass over memory that the engine asks for, with what leads to it."""
+
+    @property
+    def exchange(self) -> float:
+        """Bytes a second that a rank sends the others, as it receives as many: over `peer`, or over its own links and host
+        memory."""
+        return self.peer or min(self.h2d, self.d2h, self.memory_bandwidth / 2)
 
     @property
     def is_unified(self) -> bool:
@@ -70,7 +79,7 @@ class Machine:
 
     def as_json(self, sources: dict[str, str]) -> dict[str, Any]:
         """The object that `read_machine` reads. `sources`: by field, where its number comes from."""
-        numbers = {field: value for field in NUMBERS if math.isfinite(value := getattr(self, field))}
+        numbers = {field: value for field in NUMBERS if math.isfinite(value := getattr(self, field)) and value}
         valued = {field: {"value": value, "source": sources.get(field, "")} for field, value in numbers.items()}
         return {"name": self.name, "kind": self.kind, **valued}
 
@@ -105,7 +114,7 @@ def read_machine(name: str, **overrides: float | None) -> Machine:
     kind = content.get("kind", "gpu")
     if kind not in KINDS:
         raise ConfigError(f"{str(path)!r}: kind is {kind!r}, expected {', '.join(KINDS)}.")
-    assumed = dict.fromkeys(_OF_A_DEVICE, math.inf) if kind != "gpu" else {}
+    assumed = {"peer": 0.0, **(dict.fromkeys(_OF_A_DEVICE, math.inf) if kind != "gpu" else {})}
     numbers = {
         field: assumed[field] if field in assumed and field not in content else _number(content.get(field), path, field)
         for field in NUMBERS
@@ -116,6 +125,15 @@ def read_machine(name: str, **overrides: float | None) -> Machine:
 def changed(machine: Machine, **overrides: float | None) -> Machine:
     """The same with other numbers, where they are not None."""
     return dataclasses.replace(machine, **{field: value for field, value in overrides.items() if value is not None})  # type: ignore[arg-type]
+
+
+def share_of(machine: Machine, rank_count: int) -> Machine:
+    """What one of so many ranks has of a workstation with as many devices like the machine's: a device and its links for
+    itself, an equal part of the rates of what they share. Sizes stay those of all."""
+    shared = ["memory_bandwidth", "nvme_read", "nvme_write", "nvme_both"]
+    if machine.kind == "cpu":
+        shared += ["flops", "flops_32", "device_bandwidth"]
+    return changed(machine, **{field: getattr(machine, field) / rank_count for field in shared})
 
 
 def write_machine(machine: Machine, sources: dict[str, str], path: str | Path) -> None:

@@ -21,6 +21,8 @@ RESOURCES = ("h2d", "d2h", "nvme_read", "nvme_write", "nvme_both", "memory_bandw
 """Those fields of `Machine` that are rates, but for `flops_32`."""
 CORES = "cores"
 """Where they compute the model, too: seconds of all of them."""
+COLLECTIVES = "collectives"
+"""What ranks send each other: bytes that this one sends, as it receives as many."""
 
 
 class VirtualMachine:
@@ -30,14 +32,18 @@ class VirtualMachine:
     Host memory that a model computes on is on the meta device; host memory beside a device is addresses that nobody writes to.
     """
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, rank_count: int = 1) -> None:
+        """`rank_count`: one of so many ranks runs here, which all do the same; `machine` is its share (`share_of`)."""
         self.machine, self.simulation = machine, Simulation()
+        self.rank_count = rank_count
         self.cpu_nbytes, self.nvme_nbytes = int(machine.cpu_nbytes), int(machine.nvme_nbytes)
         self.sharing = Sharing(self.simulation)
         self.resources = {name: Resource(name, getattr(machine, name)) for name in RESOURCES}
         self.resources[CORES] = Resource(CORES, 1.0)
+        self.resources[COLLECTIVES] = Resource(COLLECTIVES, machine.exchange)
         self.sharing.foreground = frozenset({self.resources["flops"], self.resources["device_bandwidth"]})
         self.compute, self.fetch, self.drain, self.reads, self.writes = (Queue(self.sharing) for _ in range(5))
+        self.collectives = Queue(self.sharing)
         self.memory = DeviceMemory()
         """That of the device; where the model computes on host memory, that and all else that lies there."""
         self.compute_seconds = 0.0
@@ -47,6 +53,7 @@ class VirtualMachine:
         self.values_read = 0
         """How often the model asked for a value on the device, which there is none of."""
         self._lanes: set[int] = set()
+        self._communicating: set[int] = set()
         self._as_written: dict[int, AsWritten] = {}
 
     @contextmanager
@@ -62,6 +69,21 @@ class VirtualMachine:
     def is_lane(self) -> None:
         """The calling thread does host work: it computes on the cores, not on the device."""
         self._lanes.add(threading.get_ident())
+
+    @contextmanager
+    def communicating(self) -> Iterator[None]:
+        """What the calling thread gives to the device inside goes to the queue of what ranks send each other."""
+        thread = threading.get_ident()
+        self._communicating.add(thread)
+        try:
+            yield
+        finally:
+            self._communicating.discard(thread)
+
+    @property
+    def stream(self) -> Queue:
+        """What the calling thread gives its device work to."""
+        return self.collectives if threading.get_ident() in self._communicating else self.compute
 
     # ---- work ----------------------------------------------------------------------------------------------------
 
@@ -87,7 +109,7 @@ class VirtualMachine:
         if machine.kind == "cpu":
             self.sharing.start(self.amounts({**amounts, CORES: seconds})).wait()
         else:
-            self.compute.append(self.amounts(amounts))
+            self.stream.append(self.amounts(amounts))
 
     def amounts(self, named: dict[str, float]) -> dict[Resource, float]:
         return {self.resources[name]: amount for name, amount in named.items()}
@@ -110,6 +132,23 @@ class VirtualMachine:
         direction, queue = ("nvme_write", self.writes) if is_write else ("nvme_read", self.reads)
         return queue.add(self.amounts({direction: nbytes, "nvme_both": nbytes, "memory_bandwidth": nbytes}), priority=priority)
 
+    def exchange(self, nbytes: float) -> Event:
+        """Send the other ranks so many bytes, and receive as many."""
+        self.call()
+        machine, amounts = self.machine, {COLLECTIVES: nbytes}
+        if not machine.peer:
+            amounts["memory_bandwidth"] = 2 * nbytes
+            amounts |= {} if machine.is_unified else {"h2d": nbytes, "d2h": nbytes}
+        return self.collectives.add(self.amounts(amounts))
+
+    def moved(self) -> dict[str, float]:
+        """Bytes so far over each link, that of the ranks' exchange too; what that takes of others is not counted again."""
+        names = ("h2d", "d2h", "nvme_read", "nvme_write", COLLECTIVES)
+        found = {name: self.resources[name].moved for name in names}
+        if not self.machine.peer and not self.machine.is_unified:
+            found |= {name: found[name] - found[COLLECTIVES] for name in ("h2d", "d2h")}
+        return found
+
     def transferred(self) -> tuple[float, float, float, float]:
         read, write = self.resources["nvme_read"], self.resources["nvme_write"]
         return read.moved, write.moved, read.busy_seconds, write.busy_seconds
@@ -117,7 +156,7 @@ class VirtualMachine:
     def value_read(self, dtype: torch.dtype) -> bool | int | float:
         """The model waits for the device and reads one number: conditions hold, numbers are 1."""
         self.values_read += 1
-        self.compute.last.wait()
+        self.stream.last.wait()
         if dtype is torch.bool:
             return True
         return 1.0 if dtype.is_floating_point else 1

@@ -238,7 +238,7 @@ class Reduction(Intake):
         if dtype is not None:
             # Zeros where this rank has gradients in other flats of the unit only.
             own = torch.zeros(flat.layout.numel, dtype=dtype, device=self._accelerator.device) if buffer is None else buffer
-            own = own.to(dtype) if on_device else own.to("cpu", dtype)
+            own = own.to(dtype) if on_device or self._accelerator.unified else own.to("cpu", dtype)
         if on_device:
             assert own is not None
             averages = averages_on_device(self._ranks, flat.layout, own, self._stage)
@@ -251,7 +251,7 @@ class Reduction(Intake):
 
     def _on_host(self, values: Tensor) -> Tensor:
         """`values` in host memory (pinned, one chunk)."""
-        if values.device.type == "cpu":
+        if values.device.type == "cpu" or self._accelerator.unified:
             return values
         if self._landing is None or self._landing.nbytes < values.nbytes:
             self._landing = HostMemory(values.nbytes, "reduced gradients", ledger=self._ledger, register=self._accelerator.pin)

@@ -51,7 +51,7 @@ class ShardExchange:
 
     def _gather_over_host(self, flat: Flat, own: Tensor, wanters: frozenset[int], wanted_here: bool) -> None:
         memory = flat.memory.flat
-        in_host = memory.device.type == "cpu"
+        in_host = self._accelerator.unified
         into = (memory if in_host else torch.empty_like(memory, device="cpu")) if wanted_here else None
         self._ranks.gather(own, into, wanters, flat.layout.nbytes)
         if into is not None and not in_host:
@@ -78,7 +78,7 @@ class ShardExchange:
     def _in_memory(self, flat: Flat, on_host: bool) -> Tensor:
         shard, itemsize = flat.layout.shard, flat.layout.itemsize
         own = flat.memory.flat[shard.start * itemsize : shard.stop * itemsize]
-        return own.to("cpu") if on_host else own
+        return own.to("cpu") if on_host and not self._accelerator.unified else own
 
     def _from_home(self, parameter_store: ParameterStore, flat: Flat) -> Tensor:
         shard, itemsize = flat.layout.shard, flat.layout.itemsize

@@ -149,8 +149,8 @@ class FailureState:
         self.check_process()
         if self.retired:
             raise UsageError(
-                "backward reached a forward that ran before parameters were unfrozen or added to the optimizer: run the "
-                "forward again."
+                "backward reached a forward that ran before parameters were unfrozen or added to the optimizer, or before the "
+                "last step: run the forward again."
             )
         if self.closed:
             raise UsageError("the engine was closed: call offload.initialize again.")
