@@ -2,7 +2,8 @@
 """Steps of models of the Llama architecture on described machines, in virtual time, against their floors: the largest of what
 computing takes, each link, and host memory with all who use it. The same on every machine, so that tests keep it.
 
-    python benchmarks/floors.py --out docs/performance/floors.json [--cells "7 B" h100 8192 1]
+    python benchmarks/floors.py --out docs/performance/floors.json --sizes "7 B" --machines h100 --tokens 8192 --micro-batches 1
+    python benchmarks/floors.py --out docs/performance/floors.json --beyond 1.15
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import dataclasses
 import itertools
 import json
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ import offload
 from offload.cli.forecast import Work, forecast_granted
 from offload.device.virtual.description import read_machine
 from offload.errors import BudgetError
+from offload.profiling.explanation import explain
+from offload.profiling.trace_events import read_trace
 from offload.rehearsal.forecast import Forecast, refused
 
 SIZES: dict[str, tuple[int, int, int, int, int]] = {  # width, layers, heads, heads of keys and values, width of the MLP
@@ -43,8 +47,8 @@ class Cell:
     tokens: int
     micro_batches: int
 
-    def run(self) -> Forecast:
-        """With all of the machine's memory granted; bf16, split masters, checkpointing, clip 1.0."""
+    def run(self, trace: Path | None = None) -> Forecast:
+        """With all of the machine's memory granted; bf16, split masters, checkpointing, clip 1.0. `trace`: a file for it."""
         width, layers, heads, kv_heads, intermediate = SIZES[self.size]
         shape = transformers.LlamaConfig(
             hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
@@ -62,7 +66,7 @@ class Cell:
         )
         work = Work(self.tokens // _SEQUENCE, _SEQUENCE, self.micro_batches, checkpointing=True)
         try:
-            return forecast_granted(make, config, machine, work)[0]
+            return forecast_granted(make, config, machine, work, trace)[0]
         except BudgetError as error:
             return refused(error)
 
@@ -81,9 +85,21 @@ def in_order(found: Forecast, micro_batches: int) -> float:
     return max(found.floor_seconds, sum(max(least, *found.halves[half].values()) for half, least in halves.items()))
 
 
+def waits(trace: Path) -> dict[str, float]:
+    """Seconds of a step in which compute stood still, by what was waited for and what that was a matter of."""
+    found: dict[str, float] = {}
+    for wait in explain(read_trace(trace)).waits:
+        name = f"{wait.what}: {wait.on}"
+        found[name] = found.get(name, 0.0) + wait.seconds
+    return dict(sorted(found.items(), key=lambda one: -one[1]))
+
+
 def told(cell: Cell) -> dict[str, Any]:
-    """What the result file has of it. `bound`: what was waited for longest, where the floor is far."""
-    found = cell.run()
+    """What the result file has of it. `bound`: what was in use longest while the model was not; `waits`: as above."""
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        found = cell.run(trace)
+        waited = waits(trace) if trace.exists() else {}
     values: dict[str, Any] = {**dataclasses.asdict(cell), "fits": found.fits, "placement": found.placement}
     if found.peak_nbytes:
         values |= {
@@ -91,6 +107,7 @@ def told(cell: Cell) -> dict[str, Any]:
             "ratio": found.step_seconds / found.floor_seconds, "in_order_seconds": in_order(found, cell.micro_batches),
             "tokens_per_second": found.tokens_per_second,
             "bound": max(found.exposed_seconds, key=found.exposed_seconds.__getitem__), "exposed": found.exposed_seconds,
+            "waits": waited,
         }  # fmt: skip
     return values
 
@@ -102,6 +119,7 @@ def main() -> None:
     parser.add_argument("--machines", nargs="*", default=["rtx4090", "h100"])
     parser.add_argument("--tokens", nargs="*", type=int, default=[2048, 8192, 16384])
     parser.add_argument("--micro-batches", nargs="*", type=int, default=[1, 4])
+    parser.add_argument("--beyond", type=float, default=0.0, help="of those that the file has further from their floors")
     args = parser.parse_args()
     asked = [
         one for one in CELLS
@@ -112,6 +130,8 @@ def main() -> None:
     if args.out is not None and args.out.exists():
         fields = [field.name for field in dataclasses.fields(Cell)]
         found = {Cell(*(line[name] for name in fields)): line for line in json.loads(args.out.read_text())["results"]}
+    if args.beyond:
+        asked = [one for one in asked if one in found and found[one].get("ratio", 0.0) > args.beyond]
     for cell in asked:
         found[cell] = told(cell)
         print(json.dumps(found[cell]), file=sys.stderr, flush=True)

@@ -16,7 +16,8 @@ def floors(report: dict[str, Any]) -> str:
         "Llama-shaped, bf16, split masters, checkpointing, clip 1.0, all of the machine's memory granted; in virtual time. The "
         "floor is the largest of computing, each link, and host memory with all who use it. In order: the forward, then the "
         "backwards, each as long as its computing or what the planner's cost has move in it. Where a step takes more than 1.15 "
-        f"of the floor: what the model waited for longest. Within 1.15: {near} of {len(fitting)} cells that fit."
+        "of the floor: the seconds in which the model stood still, by what it waited for and what that was a matter of, as "
+        f"`explain` counts them in the step's trace. Within 1.15: {near} of {len(fitting)} cells that fit."
     )
     columns = "| model | machine | tokens x micro-batches | states on | s/step | floor (of) | ratio | in order | waits for |"
     rows = []
@@ -25,13 +26,26 @@ def floors(report: dict[str, Any]) -> str:
         if not one["fits"]:
             rows.append(f"{start} does not fit | - | - | - | - | - |")
             continue
-        bound = one["bound"].replace("_", " ") if one["ratio"] > 1.15 else "-"
+        bound = _waits(one) if one["ratio"] > 1.15 else "-"
         rows.append(
             f"{start} {one['placement']['optimizer_states']} | {one['step_seconds']:.2f} | {one['floor_seconds']:.2f} "
             f"({one['bottleneck']}) | {one['ratio']:.2f} "
             f"| {one['step_seconds'] / one['in_order_seconds']:.2f} | {bound} |"
         )
     return introduction + "\n\n" + table(columns, rows)
+
+
+def _waits(one: dict[str, Any]) -> str:
+    """The longest, until they are what the goal is missed by, or three."""
+    if not one.get("waits"):
+        return one["bound"].replace("_", " ")
+    missed, told = one["step_seconds"] - 1.15 * one["floor_seconds"], []
+    for name, seconds in list(one["waits"].items())[:3]:
+        told.append(f"{name} {seconds:.2f}")
+        missed -= seconds
+        if missed <= 0:
+            break
+    return ", ".join(told)
 
 
 def predicted(report: dict[str, Any]) -> str:
