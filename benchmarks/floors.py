@@ -23,7 +23,7 @@ import transformers
 
 import offload
 from offload.cli.forecast import Work, forecast_granted
-from offload.device.virtual.description import read_machine
+from offload.device.virtual.description import Machine, changed, read_machine
 from offload.errors import BudgetError
 from offload.profiling.explanation import explain
 from offload.profiling.trace_events import read_trace
@@ -47,8 +47,21 @@ class Cell:
     tokens: int
     micro_batches: int
 
+    @property
+    def is_compared(self) -> bool:
+        """Whether it stands beside the same with everything in device memory."""
+        return (self.size, self.machine) == ("7 B", "h100")
+
     def run(self, trace: Path | None = None) -> Forecast:
         """With all of the machine's memory granted; bf16, split masters, checkpointing, clip 1.0. `trace`: a file for it."""
+        return self._run(read_machine(self.machine), trace)
+
+    def run_on_device(self) -> Forecast:
+        """The same with everything in device memory, on a machine that differs in having enough of it."""
+        large = changed(read_machine(self.machine), device_nbytes=1e12)
+        return self._run(large, parameters="device", optimizer_states="device")
+
+    def _run(self, machine: Machine, trace: Path | None = None, **fields: Any) -> Forecast:
         width, layers, heads, kv_heads, intermediate = SIZES[self.size]
         shape = transformers.LlamaConfig(
             hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
@@ -60,9 +73,8 @@ class Cell:
                 model = transformers.LlamaForCausalLM(shape).to(torch.bfloat16)
             return model, torch.optim.AdamW(model.parameters(), foreach=False)
 
-        machine = read_machine(self.machine)
         config = offload.Config(
-            dtype="bf16", nvme=".", cpu_memory=int(machine.cpu_nbytes), max_grad_norm=1.0, state_format="split"
+            dtype="bf16", nvme=".", cpu_memory=int(machine.cpu_nbytes), max_grad_norm=1.0, state_format="split", **fields
         )
         work = Work(self.tokens // _SEQUENCE, _SEQUENCE, self.micro_batches, checkpointing=True)
         try:
@@ -108,6 +120,7 @@ def told(cell: Cell) -> dict[str, Any]:
             "tokens_per_second": found.tokens_per_second,
             "bound": max(found.exposed_seconds, key=found.exposed_seconds.__getitem__), "exposed": found.exposed_seconds,
             "waits": waited,
+            "on_device_seconds": cell.run_on_device().step_seconds if cell.is_compared else None,
         }  # fmt: skip
     return values
 

@@ -19,6 +19,17 @@ def floors(report: dict[str, Any]) -> str:
         "of the floor: the seconds in which the model stood still, by what it waited for and what that was a matter of, as "
         f"`explain` counts them in the step's trace. Within 1.15: {near} of {len(fitting)} cells that fit."
     )
+    compared = [one for one in fitting if one.get("on_device_seconds")]
+    if compared:
+        introduction += (
+            " On the h100 the same steps of 7 B with everything in device memory, were there enough of it, take "
+            + ", ".join(
+                f"{one['on_device_seconds']:.2f} s ({one['tokens']} x {one['micro_batches']}: here "
+                f"{one['step_seconds'] / one['on_device_seconds']:.2f} times as long)"
+                for one in compared
+            )
+            + "."
+        )
     columns = "| model | machine | tokens x micro-batches | states on | s/step | floor (of) | ratio | in order | waits for |"
     rows = []
     for one in report["results"]:
