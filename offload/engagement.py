@@ -6,8 +6,8 @@ An engine has one at a time. It gets another where its parts are made anew: for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -122,11 +122,19 @@ class Engagement:
         """See `Training.zero_grad`."""
         self.training.zero_grad(set_to_none)
 
-    def resident(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def resident(self) -> Iterator[None]:
         """See `Engine.resident`."""
-        self.training.check()
-        free = self.parts.accelerator.free_nbytes()
-        return self.parts.residency.staying((host_room().free_nbytes if free is None else free) // 2)
+        training, residency = self.training, self.parts.residency
+        with training.failures():
+            free = self.parts.accelerator.free_nbytes()
+            before = residency.begin_staying((host_room().free_nbytes if free is None else free) // 2)
+        try:
+            yield
+        finally:
+            if training.is_usable:  # else nothing stays, or what failed is on its way to the user
+                with training.failures():
+                    residency.end_staying(before)
 
     def gathered(self, params: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
         """See `Engine.gathered`."""
@@ -226,7 +234,8 @@ class Engagement:
         failure: BaseException | None = None
         try:
             if self.training.failure is None:
-                parts.residency.finish_updates()
+                with self.training.turn_of_its_own():  # another thread may be in the middle of an evaluation
+                    parts.residency.finish_updates()
                 parts.meeting.meet(MeetingPoint.CLOSING)
                 for store in (parts.parameter_store, parts.records):
                     if store is not None:

@@ -131,11 +131,8 @@ class Checkpointing:
         if training.closed:  # by `close`, which raises what fails here
             if training.failure is not None:
                 raise EngineFailedError(f"the engine failed: {words_of(training.failure)}") from training.failure
-            training.turn.acquire(self)
-            try:
+            with training.turn_of_its_own():
                 training.settle()
-            finally:
-                training.turn.release(self)
             return
         with training.failures():
             training.settle()

@@ -4,7 +4,7 @@
 Who drives the model makes them under its next forward. In a notebook, or at the end of a script, none may come. Where it has
 asked nothing of the engine for a while, is in no forward and holds no parameters, another thread may have an update made in
 its place: each holds `FailureState.turn` while it works, so they never meet, and what it leaves is what the next forward would
-have left there.
+have left there. Where that thread has ended there is nothing to wait for but the turn, which any other may have.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 
+from offload.device.thread_end import has_ended, script_is_over
 from offload.model.chunk import Chunk
 from offload.step.components import Components
 from offload.step.training import Training
@@ -25,7 +26,9 @@ class Idleness:
 
     def __init__(self, parts: Components, training: Training) -> None:
         self._training, self._residency, self._units = training, parts.residency, parts.units
-        self._driver = threading.current_thread()
+        self._driver: threading.Thread | None = threading.current_thread()
+        if self._driver is threading.main_thread() and script_is_over():
+            self._driver = None  # in an `atexit` function: how that ends nobody is told
         self._seen_count, self._seen_seconds = training.turn_count, time.monotonic()
         self._unit_index = 0
         self._accelerator = parts.accelerator
@@ -39,20 +42,23 @@ class Idleness:
         if training.closed:
             return False  # by `close`, which has it made
         training.check_not_failed()
-        alive = self._driver.is_alive()
-        if not alive:
-            training.uses.abandon()
-        elif not self._is_quiet() or not training.turn.acquire(self, blocking=False):
+        left = self._driver if self._driver is not None and has_ended(self._driver) else None
+        if left is not None:
+            training.turn.leave(left)
+        elif not self._is_quiet():
+            return False
+        if not training.turn.acquire(self, blocking=False):
             return False
         try:
+            if left is not None:
+                training.uses.abandon()
             if training.uses.any:
                 return False
             self._unit_index = chunk.flat.layout.unit_index
             with training.failures_beside():
                 self._finish_as_driver()
         finally:
-            if alive:
-                training.turn.release(self)
+            training.turn.release(self)
         return True
 
     def _finish(self) -> None:

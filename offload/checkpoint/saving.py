@@ -43,6 +43,7 @@ from offload.checkpoint.tensor_file import write_file
 from offload.checkpoint.writing import Small, Snapshot
 from offload.device.lane import HostLane, InlineLane, start_thread
 from offload.device.pending import Pending
+from offload.device.thread_end import has_ended, script_is_over
 from offload.errors import CheckpointError, EngineFailedError, UsageError, words_of
 from offload.planning.route import Memory
 from offload.step.components import Components
@@ -186,7 +187,7 @@ class _Making:
         """Hold the process, and who can tell of a failure, until it is over. `driver`: the thread of the model, in whose end
         nobody waits for a lane without a thread of its own any more."""
         while not self._over.wait(_DRIVER_POLL_SECONDS if isinstance(lane, InlineLane) else None):
-            if isinstance(lane, InlineLane) and not driver.is_alive():
+            if isinstance(lane, InlineLane) and has_ended(driver):
                 lane.run_one()
         del save
 
@@ -328,7 +329,7 @@ class Saver:
 
 def _is_ending() -> bool:
     """Whether this is an `atexit` function: the interpreter has waited for its threads already, and waits for no other."""
-    return threading.current_thread() is threading.main_thread() and not threading.main_thread().is_alive()
+    return threading.current_thread() is threading.main_thread() and script_is_over()
 
 
 def _folder(path: Path, parts: Components) -> Folder:

@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager
 from offload.device.host_room import host_rooms
 from offload.device.pending import Latch, Pending
 from offload.device.recording import WORK, OpRecorder, lane_row
+from offload.device.thread_end import AwaitedThread, start_uninterrupted
 from offload.errors import ConfigError, EngineFailedError
 
 Job = Callable[[], None]
@@ -132,7 +133,7 @@ class InlineLane(HostLane):
 def start_thread(thread: threading.Thread) -> None:
     """Raises `ConfigError` where the system has no more threads."""
     try:
-        thread.start()
+        start_uninterrupted(thread)
     except RuntimeError as error:
         addresses = next((room for room in host_rooms() if room.bounds_addresses), None)
         if addresses is not None and addresses.free_nbytes < _STACK_NBYTES:
@@ -188,7 +189,7 @@ class ThreadLane(HostLane):
         self._begin = begin
         self._queue: _Jobs = queue.SimpleQueue()
         self._lock, self._serving = threading.Lock(), threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._thread: AwaitedThread | None = None
 
     def submit(self, job: Job, about: object = None, nbytes: int = 0) -> Pending:
         pending = _ThreadJob(job, self._told, about, nbytes)
@@ -197,7 +198,7 @@ class ThreadLane(HostLane):
                 work = (self._queue, self._serving, _ThreadJob(self._begin or (lambda: None)))
                 # Known before it starts: `close` ends it also where an interrupt comes while it does. Where that came before
                 # it was known to run, a second one is started, and whichever comes first serves.
-                self._thread = threading.Thread(target=_work, args=work, name=self._name, daemon=True)
+                self._thread = AwaitedThread(_work, work, self._name)
                 weakref.finalize(self, self._queue.put, None).atexit = False
                 start_thread(self._thread)
             self._queue.put(pending)

@@ -211,8 +211,8 @@ class Unit:
     fetch: Fetch | None = None
     """Written by the fetcher, in the thread that drives the model; its copies are added by the fetcher's lane."""
     update: UnitUpdate | None = None
-    """Enqueued and not finished: the parameters are not yet those of the last step. Written by `Updates`, in the thread that
-    drives the model; the others read it."""
+    """Enqueued and not finished: the parameters are not yet those of the last step. Written by `Updates`, in the thread whose
+    turn it is; the others read it."""
     early: EarlyUpdate | None = None
     """While an update that began before the norm was known can be undone. Written by `Speculation`, in the thread that drives
     the model (and backward's)."""

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Callable
 from typing import Protocol
 
 from offload.device.lane import start_thread
 from offload.device.pending import Latch
+from offload.device.thread_end import AwaitedThread
 
 
 class Waited(Protocol):
@@ -48,6 +48,6 @@ class Threads:
 
     def start(self, target: Callable[[], None], name: str) -> Started:
         """A daemon thread. Raises `ConfigError` where the system has no more."""
-        thread = threading.Thread(target=target, name=name, daemon=True)
+        thread = AwaitedThread(target, (), name)
         start_thread(thread)
         return thread

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ from offload.step.threads.taking_turns import Turn
 
 FORWARD = "forward"
 """What a turn lasts for while calls run outside of backward."""
+_SUSPENDED_BY_ITSELF = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+"""Of the code of a frame that no thread's stack begins with."""
 _CALLING_FILE = nn.Module._call_impl.__code__.co_filename
 
 
@@ -69,12 +72,15 @@ class Call:
         own = self.frame
         if own is None:
             return True
-        frame = sys._getframe() if self.thread == threading.get_ident() else sys._current_frames().get(self.thread)
-        while frame is not None:
-            if frame is own:
-                return True
-            frame = frame.f_back
-        return False
+        while True:
+            last = frame = sys._getframe() if self.thread == threading.get_ident() else sys._current_frames().get(self.thread)
+            while frame is not None:
+                if frame is own:
+                    return True
+                last, frame = frame, frame.f_back
+            if last is None or not last.f_code.co_flags & _SUSPENDED_BY_ITSELF:
+                return False
+            # The thread goes on meanwhile: it left a generator, whose frame leads nowhere then. Once more.
 
 
 class RunningCalls:
@@ -116,6 +122,11 @@ class RunningCalls:
             return False
         outermost = self._calls[0]
         return outermost.covers and outermost.thread == threading.get_ident() and outermost.is_running()
+
+    @property
+    def any_goes_on(self) -> bool:
+        """Whether one that uses a unit does. From any thread."""
+        return any(call.started and call.unit is not None and call.is_running() for call in list(self._calls))
 
     @property
     def is_recorded(self) -> bool:

@@ -166,9 +166,9 @@ class Training(FailureState):
         self.check()
         self.loss_is_scaled = False  # of a backward that was cut short
         self._clip_once = None  # of the gradients that are dropped
-        self._intake.settle()
-        self.gradients.adopt()
         with self.failures():
+            self._intake.settle()
+            self.gradients.adopt()
             self.speculation.undo()
             self.speculation.end_step()
             if not set_to_none:

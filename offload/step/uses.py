@@ -126,18 +126,21 @@ class Uses:
     @property
     def any(self) -> bool:
         """Whether a unit is in use, or a forward is running."""
+        self.end_cut_short()
         return self.in_forward or any(unit.uses.count for unit in self._units)
 
     @property
     def in_forward(self) -> bool:
-        """Whether a forward is running."""
-        self.end_cut_short()
-        return self._calls.innermost_unit() is not None
+        """Whether a forward is running. Changes nothing: it may not be the calling thread's turn."""
+        return self._calls.any_goes_on
 
     def bring_in(self, info: ParameterInfo) -> None:
         """A guarded parameter's value is asked for: right inside a forward, and wherever it lies in place; else an error."""
         unit = self._units[info.unit_index]
-        enclosing = self._calls.innermost_unit() if unit.residency.nbytes and self.in_forward else None
+        enclosing = None
+        if unit.residency.nbytes:
+            self.end_cut_short()
+            enclosing = self._calls.innermost_unit()
         if not unit.residency.nbytes or (enclosing is None and self._is_kept_here(unit)):
             self._speculation.before_use(unit)
             self._residency.bring(unit)

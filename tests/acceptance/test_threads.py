@@ -4,17 +4,23 @@
 from __future__ import annotations
 
 import itertools
+import signal
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
+from offload.planning.route import Memory
+from offload.step.calls import Call
 from offload.step.threads import taking_turns
+from tests.inside import parts_of
 
 from .models import IN_PLACE_IN_BACKWARD, ON_CPU, ON_NVME_IN_PLACE, Setup, Stack, adamw, stack, vector_batches
 from .runs import Run, assert_close, refused, run_engine, run_plain
@@ -152,3 +158,134 @@ def test_a_thread_that_stops_in_a_forward_is_told_of(opened: Any, monkeypatch: p
         goes_on.set()
     assert not beside.failures
     train(Run(model, engine.optimizer, engine))
+
+
+def test_zero_grad_takes_its_turn_before_it_touches_any_gradient(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other ranks' reductions bring is settled there: no other thread is in the model meanwhile."""
+    model = Stack()
+    engine = opened(model, adamw(model), ON_CPU)
+    intake, turn = type(parts_of(engine).intake), engine._training.turn
+    taken: list[bool] = []
+
+    def settle(_: Any) -> None:
+        def take() -> None:
+            taken.append(turn.acquire(taken, blocking=False))
+
+        other = threading.Thread(target=take)
+        other.start()
+        other.join(60)
+
+    monkeypatch.setattr(intake, "settle", settle)
+    engine.zero_grad()
+    assert taken == [False]
+
+
+class _Holder:
+    pass
+
+
+@pytest.mark.parametrize("calls_again", [True, False])
+def test_a_wait_for_the_turn_that_an_interrupt_ended_keeps_nobody_waiting(calls_again: bool) -> None:
+    """Also while the interrupt is being handled, and so keeps alive what waited: a save in the handler, another thread."""
+    turn, mine, other = taking_turns.Turn(backward_elsewhere=False), _Holder(), _Holder()
+    took, may_end = threading.Event(), threading.Event()
+
+    def work() -> None:
+        turn.acquire(other)
+        took.set()
+        assert may_end.wait(60)
+        turn.release(other)
+
+    def next_one() -> None:
+        turn.acquire(other)
+        turn.release(other)
+
+    beside = threading.Thread(target=work)
+    beside.start()
+    assert took.wait(60)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        turn.acquire(mine)
+    except KeyboardInterrupt:
+        may_end.set()
+        beside.join(60)
+        then = threading.Thread(target=next_one, daemon=True)
+        if calls_again:
+            assert turn.acquire(mine)
+            turn.release(mine)
+        then.start()
+        then.join(20)
+        assert not then.is_alive()
+    else:
+        raise AssertionError("no interrupt came")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_call_goes_on_whatever_generators_it_goes_through() -> None:
+    """A thread that looks at another's stack sees frames that are left while it looks."""
+    calls: list[Call] = []
+    ended = threading.Event()
+
+    class Busy(nn.Module):
+        def forward(self, x: int) -> int:
+            calls.append(Call(self))
+            ready.set()
+            while not ended.is_set():
+                sum(deep(30))
+            return x
+
+    def deep(depth: int) -> Iterator[int]:
+        yield depth
+        if depth:
+            yield from deep(depth - 1)
+
+    ready = threading.Event()
+    busy = threading.Thread(target=lambda: Busy()(1))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        busy.start()
+        assert ready.wait(60)
+        found = [calls[0].is_running() for _ in range(4000)]
+    finally:
+        sys.setswitchinterval(interval)
+        ended.set()
+        busy.join(60)
+    assert all(found) and not calls[0].is_running()
+
+
+def test_two_threads_that_hand_an_update_to_the_lane_hand_it_over_once(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that lends other ranks what it updates, and that which drives the model."""
+    model = Stack()
+    engine = opened(model, adamw(model), ON_NVME_IN_PLACE)
+    updates = parts_of(engine).updates
+    assert updates is not None
+    lane, begun, submitted = updates._lanes[Memory.HOST], threading.Event(), []
+    submit = lane.submit
+
+    def slow(job: Any, about: object = None, nbytes: int = 0) -> Any:
+        submitted.append(about)
+        begun.set()
+        begun.clear() if len(submitted) > 1 else threading.Event().wait(0.3)
+        return submit(job, about, nbytes)
+
+    enqueue = updates.enqueue
+
+    def at_once(unit: Any, chunks: Any) -> None:
+        enqueue(unit, chunks)
+        other = threading.Thread(target=lambda: begun.wait(60) and updates.apply(unit))
+        monkeypatch.setattr(lane, "submit", slow)
+        other.start()
+        updates.launch(unit).wait()
+        other.join(60)
+        monkeypatch.setattr(lane, "submit", submit)
+
+    monkeypatch.setattr(updates, "enqueue", at_once)
+    x, y = vector_batches(1)[0]
+    F.mse_loss(model(x), y).backward()
+    engine.step()
+    units = [about for about in submitted if about is not None]
+    assert units and len(units) == len(set(units))

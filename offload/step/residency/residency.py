@@ -11,8 +11,7 @@ What is remembered of a unit lies in its `UnitResidency`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,20 +105,19 @@ class Residency:
             then()
         self._reach(Event(Edge.END, unit.index))
 
-    @contextmanager
-    def staying(self, spare_nbytes: int) -> Iterator[None]:
-        """Inside, units that were used stay, as many as there is room for beside two of the others, which come and go. Where
-        there is no budget, `spare_nbytes` may be taken beyond what a step takes."""
+    def begin_staying(self, spare_nbytes: int) -> int:
+        """From now on units that were used stay, as many as there is room for beside two of the others, which come and go.
+        Where there is no budget, `spare_nbytes` may be taken beyond what a step takes. Returns what `end_staying` needs."""
         before = self.capacity_nbytes
         if not self._fixed_capacity:
             self.capacity_nbytes = max(before, self._resident_nbytes + spare_nbytes)
         self._staying = self._chosen_to_stay() if not self._staying else self._staying
-        try:
-            yield
-        finally:
-            self._staying = frozenset()
-            self.capacity_nbytes = before
-            self._make_room(0, optional=False)
+        return before
+
+    def end_staying(self, before: int) -> None:
+        self._staying = frozenset()
+        self.capacity_nbytes = before
+        self._make_room(0, optional=False)
 
     def _chosen_to_stay(self) -> frozenset[Unit]:
         sizes = sorted((unit.residency.nbytes for unit in self._units), reverse=True)

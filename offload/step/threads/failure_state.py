@@ -17,7 +17,7 @@ from offload.ranks.group import Meeting
 from offload.ranks.next_transfers import MeetingPoint
 from offload.step.threads import held_interrupt
 from offload.step.threads.held_interrupt import HeldInterrupt
-from offload.step.threads.taking_turns import Turn
+from offload.step.threads.taking_turns import Turn, Turned
 
 _ANSWERS = (ParameterAccessError, UsageError, EngineFailedError, NonFiniteGradientError)
 """To an error of the user's: they leave the engine as it was."""
@@ -104,6 +104,10 @@ class FailureState:
     def failures_beside(self) -> _OwnWork:
         """The same on a thread that does not drive the model: also while that closes the engine, which waits for it."""
         return _OwnWork(self, None, None)
+
+    def turn_of_its_own(self) -> Turned:
+        """Around work of an engine that may have failed or be closed: nothing is looked at, and no failure taken in."""
+        return Turned(self.turn)
 
     def fail(self, error: BaseException) -> None:
         """The engine's state is undefined from now on, because of `error`."""

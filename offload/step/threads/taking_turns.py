@@ -23,6 +23,16 @@ PATIENCE_SECONDS = 600.0
 _LOOK_SECONDS = 0.5
 
 
+class _Ticket:
+    """Of a thread that waits: its lock is locked, and opened when that is to look."""
+
+    __slots__ = ("__weakref__", "lock", "thread")
+
+    def __init__(self) -> None:
+        self.thread, self.lock = threading.get_ident(), threading.Lock()
+        self.lock.acquire()
+
+
 class Turn:
     """See the module. Its owner may take it again, and keeps it by `begin` until `end`."""
 
@@ -35,8 +45,8 @@ class Turn:
         """By id, the outermost first."""
         self._lasting: dict[Hashable, Callable[[], object]] = {}
         """What has begun and not ended; with what is false, or None, when it is over nevertheless."""
-        self._queue: deque[weakref.ref[threading.Lock]] = deque()
-        """One locked lock for each thread that waits: it is opened when that is to look."""
+        self._queue: deque[weakref.ref[_Ticket]] = deque()
+        """Who waits, the longest first."""
         self._driver = threading.get_ident()
         """Who ran the last forward that was recorded: backward is its."""
 
@@ -47,16 +57,21 @@ class Turn:
             return True
         if not blocking:
             return False
-        ticket, began = threading.Lock(), time.monotonic()
-        ticket.acquire()
-        self._queue.append(weakref.ref(ticket))
-        while not self._take(holder, ticket):
-            if time.monotonic() - began > PATIENCE_SECONDS:
-                raise UsageError(
-                    f"another thread has been inside this engine's model for {PATIENCE_SECONDS:g} seconds: threads take "
-                    "turns in it. End what that thread does, or evaluate between the steps of the training loop."
-                )
-            ticket.acquire(timeout=_LOOK_SECONDS)
+        ticket, began = _Ticket(), time.monotonic()
+        reference = weakref.ref(ticket)
+        try:
+            self._queue.append(reference)
+            while not self._take(holder, ticket):
+                if time.monotonic() - began > PATIENCE_SECONDS:
+                    raise UsageError(
+                        f"another thread has been inside this engine's model for {PATIENCE_SECONDS:g} seconds: threads take "
+                        "turns in it. End what that thread does, or evaluate between the steps of the training loop."
+                    )
+                ticket.lock.acquire(timeout=_LOOK_SECONDS)
+        finally:  # an interrupt that is being handled keeps the ticket alive
+            with self._lock:
+                if reference in self._queue:
+                    self._queue.remove(reference)
         return True
 
     def release(self, holder: object) -> None:
@@ -75,6 +90,15 @@ class Turn:
             if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
                 self._driver = threading.get_ident()
 
+    def leave(self, thread: threading.Thread) -> None:
+        """The thread has ended: what it was in the middle of is over."""
+        with self._lock:
+            successors = (one for one in threading.enumerate() if one is not thread)
+            if self._owner == thread.ident and all(one.ident != self._owner for one in successors):
+                self._holders.clear()
+                self._lasting.clear()
+                self._pass_on()
+
     def begin_anew(self) -> None:
         """Nothing that the calling thread has begun in its turn is still going on."""
         with self._lock:
@@ -89,13 +113,13 @@ class Turn:
                 del self._lasting[what]
                 self._pass_on()
 
-    def _take(self, holder: object, ticket: threading.Lock | None) -> bool:
+    def _take(self, holder: object, ticket: _Ticket | None) -> bool:
         key = id(holder)
         with self._lock:
             me = self._who()
             if self._owner != me:
                 is_free = self._is_free() or (ticket is not None and self._owner_ended())
-                if not is_free or self._first() is not ticket:
+                if not is_free or self._first(ticket) is not ticket:
                     return False
                 self._holders.clear()
                 self._lasting.clear()
@@ -109,11 +133,12 @@ class Turn:
             return self._driver
         return threading.get_ident()
 
-    def _first(self) -> threading.Lock | None:
-        """The ticket of who has waited longest."""
+    def _first(self, own: _Ticket | None = None) -> _Ticket | None:
+        """The ticket of who has waited longest. `own`: the calling thread's, if that waits."""
+        here = threading.get_ident()
         while self._queue:
             ticket = self._queue[0]()
-            if ticket is not None:
+            if ticket is not None and (ticket is own or ticket.thread != here):
                 return ticket
             self._queue.popleft()  # its wait is over
         return None
@@ -131,5 +156,24 @@ class Turn:
         if self._queue and self._is_free():  # else who comes next finds out: to look takes longer than what most turns do
             self._owner = None
             first = self._first()
-            if first is not None and first.locked():
-                first.release()
+            if first is not None and first.lock.locked():
+                first.lock.release()
+
+
+class Turned:
+    """A turn for the length of a block."""
+
+    __slots__ = ("__weakref__", "_turn")
+
+    def __init__(self, turn: Turn) -> None:
+        self._turn = turn
+
+    def __enter__(self) -> None:
+        try:
+            self._turn.acquire(self)
+        except BaseException:
+            self._turn.release(self)
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._turn.release(self)

@@ -11,6 +11,7 @@ A unit between `enqueue` and `finish` is in the shard state UPDATING (`offload.m
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
@@ -47,7 +48,10 @@ class Watcher(Protocol):
 
 
 class Updates:
-    """The updates that are enqueued and not finished. The public methods belong to the thread that drives the model."""
+    """The updates that are enqueued and not finished.
+
+    The public methods belong to whose turn it is (`FailureState.turn`): the thread that drives the model, or the save's in its
+    place. `apply`, `launch` and what only tells may come from any thread."""
 
     def __init__(
         self,
@@ -70,7 +74,9 @@ class Updates:
         }
         self.watcher: Watcher | None = None
         self._queue: dict[Unit, UnitUpdate] = {}
-        """The units that have an update, in the enqueued order. Changed by the thread that drives the model, read by any."""
+        """The units that have an update, in the enqueued order. Changed by whose turn it is, read by any thread: as a copy,
+        which takes one call of C."""
+        self._launching = threading.Lock()
         self._ahead: deque[ChunkUpdate] = deque()
         self._joined_chunks: tuple[Chunk, ...] = ()
         self._joined: JoinedTable | None = None
@@ -93,7 +99,7 @@ class Updates:
 
     def coming(self) -> list[ChunkUpdate]:
         """The enqueued updates of chunks that are not over."""
-        return [one for update in self._queue.values() for one in update.chunks if not one.applied]
+        return [one for update in list(self._queue.values()) for one in update.chunks if not one.applied]
 
     def enqueue(self, unit: Unit, chunks: list[ChunkUpdate]) -> None:
         """Add a unit's update. Its gradients belong to the update from now on."""
@@ -110,33 +116,39 @@ class Updates:
 
     def launch(self, unit: Unit) -> Pending:
         """Hand the unit's update to the lane, once; settles when its new parameters are in place."""
-        update = unit.update
-        assert update is not None, "there is no update to launch"
+        assert unit.update is not None, "there is no update to launch"
+        return self._launch(unit, unit.update)
+
+    def _launch(self, unit: Unit, update: UnitUpdate) -> Pending:
         if update.job is None:
-            # On the device the job gives work to compute, and a thread of the fetcher may be the one that runs it.
-            lane = self._lanes[unit.route.update_in]
-            if self._updates_together(unit):
-                together = [one for one in self._queue if self._updates_together(one)]
-                job = lane.submit(lambda: self._run_together(together), "units in memory")
-                for one in together:
-                    assert one.update is not None
-                    one.update.job = job
-            else:
-                update.job = lane.submit(self._accelerator.on_compute(lambda: self._run(unit, update)), unit)
+            with self._launching:  # one may come from another thread: who lends other ranks what it updates
+                if update.job is None:
+                    self._submit(unit, update)
         assert update.job is not None
         return update.job
 
-    def _updates_together(self, unit: Unit) -> bool:
+    def _submit(self, unit: Unit, update: UnitUpdate) -> None:
+        # On the device the job gives work to compute, and a thread of the fetcher may be the one that runs it.
+        lane = self._lanes[unit.route.update_in]
+        if self._updates_together(unit, update):
+            together = [(one, other) for one, other in list(self._queue.items()) if self._updates_together(one, other)]
+            job = lane.submit(lambda: self._run_together(together), "units in memory")
+            for _, other in together:
+                other.job = job
+        else:
+            update.job = lane.submit(self._accelerator.on_compute(lambda: self._run(unit, update)), unit)
+
+    def _updates_together(self, unit: Unit, update: UnitUpdate) -> bool:
         """Whether the unit's update, which no lane has yet, needs nothing to be brought or taken anywhere."""
         in_place = unit.route.value_path is ValuePath.IN_PLACE and unit.route.update_in is Memory.HOST
-        return in_place and not self._reads and unit.update is not None and unit.update.job is None
+        return in_place and not self._reads and update.job is None
 
     def finish(self, unit: Unit) -> None:
         """Wait until the unit's update ran, if it has one; raise its failure."""
         update = unit.update
         if update is None:
             return
-        job = self.launch(unit)
+        job = self._launch(unit, update)
         with self._timeline.waiting("update", unit):
             job.wait()
             self._leave_queue(unit)
@@ -147,7 +159,7 @@ class Updates:
         """Block until this rank's part of the unit's update, if it has one, is in place. From any thread."""
         update = unit.update
         if update is not None:
-            self.launch(unit).wait()
+            self._launch(unit, update).wait()
             for pending in update.published:
                 pending.wait()
 
@@ -173,7 +185,7 @@ class Updates:
                 one.cancelled = update.job is None or not one.started
         for unit, update in enqueued:
             if any(one.cancelled for one in update.chunks):
-                self.launch(unit).wait()  # what the lane had begun of it meanwhile is over then
+                self._launch(unit, update).wait()  # what the lane had begun of it meanwhile is over then
                 self._leave_queue(unit)
                 for pending in update.published:
                     self._accelerator.join(pending)
@@ -206,8 +218,7 @@ class Updates:
         if unit.route.update_in is Memory.DEVICE:
             update.published.append(self._accelerator.mark())
 
-    def _run_together(self, units: Sequence[Unit]) -> None:
-        runs = [(unit, unit.update) for unit in units if unit.update is not None]
+    def _run_together(self, runs: Sequence[tuple[Unit, UnitUpdate]]) -> None:
         updates = [one for _, update in runs for one in update.chunks]
         alike = all(one.updates_every_slot and not one.cancelled and one.factor == updates[0].factor for one in updates)
         if self.watcher is not None or not updates or not alike:  # of several ranks one may have no part of any

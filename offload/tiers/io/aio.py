@@ -22,6 +22,7 @@ from torch import Tensor
 
 from offload.device.lane import start_thread
 from offload.device.pending import Latch, Pending
+from offload.device.thread_end import has_ended
 from offload.tiers.io.backend import IoMeter, IoStats, OpenFile, Priority, Transfer, not_registered
 from offload.tiers.io.failure import transfer_error
 
@@ -213,7 +214,7 @@ async def _move(block: Transfer, executor: concurrent.futures.ThreadPoolExecutor
 
 
 def _stop(loop: asyncio.AbstractEventLoop, queue: _Queue, thread: threading.Thread, process_id: int) -> None:
-    if os.getpid() != process_id or not thread.is_alive():
+    if os.getpid() != process_id or has_ended(thread):
         return  # a forked child has no such thread
     stop: list[_Entry] = [(_STOP_PRIORITY, 0, None)]
     loop.call_soon_threadsafe(_enqueue, queue, stop)

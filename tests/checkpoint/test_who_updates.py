@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An update that a save makes in the place of the thread that drives the model is in no other thread's hands."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from offload.checkpoint.idleness import Idleness
+from offload.device import thread_end
+from offload.step.updates.update import Updates
+
+from ..acceptance.models import ON_CPU, Setup
+from ..acceptance.runs import assert_same_bits
+from .loops import BATCHES, Resumable, files_of
+
+
+class Hands:
+    """The threads that are inside `Updates.finish`, and its lane, held up until `go`, or until two of them are there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go, self.reached, self.most = threading.Event(), threading.Event(), 0
+        self._inside: set[int] = set()
+        finish, apply = Updates.finish, Updates._apply
+
+        def finished(updates: Updates, unit: Any) -> None:
+            own = threading.get_ident()
+            self._inside.add(own)
+            self.reached.set()
+            self.most = max(self.most, len(self._inside))
+            if self.most > 1:
+                self.go.set()
+            try:
+                finish(updates, unit)
+            finally:
+                self._inside.discard(own)
+
+        def applied(updates: Updates, chunk_update: Any) -> Any:
+            assert self.go.wait(60)
+            return apply(updates, chunk_update)
+
+        monkeypatch.setattr(Updates, "finish", finished)
+        monkeypatch.setattr(Updates, "_apply", applied)
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save makes updates whenever it may."""
+    monkeypatch.setattr(Idleness, "_is_quiet", lambda _: True)
+
+
+@contextmanager
+def interrupted_at(moment: int, within: str) -> Iterator[Callable[[], bool]]:
+    """A `KeyboardInterrupt` at that moment, as Python may handle a signal there, of what a function of this file calls."""
+    left = moment
+
+    def look(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal left
+        if event in ("call", "c_return") and frame.f_code.co_filename == within:
+            left -= 1
+            if left == -1:
+                raise KeyboardInterrupt
+
+    sys.setprofile(look)
+    try:
+        yield lambda: left < 0
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.setprofile(None)
+
+
+def test_no_interrupt_makes_a_save_take_its_thread_for_ended(opened: Any, tmp_path: Path) -> None:
+    """Python itself does, and for good, where one comes as `Thread.is_alive` looks (what mends its issue 45274)."""
+    run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
+    run.train(range(1))
+    moment, is_over = 0, False
+    while not is_over:
+        with interrupted_at(moment, threading.__file__) as came:
+            run.engine.save_checkpoint(tmp_path / f"saved-{moment}", wait=False)
+        assert threading.main_thread().is_alive(), moment
+        is_over, moment = not came(), moment + 1
+    assert moment > 5
+
+
+def test_an_update_is_in_one_hand_whatever_python_says_of_threads(
+    opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hurried: None
+) -> None:
+    """The main thread waits for its save, and so makes the updates; an interrupt before had it marked as ended."""
+    run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
+    run.train(range(2))
+    monkeypatch.setattr(threading.Thread, "is_alive", lambda thread: thread is not threading.main_thread())
+    hands = Hands(monkeypatch)
+    threading.Timer(0.5, hands.go.set).start()
+    run.save(tmp_path / "waited")
+    assert hands.most == 1
+    alone = Resumable(opened, ON_CPU)
+    alone.train(range(2))
+    alone.save(tmp_path / "expected")
+    assert files_of(tmp_path / "waited") == files_of(tmp_path / "expected")
+
+
+def test_at_the_end_of_the_interpreter_the_main_thread_still_has_its_turn(
+    opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hurried: None
+) -> None:
+    """As an `atexit` function saves: the main thread has ended as far as its end was waited for, and is at work."""
+    run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
+    run.train(range(2))
+    monkeypatch.setattr(thread_end, "_is_ending", True)
+    hands = Hands(monkeypatch)
+    threading.Timer(0.5, hands.go.set).start()
+    save = run.engine.save_checkpoint(tmp_path / "saved", wait=False)
+    assert save.done() and hands.most == 1
+
+
+def test_a_thread_that_evaluates_after_the_one_that_saved_has_ended(
+    opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hurried: None
+) -> None:
+    """A thread trains, begins a save and ends. Its save makes the updates, and an evaluation in another thread needs them."""
+    run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
+    saves: list[Any] = []
+    hands = Hands(monkeypatch)
+    hands.go.set()
+
+    def train_and_save() -> None:
+        run.train(range(2))
+        hands.go.clear()
+        saves.append(run.engine.save_checkpoint(tmp_path / "beside", wait=False))
+
+    trainer = threading.Thread(target=train_and_save)
+    trainer.start()
+    trainer.join(60)
+    threading.Timer(0.5, hands.go.set).start()
+    with torch.no_grad():
+        loss = run.model(input_ids=BATCHES[0], labels=BATCHES[0]).loss.item()
+    saves[0].wait()
+    assert hands.most == 1
+    alone = Resumable(opened, ON_CPU)
+    alone.train(range(2))
+    with torch.no_grad():
+        assert alone.model(input_ids=BATCHES[0], labels=BATCHES[0]).loss.item() == loss
+    assert_same_bits(alone.weights(), run.weights())
