@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For every test: Ctrl-C interrupts, hypothesis has no deadlines, and gpu-marked tests skipped where torch sees no GPU."""
+"""For every test: Ctrl-C interrupts, hypothesis has no deadlines, torch computes on one thread, what was imported is no longer
+looked through for garbage, and gpu-marked tests are skipped where torch sees no GPU."""
 
 from __future__ import annotations
 
+import gc
+import os
 import signal
 
 import pytest
@@ -23,7 +26,20 @@ else:
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Tests run beside each other, on all cores: threads of torch, here and in what a test starts, would wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)
+
+gc.disable()  # until everything is imported
+
 partition.JOINED_NUMEL = 0  # the models of the tests are tiny, and are to have units all the same; test_joined_units.py sets it
+
+
+def pytest_collection_finish() -> None:
+    """See tests/frozen.py."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -31,6 +31,7 @@ ENVIRONMENT = {"OFFLOAD_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFF
 _IMPORTED = (
     *("torch._dynamo", "torch.distributed", "torch.utils.checkpoint", "transformers", "offload.cli.main"),
     *("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"),
+    "tests.frozen",
 )
 _REQUEST_NBYTES = 2**18
 

@@ -19,14 +19,10 @@ from .speculating import at_once
 
 
 @pytest.fixture(autouse=True)
-def settled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A seed; the cpu accelerator, on machines with a GPU too; one thread for torch, as in the workers."""
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A seed; the cpu accelerator, on machines with a GPU too."""
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", "cpu")
     torch.manual_seed(0)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import os
 import resource
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +16,7 @@ import torch
 import offload
 from offload.device import lane
 from offload.device.host_room import HostRoom
+from tests.warm import WarmProcess
 
 from .interrupting import Net, train
 from .runs import digest
@@ -109,11 +108,7 @@ except offload.BudgetError as error:
 
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 def test_an_address_space_that_is_too_small(tier: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ADDRESS_SPACE, tier, str(tmp_path)],
-        capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2],
-        env=os.environ | {"OFFLOAD_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    done = WarmProcess.run(["-c", ADDRESS_SPACE, tier, str(tmp_path)], 120)
     assert "RLIMIT_AS" in done.stdout and "ulimit -v" in done.stdout, done.stdout + done.stderr
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import gc
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from torch import nn
 import offload
 from offload.checkpoint.carry_over import passing_checkpoint
 from offload.ranks.group import Alone, NoMeeting
+from tests.warm import WarmProcess
 
 from .models import (
     ADAM_OPTIONS,
@@ -34,7 +33,6 @@ from .models import (
     vector_batches,
 )
 from .runs import Run, assert_close, assert_same_bits, one_step, refused, run_engine, run_plain, simple_loop
-from .worker import environment
 
 SETUPS = (
     ON_CPU,
@@ -382,7 +380,7 @@ model(torch.ones(1, 4))
 
 
 def test_what_a_kill_leaves_while_parts_are_made_anew_the_next_start_removes(nvme: Path) -> None:
-    killed = subprocess.run([sys.executable, "-c", _KILLED, str(nvme)], env=environment(), timeout=120)
+    killed = WarmProcess.run(["-c", _KILLED, str(nvme)], 120)
     assert killed.returncode == -signal.SIGKILL
     left = list(nvme.iterdir())
     assert len(left) == 1 and (left[0] / "state" / "MANIFEST.json").is_file()

@@ -24,6 +24,7 @@ TIMEOUT_SECONDS = 120
 _IMPORTED = (
     *("pytest", "tests.ranks.jobs", "tests.loops.jobs", "tests.integrations.deepspeed_jobs"),
     *("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"),
+    "tests.frozen",
 )
 _context = multiprocessing.get_context("forkserver")
 
