@@ -89,7 +89,7 @@ class ParameterGradients:
         if isinstance(gradient, TakenGradient) and not live:
             self._consumed[info.index], info.parameter.grad = gradient, None
             return
-        self.micro_batches.gradient_coming(info, is_second=live)
+        self._further_coming(info, is_second=live)
         if isinstance(gradient, TakenGradient):
             _refuse_clipped(gradient)
             info.parameter.grad = None
@@ -129,7 +129,16 @@ class ParameterGradients:
             self._gradients.take(found)
             for info, _ in found:
                 info.parameter.grad = self.clipping.token(info, self.step_index)
-        return sum([info.numel * info.dtype.itemsize for info, _ in found])
+        return sum([_nbytes(info) for info, _ in found])
+
+    def leave_no_more(self, unit: Unit, module_id: int) -> list[ParameterInfo]:
+        """From now on the gradients of a module of the unit are taken over one by one. Returns those that were left before."""
+        part, left = {info.index for info in unit.part_of(module_id)}, self.left.get(unit.index, [])
+        ended = [info for info in left if info.index in part]
+        if ended:
+            self.left[unit.index] = [info for info in left if info.index not in part]
+            self._left_of_part[module_id] = []
+        return ended
 
     def _expect(self, found: Sequence[tuple[ParameterInfo, torch.Tensor]]) -> None:
         self._require_scaled_loss()
@@ -154,12 +163,16 @@ class ParameterGradients:
                 return
             self._require_scaled_loss()
             _refuse_clipped(token)
-            try:
-                self.micro_batches.gradient_coming(info, is_second=True)
-            except BudgetError:
-                self._drop_left()
-                raise
+            self._further_coming(info, is_second=True)
             self._intake.arrive(info, gradient, owned=False, is_part=self.micro_batches.adds_part(info))
+
+    def _further_coming(self, info: ParameterInfo, *, is_second: bool) -> None:
+        """See `MicroBatches.gradient_coming`. Without room what the backward has left goes with the rest."""
+        try:
+            self.micro_batches.gradient_coming(info, is_second=is_second)
+        except BudgetError:
+            self._drop_left()
+            raise
 
     def _take_over(self, unit: Unit, info: ParameterInfo, gradient: torch.Tensor, *, owned: bool) -> None:
         unit.shard.become(ShardState.REDUCING)
@@ -285,9 +298,10 @@ class ParameterGradients:
 
 def left_parameters(parts: Components) -> dict[int, list[ParameterInfo]]:
     """By unit the parameters into whose `grad` PyTorch accumulates undisturbed, as the engine would. They are taken over
-    together, at the end of backward where the tensors that autograd made are kept; else when backward leaves their unit: what
-    waits for that is no more than is worth a word or, where it is taken in one pass, than one gradient may take. Of a shared
-    parameter the engine adds the parts itself."""
+    together, at the end of backward where the tensors that autograd made are kept; else when backward leaves their unit. What
+    waits for that is no more than is worth a word or, where it is taken in one pass, than one gradient may take. Of a unit with
+    more those are taken over so that go to a device's buffers and are small. Of a shared parameter the engine adds the parts
+    itself."""
     gradients = parts.gradients
     if gradients is None or parts.ranks.world_size > 1:
         return {}
@@ -297,13 +311,30 @@ def left_parameters(parts: Components) -> dict[int, list[ParameterInfo]]:
     found = {}
     for unit in parts.units:
         trained = [info for info in unit.parameters if info.trainable]
-        if parts.stays:
-            trained = [info for info in trained if gradients.adopts(info)]
-        elif max(sum(info.numel * info.dtype.itemsize for info in part if info.trainable) for part in unit.parts) > most:
+        if unit.shares_parameters:
             continue
-        if not unit.shares_parameters:
-            found[unit.index] = [info for info in trained if info.dtype == torch.float32]
+        if parts.stays:
+            found[unit.index] = [info for info in trained if gradients.adopts(info) and info.dtype == torch.float32]
+        elif max(sum(_nbytes(info) for info in part if info.trainable) for part in unit.parts) <= most:
+            found[unit.index] = trained
+        elif not gradients.are_taken_in_one_pass and not unit.has_parts:
+            found[unit.index] = _small_ones(trained)
     return found
+
+
+def _small_ones(infos: Sequence[ParameterInfo]) -> list[ParameterInfo]:
+    """The smallest, as many as may wait for each other, in order."""
+    total_nbytes, chosen = 0, set()
+    for info in sorted(infos, key=_nbytes):
+        total_nbytes += _nbytes(info)
+        if total_nbytes > _TOGETHER_NBYTES:
+            break
+        chosen.add(info.index)
+    return [info for info in infos if info.index in chosen]
+
+
+def _nbytes(info: ParameterInfo) -> int:
+    return info.numel * info.dtype.itemsize
 
 
 def _is_new(gradient: torch.Tensor | None) -> TypeGuard[torch.Tensor]:

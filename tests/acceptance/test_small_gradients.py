@@ -83,7 +83,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def backward(engine: Any, number: int) -> None:
     x, y = BATCHES[number]
-    F.mse_loss(engine.module(x), y).backward()
+    F.mse_loss(engine.module(x.to(engine.module.outlet.weight.dtype)).float(), y).backward()
 
 
 def one_each(engine: Any) -> None:
@@ -120,7 +120,7 @@ def cut_short(engine: Any) -> None:
     for step in range(4):
         if step % 2:
             x, y = BATCHES[step]
-            loss = F.mse_loss(engine.module(x), y)
+            loss = F.mse_loss(engine.module(x.to(engine.module.outlet.weight.dtype)).float(), y)
             handle = engine.module.middle.register_hook(fail)
             with pytest.raises(ArithmeticError):
                 loss.backward()
@@ -139,7 +139,8 @@ def dropped(engine: Any) -> None:
         if step % 2:
             engine.zero_grad()
         backward(engine, step + 4)
-        engine.module.outlet.bias.grad = torch.full((16,), 0.01)
+        bias = engine.module.outlet.bias
+        bias.grad = torch.full((16,), 0.01, dtype=bias.dtype)
         engine.step()
         engine.zero_grad()
 
@@ -147,14 +148,15 @@ def dropped(engine: Any) -> None:
 LOOPS = (one_each, several_each, accumulating, cut_short, dropped)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 @beside_a_device
 def test_they_have_the_bits_of_training_in_memory(
-    opened: Any, packed: list[int], setup: Setup, loop: Callable[[Any], None]
+    opened: Any, packed: list[int], setup: Setup, loop: Callable[[Any], None], dtype: str
 ) -> None:
     weights = []
     for where in (IN_MEMORY, setup):
-        engine = built(opened, where)
+        engine = built(opened, where, dtype=dtype)
         loop(engine)
         weights.append(engine.state_dict())
     assert max(packed) >= 4 or loop is accumulating, "they came one at a time"  # as they do for sums
@@ -187,20 +189,63 @@ def test_updates_that_began_with_them_are_undone(
     assert_same_bits(weights[1], weights[0])
 
 
+@pytest.mark.parametrize(("most_nbytes", "at_once"), [(1 << 20, 6), (1000, 4), (100, 1)])
 @beside_a_device
 def test_no_more_waits_than_is_worth_a_word(
-    opened: Any, packed: list[int], setup: Setup, monkeypatch: pytest.MonkeyPatch
+    opened: Any, packed: list[int], setup: Setup, monkeypatch: pytest.MonkeyPatch, most_nbytes: int, at_once: int
 ) -> None:
-    """Of units with more each gradient leaves by itself, to the same bits."""
-    together = built(opened, setup)
-    one_each(together)
-    assert max(packed) >= 4
-    packed.clear()
-    monkeypatch.setattr(parameter_gradients, "_TOGETHER_NBYTES", 100)
-    alone = built(opened, setup)
-    one_each(alone)
-    assert max(packed) == 1
-    assert_same_bits(alone.state_dict(), together.state_dict())
+    """Of units with more the small ones wait, and each of the others leaves by itself, to the same bits."""
+    monkeypatch.setattr(parameter_gradients, "_TOGETHER_NBYTES", most_nbytes)
+    weights = []
+    for where in (IN_MEMORY, setup):
+        engine = built(opened, where)
+        several_each(engine)
+        weights.append(engine.state_dict())
+    assert max(packed) == at_once
+    assert_same_bits(weights[1], weights[0])
+
+
+class Towers(nn.Module):
+    """Two stacks side by side, whose first blocks get inputs without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.ModuleList(Block() for _ in range(3)) for _ in range(2))
+        for block in (*self.left, *self.right):
+            offload.unit(block)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left, right = x, x.flip(-1)
+        for block in self.left:
+            left = block(left)
+        for block in self.right:
+            right = block(right)
+        return left + right
+
+
+@beside_a_device
+def test_what_ends_with_its_gradients_ends_when_they_come(opened: Any, setup: Setup) -> None:
+    """In the least device memory: backward has the first block of one tower leave before it goes through the other."""
+    weights = []
+    with pytest.raises(offload.BudgetError) as refusal:
+        trained(opened, setup, device_memory=1)
+    assert refusal.value.smallest_nbytes is not None
+    for where, fields in ((IN_MEMORY, {}), (setup, {"device_memory": refusal.value.smallest_nbytes})):
+        weights.append(trained(opened, where, **fields))
+    assert_same_bits(weights[1], weights[0])
+
+
+def trained(opened: Any, setup: Setup, **fields: Any) -> dict[str, torch.Tensor]:
+    torch.manual_seed(4)
+    model = Towers()
+    engine = opened(model, adamw(model), setup, prefetch=0, **fields)
+    for number in range(4):
+        x, y = BATCHES[number]
+        F.mse_loss(engine.module(x), y).backward()
+        engine.step()
+        engine.zero_grad()
+    state: dict[str, torch.Tensor] = engine.state_dict()
+    return state
 
 
 @beside_a_device

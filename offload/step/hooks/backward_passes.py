@@ -171,6 +171,8 @@ class BackwardPasses:
 
     def forward_begins(self) -> None:
         """A new outermost forward: nothing of an earlier backward that was cut short is still going on."""
+        if self._graph_tasks and not self._events.all_stays:
+            self._events.gradients_left()  # before another backward's come to them
         self._open.clear()
         self._graph_tasks.clear()
         self._left_early.clear()
@@ -223,6 +225,8 @@ class BackwardPasses:
         if gone and not self._graph_tasks:
             if self._events.all_stays:
                 self._uses.uncover()
+            else:
+                self._events.gradients_left()
             self._left_early.clear()
             self.second_order.abandon()
         return bool(self._graph_tasks)
@@ -296,7 +300,7 @@ class BackwardPasses:
             use.told()
         unit = use.unit
         with self._training.failures():
-            if unit.index in self._events.left_parameters and self._events.gradients_left(unit, use.module_id):
+            if self._events.left_parameters.get(unit.index) and self._events.gradients_left(unit, use.module_id):
                 self._accumulates = True
             if use.reads_values and use.epoch == self._uses.epoch:
                 self._uses.end(unit, recorded=True, then=lambda: self._left(unit))

@@ -143,28 +143,24 @@ class Hooks:
                     self._uses.settle(unit)
             self._first_numbers[id(module)] = torch._C._autograd._get_sequence_nr()
             return None
-        call = self._push_call(module, inside_backward)
-        if not inside_backward and len(self._calls) == 1:
+        with self._training.failures():
+            call = self._push_call(module, inside_backward)
+            is_outermost = not inside_backward and len(self._calls) == 1
+            if not is_outermost:
+                self._start_use(call, unit, inside_backward)
+        if is_outermost:
             successor = self._outermost_begins()
             if successor is not None:
                 self._calls.pop()
                 return successor._before_forward(successor._units[unit.index], module, args, kwargs)
             self._events.forward_begins(unit, (args, kwargs))
-        if inside_backward and torch.is_grad_enabled():
-            self._backwards.enter()  # before a backward inside this one is taken for the whole
-        if module not in unit.modules and unit.uses.count:
+            with self._training.failures():
+                self._start_use(call, unit, inside_backward)
+        if not call.started:
             return None
-        call.unit = unit
-        call.recorded = inside_backward or torch.is_grad_enabled() or self._calls.is_recorded
         changed = None
         if module is self._root:
             args, kwargs = changed = self._events.cast_inputs(args, kwargs)
-        with self._training.failures():
-            self._uses.start(unit, recorded=call.recorded, module_id=id(module))
-            call.started = True
-            if self._covers and unit is self._units[0] and not inside_backward:
-                self._uses.cover()
-                call.covers = True
         if (recording := self._training.recorder.to) is not None:
             call.told = recording.use("recompute" if inside_backward else "forward", unit)
         if torch.is_grad_enabled():
@@ -185,19 +181,32 @@ class Hooks:
         return self._uses.covers_all and not len(self._calls)
 
     def _push_call(self, module: nn.Module, inside_backward: bool) -> Call:
-        with self._training.failures():
-            if self._calls:
-                self._uses.end_cut_short()
-            call = Call(module)
-            self._calls.push(call)  # first of all: the hook after the forward runs even if this one raises
-            if not inside_backward and len(self._calls) == 1:
-                # Nothing of an earlier forward or backward that was cut short is still going on.
-                self._training.turn.begin_anew()
-                self._backwards.forward_begins()
-                self._uses.abandon()
-                self._training.recorder.look()
-                self._training.turn.begin(FORWARD, call.is_running)
+        if self._calls:
+            self._uses.end_cut_short()
+        call = Call(module)
+        self._calls.push(call)  # first of all: the hook after the forward runs even if this one raises
+        if not inside_backward and len(self._calls) == 1:
+            # Nothing of an earlier forward or backward that was cut short is still going on.
+            self._training.turn.begin_anew()
+            self._backwards.forward_begins()
+            self._uses.abandon()
+            self._training.recorder.look()
+            self._training.turn.begin(FORWARD, call.is_running)
         return call
+
+    def _start_use(self, call: Call, unit: Unit, inside_backward: bool) -> None:
+        """Of the unit by the call, unless one that encloses it uses the unit."""
+        if inside_backward and torch.is_grad_enabled():
+            self._backwards.enter()  # before a backward inside this one is taken for the whole
+        if call.module not in unit.modules and unit.uses.count:
+            return
+        call.unit = unit
+        call.recorded = inside_backward or torch.is_grad_enabled() or self._calls.is_recorded
+        self._uses.start(unit, recorded=call.recorded, module_id=id(call.module))
+        call.started = True
+        if self._covers and unit is self._units[0] and not inside_backward:
+            self._uses.cover()
+            call.covers = True
 
     def _outermost_begins(self) -> Hooks | None:
         """The hooks that have taken the place of these, if any have."""
@@ -262,6 +271,8 @@ class Hooks:
         outputs = [level for tensor in tensors_in(output) for level in levels_of(tensor) if level.requires_grad]
         use.ended = self._backwards.tick()
         use.ends_with_parameters = not call.inputs and not _trains_others(unit, call.module)
+        if use.ends_with_parameters and self._events.left_parameters.get(unit.index) and not self._covers:
+            self._hear_parameters(unit, call.module)
         if outputs:
             if len(outputs) == 1:
                 outputs[0].register_hook(use.reach)
@@ -275,6 +286,14 @@ class Hooks:
             enclosing = self._calls.innermost_unit(started=False)
             if enclosing is not None:
                 self._uses.accompany(enclosing, unit)
+
+    def _hear_parameters(self, unit: Unit, module: nn.Module) -> None:
+        """The gradients of a module's parameters, which end a use of it, come one by one from now on."""
+        with self._training.failures():
+            left = {info.index for info in self._events.leave_no_more(unit, id(module))}
+            for position, info in enumerate(unit.parameters):
+                if info.index in left:
+                    self._hook_parameter(unit.index, position, info)
 
     def _report_writes(self, unit: Unit) -> None:
         """What this forward wrote in place to the unit's parameters."""
