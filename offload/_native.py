@@ -228,10 +228,10 @@ def gradient_ingest(
 
 def gradients_ingest(dst_dtype: int, moves: Sequence[tuple[int, int, int, int, int, int]]) -> None:
     """`gradient_ingest`, nothing of which is added to, of each (dst, src, dtype of src, numel, start_index, block_sums)."""
-    library = loaded()
+    ingest = loaded().offload_gradient_ingest
+    pool = _threads_for(max([move[3] for move in moves], default=0), all_cores=False).pointer
     for dst, src, src_dtype, numel, start_index, block_sums in moves:
-        pool = _threads_for(numel, all_cores=False).pointer
-        status = library.offload_gradient_ingest(pool, dst, dst_dtype, src, src_dtype, numel, start_index, 0, block_sums)
+        status = ingest(pool, dst, dst_dtype, src, src_dtype, numel, start_index, 0, block_sums)
         if status:
             check(status, f"gradient_ingest(numel={numel}, start_index={start_index})")
 

@@ -111,15 +111,17 @@ def ingest_side_by_side(dst: Tensor, first_index: int, parts: Sequence[tuple[int
     check_flat("dst", dst, dst.numel(), dst.device)
     if sums.dtype != torch.float64 or not sums.is_contiguous() or not sums.is_cpu:
         raise AssertionError("sums must be contiguous float64 on the host")
-    target, itemsize, sums_address, moves = dst.data_ptr(), dst.itemsize, sums.data_ptr(), []
-    for start_index, src, position in parts:
-        numel, low = src.numel(), start_index - first_index
-        if start_index % START_MULTIPLE or not src.is_contiguous() or not src.is_cpu:
-            raise AssertionError(f"what begins at {start_index} is no contiguous gradient on the host")
-        if low < 0 or low + numel > dst.numel() or position + touched_block_count(start_index, numel) > sums.numel():
-            raise AssertionError(f"[{numel}] from {start_index} on has no place in [{dst.numel()}] from {first_index} on")
-        source = src.data_ptr(), DTYPE_CODES[src.dtype]
-        moves.append((target + low * itemsize, *source, numel, start_index, sums_address + 8 * position))
+    target, itemsize, stop, moves = dst.data_ptr(), dst.itemsize, first_index + dst.numel(), []
+    sums_address, block_count = sums.data_ptr(), sums.numel()
+    for start, src, position in parts:
+        numel = src.numel()
+        if start % START_MULTIPLE or not src.is_contiguous() or not src.is_cpu:
+            raise AssertionError(f"what begins at {start} is no contiguous gradient on the host")
+        blocks = (start + numel - 1) // BLOCK_NUMEL - start // BLOCK_NUMEL + 1
+        if start < first_index or start + numel > stop or position + blocks > block_count:
+            raise AssertionError(f"[{numel}] from {start} on has no place in [{dst.numel()}] from {first_index} on")
+        place = target + (start - first_index) * itemsize
+        moves.append((place, src.data_ptr(), DTYPE_CODES[src.dtype], numel, start, sums_address + 8 * position))
     _native.gradients_ingest(DTYPE_CODES[dst.dtype], moves)
 
 

@@ -60,7 +60,7 @@ class StepTable:
         own_master = state_format.is_split or record_format.own_master
         self.reads_values = record_format.needs_values
         rows["values_dtype"] = DTYPE_CODES[values_dtype] if own_master else _native.F32
-        self._value_offsets = low * values_dtype.itemsize
+        self._low, self._value_offsets = low, low * values_dtype.itemsize
         self._values_column = "values" if own_master else "master"
         self._record_offsets = _offsets(record_format, numel, low)
 
@@ -69,14 +69,26 @@ class StepTable:
         which: Sequence[int] | None,
         record: Tensor,
         values: Tensor,
-        gradients: Sequence[Tensor],
+        gradients: Tensor | Sequence[Tensor],
         numbers: Sequence[tuple[Hyper, int]],
         grad_factor: float,
     ) -> None:
         """One step, in place. `which`: the positions of the pieces that it is of, None: of all. `record`: uint8, at least the
-        record; `values`: [numel] in their dtype; by piece its gradient [its numel], and its numbers and step, from 1."""
+        record; `values`: [numel] in their dtype; `gradients`: [numel], or by piece [its numel]; by piece its numbers and step,
+        from 1."""
         rows = self.placed(which, record, values)
-        _step(rows, self._moments, gradients, numbers, grad_factor)
+        if isinstance(gradients, Tensor):
+            self._place_gradients(rows, which, gradients)
+        else:
+            _place_gradients(rows, gradients)
+        _step(rows, self._moments, numbers, grad_factor)
+
+    def _place_gradients(self, rows: Any, which: Sequence[int] | None, gradients: Tensor) -> None:
+        if gradients.numel() != self._numel or not _is_flat_on_host(gradients):
+            raise AssertionError(f"gradients must be [{self._numel}] on the host")
+        low = self._low if which is None else self._low[which]
+        rows["grad"] = low * gradients.itemsize + gradients.data_ptr()
+        rows["grad_dtype"] = DTYPE_CODES[gradients.dtype]
 
     def placed(self, which: Sequence[int] | None, record: Tensor, values: Tensor) -> Any:
         """The rows of these pieces, told where the record and the values lie."""
@@ -112,16 +124,15 @@ class JoinedTable:
 
     def update(self, gradients: Sequence[Tensor], numbers: Sequence[tuple[Hyper, int]], grad_factor: float) -> None:
         """One step of all pieces, in place; as `StepTable.update`."""
-        _step(self._rows, self._moments, gradients, numbers, grad_factor)
+        _place_gradients(self._rows, gradients)
+        _step(self._rows, self._moments, numbers, grad_factor)
 
 
-def _step(
-    rows: Any, moments: Set[str], gradients: Sequence[Tensor], numbers: Sequence[tuple[Hyper, int]], grad_factor: float
-) -> None:
-    _check_gradients(rows, gradients, numbers)
-    rows["grad"] = [gradient.data_ptr() for gradient in gradients]
-    rows["grad_dtype"] = [DTYPE_CODES[gradient.dtype] for gradient in gradients]
-    rows["step"] = [step for _, step in numbers]
+def _step(rows: Any, moments: Set[str], numbers: Sequence[tuple[Hyper, int]], grad_factor: float) -> None:
+    steps = [step for _, step in numbers]
+    if len(steps) != len(rows) or not steps or min(steps) < 1:
+        raise AssertionError(f"{len(rows)} pieces need as many numbers, not {len(steps)}, and steps count from 1")
+    rows["step"] = steps
     first, first_step = numbers[0]
     if all(one is first and step == first_step for one, step in numbers):
         _put_numbers(rows, moments, first, first_step, grad_factor)
@@ -144,13 +155,14 @@ def _put_numbers(rows: Any, moments: Set[str], hyper: Hyper, step: int, grad_fac
 # Assertions: these are the contract between our own layers, and native code behind a wrong size would corrupt memory.
 
 
-def _check_gradients(rows: Any, gradients: Sequence[Tensor], numbers: Sequence[tuple[Hyper, int]]) -> None:
-    count = len(rows)
-    if len(gradients) != count or len(numbers) != count or not count:
-        raise AssertionError(f"{count} pieces need as many gradients and numbers, not {len(gradients)}, {len(numbers)}")
-    for numel, gradient, (_, step) in zip(rows["numel"].tolist(), gradients, numbers, strict=True):
-        if gradient.numel() != numel or not _is_flat_on_host(gradient) or step < 1:
-            raise AssertionError(f"a gradient must be [{numel}] on the host, and steps count from 1")
+def _place_gradients(rows: Any, gradients: Sequence[Tensor]) -> None:
+    if len(gradients) != len(rows):
+        raise AssertionError(f"{len(rows)} pieces need as many gradients, not {len(gradients)}")
+    for numel, gradient in zip(rows["numel"].tolist(), gradients, strict=True):
+        if gradient.numel() != numel or not _is_flat_on_host(gradient):
+            raise AssertionError(f"a gradient must be [{numel}] on the host")
+    rows["grad"] = [gradient.data_ptr() for gradient in gradients]
+    rows["grad_dtype"] = [DTYPE_CODES[gradient.dtype] for gradient in gradients]
 
 
 def _is_flat_on_host(tensor: Tensor) -> bool:

@@ -77,7 +77,7 @@ class ParameterInfo:
 
     def in_memory_order(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` of this parameter's shape as [numel], contiguous, in the order of the slot. A copy only if needed."""
-        if tuple(tensor.stride()) == self.stride and tensor.layout is torch.strided:
+        if tensor.stride() == self.stride and tensor.layout is torch.strided:
             dense = tensor.detach() if tensor.requires_grad else tensor
             if self.stride == (1,):
                 return dense

@@ -232,9 +232,13 @@ class Unit:
     _guarded_readable: bool | None = field(init=False, default=None)
     """How the others are guarded; where there are no such parts how all are. None: not all of them, or not known."""
     index: int = field(init=False)
+    largest_gradient_nbytes: int = field(init=False)
+    """As autograd computes it: whole, in the parameter's dtype."""
 
     def __post_init__(self) -> None:
         self.index = self.layout.index
+        trained_nbytes = (info.numel * info.dtype.itemsize for info in self.parameters if info.trainable)
+        self.largest_gradient_nbytes = max(trained_nbytes, default=0)
         self.shares_parameters = share_parameters(self.modules)
         self._parts = self._split() if len(self.modules) > 1 and not self.shares_parameters else {}
         self.chunks = [chunk for flat in self.flats for chunk in flat.chunks]
@@ -279,11 +283,6 @@ class Unit:
     def __repr__(self) -> str:
         return f"<Unit {self.name}>"
 
-    @property
-    def largest_gradient_nbytes(self) -> int:
-        """As autograd computes it: whole, in the parameter's dtype."""
-        return max((info.numel * info.dtype.itemsize for info in self.parameters if info.trainable), default=0)
-
     def point_parameters_at_flats(self, held: dict[int, torch.Tensor]) -> None:
         """Make every parameter of the unit a view of its flat.
 
@@ -318,7 +317,7 @@ class Unit:
                 self._open[info.index] = info
             if info.guard is not None:
                 info.guard.open_up()
-            info.note_version()  # now: to ask a guarded parameter takes longer than all else here
+            info.seen_version = info.parameter._version  # now: to ask a guarded parameter takes longer than all else here
 
     def close_off(self) -> None:
         """Guard all but those that are gathered. What is there for good, with no update to come, may be read; where one may

@@ -142,12 +142,13 @@ class ParameterGradients:
 
     def _expect(self, found: Sequence[tuple[ParameterInfo, torch.Tensor]]) -> None:
         self._require_scaled_loss()
-        for unit_index in dict.fromkeys([info.unit_index for info, _ in found]):
+        first_of = {info.unit_index: info for info, _ in reversed(found)}
+        for unit_index, info in reversed(first_of.items()):
             unit = self._units[unit_index]
             if unit.update is not None:
-                raise stale_gradient(next(info.fqn for info, _ in found if info.unit_index == unit_index))
+                raise stale_gradient(info.fqn)
             unit.shard.become(ShardState.REDUCING)
-        self.micro_batches.first_gradients_coming([info for info, _ in found])
+        self.micro_batches.first_gradients_coming(found)
 
     def _drop_left(self) -> None:
         for info in itertools.chain.from_iterable(self.left.values()):

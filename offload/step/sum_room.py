@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from torch import Tensor
+
 from offload.errors import BudgetError, StorageError
 from offload.model.flat import ParameterInfo
 from offload.planning.free_memory import missing_nbytes, remedy
@@ -48,9 +50,9 @@ class MicroBatches:
         if gradients is not None and gradients.kept_on_device is not None:
             gradients.kept_on_device.expects_several = several
 
-    def first_gradients_coming(self, infos: Iterable[ParameterInfo]) -> None:
+    def first_gradients_coming(self, found: Iterable[tuple[ParameterInfo, Tensor]]) -> None:
         """`gradient_coming` of parameters that have none yet."""
-        self._begun.update({info.index: info for info in infos})
+        self._begun.update({info.index: info for info, _ in found})
 
     def gradient_coming(self, info: ParameterInfo, *, is_second: bool) -> None:
         """A gradient is about to be taken over. Raises as `take_room` does; what the backward brought is dropped then."""

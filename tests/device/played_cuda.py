@@ -435,6 +435,7 @@ def _unregister(address: int) -> int:
 def _watch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The native kernels are no torch operations: say what they touch."""
     update, ingest, convert = optimizer_step.update, kernels.ingest_async, kernels.convert
+    side_by_side = kernels.ingest_side_by_side
 
     def watched_update(segments: Any) -> None:
         for segment in segments:
@@ -449,7 +450,8 @@ def _watch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def watched_step(self: StepTable, which: Any, record: Any, values: Any, gradients: Any, *numbers: Any) -> None:
         states = record[: self.record_nbytes]
-        _detector.operation("update", [*gradients, states, *([values] if self.reads_values else [])], [states, values])
+        read = [gradients] if isinstance(gradients, torch.Tensor) else gradients
+        _detector.operation("update", [*read, states, *([values] if self.reads_values else [])], [states, values])
         with torch.utils._python_dispatch._disable_current_modes():
             step_chunk(self, which, record, values, gradients, *numbers)
 
@@ -460,6 +462,13 @@ def _watch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         _detector.operation("ingest", [src], written)
         return result
 
+    def watched_side_by_side(dst: Any, first_index: int, parts: Any, sums: Any) -> None:
+        with torch.utils._python_dispatch._disable_current_modes():
+            side_by_side(dst, first_index, parts, sums)
+        for start, src, position in parts:
+            low, count = start - first_index, kernels.touched_block_count(start, src.numel())
+            _detector.operation("ingest", [src], [dst[low : low + src.numel()], sums[position : position + count]])
+
     def watched_convert(dst: Any, src: Any, **how: Any) -> None:
         _detector.operation("convert", [src], [dst])
         with torch.utils._python_dispatch._disable_current_modes():
@@ -468,4 +477,5 @@ def _watch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizer_step, "update", watched_update)
     monkeypatch.setattr(StepTable, "update", watched_step)
     monkeypatch.setattr(kernels, "ingest_async", watched_ingest)
+    monkeypatch.setattr(kernels, "ingest_side_by_side", watched_side_by_side)
     monkeypatch.setattr(kernels, "convert", watched_convert)

@@ -189,21 +189,22 @@ class GradientArrival:
                 self._copy(gradient_of(chunk), arriving)
 
     def _send_together(self, found: Iterable[tuple[ParameterInfo, torch.Tensor]]) -> None:
-        transit = self._transit
-        is_kept = self.kept is not None and self.kept.expects_several
+        transit, together = self._transit, self._packed
+        if transit is None or (self.kept is not None and self.kept.expects_several):
+            together = set()
         packed: dict[Chunk, list[tuple[Piece, torch.Tensor]]] = {}
         for info, gradient in found:
-            if transit is None or is_kept or info.index not in self._packed:
+            if info.index not in together:
                 self.arrive(info, gradient, Addition.FIRST, owned=True)
                 continue
             ordered = info.in_memory_order(gradient)
             for chunk, piece in info.pieces:
-                state = gradient_of(chunk)
-                state.live.add(info.index)
-                state.sums[info.index] = None
                 packed.setdefault(chunk, []).append((piece, _cut(ordered, piece)))
         for chunk, arriving in packed.items():
             assert transit is not None
+            state, indices = gradient_of(chunk), [piece.slot.parameter_index for piece, _ in arriving]
+            state.live.update(indices)
+            state.sums.update(dict.fromkeys(indices))
             transit.pack(chunk, arriving, Addition.FIRST)
 
     def _adopt(self, state: ChunkGradient, arriving: list[tuple[int, Piece, torch.Tensor]]) -> None:

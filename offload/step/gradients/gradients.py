@@ -197,9 +197,8 @@ class Gradients:
         with self._lock:
             return self._buffers.prefetch(gradient_of(chunk))
 
-    def open(self, chunk: Chunk, pieces: Iterable[Piece]) -> list[torch.Tensor]:
-        """The gradients of some pieces of the chunk, [piece.numel] each, where the update's kernel can address them, until
-        `release`."""
+    def open(self, chunk: Chunk) -> None:
+        """Have the gradients of the chunk where the update's kernel can address them, until `release`."""
         state = gradient_of(chunk)
         state.settle()
         with self._lock:
@@ -208,7 +207,16 @@ class Gradients:
             transfer, state.transfer = state.transfer, None
         if transfer is not None:
             transfer.wait()
+
+    def opened(self, chunk: Chunk, pieces: Iterable[Piece]) -> list[torch.Tensor]:
+        """Those of some pieces of an open chunk, [piece.numel] each."""
+        state = gradient_of(chunk)
         return [self._piece(state, piece) for piece in pieces]
+
+    def opened_whole(self, chunk: Chunk) -> torch.Tensor | None:
+        """The buffer of an open chunk, [chunk.numel], where all its gradients lie in there."""
+        state = gradient_of(chunk)
+        return state.buffer if not state.adopted else None
 
     def open_all(self, chunks: Iterable[Chunk]) -> list[torch.Tensor]:
         """`open` of all pieces of several chunks, which lie in host memory."""
@@ -235,8 +243,8 @@ class Gradients:
         state = gradient_of(chunk)
         if parameter_index not in state.live:
             return None
-        (found,) = self.open(chunk, [piece])
-        found = found.clone()
+        self.open(chunk)
+        found = self._piece(state, piece).clone()
         with self._lock:
             state.opened = False
             self._buffers.put_back(state)

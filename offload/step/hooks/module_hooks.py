@@ -297,9 +297,11 @@ class Hooks:
 
     def _report_writes(self, unit: Unit) -> None:
         """What this forward wrote in place to the unit's parameters."""
-        uncounted = self._renormalized if torch.is_inference_mode_enabled() else ()  # no versions are counted there
-        for info in unit.open_parameters:
-            if (info.was_written or id(info.parameter) in uncounted) and not info.lent_count:
+        written = [info for info in unit.open_parameters if info.parameter._version != info.seen_version]
+        if torch.is_inference_mode_enabled():  # no versions are counted there
+            written = [info for info in unit.open_parameters if info.was_written or id(info.parameter) in self._renormalized]
+        for info in written:
+            if not info.lent_count:
                 info.note_version()
                 self._events.forward_wrote(info)
 

@@ -309,7 +309,7 @@ class Updates:
             raise chunk_update.failure
         with self._timeline.lane_waiting("read records"):
             buffer = access.begin(chunk_update)
-            gradients = self._gradients.open(chunk, [piece.piece for piece in chunk_update.pieces])
+            self._gradients.open(chunk)
         with self._timeline.lane_waiting("read parameters"):
             values = self._values(chunk).begin(chunk, self._old(chunk_update))
         watcher = self.watcher  # once: a save that ends takes it away
@@ -318,9 +318,10 @@ class Updates:
                 watcher.before_update(chunk)
         with self._timeline.lane_working("adam"):
             if uses_native(values) and not _is_own(chunk_update):
-                self._step_by_table(chunk_update, buffer, values, gradients)
+                self._step_by_table(chunk_update, buffer, values)
             else:
                 record = self._records.over(chunk, buffer)
+                gradients = self._gradients.opened(chunk, [piece.piece for piece in chunk_update.pieces])
                 pairs = zip(chunk_update.pieces, gradients, strict=True)
                 optimizer_step.update([_segment(chunk_update, piece, record, gradient, values) for piece, gradient in pairs])
         self._gradients.release(chunk)
@@ -332,8 +333,11 @@ class Updates:
             watcher.after_update(chunk)
         return published
 
-    def _step_by_table(self, update: ChunkUpdate, record: Tensor, values: Tensor, gradients: list[Tensor]) -> None:
+    def _step_by_table(self, update: ChunkUpdate, record: Tensor, values: Tensor) -> None:
         chunk, pieces = update.chunk, update.pieces
+        gradients: Tensor | list[Tensor] | None = self._gradients.opened_whole(chunk)
+        if gradients is None:
+            gradients = self._gradients.opened(chunk, [piece.piece for piece in pieces])
         which = None
         if not update.updates_every_slot:
             updated = {one.info.index for one in pieces}
