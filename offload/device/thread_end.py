@@ -78,6 +78,6 @@ class AwaitedThread(threading.Thread):
             self._ended.set()
 
     def join(self, timeout: float | None = None) -> None:
-        if timeout is None and self.ident is not None and threading.current_thread() is not self:
+        if timeout is None and threading.current_thread() is not self and not has_ended(self):  # it has in a forked child
             self._ended.wait()
         super().join(timeout)
