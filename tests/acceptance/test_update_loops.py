@@ -22,7 +22,7 @@ from .models import IN_MEMORY, Setup, stack, two_groups, vector_batches
 from .runs import Run, assert_same_bits, loop_of, run_engine
 from .speculating import counts
 
-WIDTH, STEPS = 64, 5
+WIDTH, STEPS = 32, 5
 Loop = Callable[[Run], list[Any]]
 LOOPS: dict[str, Loop] = {}
 
