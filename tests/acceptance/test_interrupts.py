@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,10 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload.device import deferred
+from tests.warm import WarmProcess
 
 from .interrupting import Net, train
 from .runs import digest
-from .worker import environment, finish
+from .worker import finish
 
 INTERRUPTS = [KeyboardInterrupt, SystemExit, GeneratorExit]
 
@@ -157,21 +156,15 @@ def test_an_interrupt_that_the_users_forward_catches_ends_what_it_interrupted_al
         engine.save_checkpoint(tmp_path / "step-1")
 
 
-def start(tmp_path: Path, raised: str, count: int, ends: int, seed: int, **variables: str) -> subprocess.Popen[str]:
+def start(tmp_path: Path, raised: str, count: int, ends: int, seed: int, **variables: str) -> WarmProcess:
     placements: list[dict[str, Any]] = [
         {"parameters": tier, "optimizer_states": tier, "nvme": str(tmp_path / raised)} for tier in ("device", "cpu", "nvme")
     ]
     arguments = {"placements": placements, "folder": str(tmp_path / raised), "count": count, "ends": ends, "seed": seed}
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.acceptance.interrupting", json.dumps({**arguments, "raised": raised})],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(**variables),
-    )
+    return WarmProcess(["-m", "tests.acceptance.interrupting", json.dumps({**arguments, "raised": raised})], **variables)
 
 
-def judge(process: subprocess.Popen[str], raised: str, count: int) -> None:
+def judge(process: WarmProcess, raised: str, count: int) -> None:
     for tier, found in finish(process).items():
         if tier == "stderr":
             continue

@@ -41,17 +41,20 @@ from .speculating import (
     one_step,
 )  # fmt: skip
 
+WIDTH = 32
+"""Of the models here, whose units have two chunks or three of the 4,096 elements that `speculating` cuts them into."""
+
 
 def train(run: Run) -> list[float]:
     return bitwise_loop(run, STEPS, overflow_step=3 if run.engine.config.dtype == "fp16" else None)
 
 
 @lru_cache
-def reference(dtype: str, clip: float) -> tuple[list[float], dict[str, torch.Tensor]]:
+def reference(dtype: str, clip: float, state_format: str = "fp32") -> tuple[list[float], dict[str, torch.Tensor]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OFFLOAD_ACCELERATOR", "cpu")
-        model = llama(2, 64)
-        fields = IN_MEMORY.fields(Path("."), dtype=dtype, max_grad_norm=clip)
+        model = llama(2, WIDTH)
+        fields = IN_MEMORY.fields(Path("."), dtype=dtype, max_grad_norm=clip, state_format=state_format)
         with offload.initialize(model, two_groups(model), offload.Config(**fields)) as engine:
             return run_engine(engine, train)
 
@@ -60,7 +63,7 @@ def reference(dtype: str, clip: float) -> tuple[list[float], dict[str, torch.Ten
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @both
 def test_kept_or_undone_the_bits_are_the_same(opened: Any, speculating: None, setup: Setup, dtype: str, clip: float) -> None:
-    model = llama(2, 64)
+    model = llama(2, WIDTH)
     engine = opened(model, two_groups(model), setup, dtype=dtype, max_grad_norm=clip)
     assert_same_bits(run_engine(engine, train), reference(dtype, clip))
     pool = parts_of(engine).pool
@@ -84,7 +87,7 @@ def test_racing_updates_are_undone_wherever_they_are(
     monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
     monkeypatch.setattr(clip_history, "QUIET_STEPS", 0)
     for _ in range(2):
-        model = llama(2, 64)
+        model = llama(2, WIDTH)
         engine = opened(model, two_groups(model), setup, dtype="fp32", max_grad_norm=clip)
         assert_same_bits(run_engine(engine, train), reference("fp32", clip))
         engine.close()
@@ -94,13 +97,10 @@ def test_racing_updates_are_undone_wherever_they_are(
 @both
 def test_state_formats(opened: Any, speculating: None, setup: Setup, state_format: str) -> None:
     """Their masters are parameters and records together: both are undone, or neither."""
+    model = llama(2, WIDTH)
     fields = {"dtype": "bf16", "max_grad_norm": AT_TIMES, "state_format": state_format}
-    results = []
-    for where in (IN_MEMORY, setup):
-        model = llama(2, 64)
-        engine = opened(model, two_groups(model), where, **fields)
-        results.append(run_engine(engine, train))
-    assert_same_bits(results[1], results[0])
+    engine = opened(model, two_groups(model), setup, **fields)
+    assert_same_bits(run_engine(engine, train), reference("bf16", AT_TIMES, state_format))
     begun, undone = counts(engine)
     assert begun == STEPS and 0 < undone < STEPS
 
@@ -124,7 +124,7 @@ def test_a_part_kept_in_memory(opened: Any, nvme: Path, monkeypatch: pytest.Monk
 
 
 def frozen() -> nn.Module:
-    model = stack(64, 4)
+    model = stack(WIDTH, 4)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("norm" not in name and not name.startswith("blocks.1"))
     return model
@@ -132,7 +132,7 @@ def frozen() -> nn.Module:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "tied": (Tied, 16),
-    "frozen": (frozen, 64),
+    "frozen": (frozen, WIDTH),
     "sometimes": (Sometimes, 16),
 }
 
@@ -247,7 +247,7 @@ KEPT = (_measures_the_norm,)
 def test_what_comes_between_backward_and_step(opened: Any, speculating: None, setup: Setup, between: Any) -> None:
     def loop(run: Run) -> list[Any]:
         seen: list[Any] = []
-        for step, (x, y) in enumerate(vector_batches(STEPS, 64)):
+        for step, (x, y) in enumerate(vector_batches(STEPS, WIDTH)):
             loss = F.mse_loss(run.model(x), y)
             loss.backward()
             if step % 2 == 1:
@@ -259,7 +259,7 @@ def test_what_comes_between_backward_and_step(opened: Any, speculating: None, se
 
     results = []
     for where in (IN_MEMORY, setup):
-        model = stack(64, 4)
+        model = stack(WIDTH, 4)
         engine = opened(model, two_groups(model), where, max_grad_norm=NEVER)
         results.append(run_engine(engine, loop))
     assert_same_bits(results[1], results[0])
@@ -284,9 +284,9 @@ def test_what_was_read_ahead_for_an_undone_update_is_read_again(opened: Any, mon
     for setup in (IN_MEMORY, ON_DEFERRED):
         begun.clear()
         goes_on.clear() if setup is ON_DEFERRED else goes_on.set()
-        model = stack(64, 4)
+        model = stack(WIDTH, 4)
         engine = opened(model, adamw(model), setup, max_grad_norm=NEVER)
-        x, y = vector_batches(1, 64)[0]
+        x, y = vector_batches(1, WIDTH)[0]
         F.mse_loss(model(x), y).backward()
         weight = model.blocks[3].up.weight
         if setup is ON_DEFERRED:
@@ -348,7 +348,7 @@ def test_an_update_without_states_is_undone(opened: Any, speculating: None, setu
     """Plain SGD keeps nothing but the weights."""
     results = []
     for where in (IN_MEMORY, setup):
-        model = llama(2, 64)
+        model = llama(2, WIDTH)
         engine = opened(model, torch.optim.SGD(model.parameters(), lr=0.25), where, dtype="fp32", max_grad_norm=ALWAYS)
         results.append(run_engine(engine, train))
     assert_same_bits(results[1], results[0])
@@ -361,11 +361,11 @@ def test_non_finite_gradients_change_nothing(opened: Any, speculating: None, set
 
     def loop(run: Run, poisoned: bool) -> list[float]:
         losses = []
-        for step, (x, y) in enumerate(vector_batches(STEPS, 64)):
+        for step, (x, y) in enumerate(vector_batches(STEPS, WIDTH)):
             if poisoned and step == 2:
                 before = run.weights()
                 F.mse_loss(run.model(x), y).backward()
-                run.model.inlet.bias.grad = torch.full((64,), torch.inf)
+                run.model.inlet.bias.grad = torch.full((WIDTH,), torch.inf)
                 with refused(offload.NonFiniteGradientError, "inlet.bias"):
                     run.optimizer.step()
                 run.optimizer.zero_grad()
@@ -379,7 +379,7 @@ def test_non_finite_gradients_change_nothing(opened: Any, speculating: None, set
 
     results = []
     for poisoned in (False, True):
-        model = stack(64, 4)
+        model = stack(WIDTH, 4)
         engine = opened(model, adamw(model), setup, max_grad_norm=NEVER)
         results.append(run_engine(engine, lambda run, poisoned=poisoned: loop(run, poisoned)))
     assert_same_bits(results[1], results[0])
@@ -389,9 +389,9 @@ def test_non_finite_gradients_change_nothing(opened: Any, speculating: None, set
 @both
 def test_a_save_waits_for_the_step(opened: Any, tmp_path: Path, speculating: None, setup: Setup) -> None:
     """And one that runs beside training holds the state of its moment, whatever is begun and undone meanwhile."""
-    model = stack(64, 4)
+    model = stack(WIDTH, 4)
     engine = opened(model, adamw(model), setup, max_grad_norm=0.3)
-    batches = vector_batches(STEPS, 64)
+    batches = vector_batches(STEPS, WIDTH)
     for step, (x, y) in enumerate(batches):
         if step == 2:
             engine.save_checkpoint(tmp_path / "waited")
@@ -410,9 +410,9 @@ def test_a_save_waits_for_the_step(opened: Any, tmp_path: Path, speculating: Non
 @pytest.mark.parametrize("when", ["in backward", "before step"])
 @both
 def test_close_in_the_middle(opened: Any, nvme: Path, speculating: None, setup: Setup, when: str) -> None:
-    model = stack(64, 4)
+    model = stack(WIDTH, 4)
     with contextlib.suppress(ZeroDivisionError), opened(model, adamw(model), setup, max_grad_norm=NEVER) as engine:
-        x, y = vector_batches(1, 64)[0]
+        x, y = vector_batches(1, WIDTH)[0]
         if when == "in backward":
             _is_interrupted(Run(model, engine.optimizer, engine), 0, x)
         else:
@@ -424,9 +424,9 @@ def test_close_in_the_middle(opened: Any, nvme: Path, speculating: None, setup: 
 
 def test_steps_that_are_expected_to_be_quiet(opened: Any) -> None:
     """Eight quiet ones come first; a strike costs one, and then eight more are looked at."""
-    model = stack(64, 4)
+    model = stack(WIDTH, 4)
     engine = opened(model, adamw(model), ON_CPU_DEVICE, max_grad_norm=1e3)
-    batches = vector_batches(20, 64)
+    batches = vector_batches(20, WIDTH)
     for step, (x, y) in enumerate(batches):
         one_step(engine, x, y * 1e6 if step == 10 else y)
         begun = [*range(8, 11), *range(19, 20)]
@@ -438,7 +438,7 @@ def test_only_where_it_can_be_undone(opened: Any) -> None:
         (Setup("nvme", "nvme", "cpu", "step"), {"max_grad_norm": 1.0}),
         (Setup("cpu", "nvme", "cpu", "backward"), {"max_grad_norm": 1.0}),
     ):
-        model = stack(64, 4)
+        model = stack(WIDTH, 4)
         engine = opened(model, adamw(model), setup, **fields)
         assert not any(unit["begins_early"] for unit in engine.stats()["units"])
         assert all("undo" not in line["purpose"] for line in engine.stats()["planned"])

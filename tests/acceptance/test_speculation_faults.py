@@ -25,9 +25,9 @@ def run_on(backend: FaultyBackend, nvme: Path, setup: Setup, patch: pytest.Monke
     """Three steps on that drive: kept, undone, kept; and what they gave."""
     patch.setenv("OFFLOAD_ACCELERATOR", setup.accelerator)
     patch.setattr(allocation, "open_backend", lambda **_: backend)
-    model = stack(64, 4)
+    model = stack(32, 4)
     with offload.initialize(model, adamw(model), setup.fields(nvme, max_grad_norm=1e3)) as engine:
-        for step, (x, y) in enumerate(vector_batches(3, 64)):
+        for step, (x, y) in enumerate(vector_batches(3, 32)):
             one_step(engine, x, y * 1e6 if step == 1 else y)
         return engine.state_dict(), counts(engine)
 

@@ -21,7 +21,7 @@ from tests.inside import accelerator_of, layout_of, parts_of
 from .models import adamw
 from .runs import assert_same_bits
 
-WIDTH, BLOCKS = 64, 6
+WIDTH, BLOCKS = 32, 6
 SMALL, LARGE = 8, 2048
 ROOMY = 1 << 40
 ON_CPU = {"parameters": "cpu", "optimizer_states": "cpu"}

@@ -87,14 +87,22 @@ def resident_nbytes(field: str) -> int:
     raise AssertionError(f"no {field} in /proc/self/status")
 
 
-def measure_memory(fields: dict[str, Any], blocks: int, width: int, deferred: bool, steps: int) -> dict[str, Any]:
-    """Train a Stack; report resident bytes before it (after a tiny run in memory), at its end and at the peak."""
+def measure_memory(
+    fields: dict[str, Any], blocks: int, width: int, deferred: bool, steps: int, quiet_steps: int | None = None
+) -> dict[str, Any]:
+    """Train a Stack; report resident bytes before it (after a tiny run in memory), at its end and at the peak.
+
+    `quiet_steps`: how many without a strike come before the first that begins updates in backward, if not as many as always."""
     import torch
     import torch.nn.functional as F
 
     import offload
+    from offload.step import clip_history
 
     from .models import Stack
+
+    if quiet_steps is not None:
+        clip_history.QUIET_STEPS = quiet_steps
 
     def train(count: int, size: int, config: offload.Config) -> dict[str, int]:
         with offload.deferred_init() if deferred else contextlib.nullcontext():

@@ -7,8 +7,10 @@ And the detector is one: with any of the orders taken out, the same training rac
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +74,18 @@ def train(
         return [result.item() for result in results], engine.state_dict()
 
 
+@functools.lru_cache
+def in_memory(**options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """What `train` gives on the cpu accelerator."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as nvme:
+        patch.setenv("OFFLOAD_ACCELERATOR", "cpu")
+        return train(Path(nvme), "device", "device", **options)
+
+
 @pytest.mark.parametrize("update", ["step", pytest.param("backward", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("parameters", "states"), EVERY)
 def test_no_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parameters: str, states: str, update: str) -> None:
-    with monkeypatch.context() as patch:
-        patch.setenv("OFFLOAD_ACCELERATOR", "cpu")
-        expected = train(tmp_path, "device", "device", update)
+    expected = in_memory(update=update)
     detector = play(monkeypatch)
     losses, weights = train(tmp_path, parameters, states, update)
     assert losses == expected[0] and all(torch.equal(weights[name], expected[1][name]) for name in weights)
@@ -109,9 +117,7 @@ def test_no_race_where_parameters_are_a_part_of_their_masters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parameters: str, states: str, state_format: str
 ) -> None:
     """An update reads the old values, which lie elsewhere."""
-    with monkeypatch.context() as patch:
-        patch.setenv("OFFLOAD_ACCELERATOR", "cpu")
-        expected = train(tmp_path, "device", "device", state_format=state_format)
+    expected = in_memory(state_format=state_format)
     play(monkeypatch)
     losses, weights = train(tmp_path, parameters, states, state_format=state_format)
     assert losses == expected[0] and all(torch.equal(weights[name], expected[1][name]) for name in weights)
@@ -119,9 +125,7 @@ def test_no_race_where_parameters_are_a_part_of_their_masters(
 
 @pytest.mark.parametrize("mixed", MIXED)
 def test_no_race_where_routes_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mixed: str) -> None:
-    with monkeypatch.context() as patch:
-        patch.setenv("OFFLOAD_ACCELERATOR", "cpu")
-        expected = train(tmp_path, "device", "device")
+    expected = in_memory()
     play(monkeypatch)
     parameters, states, choice = MIXED[mixed]
     for side_stream in (False, True):
@@ -135,9 +139,7 @@ def test_no_race_where_backward_has_a_thread_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parameters: str, states: str
 ) -> None:
     """As on a GPU, where autograd runs it and with it the hooks."""
-    with monkeypatch.context() as patch:
-        patch.setenv("OFFLOAD_ACCELERATOR", "cpu")
-        expected = train(tmp_path, "device", "device")
+    expected = in_memory()
     play(monkeypatch)
     played_cuda.backward_elsewhere(monkeypatch)
     losses, weights = train(tmp_path, parameters, states, side_stream=True)
@@ -247,9 +249,7 @@ def test_memory_that_cannot_be_registered_is_said_once_and_used_all_the_same(
 def test_chunks_that_leave_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     """Parameters of many chunks: packed in one launch, copied in one, added chunk by chunk; the bits are the same."""
     monkeypatch.setattr("offload.build.assembly.CHUNK_NUMELS", (4096,))
-    with monkeypatch.context() as patch:
-        patch.setenv("OFFLOAD_ACCELERATOR", "cpu")
-        expected = train(tmp_path, "device", "device", width=96)
+    expected = in_memory(width=96)
     play(monkeypatch)
     count = placement._transit_buffer_count
     monkeypatch.setattr(placement, "_transit_buffer_count", lambda *given: int(count(*given) * share))

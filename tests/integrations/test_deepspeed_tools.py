@@ -15,6 +15,7 @@ import torch
 
 import offload
 import offload.deepspeed as deepspeed
+from tests.warm import WarmProcess
 
 from ..acceptance.runs import refused
 
@@ -60,7 +61,7 @@ def test_plain_import_deepspeed(tmp_path: Path) -> None:
 def test_the_real_one_is_not_hidden_unasked(tmp_path: Path) -> None:
     (tmp_path / "deepspeed.py").write_text("")
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import offload.deepspeed; offload.deepspeed.install()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    done = WarmProcess.run(["-c", code], 60)
     assert done.returncode == 1 and "the real DeepSpeed is installed" in done.stderr and "shadow=True" in done.stderr
 
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +17,7 @@ import pytest
 
 from offload import _native
 from offload._native_io import PRIORITY_BACKGROUND, PRIORITY_HIGH, PRIORITY_LOW, IoEngine, Ticket
+from tests.warm import WarmProcess
 
 pytestmark = pytest.mark.skipif(not _native.available(), reason="the native library is not built")
 BLOCK = 4096
@@ -330,7 +329,7 @@ backend.close()
 
 
 def test_beyond_the_limit_of_locked_memory_nothing_is_registered_and_nothing_fails(ring: IoEngine) -> None:
-    done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True)
+    done = WarmProcess.run(["-c", LIMITED], 60)
     assert (done.returncode, done.stdout.strip()) == (0, "0"), done.stderr
 
 

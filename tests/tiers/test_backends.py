@@ -4,8 +4,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import subprocess
-import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,10 +15,9 @@ from offload.layout import Extent
 from offload.tiers import HostMemory, NvmeStore, Priority, ScratchFolder, io, open_backend, striped_nbytes
 from offload.tiers.io import aio
 from offload.tiers.io.aio import AioBackend
+from tests.warm import WarmProcess
 
 from ..scratch_files import scratch_files
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_unknown_name_lists_the_right_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,9 +145,7 @@ def test_dropped_without_close_and_at_exit_nothing_hangs_or_is_left(tmp_path: Pa
         except ConfigError:
             continue
         names.append(name)
-    process = subprocess.run(
-        [sys.executable, "-c", DROPPING, str(tmp_path), *names], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    process = WarmProcess.run(["-c", DROPPING, str(tmp_path), *names], 60)
     assert (process.returncode, process.stdout, process.stderr) == (0, "end\n", "")
     assert list(tmp_path.iterdir()) == [] and "aiofiles" in names
 
