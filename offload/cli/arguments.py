@@ -52,7 +52,7 @@ def add_optimizer_arguments(parser: argparse.ArgumentParser) -> None:
     """The numbers of AdamW."""
     group = parser.add_argument_group("optimizer", "AdamW; weight decay is not applied to 1-D parameters")
     group.add_argument("--lr", type=positive_number, default=3e-4, help="peak learning rate (default 3e-4)")
-    group.add_argument("--weight-decay", type=float, default=0.1, metavar="X", help="decoupled weight decay (default 0.1)")
+    group.add_argument("--weight-decay", type=number_from_0, default=0.1, metavar="X", help="weight decay (default 0.1)")
     group.add_argument("--beta1", type=float, default=0.9, metavar="X", help="decay of the first moment (default 0.9)")
     group.add_argument("--beta2", type=float, default=0.95, metavar="X", help="decay of the second moment (default 0.95)")
     group.add_argument("--eps", type=float, default=1e-8, metavar="X", help="added to the denominator (default 1e-8)")
@@ -95,7 +95,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"when updates begin: at step(), in backward, or as early as they can be undone (default {offload.Config.update})",
     )
     group.add_argument("--prefetch", type=int, default=1, metavar="N", help="units fetched ahead (default 1)")
-    group.add_argument("--clip", type=float, metavar="NORM", help="clip the global gradient norm to this")
+    group.add_argument("--clip", type=positive_number, metavar="NORM", help="clip the global gradient norm to this")
 
 
 def config_of(args: argparse.Namespace) -> offload.Config:
@@ -139,6 +139,14 @@ def what_there_is_of(path: Path) -> Path:
     return next(one for one in (path, *path.parents) if os.path.exists(one))
 
 
+def check_is_folder(path: str, flag: str) -> Path:
+    """What there is of a folder that is there or may be made. Raises `ConfigError` where something else lies there."""
+    there = what_there_is_of(Path(path).expanduser())
+    if not there.is_dir():
+        raise ConfigError(f"{flag} {path!r}: {str(there)!r} is no folder: name one on the drive.")
+    return there
+
+
 def check_can_be_written(folder: Path, flag: str) -> None:
     """Raise `ConfigError` where nothing can be written to what there is of the path: at once, not after hours."""
     there = what_there_is_of(folder)
@@ -172,10 +180,22 @@ def _whole_number(text: str, least: int) -> int:
 
 def positive_number(text: str) -> float:
     """A number above 0 (for argparse)."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    value = _number(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{value} is not above 0")
     return value
+
+
+def number_from_0(text: str) -> float:
+    """A number that is not negative (for argparse)."""
+    value = _number(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{value} is below 0, or no number")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None

@@ -85,6 +85,12 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _takers(parser: argparse.ArgumentParser, flag: str) -> list[str]:
+    """The commands that have this flag."""
+    (commands,) = (one for one in parser._actions if isinstance(one, argparse._SubParsersAction))
+    return [name for name, one in commands.choices.items() if flag in one._option_string_actions]
+
+
 def _help(args: argparse.Namespace) -> int:
     """List the commands, or say what one takes."""
     if args.about:
@@ -102,6 +108,9 @@ def _commands() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Errors of this package are one line on stderr, without a traceback."""
     parser = build_parser()
+    first = next(iter(sys.argv[1:] if argv is None else argv), "").split("=")[0]
+    if first not in parser._option_string_actions and (takers := _takers(parser, first)):
+        parser.error(f"{first} stands before the command: name that first ({', '.join(takers)})")
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         args.parser.refuse(unknown)

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -38,8 +40,20 @@ def require_transformers() -> ModuleType:
             f"models come from the transformers package, which cannot be imported ({error}): pip install 'offload[hf]'."
         ) from error
     transformers.logging.set_verbosity_error()
+    _quiet_what_is_for_developers()
     module: ModuleType = transformers
     return module
+
+
+def _quiet_what_is_for_developers() -> None:
+    """What these libraries say to those who write against them. A run says nothing of it that its user could change.
+
+    Who asks for warnings (python -W) gets them. Of bitsandbytes that is what kernels it could have for weights in four bits."""
+    for library in ("transformers", "peft", "accelerate"):
+        warnings.filterwarnings("ignore", category=FutureWarning, module=rf"{library}\.", append=True)
+    logger = logging.getLogger("bitsandbytes")
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.ERROR)
 
 
 def choose_model(args: argparse.Namespace, vocabulary_size: int, sequence: int) -> ModelChoice:

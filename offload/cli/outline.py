@@ -7,7 +7,6 @@ import os
 import shutil
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -15,7 +14,7 @@ from torch import nn
 
 import offload
 from offload.build.assembly import DTYPES, LEAST_UNIT_NUMEL, Known, choose_accelerator, lay_out
-from offload.cli.arguments import what_there_is_of
+from offload.cli.arguments import check_is_folder
 from offload.cli.text import format_nbytes
 from offload.errors import BudgetError, ConfigError
 from offload.layout import Layout
@@ -36,10 +35,12 @@ def check_room(model: nn.Module, optimizer: torch.optim.Optimizer, config: offlo
     with Outline(model, optimizer, config) as outline:
         placement = outline.placement()
         needed_nbytes, paths = placement.plan.total_nbytes("nvme"), paths_in(config)
-    for path in paths if needed_nbytes else ():
-        there = what_there_is_of(Path(path).expanduser())
-        if not (there.is_dir() and os.access(there, os.W_OK)):
-            raise ConfigError(f"--nvme {path!r}: {str(there)!r} is no folder that can be written to: name one on the drive.")
+    for path in paths:
+        there = check_is_folder(path, "--nvme")
+        if not needed_nbytes:
+            continue
+        if not os.access(there, os.W_OK):
+            raise ConfigError(f"--nvme {path!r}: {str(there)!r} cannot be written to: name another folder on the drive.")
         free, share = shutil.disk_usage(there).free, needed_nbytes // len(paths)
         if share > free:
             raise ConfigError(

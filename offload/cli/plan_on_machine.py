@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import offload
-from offload.cli.arguments import paths_of, positive
+from offload.cli.arguments import paths_of, positive, positive_number
 from offload.cli.text import format_count, format_nbytes, format_seconds, table
 from offload.cli.this_machine import measure_machine
 from offload.cli.what_if import Wishes
@@ -48,7 +48,7 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
         default="none",
         help="of activations: full computes each block's twice and keeps its inputs alone (default none)",
     )
-    group.add_argument("--tokens", type=float, metavar="N", help="also say how many days it takes to train on N tokens")
+    group.add_argument("--tokens", type=positive_number, metavar="N", help="also say how many days N tokens take")
     group.add_argument("--drives", type=positive, metavar="N", help="N drives like the machine's, striped")
     for flag, what in (
         ("nvme-read", "read from all drives"),
@@ -56,7 +56,7 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
         ("h2d", "host to device"),
         ("d2h", "device to host"),
     ):
-        group.add_argument(f"--{flag}", type=float, metavar="GB/S", help=f"instead of the machine's rate: {what}")
+        group.add_argument(f"--{flag}", type=positive_number, metavar="GB/S", help=f"instead of the machine's rate: {what}")
     group.add_argument("--trace", type=Path, metavar="FILE", help="write the step as a trace (see explain)")
     group.add_argument("--json", action="store_true", help="print one JSON object")
 

@@ -11,7 +11,7 @@ import json
 import torch
 
 from offload import _native
-from offload.cli.arguments import add_drive_arguments, paths_of, positive_number
+from offload.cli.arguments import add_drive_arguments, check_is_folder, paths_of, positive_number
 from offload.cli.info import section
 from offload.cli.machine import Row, accelerator_rows, backend_rows, native_rows, system_rows
 from offload.cli.rates import Direction, Drive, link_rates, stream_bytes_per_second
@@ -36,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """The command. Returns 0."""
     paths, nbytes = paths_of(args.nvme) or [], parse_nbytes(args.size, "--size")
+    for path in paths:
+        check_is_folder(path, "--nvme")
     if args.json or args.machine_file is not None:
         measured = measure_machine(paths, args.seconds / 4)
         if args.machine_file is not None:

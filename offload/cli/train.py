@@ -177,6 +177,8 @@ def _tokenizer(args: argparse.Namespace) -> Any:
     transformers = require_transformers()
     if not folder.is_dir():
         raise ConfigError(f"--tokenizer {str(folder)!r} is not a folder: name one with a tokenizer.json.")
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise ConfigError(f"--tokenizer {str(folder)!r} cannot be read: it holds no {' or '.join(_TOKENIZER_FILES)}.")
     try:
         return transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
@@ -207,10 +209,12 @@ def _initialize(
 
 def _introduction(choice: ModelChoice, model: nn.Module, stream: TokenStream, config: offload.Config) -> str:
     numel = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    share = f" ({format_count(trained)} of them trained)" if trained < numel else ""
     values = f"weights of {choice.weights}" if choice.weights is not None else "new weights"
     budget = f", host budget {format_nbytes(int(config.cpu_memory))}" if config.cpu_memory is not None else ""
     return (
-        f"model: {choice.title}, {format_count(numel)} parameters, {values}\n"
+        f"model: {choice.title}, {format_count(numel)} parameters{share}, {values}\n"
         f"data:  {stream.document_count} documents, {format_count(len(stream))} tokens, vocabulary of "
         f"{stream.vocabulary_size}\n"
         f"filling the tiers{budget} ..."

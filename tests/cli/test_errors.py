@@ -46,7 +46,12 @@ def test_a_process_says_it_in_one_line(text: Path, nvme: Path) -> None:
         (["train", "--data", "/nowhere"], "'/nowhere' does not exist"),
         (["train", "--data", "/nowhere", *NVME], "parameters='nvme' needs a folder"),
         (["train", "--data", "/nowhere", "--cpu-memory", "3 parsecs"], "cpu_memory='3 parsecs' is not a size"),
-        (["train", "--data", "/nowhere", "--clip", "-1"], "max_grad_norm=-1.0 is not a norm"),
+        (["train", "--data", "/nowhere", "--clip", "-1"], "--clip: -1.0 is not above 0"),
+        (["train", "--data", "x", "--weight-decay", "-1"], "--weight-decay: -1.0 is below 0"),
+        (["--model", "x", "train"], "--model stands before the command: name that first (train, plan)"),
+        (["plan", "--tokens", "-3"], "--tokens: -3.0 is not above 0"),
+        (["plan", "--nvme-read", "0"], "--nvme-read: 0.0 is not above 0"),
+        (["probe", "--nvme", "/etc/hostname"], "'/etc/hostname' is no folder"),
         (["train", "--data", "/nowhere", "--json", "/nowhere/report.json"], "its folder does not exist"),
         (["plan", "--hidden", "100", "--heads", "3"], "--hidden 100 does not divide into --heads 3"),
         (["plan", "--heads", "4", "--kv-heads", "3"], "--heads 4 is not a multiple of --kv-heads 3"),
@@ -68,6 +73,7 @@ def test_data(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: Path) ->
     assert "holds no text" in refused(capsys, "train", "--data", tmp_path / "binary")
     assert "one batch of 64 x 4096" in refused(capsys, "train", "--data", text, "--batch", 64, "--sequence", 4096)
     assert "is not a folder" in refused(capsys, "train", "--data", text, "--tokenizer", text)
+    assert "is no folder" in refused(capsys, "train", "--data", text, "--nvme", text)
     assert "cannot be read" in refused(capsys, "train", "--data", text, "--tokenizer", tmp_path)
 
 

@@ -217,7 +217,9 @@ def test_adapters_are_trained_by_the_checkpoints_own_tokenizer_and_exported(
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>").save_pretrained(folder)
 
     flags = ("--model", folder, "--data", text, "--lora", 4, "--steps", 2, "--sequence", 16, "--lr", 1e-2, "--eval-batches", 0)
-    _, report = train(*flags, "--export", out)
+    done, report = train(*flags, "--export", out)
+    assert done.err == "", "what libraries say to developers is no user's matter"
+    assert " of them trained), weights of " in done.out
     assert report["data"]["vocabulary_size"] == len(words)
     _, again = train(*flags, "--export", merged, "--merged")
     assert again["losses"] == report["losses"]
