@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 import offload
 from offload.deepspeed import checkpointing, comm, lr_schedules, utils
 from offload.deepspeed.absent import AskedWrongly, NotDone, check_keywords
+from offload.deepspeed.checks import KEY, asks_for_checks, watch
 from offload.deepspeed.engine import DeepSpeedEngine
 from offload.deepspeed.owners import answer, engines_of, forget, own
 from offload.deepspeed.settings import read_config
@@ -87,6 +88,8 @@ def initialize(
         engine = offload.initialize(model, optimizer, _config_of(said), sync_module_states=True)
     if said.config.stage == 3:
         answer(model.parameters(), comm.get_world_size(), classes)
+        if asks_for_checks(said.given):
+            watch(model.parameters())
     try:
         own(engine)
         scheduler = _scheduler(lr_scheduler, said.scheduler, engine.optimizer if engine.trains else None)
@@ -152,6 +155,7 @@ def _settings(args: Any, others: Mapping[str, Any]) -> Translation:
         )
     mapping = read_config(given[0])
     said = translate(mapping, comm.get_world_size())
+    said = dataclasses.replace(said, without_effect=tuple(one for one in said.without_effect if one != KEY))
     if said.data_types.refusal is not None:
         raise NotDone(said.data_types.refusal)
     if said.batch.train is None:

@@ -76,7 +76,8 @@ class _Partitioned(nn.Parameter):
 
 def answer(parameters: Iterable[nn.Parameter], ranks: int, plain: Mapping[int, type] | None = None) -> None:
     """Set what scripts look for on a parameter that is, or will be, partitioned: hasattr(p, "ds_id") is how they tell.
-    `ds_tensor` has the shape of a rank's share, and no values; `ds_persist`: none stays gathered between its uses.
+    `ds_tensor` has the shape of a rank's share, and no values; `ds_persist` is False: scripts gather what it is False of, and
+    that works for all.
     `plain`: by id, the classes that engine's parameters had."""
     for parameter in parameters:
         if plain is None and type(parameter) is nn.Parameter:

@@ -6,7 +6,9 @@ checkpoints and this package's are read.
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,11 +44,17 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     from huggingface_hub import save_torch_state_dict
 
     values = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
-    expanded(output_dir).mkdir(parents=True, exist_ok=True)
-    if max_shard_size is None and not safe_serialization:
-        torch.save(values, expanded(output_dir) / "pytorch_model.bin")
-        return
-    save_torch_state_dict(values, output_dir, max_shard_size=max_shard_size or "1000GB", safe_serialization=safe_serialization)
+    output = expanded(output_dir)
+    output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output, prefix=".writing-") as folder:  # several ranks may write, and one read already
+        if max_shard_size is None and not safe_serialization:
+            torch.save(values, Path(folder) / "pytorch_model.bin")
+        else:
+            save_torch_state_dict(
+                values, folder, max_shard_size=max_shard_size or "1000GB", safe_serialization=safe_serialization
+            )
+        for written in sorted(Path(folder).iterdir(), key=lambda one: one.suffix == ".json"):  # the index after what it names
+            written.replace(output / written.name)
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, tag: str | None = None) -> nn.Module:

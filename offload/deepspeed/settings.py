@@ -28,13 +28,13 @@ def read_config(given: Any) -> Mapping[str, Any]:
         try:
             import hjson
         except ImportError:
-            raise error from None
+            raise ConfigError(f"{error} Install the package hjson to have it read as Hjson.") from None
         if not Path(given).is_file():
             raise
         try:
             read = hjson.loads(Path(given).read_text(encoding="utf-8"), object_pairs_hook=without_doubles)
-        except ValueError:
-            raise error from None
+        except ValueError as other:
+            raise ConfigError(f"config file {str(given)!r} is neither JSON nor Hjson ({other}).") from None
         if not isinstance(read, Mapping):
             raise
         return read

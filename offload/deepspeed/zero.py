@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 import offload
 from offload.deepspeed import comm
 from offload.deepspeed.absent import check_keywords
+from offload.deepspeed.checks import asks_for_checks, unwritten, watch
 from offload.deepspeed.owners import answer, note_gathered, owner_of
 from offload.deepspeed.tiling import TiledLinear as TiledLinear
 from offload.deferred_init.deferred_init import is_deferred, materialize
@@ -44,11 +45,13 @@ def Init(module: nn.Module | None = None, *, enabled: bool = True, **tuning: Any
     says so; DeepSpeed computes them in 16 bits. A `module` that is built already stays as it is.
     """
     check_keywords("deepspeed.zero.Init", tuning, _INIT_TUNING, _INIT_REFUSED)
-    return _building() if enabled and module is None else nullcontext()
+    config = tuning.get("config_dict_or_path") or tuning.get("config")
+    watches = config is not None and asks_for_checks(config)
+    return _building(watches) if enabled and module is None else nullcontext()
 
 
 @contextmanager
-def _building() -> Iterator[None]:
+def _building(watches: bool) -> Iterator[None]:
     """Every rank draws what rank 0 draws. One that was seeded otherwise goes on with its own random numbers after it."""
     comm.join_launched()
     own = None
@@ -71,6 +74,8 @@ def _building() -> Iterator[None]:
         seeing.remove()
     with plain_torch():  # a block around this one goes on
         answer((one for one in built.values() if is_deferred(one) and not hasattr(one, "ds_id")), comm.get_world_size())
+    if watches:
+        watch(built.values())
     if own is not None:
         torch.set_rng_state(own)
 
@@ -89,14 +94,14 @@ def GatheredParameters(
     reaches them at once.
 
     modifier_rank  on several ranks, what this one has written counts. None: nothing may be written, or the same on all
-                   ranks
+                   ranks; with the config's `enable_sanity_checks` nothing, and on no rank
     """
     del fwd_module  # units are fetched with all that is read of them
     given = _listed(params)
     engine = owner_of(given) if enabled else None
     if engine is None:
         deferred = [one for one in given if is_deferred(one)] if enabled else []
-        with offload.deferred_init() if deferred else nullcontext():
+        with offload.deferred_init() if deferred else nullcontext(), unwritten(deferred, modifier_rank):
             note_gathered(given, True)
             yield
         note_gathered(given, False)
@@ -106,7 +111,8 @@ def GatheredParameters(
     with engine.gathered(given):
         note_gathered(given, True)
         try:
-            yield
+            with unwritten(given, modifier_rank):
+                yield
         finally:
             note_gathered(given, False)
         if modifier_rank is not None and dist.is_initialized() and dist.get_world_size() > 1:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from offload.deepspeed.runtime.lr_schedules import WarmupCosineLR, WarmupDecayLR, WarmupLR
+from offload.deepspeed.runtime.lr_schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from torch import nn
 
 import offload
@@ -51,6 +51,12 @@ RATES: list[tuple[Callable[[Any], Any], list[float]]] = [
         lambda o: WarmupCosineLR(o, 7, 0.1, 3),
         [0.0, 0.05, 0.33391838910715577, 0.5, 0.4267840176271072, 0.250025, 0.0732659823728928, 5e-05, 5e-05],
     ),
+    (lambda o: LRRangeTest(o, 0.1, 3, 0.5), [0.1, *(0.1 + 0.05 * step / 3 for step in range(1, 9))]),
+    (lambda o: LRRangeTest(o, 0.1, 3, 0.5, True), [0.1, 0.1, 0.1, 0.15, 0.15, 0.15, 0.2, 0.2, 0.2]),
+    (
+        lambda o: OneCycle(o, 0.1, 0.9, 0.5, 3, 2, decay_step_size=2, cycle_momentum=False),
+        [0.1, 0.3666666666666666, 0.6333333333333332, 0.9, 0.5, 0.1, 0.08, 0.06666666666666667, 0.05714285714285715],
+    ),
 ]
 
 
@@ -67,6 +73,23 @@ def test_rates_are_those_of_deepspeed(make: Callable[[Any], Any], expected: list
     schedule.step()
     other.step()
     assert schedule.get_last_lr() == other.get_last_lr()
+
+
+def test_a_cycle_in_stairs_moves_the_momentum_the_other_way() -> None:
+    """Figures of DeepSpeed 0.19.8."""
+    optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(1))], lr=0.5)
+    schedule = OneCycle(
+        optimizer, 0.1, 0.9, cycle_first_step_size=4, cycle_first_stair_count=2, decay_mom_rate=0.1, decay_step_size=1
+    )
+    momenta, rates = (
+        [0.8, 0.9, 0.85, 0.85, 0.8, 0.85, 0.85, 0.9, 0.9, 0.99, 1.08],
+        [0.1, 0.1, 0.5, 0.5, 0.9, 0.5, 0.5, 0.1, 0.1],
+    )
+    for step, momentum in enumerate(momenta):
+        group = optimizer.param_groups[0]
+        assert group["betas"] == (pytest.approx(momentum, rel=1e-14), 0.99)
+        assert group["lr"] == pytest.approx(rates[step] if step < len(rates) else 0.1, rel=1e-14)
+        schedule.step()
 
 
 def test_schedules_that_cannot_be() -> None:

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What scripts import from DeepSpeed by name and no other file of tests uses: what each does here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from offload.deepspeed.runtime.config import DeepSpeedConfig
+from offload.deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
+from offload.deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from torch import nn
+
+import offload
+import offload.deepspeed as deepspeed
+from offload.deepspeed import checkpointing
+from offload.deepspeed.loss_scaler import LossScaler
+from offload.deepspeed.utils import RepeatingLoader, see_memory_usage, set_z3_leaf_modules, z3_leaf_module
+from offload.deepspeed_config import Half
+
+from ..acceptance.runs import assert_same_bits, refused
+from .conftest import CONFIG
+
+Start = Callable[..., deepspeed.DeepSpeedEngine]
+THREE = {"zero_optimization": {"stage": 3}}
+
+
+def drawn(seed: int) -> torch.Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def step(engine: deepspeed.DeepSpeedEngine, seed: int = 0) -> None:
+    engine.backward(engine(drawn(seed)).square().mean())
+    engine.step()
+
+
+# ---- activation checkpointing ----------------------------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, wanted: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)) for _ in range(3)])
+        self.wanted, self.runs = wanted, 0
+
+    def _layer(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        return layer(x)  # type: ignore[no-any-return]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = deepspeed.checkpointing.checkpoint(self._layer, layer, x) if self.wanted else self._layer(layer, x)
+        return x
+
+
+@pytest.mark.parametrize("given", ["section", "call", "in_cpu"])
+def test_checkpointed_layers_compute_twice_and_change_no_bit(start: Start, given: str) -> None:
+    """By the config's section, by `configure`, and with what a checkpoint keeps in CPU memory."""
+    section = {"partition_activations": True, "cpu_checkpointing": given != "call", "contiguous_memory_optimization": False}
+    found = []
+    for wanted in (False, True):
+        model = Checkpointed(wanted)
+        engine = start(THREE | ({"activation_checkpointing": section} if given == "section" else {}), model=model)
+        if given != "section":
+            checkpointing.configure(None, partition_activations=True, checkpoint_in_cpu=given == "in_cpu")
+        assert checkpointing.is_configured()
+        for seed in range(3):
+            torch.manual_seed(seed)
+            step(engine, seed)
+        assert model.runs == (18 if wanted else 9)
+        found.append(engine.module_state_dict())
+    assert_same_bits(*found)
+
+
+def test_what_activation_checkpointing_refuses() -> None:
+    class Parallel:
+        def get_model_parallel_world_size(self) -> int:
+            return 2
+
+    with refused(offload.UsageError, "model-parallel ranks"):
+        checkpointing.configure(Parallel())
+    with refused(offload.UsageError, "number_checkpoints"):
+        checkpointing.configure(None, {"activation_checkpointing": {"contiguous_memory_optimization": True}})
+
+
+# ---- the config ------------------------------------------------------------------------------------------------------
+
+
+def test_a_config_by_itself(tmp_path: Path) -> None:
+    given = CONFIG | {"train_batch_size": 12, "gradient_accumulation_steps": 4, "fp16": {"enabled": True}}
+    config = DeepSpeedConfig(given | {"zero_optimization": {"stage": 2}, "scheduler": {"type": "OneCycle"}})
+    assert (config.train_batch_size, config.gradient_accumulation_steps, config.train_micro_batch_size_per_gpu) == (12, 4, 3)
+    assert config.fp16_enabled and config.zero_enabled and config.zero_optimization_stage == 2
+    assert config.optimizer_name == "adamw" and config.scheduler_name in VALID_LR_SCHEDULES
+    assert VALID_LR_SCHEDULES == ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    assert DeepSpeedConfig(path).train_batch_size == 3
+
+
+def test_a_config_in_hjson(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "config.hjson"
+    path.write_text(
+        "{\n  # three at once\n  train_batch_size: 3\n  optimizer: {\n    type: AdamW\n    params: {lr: 0.01}\n  }\n}\n"
+    )
+    assert deepspeed.runtime.config.read_config(path) == CONFIG
+    engine = deepspeed.initialize(model=nn.Linear(4, 2), config=str(path))[0]
+    step(engine)
+    assert engine.global_steps == 1
+    engine.destroy()
+    path.write_text("{\n  # twice\n  steps_per_print: 1\n  steps_per_print: 2\n}\n")
+    with refused(offload.ConfigError, "steps_per_print"):
+        deepspeed.runtime.config.read_config(path)
+
+
+def test_what_an_average_is_computed_as_changes_no_bit(start: Start) -> None:
+    """`prescale_gradients` divides before the sum what is else divided after it: averages here are neither."""
+    found = []
+    for own in ({}, {"prescale_gradients": True, "gradient_predivide_factor": 2.0}):
+        engine = start({"zero_optimization": {"stage": 1}} | own)
+        step(engine)
+        found.append(engine.module_state_dict())
+    assert_same_bits(*found)
+
+
+# ---- the engine and its optimizer ------------------------------------------------------------------------------------
+
+
+def test_states_that_are_offloaded_and_reloaded(start: Start) -> None:
+    """They lie where the config puts them; a script that moves them between two steps ends with the same bits."""
+    found = []
+    for moves in (False, True):
+        engine = start(THREE)
+        step(engine)
+        if moves:
+            engine.offload_states()
+            engine.offload_states(include=[OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params], device="cpu")
+            engine.reload_states()
+            engine.empty_partition_cache()
+        step(engine, 1)
+        found.append(engine.module_state_dict())
+    assert_same_bits(*found)
+    with refused(offload.ConfigError, "'weights'", "optim_states"):
+        engine.offload_states(include=["weights"])
+    with refused(offload.ConfigError, "'nvme'", "'cpu'"):
+        engine.offload_states(device="nvme")
+
+
+def test_what_the_optimizer_shows(start: Start) -> None:
+    engine = start({"fp16": {"enabled": True, "initial_scale_power": 4}, "zero_optimization": {"stage": 2}})
+    optimizer = engine.optimizer
+    assert optimizer.dynamic_loss_scale and isinstance(optimizer.loss_scaler, LossScaler) and optimizer.cur_scale == 16
+    assert not optimizer.overflow and engine.dynamic_loss_scale() and engine.loss_scale() == 0
+    assert optimizer.optimizer.param_groups[0]["lr"] == 0.01
+    engine.backward(engine(drawn(0).half()).float().square().mean())
+    engine.step()
+    assert engine.get_global_grad_norm() == optimizer._global_grad_norm > 0
+    assert engine._config.zero_optimization_stage == 2 and engine._config.fp16_enabled
+    fixed = start().optimizer
+    assert not fixed.dynamic_loss_scale and fixed.cur_scale == 1
+
+
+def test_hysteresis_of_steps_in_a_row() -> None:
+    """With `consecutive_hysteresis` every good step gives the patience back: only two overflows in a row lower the scale."""
+    scales = []
+    for consecutive in (False, True):
+        half = Half(initial_scale_power=4, loss_scale_window=100, hysteresis=2, consecutive_hysteresis=consecutive)
+        scaler = LossScaler.of(half, hesitates=True)
+        for overflow in (True, False, True, False, True, True):
+            scaler.update_scale(overflow)
+        scales.append(scaler.cur_scale)
+    assert scales == [2, 8]
+
+
+def test_what_a_persistent_parameter_answers(start: Start) -> None:
+    """`ds_persist` is False, whatever stays whole: scripts gather what is not persistent, and gathering works for all."""
+    weight: Any = start(THREE).module[0].weight
+    assert weight.ds_persist is False
+    with deepspeed.zero.GatheredParameters([weight]):
+        assert weight.shape == (8, 4) and weight.detach().clone().isfinite().all()
+    assert weight.detach().clone().isfinite().all()  # small, so it can be read without the block too
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_who_writes_what_nobody_is_to_take_over(start: Start, deferred: bool) -> None:
+    """With `enable_sanity_checks`, on one rank as on several: reading is right, writing needs a modifier_rank."""
+    config = CONFIG | {"zero_optimization": {"stage": 3, "enable_sanity_checks": True}}
+    if deferred:
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = nn.Linear(4, 2)
+    else:
+        model = start(config, model=nn.Linear(4, 2)).module
+    gathered = deepspeed.zero.GatheredParameters
+    with gathered([model.weight]):
+        assert model.weight.sum().isfinite()
+    with refused(offload.UsageError, "in-place modification", "modifier_rank"), gathered([model.weight]), torch.no_grad():
+        model.weight.add_(1.0)
+    with gathered([model.weight], modifier_rank=0), torch.no_grad():
+        model.weight.zero_()
+    with gathered([model.weight]):
+        assert not model.weight.any()
+    plain = start(THREE, model=nn.Linear(4, 2)).module
+    with gathered([plain.weight]), torch.no_grad():
+        plain.weight.zero_()
+    assert not plain.weight.detach().clone().any()
+
+
+def test_weights_are_converted_whole_or_not_at_all(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is there stays until the new files are whole: ranks may write one folder at once."""
+    engine = start(THREE)
+    engine.save_checkpoint(str(tmp_path / "saved"))
+    convert = deepspeed.utils.zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict
+    for keywords, name in (
+        ({"safe_serialization": True}, "model.safetensors"),
+        ({"max_shard_size": None}, "pytorch_model.bin"),
+    ):
+        convert(str(tmp_path / "saved"), str(tmp_path / "out"), **keywords)
+        assert (tmp_path / "out" / name).is_file()
+    convert(str(tmp_path / "saved"), str(tmp_path / "parts"), max_shard_size="0.1KB")
+    index = json.loads((tmp_path / "parts" / "pytorch_model.bin.index.json").read_text())
+    assert set(index["weight_map"]) == set(engine.module_state_dict())
+    assert {one.name for one in (tmp_path / "parts").iterdir()} == {
+        *index["weight_map"].values(),
+        "pytorch_model.bin.index.json",
+    }
+    before = (tmp_path / "out" / "pytorch_model.bin").read_bytes()
+    monkeypatch.setattr(torch, "save", lambda values, path: Path(path).write_bytes(b"half") and 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        convert(str(tmp_path / "saved"), str(tmp_path / "out"), max_shard_size=None)
+    assert (tmp_path / "out" / "pytorch_model.bin").read_bytes() == before
+    assert {one.name for one in (tmp_path / "out").iterdir()} == {"model.safetensors", "pytorch_model.bin"}
+
+
+# ---- utils -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_loader_that_begins_again() -> None:
+    sampler = torch.utils.data.DistributedSampler(range(4), num_replicas=1, rank=0)  # type: ignore[arg-type]
+    loader = RepeatingLoader(torch.utils.data.DataLoader(list(range(4)), batch_size=2, sampler=sampler))
+    epochs = [torch.cat([next(loader), next(loader)]).tolist() for _ in range(3)]
+    expected = []
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        expected.append(list(sampler))
+    assert epochs == expected and len(loader) == 2 and loader.epoch == 2
+
+
+def test_memory_is_said_where_it_is_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(deepspeed.utils.logger, "info", said.append)
+    see_memory_usage("quietly")
+    assert not said
+    see_memory_usage("here", force=True)
+    assert len(said) == 1 and said[0].startswith("here | host: ") and "GiB used" in said[0]
+
+
+def test_leaf_modules_by_class(start: Start) -> None:
+    model = start(THREE).module
+    (found,) = set_z3_leaf_modules(model, [nn.Tanh])
+    assert found is model[1] and z3_leaf_module(found) and not z3_leaf_module(model[0])
+    with refused(offload.ConfigError, "Conv2d"):
+        set_z3_leaf_modules(model, [nn.Conv2d])
+
+
+def test_pipelines_are_refused_by_name() -> None:
+    with refused(offload.UsageError, "PipelineModule"):
+        deepspeed.pipe.PipelineModule(layers=[nn.Linear(4, 2)], num_stages=1)
