@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Generator
 
 import pytest
 import torch
@@ -30,16 +31,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
 
-gc.disable()  # until everything is imported
-
 partition.JOINED_NUMEL = 0  # the models of the tests are tiny, and are to have units all the same; test_joined_units.py sets it
 
 
-def pytest_collection_finish() -> None:
-    """See tests/frozen.py."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """See tests/frozen.py. Also of the process that starts the others, which collects nothing."""
+    gc.disable()
+    found = yield
     gc.collect()
     gc.freeze()
     gc.enable()
+    return found
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

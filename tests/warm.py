@@ -233,10 +233,13 @@ def _run(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    import gc
     import importlib
 
+    gc.disable()  # until everything is imported
     for _name in _IMPORTED:
         importlib.import_module(_name)
+    gc.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _argv = _serve(socket.socket(fileno=int(sys.argv[1])))
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import transformers as hf
-from diffusers import DiTTransformer2DModel
 
 import offload
 from offload.integrations.transformers import OffloadTrainer
@@ -113,6 +112,8 @@ def _mamba2() -> Any:
 
 
 def _dit() -> Any:
+    from diffusers import DiTTransformer2DModel
+
     return DiTTransformer2DModel(
         num_attention_heads=2,
         attention_head_dim=16,
