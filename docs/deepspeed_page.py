@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ from offload.deepspeed.names import MODULES
 from offload.deepspeed_config.keys import SECTIONS
 
 PAGE = Path(__file__).with_name("deepspeed.md")
+ENTRY_POINTS = PAGE.parents[1] / "tests" / "integrations" / "entry_points.json"
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 ENGINE = "`engine` of `initialize`"
 
@@ -86,6 +88,18 @@ def engine() -> str:
     return rows(("of the engine", "what it does here"), *lines, (", ".join(plain), "as there"))
 
 
+def tools() -> str:
+    """Of tests/integrations/entry_points.py: each run of a tool's own entry point beside the same without DeepSpeed."""
+    lines = []
+    for tool, said in json.loads(ENTRY_POINTS.read_text(encoding="utf-8")).items():
+        versions = ", ".join(f"{name} {version}" for name, version in said["versions"].items() if name != tool)
+        place = f"{tool} {said['versions'][tool]} ({versions}): `{said['entry point']}`"
+        for run in said["runs"]:
+            lines.append((place, f"{run['config']}, {run['tuning']}", f"{run['losses']:.1e}", f"{run['weights']:.1e}"))
+            place = ""
+    return rows(("tool and entry point", "its config, and what is trained", "losses differ by", "weights differ by"), *lines)
+
+
 def _defined_in(module: Any) -> Mapping[str, Any]:
     """Without what it imported for itself."""
     return {name: value for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__}
@@ -108,7 +122,7 @@ def _is_generated(value: object) -> bool:
     return inspect.isclass(value) and (value.__doc__ or "").startswith(f"{value.__name__}(")
 
 
-TABLES: Mapping[str, Callable[[], str]] = {"compared": compared, "keys": keys, "names": names, "engine": engine}
+TABLES: Mapping[str, Callable[[], str]] = {"compared": compared, "keys": keys, "names": names, "engine": engine, "tools": tools}
 
 
 def rendered(text: str) -> str:
