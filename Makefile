@@ -26,7 +26,7 @@ BUILD_INPUTS := pyproject.toml $(wildcard offload/__init__.py) native/CMakeLists
 CXX_SOURCES  := $(wildcard native/fuzz/*.cpp) $(wildcard native/src/*.cpp) $(wildcard native/src/*.h) $(wildcard native/src/*.inc) $(wildcard native/include/*.h) \
   $(wildcard offload/device/cuda_kernels/*.cu) $(wildcard tests/device/*.cpp)
 
-.PHONY: help install demo test test-matrix test-sdist wheel wheel-cuda sdist check-dist test-bare docs in-place test-gpu test-deepspeed test-scripts check sanitize fuzz soak zoo canary bench gpu-report clean
+.PHONY: help install demo test test-matrix test-sdist wheel wheel-cuda sdist check-dist test-bare docs in-place test-gpu test-deepspeed test-scripts check sanitize fuzz soak zoo canary bench predicted gpu-report clean
 
 help:
 	@echo "make install   environment in $(VENV), torch, this package with its native core"
@@ -49,6 +49,7 @@ help:
 	@echo "make zoo       train the model zoo and each framework's script, and write their tables (docs/model-zoo.md, docs/huggingface.md)"
 	@echo "make canary    the tests of integrations against the newest of each framework, in an environment of its own"
 	@echo "make bench     benchmarks"
+	@echo "make predicted what plan says of this machine, and what is measured: 13 quiet minutes, then some more"
 	@echo "make gpu-report  training beside its peers on a CUDA device, in under 9 minutes"
 
 install: $(STAMP)
@@ -173,6 +174,13 @@ canary: install
 
 bench: install
 	for file in $(filter-out $(addprefix benchmarks/,render.py timeline.py markdown_text.py front_tables.py gpu.py plot.py plots.py machine.py own_io.py aio_peer.py deepspeed_step.py deepspeed_training.py cpu_kinds.py),$(wildcard benchmarks/*.py)); do $(PY) $$file $(BENCH_FLAGS) || exit 1; done
+
+# What the plan says of this machine beside what is measured there: seconds first, which want a machine that does nothing else.
+NVME     ?= .
+predicted: install
+	$(PY) benchmarks/predicted.py --nvme $(NVME) --out docs/performance/predicted.json --parts rates timed --steps 3
+	$(PY) benchmarks/predicted.py --nvme $(NVME) --out docs/performance/predicted.json --parts counted predicted
+	$(PY) benchmarks/render.py
 
 GPU_REPORT_FLAGS ?= --out docs/performance/gpu.json
 

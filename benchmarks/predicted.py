@@ -11,6 +11,8 @@ counts seconds wants a machine that does nothing else; what counts bytes does no
     python benchmarks/predicted.py --nvme /mnt/nvme0 --out predicted.json --parts rates timed
     python benchmarks/predicted.py --nvme /mnt/nvme0 --out predicted.json --parts counted predicted
 
+`make predicted NVME=/mnt/nvme0` is both, and the table.
+
 Bytes in use are what is forecast. Where they are counted glibc is told to give back freed memory at once; what it keeps in
 holes by its defaults is `resident_nbytes` less that.
 """
@@ -184,7 +186,7 @@ def rates(case: Case, nvme: str, machine: str) -> dict[str, Any]:
     tokens = torch.zeros(case.batch, case.sequence, dtype=torch.long)
     found = measure_machine([nvme], 0.5, lambda: block(input_ids=tokens, labels=tokens).loss.backward())
     write_machine(found.machine, found.sources, machine)
-    return found.machine.as_json(found.sources)
+    return found.machine.as_json({field: source.replace(nvme, "the folder given") for field, source in found.sources.items()})
 
 
 # ---- all -------------------------------------------------------------------------------------------------------------

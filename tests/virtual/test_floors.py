@@ -16,6 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 TABLE = json.loads((ROOT / "docs" / "performance" / "floors.json").read_text())["results"]
 GOAL = 1.15
+NEAR_DEVICE = 1.10
 QUICK = {("1 B", "h100", 2048, 1), ("1 B", "rtx4090", 2048, 1)}
 FIELDS = ("size", "machine", "tokens", "micro_batches")
 
@@ -42,3 +43,18 @@ def test_cells_beyond_the_goal_say_what_bounds_them() -> None:
     for line in TABLE:
         if line["fits"] and line["ratio"] > GOAL:
             assert line["exposed"][line["bound"]] > 0
+        if line["fits"] and line["ratio"] > GOAL and "waits" in line:
+            missed = line["step_seconds"] - GOAL * line["floor_seconds"]
+            assert sum(line["waits"].values()) >= missed, key(line)
+
+
+def test_7_b_on_the_h100_is_near_the_same_with_everything_in_device_memory() -> None:
+    """From 8,192 tokens a micro-batch on; below them what compute stood still for is what it is longer by."""
+    compared = [line for line in TABLE if line.get("on_device_seconds")]
+    assert compared
+    for line in compared:
+        if line["tokens"] >= 8192:
+            assert line["step_seconds"] <= NEAR_DEVICE * line["on_device_seconds"], key(line)
+        else:
+            longer = line["step_seconds"] - NEAR_DEVICE * line["on_device_seconds"]
+            assert sum(line["waits"].values()) >= longer, key(line)
