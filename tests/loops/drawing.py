@@ -76,7 +76,13 @@ _seldom = [
     _ops("load_state_dict", seed=st.integers(0, 3)),
     _ops("add_group"),
 ]
+_widely = [
+    _ops("train", batch=_batches, micro=st.sampled_from([2, 3])),
+    _ops("freeze_one", parameter=st.integers(0, 20), frozen=st.booleans()),
+    _ops("crowd", room=st.sampled_from([None, 1.3, 2.0, 4.0])),
+]
 operations = st.one_of(st.builds(op, st.just("nothing")), *3 * _often, *_at_times, *_seldom)
+_wide_operations = st.one_of(st.builds(op, st.just("nothing")), *3 * _often, *_at_times, *2 * _widely, *_seldom)
 
 
 def _models(ranks: int) -> st.SearchStrategy[Model]:
@@ -126,10 +132,22 @@ _setups = st.builds(
     speculates=st.booleans(),
     joined=st.sampled_from((0, 0, 100, 1 << 20)),
 )
+_wide_setups = st.builds(
+    lambda setup, values: replace(setup, **values),
+    _setups,
+    st.fixed_dictionaries(
+        {
+            "marked": st.sampled_from(["", "", "mixes", "second", "outlet", "inner"]),
+            "expects": st.sampled_from([1, 1, 2, 3]),
+            "room": st.sampled_from([None, 1.5, 3.0, 6.0, 1e6]),
+        }
+    ),
+)
 
 
-def programs(ranks: int = 1) -> st.SearchStrategy[Program]:
-    """Programs of that many ranks."""
+def programs(ranks: int = 1, *, widely: bool = False) -> st.SearchStrategy[Program]:
+    """Programs of that many ranks. `widely`: also marked units, micro-batches that the script tells of, devices of a stated
+    size, which something else fills, and single parameters that are frozen."""
 
     def settled(setup: Setup) -> Setup:
         if ranks > 1 and setup.fault == "flip" and setup.strikes in ("any", "checkpoints"):
@@ -141,10 +159,32 @@ def programs(ranks: int = 1) -> st.SearchStrategy[Program]:
         played = [op(one.name, **one.values) if is_calm else one for one in operations]
         return Program(operations=tuple(played), ranks=ranks, **rest)
 
-    return st.builds(
+    drawn = st.builds(
         made,
         st.sampled_from([False, ranks > 1]),
-        st.lists(operations, min_size=FEWEST, max_size=MOST),
+        st.lists(_wide_operations if widely else operations, min_size=FEWEST, max_size=MOST),
         model=_models(ranks),
-        setups=st.lists(_setups.map(settled), min_size=1, max_size=2).map(tuple),
+        setups=st.lists((_wide_setups if widely else _setups).map(settled), min_size=1, max_size=2).map(tuple),
     )
+    return st.builds(_accumulating, drawn, st.sampled_from([False, False, True])) if widely else drawn
+
+
+def _accumulating(program: Program, does: bool) -> Program:
+    """If it `does`, every step has several micro-batches, beside a device where nothing lies for good."""
+    if not does:
+        return program
+    operations = tuple(_of_several(one) for one in program.operations)
+    return replace(program, operations=operations, setups=tuple(_beside_a_device(one) for one in program.setups))
+
+
+def _of_several(operation: Operation) -> Operation:
+    values = operation.values
+    if operation.name == "train":
+        values = values | {"micro": max(values["micro"], 2)}
+    return op(operation.name, interrupt=operation.interrupt, **values)
+
+
+def _beside_a_device(setup: Setup) -> Setup:
+    parameters, states = (place if place != "device" else "cpu" for place in (setup.parameters, setup.states))
+    room = setup.room if setup.room is not None or setup.on_device is not None else 6.0
+    return replace(setup, parameters=parameters, states=states, accelerator="deferred", room=room)

@@ -8,7 +8,6 @@ import copy
 import os
 import re
 import shutil
-import signal
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -22,55 +21,23 @@ from torch import nn
 
 import offload
 from offload.build import assembly
-from offload.device import lane
+from offload.device.deferred import DeferredAccelerator
 from offload.model import partition
 from offload.step import clip_history
-from tests.tiers import faulty_io
+from tests.inside import accelerator_of
 
 from . import refusals
 from .checkpoints import contents_of, position_of
 from .drives import Drives
+from .interruption import Interruption, leave_contexts
+from .models import mark
 from .playing import COUNTS, Boom, Facts, Outcome, Player
 from .programs import Operation, Program, Setup
 
 MEMORY = Setup()
-
-
-class Interruption:
-    """Sends SIGINT once, at the call or return of that number: where Python would run a signal's handler."""
-
-    def __init__(self, moment: int) -> None:
-        self._left, self.struck = moment, False
-        self._counter = self._count  # Python holds no reference while it calls it: it is not to be taken away from within
-
-    def __enter__(self) -> Interruption:
-        if self._left:
-            sys.setprofile(self._counter)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        sys.setprofile(None)
-
-    def _count(self, frame: Any, event: str, argument: Any) -> None:
-        if self.struck or event not in ("call", "c_return"):
-            return
-        self._left -= 1
-        if self._left <= 0 and not _is_elsewhere(frame):
-            self.struck = True
-            signal.raise_signal(signal.SIGINT)
-
-
-_NO_THREAD_OF_THE_LOOP = (lane.__file__, faulty_io.__file__)
-
-
-def _is_elsewhere(frame: Any) -> bool:
-    """Whether this would run on a thread, or in a drive, that no signal reaches: tests have the lanes of the deferred
-    accelerator and the faulty drive do their work on the thread that waits for it."""
-    while frame is not None:
-        if frame.f_code.co_filename in _NO_THREAD_OF_THE_LOOP:
-            return True
-        frame = frame.f_back
-    return False
+_BUFFERS_NBYTES = 1 << 17
+_LARGEST_STATE = 6
+"""What lies on a device for good, in multiples of its parameters: those, gradients and their sums, masters and moments."""
 
 
 def smallest(build_it: Any, field: str, fields: dict[str, Any]) -> int | None:
@@ -95,6 +62,8 @@ class EnginePlayer(Player):
         self._interrupted = False
         self._more: dict[str, int] = {}
         """Budgets that an error asked for."""
+        self._all_nbytes = self._crowd_nbytes = 0
+        """Of all parameters, and buffers that come for each of them; what else is taken of the device's memory."""
 
     # ---- the engine ----------------------------------------------------------------------------------------------
 
@@ -106,9 +75,17 @@ class EnginePlayer(Player):
         self._patch.setattr(partition, "JOINED_NUMEL", setup.joined)
         if setup.speculates:
             self._patch.setattr(clip_history, "QUIET_STEPS", 0)
+        if setup.room is None:
+            self._patch.delenv("OFFLOAD_DEVICE_NBYTES", raising=False)
+        else:
+            on_device = _LARGEST_STATE if "device" in (setup.parameters, setup.states) else 0
+            self._all_nbytes = _BUFFERS_NBYTES + 4 * sum(one.numel() for one in self.made(None)[0].parameters())
+            self._patch.setenv("OFFLOAD_DEVICE_NBYTES", str(int((setup.room + on_device) * self._all_nbytes)))
         self.drives.connect(setup, self.ranks[0], self.program.ranks)
-        config = offload.Config(**self._fields(setup))
+        config = offload.Config(**self._fields(setup)).expecting(setup.expects)
         self.model, optimizer = self.made(state)
+        mark(self.model, setup.marked)
+        self._crowd_nbytes = 0
         self.engine = offload.initialize(self.model, optimizer, config)
         self.optimizer = self.engine.optimizer
         self._beside = None
@@ -130,7 +107,9 @@ class EnginePlayer(Player):
             fields["nvme"] = str(self.folder / "nvme")
 
         def attempt(config: offload.Config) -> None:
-            offload.initialize(*self.made(None), config).close()
+            model, optimizer = self.made(None)
+            mark(model, setup.marked)
+            offload.initialize(model, optimizer, config.expecting(setup.expects)).close()
 
         for field, factor in (("device_memory", setup.on_device), ("cpu_memory", setup.memory)):
             least = smallest(attempt, field, fields) if factor is not None else None
@@ -142,6 +121,14 @@ class EnginePlayer(Player):
     def end(self) -> None:
         self.graphs.clear()
         self._saved_beside(self.engine.close)
+
+    def crowd(self, room: float | None) -> None:
+        device = accelerator_of(self.engine)
+        if isinstance(device, DeferredAccelerator) and (free := device.free_nbytes()) is not None:
+            free += self._crowd_nbytes
+            crowd_nbytes = max(free - int(room * self._all_nbytes), 0) if room is not None else 0
+            device._in_use.add(crowd_nbytes - self._crowd_nbytes)
+            self._crowd_nbytes = crowd_nbytes
 
     # ---- verbs ---------------------------------------------------------------------------------------------------
 
@@ -443,14 +430,6 @@ class MemoryPlayer(EnginePlayer):
         if position is not None:
             self.engine.load_checkpoint(self.path(position))
         return position
-
-
-def leave_contexts() -> None:
-    """An interrupt that comes just as `torch.no_grad()` or a checkpoint's context begins or ends leaves PyTorch's state of the
-    thread as it is then, with and without an engine."""
-    torch.set_grad_enabled(True)
-    while torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 @contextlib.contextmanager

@@ -216,6 +216,19 @@ def build(spec: Model, seed: int = 1) -> Subject:
     return Subject(spec)
 
 
+def mark(model: Subject, which: str) -> None:
+    """Mark units of the user's own; see `Setup`."""
+    chosen: dict[str, list[nn.Module]] = {
+        "": [],
+        "mixes": [block.mix for block in model.blocks],
+        "second": list(model.blocks[1:2]),
+        "outlet": [model.outlet],
+        "inner": [child for block in model.blocks for child in block.children() if child is not block.mix],
+    }
+    for module in chosen[which]:
+        offload.unit(module)
+
+
 def data(width: int, batch: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets [ROWS, width] fp32, of each rank its own."""
     draw = torch.Generator().manual_seed(1000 * batch + rank)

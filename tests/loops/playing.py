@@ -137,6 +137,9 @@ class Player(ABC):
     @abstractmethod
     def clip(self, max_norm: float) -> float: ...
 
+    def crowd(self, room: float | None) -> None:  # noqa: B027 - plain PyTorch has no device of a stated size
+        """Something else takes the device's memory, but for `room` times what all parameters take; None: it goes."""
+
     @abstractmethod
     def gathered(self, parameters: list[nn.Parameter]) -> Any: ...
 
@@ -361,6 +364,10 @@ class Player(ABC):
         self.model.blocks[block % len(self.model.blocks)].requires_grad_(not frozen)
         return {}
 
+    def do_freeze_one(self, parameter: int, frozen: bool) -> Any:
+        self._parameter(parameter).requires_grad_(not frozen)
+        return {}
+
     def do_add_group(self) -> Any:
         """What is in no group is trained from now on."""
         held = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
@@ -472,6 +479,10 @@ class Player(ABC):
         chosen = self._parameter(parameter)
         with self.gathered([chosen]):
             return {"state": {"value": chosen.detach().clone()}}
+
+    def do_crowd(self, room: float | None) -> Any:
+        self.crowd(room)
+        return {}
 
     def do_write(self, parameter: int, fails: bool = False) -> Any:
         """`fails`: an error comes inside `gathered`, behind the write."""

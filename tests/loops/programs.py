@@ -61,6 +61,11 @@ class Setup:
     failing     how many of these it lets pass
     speculates  updates in backward begin before it is known that the norm changes nothing, from the first step on
     joined      so many elements small neighbours are joined to a unit of
+    marked      what `offload.unit` was called with: "" nothing, "mixes" the layer that every block has, "second" the second
+                block, "outlet" the last layer, "inner" children of blocks
+    expects     micro-batches of a step that the script says there will be (`Config.expecting`)
+    room        of the deferred accelerator: how often all parameters fit into its memory beside what is to lie there for good;
+                None: it does not say
     """
 
     parameters: str = "device"
@@ -77,6 +82,9 @@ class Setup:
     failing: int = 0
     speculates: bool = False
     joined: int = 0
+    marked: str = ""
+    expects: int = 1
+    room: float | None = None
 
     __repr__ = _shown
 

@@ -40,19 +40,21 @@ class Failure:
     ranks: int
     program: Program
     says: str
+    widely: bool
+    """How it was drawn."""
 
 
-def play(stage: Stage, ranks: int, count: int, first_seed: int) -> list[Failure]:
-    """Draw so many programs, judge each, and go on behind what fails. Returns the failures."""
+def play(stage: Stage, ranks: int, count: int, first_seed: int, *, widely: bool = False) -> list[Failure]:
+    """Draw so many programs, judge each, and go on behind what fails. Returns the failures. `widely`: see `programs`."""
     failures: list[Failure] = []
     for number in range(first_seed, first_seed + count // AT_ONCE):
         began, before = time.monotonic(), len(failures)
-        played = _play_seed(stage, ranks, number, failures)
+        played = _play_seed(stage, ranks, number, failures, widely)
         _record(ranks, number, played, failures[before:], time.monotonic() - began)
     return failures
 
 
-def _play_seed(stage: Stage, ranks: int, number: int, failures: list[Failure]) -> int:
+def _play_seed(stage: Stage, ranks: int, number: int, failures: list[Failure], widely: bool) -> int:
     played = 0
 
     def judge(program: Program) -> None:
@@ -60,9 +62,9 @@ def _play_seed(stage: Stage, ranks: int, number: int, failures: list[Failure]) -
         played += 1
         found = stage.verdict(program)
         if found is not None:
-            failures.append(Failure(number, ranks, program, found))
+            failures.append(Failure(number, ranks, program, found, widely))
 
-    seed(number)(settings(_RULES, phases=(Phase.generate,))(given(programs(ranks))(judge)))()
+    seed(number)(settings(_RULES, phases=(Phase.generate,))(given(programs(ranks, widely=widely))(judge)))()
     return played
 
 
@@ -74,7 +76,8 @@ def shrunk(stage: Stage, failure: Failure) -> str:
         assert found is None, f"{found}\n\nThe program:\n\n{program!r}"
 
     try:
-        seed(failure.seed)(settings(_RULES, phases=(Phase.generate, Phase.shrink))(given(programs(failure.ranks))(judge)))()
+        drawn = programs(failure.ranks, widely=failure.widely)
+        seed(failure.seed)(settings(_RULES, phases=(Phase.generate, Phase.shrink))(given(drawn)(judge)))()
     except Exception as error:
         return f"Shrunk: {error}"
     return f"One, which did not fail again: {failure.says}\n\n{failure.program!r}"

@@ -25,9 +25,9 @@ SOAK = int(os.environ.get("OFFLOAD_LOOPS_COUNT", "10000"))
 SEED = int(os.environ.get("OFFLOAD_LOOPS_SEED", "1"))
 
 
-def search(stage: Stage, ranks: int, count: int, first_seed: int) -> None:
+def search(stage: Stage, ranks: int, count: int, first_seed: int, *, widely: bool = False) -> None:
     """Play so many programs; if any fail, shrink one of them, and name all."""
-    failures = play(stage, ranks, count, first_seed)
+    failures = play(stage, ranks, count, first_seed, widely=widely)
     seeds = sorted({one.seed for one in failures})
     assert not failures, f"{len(failures)} of {count} programs failed, of the seeds {seeds}. {shrunk(stage, failures[0])}"
 
@@ -42,9 +42,9 @@ def test_any_loop_on_two_ranks(stage: Stage) -> None:
 
 @pytest.mark.slow
 def test_any_loop_for_long(stage: Stage) -> None:
-    search(stage, 1, SOAK - SOAK // 7, SEED * 1000000)
+    search(stage, 1, SOAK - SOAK // 7, SEED * 1000000, widely=True)
 
 
 @pytest.mark.slow
 def test_any_loop_on_two_ranks_for_long(stage: Stage) -> None:
-    search(stage, 2, SOAK // 7, SEED * 1000000)
+    search(stage, 2, SOAK // 7, SEED * 1000000, widely=True)
