@@ -143,7 +143,7 @@ def check_is_folder(path: str, flag: str) -> Path:
     """What there is of a folder that is there or may be made. Raises `ConfigError` where something else lies there."""
     there = what_there_is_of(Path(path).expanduser())
     if not there.is_dir():
-        raise ConfigError(f"{flag} {path!r}: {str(there)!r} is no folder: name one on the drive.")
+        raise ConfigError(f"{flag} {path!r}: {str(there)!r} is no folder that can be written to: name one on the drive.")
     return there
 
 
