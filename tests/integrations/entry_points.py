@@ -100,7 +100,6 @@ def _apart(plain: dict[str, Any], said: dict[str, Any]) -> dict[str, float]:
     return {
         "losses": max(abs(one - other) / abs(one) for one, other in zip(plain["losses"], said["losses"], strict=True)),
         "weights": max((theirs[name].float() - ours[name].float()).abs().max().item() for name in theirs),
-        "moved": max((ours[name].float() - theirs[name].float().mean()).abs().max().item() for name in ours),
     }
 
 

@@ -18,6 +18,7 @@ import offload.deepspeed as deepspeed
 from tests.warm import WarmProcess
 
 from ..acceptance.runs import refused
+from . import entry_points
 
 ROOT = Path(__file__).resolve().parents[2]
 PEER = os.environ.get("DEEPSPEED_PYTHON")
@@ -295,3 +296,11 @@ def test_accelerate_launch_with_deepspeed(tmp_path: Path, stage: int, processes:
     by_rank = sorted(one["losses"] for one in shown)
     for found, expected in zip(by_rank, sorted(map(list, zip(*losses, strict=True))), strict=True):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_the_entry_points_of_other_tools_gave_is_whole_and_within_rounding() -> None:
+    report = json.loads(entry_points.RESULT.read_text(encoding="utf-8"))
+    assert report
+    for tool, said in report.items():
+        assert [(run["tuning"], run["config"]) for run in said["runs"]] == entry_points.TOOLS[tool]["runs"]
+        assert all(entry_points.within_rounding(run) and run["steps"] == 3 for run in said["runs"])
