@@ -224,37 +224,41 @@ def test_a_wait_for_the_turn_that_an_interrupt_ended_keeps_nobody_waiting(calls_
         signal.signal(signal.SIGALRM, before)
 
 
-def test_a_call_goes_on_whatever_generators_it_goes_through() -> None:
-    """A thread that looks at another's stack sees frames that are left while it looks."""
+def test_a_call_goes_on_while_it_leaves_a_generator_that_another_thread_looks_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The frame of a generator that is left leads nowhere: the thread that looks at the other's stack must look again."""
     calls: list[Call] = []
-    ended = threading.Event()
+    inside, go, left, end = (threading.Event() for _ in range(4))
+
+    def generator() -> Iterator[int]:
+        inside.set()
+        assert go.wait(60)
+        yield 1
 
     class Busy(nn.Module):
         def forward(self, x: int) -> int:
             calls.append(Call(self))
-            ready.set()
-            while not ended.is_set():
-                sum(deep(30))
+            for _ in generator():
+                left.set()
+                assert end.wait(60)
             return x
 
-    def deep(depth: int) -> Iterator[int]:
-        yield depth
-        if depth:
-            yield from deep(depth - 1)
+    frames = sys._current_frames
 
-    ready = threading.Event()
+    def frames_before() -> Any:
+        monkeypatch.setattr(sys, "_current_frames", frames)
+        found = frames()
+        go.set()
+        assert left.wait(60)
+        return found
+
     busy = threading.Thread(target=lambda: Busy()(1))
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        busy.start()
-        assert ready.wait(60)
-        found = [calls[0].is_running() for _ in range(4000)]
-    finally:
-        sys.setswitchinterval(interval)
-        ended.set()
-        busy.join(60)
-    assert all(found) and not calls[0].is_running()
+    busy.start()
+    assert inside.wait(60)
+    monkeypatch.setattr(sys, "_current_frames", frames_before)
+    assert calls[0].is_running()
+    end.set()
+    busy.join(60)
+    assert not calls[0].is_running()
 
 
 def test_two_threads_that_hand_an_update_to_the_lane_hand_it_over_once(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
