@@ -16,7 +16,7 @@ from offload.cli.forecast import GRANTED_SHARE, Work
 from offload.cli.outline import Outline
 from offload.device.virtual.description import Machine, changed
 from offload.device.virtual.machine import VirtualMachine
-from offload.errors import BudgetError
+from offload.errors import BudgetError, ConfigError
 from offload.planning.placement import Placement
 from offload.planning.traffic import Traffic
 from offload.rehearsal.forecast import Forecast
@@ -99,7 +99,10 @@ def _largest(
     largest = {what: _most(found, machine, size, times) for what, size in (("batch", work.batch), ("sequence", work.sequence))}
     if largest["sequence"] != work.sequence:
         largest["sequence"] = largest["sequence"] // _ROUND * _ROUND
-    on_drive = outline.placement("nvme", "nvme").plan.total_nbytes("nvme")
+    try:
+        on_drive = outline.placement("nvme", "nvme").plan.total_nbytes("nvme")
+    except ConfigError:  # below stage 3 parameters stay on the devices of all ranks
+        on_drive = 0
     return (
         {"parameters": int(outline.parameter_numel * machine.nvme_nbytes / on_drive / found.ranks), **largest}
         if on_drive
