@@ -216,7 +216,7 @@ def _axolotl(folder: Path, tuning: str, config: str | None) -> None:
     given |= {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_linear": True} if tuning == "lora" else {}
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(given | ({"deepspeed": config} if config else {})))
-    do_cli(config=path)
+    do_cli(config=str(path))
 
 
 def _answer(tool: str, folder: Path) -> dict[str, Any]:
