@@ -51,6 +51,8 @@ class Succession:
         self._turn = Turn(backward_elsewhere=parts.accelerator.device.type != "cpu")
         self._planned_for = config.micro_batches
         """Micro-batches a step: as many as places were decided for, or were found to be no reason for others."""
+        self._step_of_forward = -1
+        """How many steps were done when the last forward that was recorded began."""
         self.current = self._engaged(parts, slots)
 
     def _engaged(self, parts: Components, slots: Sequence[Slot] = ()) -> Engagement:
@@ -153,10 +155,12 @@ class Succession:
 
     def _plan_for_micro_batches(self) -> Hooks | None:
         """Once a step had at least twice as many micro-batches as places were decided for: have those that a loop gets that
-        says so beforehand (`Config.expecting`), where budgets make them others."""
+        says so beforehand (`Config.expecting`), where budgets make them others. Only at the first forward after a step: backward
+        may yet come through any other."""
         config, parts, training = self._config, self.current.parts, self.current.training
         count = training.gradients.micro_batches.of_last_step
-        if count < 2 * self._planned_for or not self.current.is_between_steps:
+        is_first, self._step_of_forward = training.step_count != self._step_of_forward, training.step_count
+        if not is_first or count < 2 * self._planned_for or not self.current.is_between_steps:
             return None
         self._planned_for, expecting = count, config.expecting(count)
         verdict, optimizer = parts.placement.verdict, self._optimizer

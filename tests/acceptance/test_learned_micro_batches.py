@@ -151,7 +151,7 @@ def test_a_loop_of_one_and_a_longer_step_now_and_then_change_nothing(started: An
 
 
 def test_not_while_something_is_under_way(started: Any, tmp_path: Path) -> None:
-    """Values lent, a profile: at the first step boundary after it."""
+    """Values lent, a profile: after the next step."""
     engine = started(**BUDGETS["device"])
     profile = engine.profile(tmp_path / "trace.json")
     step(engine, 0)
@@ -166,7 +166,29 @@ def test_not_while_something_is_under_way(started: Any, tmp_path: Path) -> None:
         engine.module(torch.ones(1, WIDTH, dtype=torch.bfloat16))
         assert parts_of(engine) is parts
     step(engine, 2)
+    assert parts_of(engine) is parts
+    step(engine, 3)
     assert parts_of(engine) is not parts
+
+
+def test_a_forward_that_ran_after_the_step_keeps_its_parts(started: Any) -> None:
+    """Though others begin between the steps as well, once gradients are dropped: backward through the first one is right."""
+    engine, in_memory = started(**BUDGETS["device"]), started(**IN_MEMORY)
+    x, before = torch.ones(2, WIDTH, dtype=torch.bfloat16), routes(engine)
+    for one in (engine, in_memory):
+        step(one, 0)
+        parts = parts_of(one)
+        with one.gathered([one.module[1][0].weight]):
+            kept = one.module(x).float().sum()
+        one.module(x)
+        assert parts_of(one) is parts
+        kept.backward()
+        one.step()
+        one.zero_grad()
+        step(one, 1)
+        step(one, 2)
+    assert routes(engine) != before
+    assert_same_bits(engine.state_dict(), in_memory.state_dict())
 
 
 @pytest.mark.parametrize("why", ["no room", "a drive in memory"])

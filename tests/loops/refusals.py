@@ -81,7 +81,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         ("backward",),
         offload.UsageError,
-        "through a forward that ran before optimizer.step",
+        "through a forward that ran before optimizer.step|or before the last step: run the forward again",
         lambda now: now.stale,
         "weights have changed since the forward; PyTorch raises too",
         drops_gradients=True,
