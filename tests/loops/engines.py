@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 import re
 import shutil
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -430,14 +429,3 @@ class MemoryPlayer(EnginePlayer):
         if position is not None:
             self.engine.load_checkpoint(self.path(position))
         return position
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    os.environ["OFFLOAD_ACCELERATOR"] = "cpu"
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
