@@ -155,8 +155,8 @@ class Succession:
 
     def _plan_for_micro_batches(self) -> Hooks | None:
         """Once a step had at least twice as many micro-batches as places were decided for: have those that a loop gets that
-        says so beforehand (`Config.expecting`), where budgets make them others. Only at the first forward after a step: backward
-        may yet come through any other."""
+        says so beforehand (`Config.expecting`), where budgets make them others. Only at the first forward after a step:
+        backward may yet come through any other."""
         config, parts, training = self._config, self.current.parts, self.current.training
         count = training.gradients.micro_batches.of_last_step
         is_first, self._step_of_forward = training.step_count != self._step_of_forward, training.step_count
