@@ -101,7 +101,7 @@ def GatheredParameters(
     engine = owner_of(given) if enabled else None
     if engine is None:
         deferred = [one for one in given if is_deferred(one)] if enabled else []
-        with offload.deferred_init() if deferred else nullcontext(), unwritten(deferred, modifier_rank):
+        with unwritten(deferred, modifier_rank), offload.deferred_init() if deferred else nullcontext():
             note_gathered(given, True)
             yield
         note_gathered(given, False)

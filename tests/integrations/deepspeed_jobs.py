@@ -151,6 +151,24 @@ def drawn(seed: int, differs: bool) -> list[list[float]]:
     return found
 
 
+def watched(deferred: bool, writer: int | None) -> str:
+    """What is said of a write by one rank, inside `GatheredParameters` without a `modifier_rank`."""
+    config = _config(zero_optimization={"stage": 3, "enable_sanity_checks": True})
+    with deepspeed.zero.Init(config_dict_or_path=config) if deferred else nullcontext():
+        layer = torch.nn.Linear(4, 2)
+    engine = deepspeed.initialize(model=layer, config=config)[0] if not deferred else None
+    try:
+        with deepspeed.zero.GatheredParameters([layer.weight]), torch.no_grad():
+            if dist.get_rank() == writer:
+                layer.weight.add_(1.0)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        if engine is not None:
+            engine.destroy()
+    return ""
+
+
 def sums(stage: int, said: str | None) -> list[float]:
     """Both ranks have the same data: the mean of three micro-batches, as gradients are summed."""
     torch.manual_seed(0)

@@ -23,6 +23,7 @@ from offload.deepspeed.utils import RepeatingLoader, see_memory_usage, set_z3_le
 from offload.deepspeed_config import Half
 
 from ..acceptance.runs import assert_same_bits, refused
+from ..ranks.crew import Crew
 from .conftest import CONFIG
 
 Start = Callable[..., deepspeed.DeepSpeedEngine]
@@ -208,6 +209,13 @@ def test_who_writes_what_nobody_is_to_take_over(start: Start, deferred: bool) ->
     with gathered([plain.weight]), torch.no_grad():
         plain.weight.zero_()
     assert not plain.weight.detach().clone().any()
+
+
+@pytest.mark.parametrize(("deferred", "told"), [(True, "in-place modification"), (False, "holds other values on rank")])
+def test_all_ranks_are_told_of_what_one_wrote(two: Crew, deferred: bool, told: str) -> None:
+    """Of an engine's parameters ranks are told without the key, too."""
+    assert two.do("watched", deferred=deferred, writer=None) == ["", ""]
+    assert all(told in said for said in two.do("watched", deferred=deferred, writer=1))
 
 
 def test_weights_are_converted_whole_or_not_at_all(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
