@@ -43,7 +43,13 @@ TOOLS: dict[str, dict[str, Any]] = {
     "axolotl": {
         "entry point": "axolotl.cli.train.do_cli",
         "configs": "deepspeed_configs",
-        "imported": ["axolotl.cli.train", "axolotl.cli.config", "axolotl.train", "axolotl.common.datasets"],
+        "imported": [
+            "axolotl.cli.train",
+            "axolotl.cli.config",
+            "axolotl.train",
+            "axolotl.common.datasets",
+            "axolotl.core.builders",
+        ],
         "runs": [
             *(("full", f"{name}.json") for name in ("zero1", "zero2", "zero3")),
             ("lora", "zero3.json"),
@@ -209,11 +215,13 @@ def _axolotl(folder: Path, tuning: str, config: str | None) -> None:
     data = {"path": str(folder / "data" / "sums.json"), "ds_type": "json", "type": "alpaca"}
     given = _SHARED | {
         "base_model": str(folder / "model"), "datasets": [data],
-        "sequence_len": 128, "micro_batch_size": 2, "optimizer": "adamw_torch", "lr_scheduler": "cosine", "val_set_size": 0,
+        "sequence_len": 256, "micro_batch_size": 2, "optimizer": "adamw_torch", "lr_scheduler": "cosine", "val_set_size": 0,
         "output_dir": str(folder / "output"), "dataset_prepared_path": str(folder / "prepared"), "tf32": False, "use_cpu": True,
         "sample_packing": False, "gradient_checkpointing": False, "flash_attention": False, "dataset_processes": 1,
     }  # fmt: skip
-    given |= {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_linear": True} if tuning == "lora" else {}
+    if tuning == "lora":  # its kernels are for GPUs
+        given |= {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_linear": True}
+        given |= dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), False)
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(given | ({"deepspeed": config} if config else {})))
     do_cli(config=str(path))
