@@ -136,6 +136,7 @@ SECTIONS: Mapping[str, Section] = {
             "cpu_offload_params": 'the older form of `offload_param` on "cpu"',
             "cpu_offload_param": 'the older form of `offload_param` on "cpu"',
             "ignore_unused_parameters": "false at stages 1 and 2: a step whose loss leaves a trained parameter out raises",
+            "enable_sanity_checks": "of the drop-in: a write inside `GatheredParameters` without a `modifier_rank` raises",
             "leaf_module": "marks modules for `z3_leaf_module`; nothing else depends on it",
             "param_persistence_threshold": _PERSISTENCE,
             "stage3_param_persistence_threshold": _PERSISTENCE,
@@ -144,7 +145,7 @@ SECTIONS: Mapping[str, Section] = {
         },
         without_effect=(
             *("allgather_bucket_size", "allgather_partitions", "compute_grad_norm", "contiguous_gradients"),
-            *("cpu_offload_use_pin_memory", "elastic_checkpoint", "enable_sanity_checks"),
+            *("cpu_offload_use_pin_memory", "elastic_checkpoint"),
             *("legacy_stage1", "load_from_fp32_weights", "log_trace_cache_warnings"),
             *("max_live_parameters", "max_reuse_distance", "memory_efficient_linear"),
             *("module_granularity_threshold", "overlap_comm", "override_module_apply"),
