@@ -124,6 +124,8 @@ class GradientTransit:
         self._ring, self._ring_nbytes = accelerator.memory(whole_nbytes), whole_nbytes
         self._cursor_nbytes = 0
         self._leaving: deque[tuple[int, int, Pending]] = deque()
+        """(first byte, byte behind the last, copy) of what lies in the ring: of the lap before from the cursor on, then of this
+        one up to it. So what the next bytes overlap is in front."""
 
     def arrive(self, pieces: Sequence[tuple[Chunk, Piece]], source: torch.Tensor, addition: Addition) -> None:
         """Take in a gradient: `source` [numel], and what of it lies in each chunk."""
@@ -156,11 +158,14 @@ class GradientTransit:
 
     def _ring_part(self, nbytes: int) -> tuple[int, torch.Tensor]:
         """The next bytes of the ring, and where they begin; compute waits until what was there has left."""
+        leaving = self._leaving
         if self._cursor_nbytes + nbytes > self._ring_nbytes:
+            while leaving and leaving[0][0] >= self._cursor_nbytes:
+                self._accelerator.join(leaving.popleft()[2])
             self._cursor_nbytes = 0
         low, high = self._cursor_nbytes, self._cursor_nbytes + nbytes
-        while any(start < high and low < stop for start, stop, _ in self._leaving):
-            self._accelerator.join(self._leaving.popleft()[2])
+        while leaving and leaving[0][0] < high and low < leaving[0][1]:
+            self._accelerator.join(leaving.popleft()[2])
         self._cursor_nbytes = high
         return low, self._ring[low:high]
 
