@@ -94,21 +94,22 @@ class Save(Pending):
         On another thread than that which drives the model, updates that are still to come are made when that thread comes to
         them, or when it has done nothing for a second."""
         try:
-            self.settle()
+            self.settle(drives=threading.get_ident() == self._driver)
         finally:
             self._outcome.seen = self._outcome.over
         if self._making.failure is not None:
             raise self._making.failure
 
-    def settle(self) -> None:
-        """Return when it is over, well or not; a failure stays unseen."""
+    def settle(self, *, drives: bool) -> None:
+        """Return when it is over, well or not; a failure stays unseen. `drives`: the calling thread is the one that drives the
+        model now, whichever began the save."""
         if self._outcome.over:
             return
         if self._outcome.pid != os.getpid():
             raise UsageError(
                 f"the save is made by process {self._outcome.pid}, which this one was forked from: wait for it there."
             )
-        if threading.get_ident() == self._driver:
+        if drives:
             self._have_updates_made()
         self._end()
 
@@ -276,7 +277,7 @@ class Saver:
     def settle(self) -> None:
         """Wait until the save that runs, if one does, is over: then anything may be overwritten. A failure stays with it."""
         if self._last is not None:
-            self._last.settle()
+            self._last.settle(drives=True)
 
     def finish(self) -> None:
         """As `settle`, and raise the failure if nobody has seen it."""

@@ -121,6 +121,24 @@ def test_at_the_end_of_the_interpreter_the_main_thread_still_has_its_turn(
     assert save.done() and hands.most == 1
 
 
+def test_closing_after_the_thread_that_saved_has_ended(opened: Any, tmp_path: Path) -> None:
+    """Updates that its save is of are still to come: who closes the engine drives the model now, and makes them."""
+    run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
+    saves: list[Any] = []
+
+    def train_and_save() -> None:
+        run.train(range(2))
+        saves.append(run.engine.save_checkpoint(tmp_path / "beside", wait=False))
+
+    trainer = threading.Thread(target=train_and_save)
+    trainer.start()
+    trainer.join(60)
+    closing = threading.Thread(target=run.engine.close, daemon=True)
+    closing.start()
+    closing.join(60)
+    assert not closing.is_alive() and saves[0].done()
+
+
 def test_a_thread_that_evaluates_after_the_one_that_saved_has_ended(
     opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hurried: None
 ) -> None:
