@@ -10,6 +10,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from .playing import COUNTS, Boom, Facts, Outcome, Player
 from .programs import Operation, Program, Setup
 
 MEMORY = Setup()
-_BUFFERS_NBYTES = 1 << 17
+_BUFFERS_NBYTES = 1 << 18
 _LARGEST_STATE = 6
 """What lies on a device for good, in multiples of its parameters: those, gradients and their sums, masters and moments."""
 
@@ -74,7 +75,7 @@ class EnginePlayer(Player):
         self._patch.setattr(partition, "JOINED_NUMEL", setup.joined)
         if setup.speculates:
             self._patch.setattr(clip_history, "QUIET_STEPS", 0)
-        if setup.room is None:
+        if setup.room is None or setup.on_device is not None:  # a budget may be more than such a device has
             self._patch.delenv("OFFLOAD_DEVICE_NBYTES", raising=False)
         else:
             on_device = _LARGEST_STATE if "device" in (setup.parameters, setup.states) else 0
@@ -412,7 +413,7 @@ class MemoryPlayer(EnginePlayer):
     """The reference: everything in memory, every update at its step. It follows what came of the program as drawn."""
 
     def start(self, setup: Setup, state: Mapping[str, torch.Tensor] | None = None) -> None:
-        super().start(MEMORY, state)
+        super().start(replace(MEMORY, marked=setup.marked), state)
 
     def save(self, number: int, beside: bool) -> None:
         """Of every save one folder: which of them the drawn side will load is not known here."""

@@ -223,7 +223,12 @@ def mark(model: Subject, which: str) -> None:
         "mixes": [block.mix for block in model.blocks],
         "second": list(model.blocks[1:2]),
         "outlet": [model.outlet],
-        "inner": [child for block in model.blocks for child in block.children() if child is not block.mix],
+        "inner": [
+            one
+            for block in model.blocks
+            for one in block.children()
+            if one is not block.mix and not isinstance(one, nn.ModuleList)
+        ],
     }
     for module in chosen[which]:
         offload.unit(module)

@@ -62,10 +62,11 @@ class Setup:
     speculates  updates in backward begin before it is known that the norm changes nothing, from the first step on
     joined      so many elements small neighbours are joined to a unit of
     marked      what `offload.unit` was called with: "" nothing, "mixes" the layer that every block has, "second" the second
-                block, "outlet" the last layer, "inner" children of blocks
+                block, "outlet" the last layer, "inner" children of blocks that are called. Both engines have the same: chunks
+                follow units, and with them the last bit of a norm and the rounding of narrow states
     expects     micro-batches of a step that the script says there will be (`Config.expecting`)
-    room        of the deferred accelerator: how often all parameters fit into its memory beside what is to lie there for good;
-                None: it does not say
+    room        of the deferred accelerator without a budget: how often all parameters fit into its memory beside what is to lie
+                there for good; None: it does not say
     """
 
     parameters: str = "device"
