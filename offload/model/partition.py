@@ -41,7 +41,8 @@ def unit(module: nn.Module) -> nn.Module:
     without children. A mark takes precedence over blocks inside the module, over marks inside it, and over the block around
     it. The rest of that block is then divided like everything outside of blocks: large modules without children are units, and
     what remains belongs to the root unit, which is in memory during the whole forward and backward. A copy of the module
-    (`copy.deepcopy`, `pickle`) is marked too. Marks do not change results.
+    (`copy.deepcopy`, `pickle`) is marked too. Sums of squares and narrow moments are taken chunk by chunk, and a chunk lies in
+    one unit: a mark may change the last bit of a norm, and with `state_format="bf16"` or `"8bit"` how moments are rounded.
 
     Raises `UsageError` for anything but an `nn.Module`.
     """
