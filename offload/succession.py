@@ -173,7 +173,8 @@ class Succession:
             _log.info("places are decided anew, for the %d micro-batches that a step has", count)
             self._refit((), expecting, verdict.free)
         except (OffloadError, OSError) as error:
-            self.current.training.check_not_failed()
+            if self.current.training.has_failed:
+                raise
             _log.warning("places stay as they were decided for fewer micro-batches than the %d a step has: %s", count, error)
             return None if self.current.parts is parts else self.current.hooks
         self._config = expecting

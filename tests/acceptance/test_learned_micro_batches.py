@@ -219,3 +219,19 @@ def test_what_fails_on_the_way_leaves_all_as_it_was(
             assert_same_bits(step(engine, number), step(in_memory, number))
     assert routes(engine) == before and "the drive is full" in caplog.text
     assert_same_bits(engine.state_dict(), in_memory.state_dict())
+
+
+def test_a_drive_that_fails_then_is_told_by_its_own_error(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = started(**BUDGETS["device"])
+    step(engine, 0)
+
+    def fail(*args: Any) -> None:
+        failure = offload.StorageError("the drive has lost a record")
+        with engine._training.failures():
+            raise failure
+
+    monkeypatch.setattr("offload.succession.routes_for", fail)
+    with pytest.raises(offload.StorageError, match="has lost a record"):
+        step(engine, 1)
+    with pytest.raises(offload.EngineFailedError, match="has lost a record"):
+        step(engine, 1)

@@ -413,3 +413,31 @@ def test_ctrl_c_waits_while_parts_are_made_anew(opened: Any, monkeypatch: pytest
         one_step(run, seed=2)
         weights.append(engine.state_dict())
     assert_same_bits(weights[1], weights[0])
+
+
+@few
+@pytest.mark.parametrize("marked", [False, True], ids=["joined", "marked"])
+def test_a_module_of_two_units_is_called_first(opened: Any, setup: Setup, marked: bool) -> None:
+    """Its weight is another block's too, so that its call is a use of what both blocks share, besides its own unit."""
+
+    def two_blocks() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
+        model[1][0].weight = model[0][0].weight
+        model[1][0].bias.requires_grad_(False)
+        for block in model if marked else ():
+            offload.unit(block[0])
+        return model
+
+    found = []
+    for engine_setup in (IN_MEMORY, setup):
+        model = two_blocks()
+        engine = opened(model, all_of(model), engine_setup)
+        for called in (model, model[0][0], model):
+            x = torch.linspace(-1, 1, 8).view(2, 4).requires_grad_(True)
+            called(x).square().sum().backward()
+            engine.step()
+            engine.zero_grad()
+            model[1][0].bias.requires_grad_(True)
+        found.append(engine.state_dict())
+    assert_same_bits(*found)

@@ -80,6 +80,8 @@ class Hooks:
         self._uses, self._calls = training.uses, training.calls
         self._backwards = BackwardPasses(units, training, events)
         self._covers = events.all_stays
+        self._units_at: dict[int, list[Unit]] = {}
+        """By id of a hooked module: the units that a call of it uses, in the order of their hooks."""
         self._first_numbers: dict[int, int] = {}
         """By id of a unit's module: what autograd numbered the first function of its last covered call."""
         self._removers: list[Callable[[], None]] = []
@@ -105,7 +107,8 @@ class Hooks:
             self._removers.pop()
 
     def _hook_module(self, unit: Unit, module: nn.Module) -> None:
-        before = _ModuleHook(lambda module, args, kwargs: self._before_forward(unit, module, args, kwargs))
+        self._units_at.setdefault(id(module), []).insert(0, unit)
+        before = _ModuleHook(lambda module, args, kwargs=None: self._report_forward(unit, module, args, kwargs))
         after = _ModuleHook(lambda module, args, kwargs, output: self._leave_module(unit, module, output))
         self._removers.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
         self._removers.append(module.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
@@ -135,6 +138,18 @@ class Hooks:
 
     # ---- before a forward ----------------------------------------------------------------------------------------
 
+    def _report_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """`kwargs`: None where another hook of this call had these taken out: PyTorch goes on with those that it found, and
+        takes no account of the new ones, which `_begin` reported to."""
+        return self._before_forward(unit, module, args, kwargs) if kwargs is not None else None
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The forward of a module began as these hooks took the place of others."""
+        changed = None
+        for unit in self._units_at[id(module)]:
+            changed = self._before_forward(unit, module, *(changed or (args, kwargs))) or changed
+        return changed
+
     def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
         inside_backward = in_backward()
         if self._covers and self._is_covered(unit, module, inside_backward):
@@ -152,7 +167,7 @@ class Hooks:
             successor = self._outermost_begins()
             if successor is not None:
                 self._calls.pop()
-                return successor._before_forward(successor._units[unit.index], module, args, kwargs)
+                return successor._begin(module, args, kwargs)
             self._events.forward_begins(unit, (args, kwargs))
             with self._training.failures():
                 self._start_use(call, unit, inside_backward)
