@@ -94,22 +94,22 @@ class Save(Pending):
         On another thread than that which drives the model, updates that are still to come are made when that thread comes to
         them, or when it has done nothing for a second."""
         try:
-            self.settle(drives=threading.get_ident() == self._driver)
+            self.settle()
         finally:
             self._outcome.seen = self._outcome.over
         if self._making.failure is not None:
             raise self._making.failure
 
-    def settle(self, *, drives: bool) -> None:
-        """Return when it is over, well or not; a failure stays unseen. `drives`: the calling thread is the one that drives the
-        model now, whichever began the save."""
+    def settle(self, *, drives: bool = False) -> None:
+        """Return when it is over, well or not; a failure stays unseen. `drives`: the calling thread drives the model now, though
+        another may have begun the save."""
         if self._outcome.over:
             return
         if self._outcome.pid != os.getpid():
             raise UsageError(
                 f"the save is made by process {self._outcome.pid}, which this one was forked from: wait for it there."
             )
-        if drives:
+        if drives or threading.get_ident() == self._driver:
             self._have_updates_made()
         self._end()
 
