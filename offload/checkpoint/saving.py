@@ -101,8 +101,8 @@ class Save(Pending):
             raise self._making.failure
 
     def settle(self, *, drives: bool = False) -> None:
-        """Return when it is over, well or not; a failure stays unseen. `drives`: the calling thread drives the model now, though
-        another may have begun the save."""
+        """Return when it is over, well or not; a failure stays unseen. `drives`: the calling thread drives the model now,
+        though another may have begun the save."""
         if self._outcome.over:
             return
         if self._outcome.pid != os.getpid():
