@@ -18,6 +18,7 @@ import threading
 import warnings
 from collections.abc import Sequence
 from ctypes import byref, c_int32, c_int64, c_uint64, c_void_p
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -226,14 +227,21 @@ def gradient_ingest(
         check(status, f"gradient_ingest(numel={numel}, start_index={start_index})")
 
 
-def gradients_ingest(dst_dtype: int, moves: Sequence[tuple[int, int, int, int, int, int]]) -> None:
-    """`gradient_ingest`, nothing of which is added to, of each (dst, src, dtype of src, numel, start_index, block_sums)."""
-    ingest = loaded().offload_gradient_ingest
-    pool = _threads_for(max([move[3] for move in moves], default=0), all_cores=False).pointer
-    for dst, src, src_dtype, numel, start_index, block_sums in moves:
-        status = ingest(pool, dst, dst_dtype, src, src_dtype, numel, start_index, 0, block_sums)
-        if status:
-            check(status, f"gradient_ingest(numel={numel}, start_index={start_index})")
+def gradients_ingest(
+    dtype: int,
+    targets: Sequence[int],
+    sources: Sequence[int],
+    numels: Sequence[int],
+    start_indices: Sequence[int],
+    block_sums: Sequence[int],
+) -> None:
+    """`gradient_ingest` of several, given by columns, all in one dtype, nothing of which is added to."""
+    pool, same = _threads_for(max(numels), all_cores=False).pointer, repeat(dtype)
+    ingested = map(
+        loaded().offload_gradient_ingest,
+        *(repeat(pool), targets, same, sources, same, numels, start_indices, repeat(0), block_sums),
+    )
+    check(next(filter(None, ingested), 0), f"gradient_ingest of {len(numels)} gradients")
 
 
 def convert(dst: Values, src: Values, numel: int, *, all_cores: bool = False) -> None:

@@ -100,31 +100,6 @@ def ingest_all(parts: Sequence[tuple[Tensor | None, Tensor, int]]) -> list[Tenso
     return list(sums.split(counts))
 
 
-def ingest_side_by_side(dst: Tensor, first_index: int, parts: Sequence[tuple[int, Tensor, int]], sums: Tensor) -> None:
-    """`ingest_async` of each (start_index, src, position), nothing of which is added to, into its place in `dst`, whose first
-    element has flat index `first_index`; the sums of its blocks go to `sums`, from `position` on."""
-    if not uses_native(dst):
-        for start_index, src, position in parts:
-            low, count = start_index - first_index, touched_block_count(start_index, src.numel())
-            ingest_async(dst[low : low + src.numel()], src, start_index, False, sums[position : position + count])
-        return
-    check_flat("dst", dst, dst.numel(), dst.device)
-    if sums.dtype != torch.float64 or not sums.is_contiguous() or not sums.is_cpu:
-        raise AssertionError("sums must be contiguous float64 on the host")
-    target, itemsize, stop, moves = dst.data_ptr(), dst.itemsize, first_index + dst.numel(), []
-    sums_address, block_count = sums.data_ptr(), sums.numel()
-    for start, src, position in parts:
-        numel = src.numel()
-        if start % START_MULTIPLE or not src.is_contiguous() or not src.is_cpu:
-            raise AssertionError(f"what begins at {start} is no contiguous gradient on the host")
-        blocks = (start + numel - 1) // BLOCK_NUMEL - start // BLOCK_NUMEL + 1
-        if start < first_index or start + numel > stop or position + blocks > block_count:
-            raise AssertionError(f"[{numel}] from {start} on has no place in [{dst.numel()}] from {first_index} on")
-        place = target + (start - first_index) * itemsize
-        moves.append((place, src.data_ptr(), DTYPE_CODES[src.dtype], numel, start, sums_address + 8 * position))
-    _native.gradients_ingest(DTYPE_CODES[dst.dtype], moves)
-
-
 def _values(tensor: Tensor | None) -> _native.Values:
     return _native.Values(0, _native.F32) if tensor is None else _native.Values(tensor.data_ptr(), DTYPE_CODES[tensor.dtype])
 

@@ -23,6 +23,8 @@ from offload.device.rules import MOMENTS, Hyper
 from offload.device.segment import MASTER, REMAINDER, StateFormat, scale_name
 
 _ROW = _native.UPDATE_ROW
+Numbers = tuple[Hyper, int] | list[tuple[Hyper, int]]
+"""The optimizer's, and the step, from 1: of all pieces, or of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,10 @@ class StepTable:
         if state_format is StateFormat.EIGHT_BIT and any(span.first_index % SCALE_GROUP for span in spans):
             raise AssertionError(f"first_index must be a multiple of {SCALE_GROUP}")
         self._moments = frozenset(record_format.moments)
-        self._rows = rows = np.zeros(len(spans), _ROW)
+        self._table = _Table(np.zeros(len(spans), _ROW))
+        rows = self._table.rows
+        self._where: object = None
+        """What the rows were told last of where all arrays lie."""
         low = np.array([span.low for span in spans], np.uint64)
         rows["numel"] = [span.high - span.low for span in spans]
         rows["first_index"] = [span.first_index for span in spans]
@@ -70,18 +75,25 @@ class StepTable:
         record: Tensor,
         values: Tensor,
         gradients: Tensor | Sequence[Tensor],
-        numbers: Sequence[tuple[Hyper, int]],
+        numbers: Numbers,
         grad_factor: float,
     ) -> None:
         """One step, in place. `which`: the positions of the pieces that it is of, None: of all. `record`: uint8, at least the
-        record; `values`: [numel] in their dtype; `gradients`: [numel], or by piece [its numel]; by piece its numbers and step,
-        from 1."""
+        record; `values`: [numel] in their dtype; `gradients`: [numel], or by piece [its numel]."""
+        if which is None and isinstance(gradients, Tensor):
+            where = (record.data_ptr(), values.data_ptr(), gradients.data_ptr(), gradients.dtype, gradients.numel())
+            if where != self._where:
+                self._place_gradients(self.placed(None, record, values), None, gradients)
+                self._where = where
+            self._table.step(self._moments, numbers, grad_factor)
+            return
         rows = self.placed(which, record, values)
         if isinstance(gradients, Tensor):
             self._place_gradients(rows, which, gradients)
         else:
             _place_gradients(rows, gradients)
-        _step(rows, self._moments, numbers, grad_factor)
+        table = self._table if which is None else _Table(rows)
+        table.step(self._moments, numbers, grad_factor)
 
     def _place_gradients(self, rows: Any, which: Sequence[int] | None, gradients: Tensor) -> None:
         if gradients.numel() != self._numel or not _is_flat_on_host(gradients):
@@ -93,7 +105,8 @@ class StepTable:
     def placed(self, which: Sequence[int] | None, record: Tensor, values: Tensor) -> Any:
         """The rows of these pieces, told where the record and the values lie."""
         self._check(record, values)
-        rows = self._rows if which is None else self._rows[which]
+        self._where = None
+        rows = self._table.rows if which is None else self._table.rows[which]
         value_offsets = self._value_offsets if which is None else self._value_offsets[which]
         address = record.data_ptr()
         for column, offsets in self._record_offsets:
@@ -119,27 +132,52 @@ class JoinedTable:
 
     def __init__(self, parts: Sequence[tuple[StepTable, Tensor, Tensor]]) -> None:
         self._kept = [(record, values) for _, record, values in parts]  # as long as their addresses are here
-        self._rows = np.concatenate([table.placed(None, record, values) for table, record, values in parts])
+        self._table = _Table(np.concatenate([table.placed(None, record, values) for table, record, values in parts]))
         self._moments = frozenset.intersection(*(table.moments for table, _, _ in parts))
 
-    def update(self, gradients: Sequence[Tensor], numbers: Sequence[tuple[Hyper, int]], grad_factor: float) -> None:
+    def update(self, gradients: Sequence[Tensor], numbers: Numbers, grad_factor: float) -> None:
         """One step of all pieces, in place; as `StepTable.update`."""
-        _place_gradients(self._rows, gradients)
-        _step(self._rows, self._moments, numbers, grad_factor)
+        _place_gradients(self._table.rows, gradients)
+        self._table.step(self._moments, numbers, grad_factor)
 
 
-def _step(rows: Any, moments: Set[str], numbers: Sequence[tuple[Hyper, int]], grad_factor: float) -> None:
-    steps = [step for _, step in numbers]
-    if len(steps) != len(rows) or not steps or min(steps) < 1:
-        raise AssertionError(f"{len(rows)} pieces need as many numbers, not {len(steps)}, and steps count from 1")
-    rows["step"] = steps
-    first, first_step = numbers[0]
-    if all(one is first and step == first_step for one, step in numbers):
-        _put_numbers(rows, moments, first, first_step, grad_factor)
-    else:
+class _Table:
+    """Rows, and what they were told last."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows, self._count, self._address = rows, len(rows), rows.ctypes.data
+        self._told: object = None
+
+    def step(self, moments: Set[str], numbers: Numbers, grad_factor: float) -> None:
+        """The rows know where everything lies: compute."""
+        if isinstance(numbers, list):
+            self._tell_each(moments, numbers, grad_factor)
+        else:
+            self._tell(moments, *numbers, grad_factor)
+        _native.update_rows(self._address, self._count)
+
+    def _tell(self, moments: Set[str], hyper: Hyper, step: int, grad_factor: float) -> None:
+        if step < 1 or not self._count:
+            raise AssertionError("there are pieces, and steps count from 1")
+        self.rows["step"] = step
+        told = (hyper, hyper.lr_at(step), grad_factor)
+        if told != self._told:
+            self._told = None
+            _put_numbers(self.rows, moments, hyper, step, grad_factor)
+            self._told = told
+
+    def _tell_each(self, moments: Set[str], numbers: Sequence[tuple[Hyper, int]], grad_factor: float) -> None:
+        steps, rows = [step for _, step in numbers], self.rows
+        if len(steps) != self._count or not steps or min(steps) < 1:
+            raise AssertionError(f"{self._count} pieces need as many numbers, not {len(steps)}, and steps count from 1")
+        first, first_step = numbers[0]
+        if all(one is first and step == first_step for one, step in numbers):
+            self._tell(moments, first, first_step, grad_factor)
+            return
+        self._told = None
+        rows["step"] = steps
         for index, (hyper, step) in enumerate(numbers):
             _put_numbers(rows[index : index + 1], moments, hyper, step, grad_factor)
-    _native.update_rows(rows.ctypes.data, len(rows))
 
 
 def _put_numbers(rows: Any, moments: Set[str], hyper: Hyper, step: int, grad_factor: float) -> None:

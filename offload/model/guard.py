@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -282,6 +284,9 @@ def _guard_class(original: type) -> type:
     return _guard_classes[original]
 
 
+_exhaust = deque[object](maxlen=0).extend
+"""Goes through an iterator for what that does."""
+
 unguarded = torch._C.DisableTorchFunctionSubclass
 """A context manager: what the engine asks of its own parameters inside passes no guard. That takes longer than most answers."""
 
@@ -324,6 +329,27 @@ class ParameterGuard:
         self.open_up()
         self._parameter.__class__ = self._plain_class
         self._finalizer.detach()
+
+
+class GuardsTogether:
+    """The guards of several parameters, switched at once: a few calls of C, however many they are."""
+
+    def __init__(self, guards: Sequence[ParameterGuard]) -> None:
+        self._parameters, self._keys = [one._parameter for one in guards], [one._key for one in guards]
+        self._classes_in_use = [one._class_in_use for one in guards]
+        self._guard_classes = [one._guard_class for one in guards]
+        self._readable = {one._key: one._readable_watch for one in guards}
+        self._absent = {one._key: one._absent_watch for one in guards}
+
+    def close_off(self, *, readable: bool) -> None:
+        """See `ParameterGuard`."""
+        _watches.update(self._readable if readable else self._absent)
+        _exhaust(map(setattr, self._parameters, repeat("__class__"), self._guard_classes))
+
+    def open_up(self) -> None:
+        """See `ParameterGuard`."""
+        _exhaust(map(setattr, self._parameters, repeat("__class__"), self._classes_in_use))
+        _exhaust(map(_watches.pop, self._keys, repeat(None)))
 
 
 class Remains:

@@ -73,6 +73,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.source_class, self._source = type(source), source
         refusal = source.register_step_pre_hook(_refuse_step)
         self._finalizer = weakref.finalize(self, refusal.remove)
+        self._hypers: dict[int, Hyper] = {}
+        """By group: the numbers as they were last, the same object as long as they are the same."""
         self.moments, self.kind_name = moments_of(source), kind_name(source)
 
     def disown(self) -> None:
@@ -94,7 +96,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 f"momentum={hyper.beta1:g} of parameter group {group_index} was set after initialize, and without "
                 "momentum no buffer was made for it: give the optimizer a momentum above 0 from the start."
             )
-        return hyper
+        if self._hypers.get(group_index) != hyper:
+            self._hypers[group_index] = hyper
+        return self._hypers[group_index]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Begin the update of every parameter that has a gradient. It runs on under the next forward."""

@@ -15,10 +15,13 @@ The actors of `offload.step` do things to units and keep queues of them; what on
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import repeat
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -28,6 +31,7 @@ from offload.errors import InitializerError
 from offload.layout import UnitLayout
 from offload.model.chunk import Chunk
 from offload.model.flat import Flat, ParameterInfo
+from offload.model.guard import GuardsTogether, ParameterGuard
 from offload.model.partition import share_parameters
 from offload.model.update import EarlyUpdate, UnitUpdate
 from offload.planning.route import Route, ValuePath
@@ -193,6 +197,12 @@ def _swap(info: ParameterInfo, twin: nn.Parameter) -> None:
         ) from error
 
 
+_GUARD_OF, _LENT_COUNT_OF, _SEEN_VERSION_OF = attrgetter("guard"), attrgetter("lent_count"), attrgetter("seen_version")
+_VERSION_OF = attrgetter("_version")
+_exhaust = deque[object](maxlen=0).extend
+"""Goes through an iterator for what that does."""
+
+
 @dataclass(slots=True, eq=False)
 class Unit:
     """One unit at run time."""
@@ -231,12 +241,16 @@ class Unit:
     """By index, where there are such parts: those that may not be guarded."""
     _guarded_readable: bool | None = field(init=False, default=None)
     """How the others are guarded; where there are no such parts how all are. None: not all of them, or not known."""
+    _guards: list[ParameterGuard | None] = field(init=False, default_factory=list)
+    """When last looked at; `_together`: all of them, None where one is missing."""
+    _together: GuardsTogether | None = field(init=False, default_factory=lambda: GuardsTogether(()))
+    _tensors: list[nn.Parameter] = field(init=False)
     index: int = field(init=False)
     largest_gradient_nbytes: int = field(init=False)
     """As autograd computes it: whole, in the parameter's dtype."""
 
     def __post_init__(self) -> None:
-        self.index = self.layout.index
+        self.index, self._tensors = self.layout.index, [info.parameter for info in self.parameters]
         trained_nbytes = (info.numel * info.dtype.itemsize for info in self.parameters if info.trainable)
         self.largest_gradient_nbytes = max(trained_nbytes, default=0)
         self.shares_parameters = share_parameters(self.modules)
@@ -270,6 +284,13 @@ class Unit:
     def open_parameters(self) -> Iterable[ParameterInfo]:
         """Those that were opened, of a unit in use."""
         return list(self._open.values()) if self._parts else self.parameters
+
+    @property
+    def written_parameters(self) -> list[ParameterInfo]:
+        """Those of them that something wrote to in place since."""
+        if not self._parts and list(map(_VERSION_OF, self._tensors)) == list(map(_SEEN_VERSION_OF, self.parameters)):
+            return []
+        return [info for info in self.open_parameters if info.was_written]
 
     @property
     def needs_residency(self) -> bool:
@@ -309,15 +330,34 @@ class Unit:
     def open_up(self, module_id: int | None = None) -> None:
         """What a call of the module uses, or all."""
         if not self._parts:
-            self._guarded_readable = None
+            self._open_all()
+            return
         for info in self.part_of(module_id):
-            if self._parts:
-                if info.index in self._open and info.guard is not None:
-                    continue
-                self._open[info.index] = info
+            if info.index in self._open and info.guard is not None:
+                continue
+            self._open[info.index] = info
             if info.guard is not None:
                 info.guard.open_up()
             info.seen_version = info.parameter._version  # now: to ask a guarded parameter takes longer than all else here
+
+    def _open_all(self) -> None:
+        self._guarded_readable = None
+        if (together := self._guards_together()) is not None:
+            together.open_up()
+        else:
+            for guard in self._guards:
+                if guard is not None:
+                    guard.open_up()
+        _exhaust(map(setattr, self.parameters, repeat("seen_version"), map(_VERSION_OF, self._tensors)))
+
+    def _guards_together(self) -> GuardsTogether | None:
+        """They are made after the unit, and others may take their place."""
+        guards = list(map(_GUARD_OF, self.parameters))
+        if guards != self._guards:
+            there = [guard for guard in guards if guard is not None]
+            self._together = GuardsTogether(there) if len(there) == len(guards) else None
+            self._guards = guards  # last: an interrupt may come between the two
+        return self._together
 
     def close_off(self) -> None:
         """Guard all but those that are gathered. What is there for good, with no update to come, may be read; where one may
@@ -340,6 +380,10 @@ class Unit:
 
     def _close_all(self, readable: bool) -> bool:
         """Guard what is not gathered; whether that is all."""
+        together = self._guards_together()
+        if together is not None and not any(map(_LENT_COUNT_OF, self.parameters)):
+            together.close_off(readable=readable)
+            return True
         is_all = True
         for info in self.parameters:
             if info.guard is None or info.lent_count:

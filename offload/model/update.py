@@ -9,8 +9,9 @@ EarlyUpdate  what is needed to undo an update that began before the norm was kno
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from offload.device.pending import Pending
 from offload.device.rules import Hyper
@@ -35,7 +36,8 @@ class PieceUpdate:
 class ChunkUpdate:
     """One chunk's update. `factor` multiplies each gradient as it is read: un-scaling and clipping in one.
 
-    Fixed when it is enqueued: chunk, pieces, factor. Written by the lane:
+    Fixed when it is enqueued: chunk, factor, and either the numbers and the step of all its pieces (`numbers`) or else what is
+    updated of it (`some`). Written by the lane:
 
     started    its record is read ahead, or need not be
     lease      the buffer of its record on the way from the store and back; `reading`: the transfer into it
@@ -48,8 +50,9 @@ class ChunkUpdate:
     """
 
     chunk: Chunk
-    pieces: list[PieceUpdate]
     factor: float
+    numbers: tuple[Hyper, int] | None
+    some: list[PieceUpdate] = field(default_factory=list)
     started: bool = False
     cancelled: bool = False
     applied: bool = False
@@ -59,7 +62,23 @@ class ChunkUpdate:
 
     @property
     def updates_every_slot(self) -> bool:
-        return len(self.pieces) == len(self.chunk.pieces)
+        return self.numbers is not None or len(self.some) == len(self.chunk.pieces)
+
+    @property
+    def pieces(self) -> list[PieceUpdate]:
+        """What is updated of it."""
+        if self.numbers is None:
+            return self.some
+        return [PieceUpdate(info, piece, *self.numbers) for info, piece in self.chunk.pieces]
+
+    @property
+    def only_pieces(self) -> list[Piece]:
+        """Where that lies."""
+        return self.chunk.only_pieces if self.numbers is not None else [one.piece for one in self.some]
+
+    def anew(self) -> ChunkUpdate:
+        """The same, not begun."""
+        return ChunkUpdate(self.chunk, self.factor, self.numbers, self.some)
 
 
 @dataclass(slots=True, eq=False)
@@ -95,11 +114,21 @@ class EarlyUpdate:
         return [update.chunk for update in self.updates]
 
 
-def chunk_updates(chunks: Sequence[Chunk], steps: Mapping[int, tuple[Hyper, int]], factor: float) -> list[ChunkUpdate]:
-    """The update of the parameters in `steps` (by index: numbers and step), by chunks; `factor` as in `ChunkUpdate`."""
+_NUMBERS_OF = attrgetter("group_index", "step")
+
+
+def chunk_updates(chunks: Sequence[Chunk], updated: Set[int], hypers: Mapping[int, Hyper], factor: float) -> list[ChunkUpdate]:
+    """The update of the parameters with these indices, which have their new step, by chunks; `hypers`: the numbers of each
+    group. `factor` as in `ChunkUpdate`."""
     updates = []
     for chunk in chunks:
-        pieces = [PieceUpdate(info, piece, *steps[info.index]) for info, piece in chunk.pieces if info.index in steps]
+        found = set(map(_NUMBERS_OF, chunk.infos)) if chunk.indices <= updated else set()
+        if len(found) == 1:
+            group_index, step = found.pop()
+            updates.append(ChunkUpdate(chunk, factor, (hypers[group_index], step)))
+            continue
+        pieces = [(info, piece) for info, piece in chunk.pieces if info.index in updated]
         if pieces:
-            updates.append(ChunkUpdate(chunk, pieces, factor))
+            some = [PieceUpdate(info, piece, hypers[info.group_index or 0], info.step) for info, piece in pieces]
+            updates.append(ChunkUpdate(chunk, factor, None, some))
     return updates

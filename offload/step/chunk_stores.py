@@ -219,6 +219,11 @@ class ParameterStore(ChunkStore):
             chunk.parameters.copy = copy
             self._copying[chunk] = None
 
+    def is_copied(self, chunk: Chunk) -> bool:
+        """Whether `settle_copies` has nothing to wait for."""
+        copy = chunk.parameters.copy
+        return copy is None or copy.done()
+
     def settle_copies(self, chunk: Chunk) -> None:
         """Wait until no copy reads the chunk where it lies in the store."""
         with self._lock:

@@ -12,8 +12,9 @@ take_assigned  one that the user put there counts like one that backward compute
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import TypeGuard
 
 import torch
@@ -26,9 +27,11 @@ from offload.model.guard import unguarded
 from offload.model.taken_gradient import TakenGradient
 from offload.model.unit import ShardState, Unit
 from offload.step.components import Components
+from offload.step.gradients.filling import Filling
 from offload.step.sum_room import MicroBatches
 from offload.step.torch_clipping import TokenClipping
 
+_UNIT_INDEX_OF = attrgetter("unit_index")
 _NAMED = 5
 """How many names an error message lists."""
 _TOGETHER_NBYTES = 1 << 20
@@ -63,12 +66,26 @@ class ParameterGradients:
             if unit.has_parts
             for module in unit.modules
         }
+        self._fillings = self._made_fillings(parts.units)
         self._trained = [info for info in parts.parameters if info.trainable]
         self.step_index = 0
         """Of the step that the gradients are for: that many were done."""
         self._consumed: dict[int, TakenGradient] = {}
         """While PyTorch accumulates into a gradient that the last step consumed: its token. PyTorch would add to it, so what
         comes is dropped, and whatever would use the sum raises (`require_new`)."""
+
+    def _made_fillings(self, units: Iterable[Unit]) -> dict[tuple[int, int | None], Filling]:
+        """By unit and id of a module, where that has a part of the unit to itself: those left there, if they fill chunks."""
+        made = {}
+        for unit in units if self._gradients is not None else ():
+            parts: dict[int | None, list[ParameterInfo]] = {None: self.left.get(unit.index, [])}
+            if unit.has_parts:
+                parts = {id(module): self._left_of_part[id(module)] for module in unit.modules}
+            for module_id, infos in parts.items():
+                assert self._gradients is not None
+                if (filling := self._gradients.filling(infos)) is not None:
+                    made[unit.index, module_id] = filling
+        return made
 
     # ---- backward ------------------------------------------------------------------------------------------------
 
@@ -108,6 +125,9 @@ class ParameterGradients:
 
     def take_left(self, unit: Unit | None = None, module_id: int | None = None) -> int:
         """Backward left a module of the unit, or (None) is over: take over what it left in `p.grad`. Returns its bytes."""
+        filling = self._fillings.get((unit.index, module_id if unit.has_parts else None)) if unit is not None else None
+        if filling is not None and self._fill(filling):
+            return filling.nbytes
         lists: Iterable[Iterable[ParameterInfo]] = self.left.values()
         if unit is not None:
             lists = [self._left_of_part.get(module_id, self.left.get(unit.index, ()))]
@@ -121,15 +141,24 @@ class ParameterGradients:
             if not found:
                 return 0
             assert self._gradients is not None
-            try:
-                self._expect(found)
-            except BaseException:
-                self._drop_left()
-                raise
+            self._expect({info.index: info for info, _ in found})
             self._gradients.take(found)
             for info, _ in found:
                 info.parameter.grad = self.clipping.token(info, self.step_index)
         return sum([_nbytes(info) for info, _ in found])
+
+    def _fill(self, filling: Filling) -> bool:
+        """`take_left` of all its parameters, if each has a first gradient."""
+        with unguarded():
+            gradients = filling.gradients()
+            if gradients is None:
+                return False
+            self._expect(filling.by_index)
+            assert self._gradients is not None
+            if not self._gradients.fill(filling, gradients):
+                return False
+            self.clipping.put_tokens(filling, self.step_index)
+        return True
 
     def leave_no_more(self, unit: Unit, module_id: int) -> list[ParameterInfo]:
         """From now on the gradients of a module of the unit are taken over one by one. Returns those that were left before."""
@@ -138,17 +167,23 @@ class ParameterGradients:
         if ended:
             self.left[unit.index] = [info for info in left if info.index not in part]
             self._left_of_part[module_id] = []
+            for key in [key for key in self._fillings if key[0] == unit.index]:
+                del self._fillings[key]
         return ended
 
-    def _expect(self, found: Sequence[tuple[ParameterInfo, torch.Tensor]]) -> None:
-        self._require_scaled_loss()
-        first_of = {info.unit_index: info for info, _ in reversed(found)}
-        for unit_index, info in reversed(first_of.items()):
-            unit = self._units[unit_index]
-            if unit.update is not None:
-                raise stale_gradient(info.fqn)
-            unit.shard.become(ShardState.REDUCING)
-        self.micro_batches.first_gradients_coming(found)
+    def _expect(self, coming: Mapping[int, ParameterInfo]) -> None:
+        """First gradients of these parameters, by index. Raises where they may not come: then what was left is dropped."""
+        try:
+            self._require_scaled_loss()
+            for unit_index in dict.fromkeys(map(_UNIT_INDEX_OF, coming.values())):
+                unit = self._units[unit_index]
+                if unit.update is not None:
+                    raise stale_gradient(next(info.fqn for info in coming.values() if info.unit_index == unit_index))
+                unit.shard.become(ShardState.REDUCING)
+            self.micro_batches.first_gradients_coming(coming)
+        except BaseException:
+            self._drop_left()
+            raise
 
     def _drop_left(self) -> None:
         for info in itertools.chain.from_iterable(self.left.values()):

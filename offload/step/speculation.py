@@ -183,7 +183,7 @@ class Speculation:
             if update.chunk.parameters.other is not None:
                 self._parameter_store.undo_write(update.chunk)
             else:
-                self._homes.tell(update.chunk, [one.piece for one in update.pieces])
+                self._homes.tell(update.chunk, update.only_pieces)
         self._gradients.take_back(early.chunks)
         for info in early.updated:
             info.step -= 1

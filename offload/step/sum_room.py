@@ -8,9 +8,7 @@ there is room, any other when the second one's first gradient comes; that one is
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from torch import Tensor
+from collections.abc import Mapping
 
 from offload.errors import BudgetError, StorageError
 from offload.model.flat import ParameterInfo
@@ -50,9 +48,9 @@ class MicroBatches:
         if gradients is not None and gradients.kept_on_device is not None:
             gradients.kept_on_device.expects_several = several
 
-    def first_gradients_coming(self, found: Iterable[tuple[ParameterInfo, Tensor]]) -> None:
-        """`gradient_coming` of parameters that have none yet."""
-        self._begun.update({info.index: info for info, _ in found})
+    def first_gradients_coming(self, coming: Mapping[int, ParameterInfo]) -> None:
+        """`gradient_coming` of parameters that have none yet, by index."""
+        self._begun.update(coming)
 
     def gradient_coming(self, info: ParameterInfo, *, is_second: bool) -> None:
         """A gradient is about to be taken over. Raises as `take_room` does; what the backward brought is dropped then."""

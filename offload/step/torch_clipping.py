@@ -10,17 +10,23 @@ from __future__ import annotations
 import math
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import repeat
 
 from torch import Tensor
 
 from offload.errors import ParameterAccessError, UsageError
 from offload.model.flat import ParameterInfo, some_of
 from offload.model.taken_gradient import TakenGradient
+from offload.step.gradients.filling import Filling
 
 _NAMED = 5
 _OWN_REFERENCES = 3
 """To a token that nobody else has, while it is asked for the number: the table's, the variable's and the question's."""
+_LISTED_REFERENCES = max(map(sys.getrefcount, [object()]))
+"""The same of one in a list that is gone through."""
+_exhaust = deque[object](maxlen=0).extend
 _EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_
 
 
@@ -52,6 +58,18 @@ class TokenClipping:
             )
         token.step_index, token.factor = step_index, 1.0
         return token
+
+    def put_tokens(self, filling: Filling, step_index: int) -> None:
+        """`token` of all its parameters, into their `grad`."""
+        tokens = filling.tokens
+        if not tokens or max(map(sys.getrefcount, tokens)) > _LISTED_REFERENCES:
+            reference = weakref.ref(self)
+            made = [TakenGradient(info.fqn, info.index, info.parameter, step_index, reference) for info in filling.infos]
+            tokens = filling.tokens = made
+        else:
+            _exhaust(map(setattr, tokens, repeat("step_index"), repeat(step_index)))
+            _exhaust(map(setattr, tokens, repeat("factor"), repeat(1.0)))
+        _exhaust(map(setattr, filling.parameters, repeat("grad"), tokens))
 
     def accumulate(self, token: TakenGradient, gradient: Tensor) -> None:
         """See `taken_gradient.Gradients`."""

@@ -3,13 +3,20 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
+from operator import add, attrgetter
 
 from offload.device.rules import Hyper
 from offload.model.flat import ParameterInfo
 from offload.model.unit import ShardState, Unit
 from offload.model.update import ChunkUpdate, chunk_updates
 from offload.step.components import Components
+
+_INDEX_OF, _UNIT_INDEX_OF, _GROUP_INDEX_OF = attrgetter("index"), attrgetter("unit_index"), attrgetter("group_index")
+_STEP_OF = attrgetter("step")
+_exhaust = deque[object](maxlen=0).extend
 
 HyperOf = Callable[[int], Hyper]
 """The numbers of one parameter group, as they stand now."""
@@ -31,17 +38,13 @@ class UpdateMaker:
     def make(self, live: Sequence[ParameterInfo], factor: float) -> Iterator[tuple[Unit, list[ChunkUpdate]]]:
         """The updates of these parameters, by unit in the order of the next forward: to be enqueued, whatever comes. `factor`:
         what multiplies their gradients."""
-        hypers = {index: self.hyper_of(index) for index in {info.group_index for info in live if info.group_index is not None}}
-        steps: dict[int, tuple[Hyper, int]] = {}
-        for info in live:
-            assert info.group_index is not None
-            info.step += 1
-            steps[info.index] = (hypers[info.group_index], info.step)
+        hypers = {index: self.hyper_of(index) for index in set(map(_GROUP_INDEX_OF, live))}
+        _exhaust(map(setattr, live, repeat("step"), map(add, map(_STEP_OF, live), repeat(1))))
         self._intake.forget(live)
-        touched = {info.unit_index for info in live}
+        touched, updated = set(map(_UNIT_INDEX_OF, live)), set(map(_INDEX_OF, live))
         for unit in self._residency.next_order():
             if unit.index in touched:
                 unit.version += 1
                 unit.shard.become(ShardState.REDUCING)
                 unit.shard.become(ShardState.UPDATING)
-                yield unit, chunk_updates(unit.trained_chunks, steps, factor)
+                yield unit, chunk_updates(unit.trained_chunks, updated, hypers, factor)

@@ -115,6 +115,8 @@ class CpuStore(KeepsNothing):
         self._guard = ExtentGuard(name, extents)
         self.nbytes = self._guard.nbytes
         self._memory = HostMemory(self.nbytes, name, ledger=ledger, register=register)
+        self._views: dict[Extent, Tensor] = {}
+        """What `view` gave."""
 
     def read(self, extent: Extent, into: Tensor, *, priority: Priority = Priority.PARAMETER) -> Pending:
         return self._copy(extent, into, is_write=False)
@@ -123,13 +125,17 @@ class CpuStore(KeepsNothing):
         return self._copy(extent, source, is_write=True)
 
     def view(self, extent: Extent) -> Tensor | None:
-        self._guard.check_extent(extent, "a view")
-        return self._range(extent)
+        found = self._views.get(extent)
+        if found is None:
+            self._guard.check_extent(extent, "a view")
+            found = self._views[extent] = self._range(extent)
+        return found
 
     def flush(self) -> None:
         self._guard.drain()
 
     def close(self) -> None:
+        self._views = {}  # they keep the memory
         self._guard.close()
         self._memory.close()
 

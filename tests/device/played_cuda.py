@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from offload.device import compiled_kernels, kernels, optimizer_step
 from offload.device.cuda import CudaAccelerator
+from offload.device.ingest_table import IngestTable
 from offload.device.lane import HostLane, ThreadLane
 from offload.device.pending import Latch, Pending
 from offload.device.step_table import StepTable
@@ -435,7 +436,6 @@ def _unregister(address: int) -> int:
 def _watch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The native kernels are no torch operations: say what they touch."""
     update, ingest, convert = optimizer_step.update, kernels.ingest_async, kernels.convert
-    side_by_side = kernels.ingest_side_by_side
 
     def watched_update(segments: Any) -> None:
         for segment in segments:
@@ -462,12 +462,12 @@ def _watch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         _detector.operation("ingest", [src], written)
         return result
 
-    def watched_side_by_side(dst: Any, first_index: int, parts: Any, sums: Any) -> None:
+    fill = IngestTable.ingest
+
+    def watched_fill(self: IngestTable, dst: Any, sources: Any) -> None:
         with torch.utils._python_dispatch._disable_current_modes():
-            side_by_side(dst, first_index, parts, sums)
-        for start, src, position in parts:
-            low, count = start - first_index, kernels.touched_block_count(start, src.numel())
-            _detector.operation("ingest", [src], [dst[low : low + src.numel()], sums[position : position + count]])
+            fill(self, dst, sources)
+        _detector.operation("ingest", list(sources), [dst, self._sums])
 
     def watched_convert(dst: Any, src: Any, **how: Any) -> None:
         _detector.operation("convert", [src], [dst])
@@ -477,5 +477,5 @@ def _watch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizer_step, "update", watched_update)
     monkeypatch.setattr(StepTable, "update", watched_step)
     monkeypatch.setattr(kernels, "ingest_async", watched_ingest)
-    monkeypatch.setattr(kernels, "ingest_side_by_side", watched_side_by_side)
+    monkeypatch.setattr(IngestTable, "ingest", watched_fill)
     monkeypatch.setattr(kernels, "convert", watched_convert)

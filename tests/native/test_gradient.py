@@ -13,6 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from offload import _native
 from offload.device import kernels
+from offload.device.ingest_table import IngestTable
 from tests.native import exact
 from tests.native.paths import simd_levels, torch_form
 
@@ -80,7 +81,7 @@ def test_the_same_bits_on_every_path(
 )
 @settings(max_examples=25)
 def test_side_by_side_they_are_stored_as_each_alone(numels: list[int], dtype: torch.dtype, seed: int) -> None:
-    """In any order, with gaps before, between and after; what lies in the gaps stays."""
+    """With gaps before, between and after; what lies in the gaps stays."""
     generator = torch.Generator().manual_seed(seed)
     first_index = 64 * int(torch.randint(0, 200, (1,), generator=generator))
     start, position, parts = first_index + 64, 0, []
@@ -88,14 +89,14 @@ def test_side_by_side_they_are_stored_as_each_alone(numels: list[int], dtype: to
         parts.append((start, exact.rough_values(numel, generator, specials=True).to(dtype), position))
         position += kernels.touched_block_count(start, numel)
         start += (numel + 63) // 64 * 64 + 64
-    shuffled = [parts[index] for index in torch.randperm(len(parts), generator=generator)]
 
     def stored(together: bool) -> tuple[torch.Tensor, torch.Tensor]:
         dst, sums = torch.full((start - first_index,), 7.0, dtype=dtype), torch.full((position + 3,), 7.0, dtype=torch.float64)
         if together:
-            kernels.ingest_side_by_side(dst, first_index, shuffled, sums)
+            table = IngestTable(first_index, dtype, [(begin, src.numel(), at) for begin, src, at in parts], sums)
+            table.ingest(dst, [src for _, src, _ in parts])
             return dst, sums
-        for begin, src, at in shuffled:
+        for begin, src, at in parts:
             low, count = begin - first_index, kernels.touched_block_count(begin, src.numel())
             kernels.ingest_async(dst[low : low + src.numel()], src, begin, False, sums[at : at + count])
         return dst, sums
@@ -108,13 +109,19 @@ def test_side_by_side_they_are_stored_as_each_alone(numels: list[int], dtype: to
 
 
 @pytest.mark.parametrize(
-    ("start", "numel", "position", "said"),
-    [(100, 64, 0, "no contiguous gradient"), (0, 64, 0, "no place"), (192, 100, 0, "no place"), (64, 64, 2, "no place")],
+    ("start", "numel", "given", "position", "said"),
+    [
+        (100, 64, 64, 0, "begin at multiples"),
+        (0, 64, 64, 0, "begin at multiples"),
+        (192, 100, 100, 0, "a buffer of"),
+        (64, 64, 64, 2, "sums must be"),
+        (64, 64, 65, 0, "gradients of"),
+    ],
 )
-def test_what_has_no_place_is_not_stored(start: int, numel: int, position: int, said: str) -> None:
+def test_what_has_no_place_is_not_stored(start: int, numel: int, given: int, position: int, said: str) -> None:
     dst, sums = torch.zeros(192), torch.zeros(2, dtype=torch.float64)
     with pytest.raises(AssertionError, match=said):
-        kernels.ingest_side_by_side(dst, 64, [(start, torch.ones(numel), position)], sums)
+        IngestTable(64, dst.dtype, [(start, numel, position)], sums).ingest(dst, [torch.ones(given)])
     assert not dst.any() and not sums.any()
 
 

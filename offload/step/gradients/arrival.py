@@ -28,6 +28,7 @@ from offload.planning.purposes import SUMS
 from offload.planning.route import Memory
 from offload.step.gradients.buffers import GradientBuffers
 from offload.step.gradients.extents import gradient_of
+from offload.step.gradients.filling import Filling
 from offload.step.gradients.sums_on_device import SumsOnDevice
 from offload.step.gradients.transit import (
     Addition,
@@ -117,6 +118,7 @@ class GradientArrival:
     def close(self) -> None:
         """Stop the lane."""
         self._lane.close()
+        self.buffers.close()
         if self._device_sums is not None:
             self._device_sums.close()
 
@@ -207,6 +209,22 @@ class GradientArrival:
             state.sums.update(dict.fromkeys(indices))
             transit.pack(chunk, arriving, Addition.FIRST)
 
+    def may_fill(self, infos: Iterable[ParameterInfo]) -> bool:
+        """Whether first gradients of these parameters go to the host in chunks that they share."""
+        return self._transit is not None and self._packed.issuperset([info.index for info in infos])
+
+    def fill(self, filling: Filling, gradients: list[torch.Tensor]) -> bool:
+        """`arrive_together` of gradients that fill whole chunks, unless they are to be summed on the device."""
+        transit = self._transit
+        if transit is None or (self.kept is not None and self.kept.expects_several):
+            return False
+        for filled in filling.chunks:
+            state = gradient_of(filled.chunk)
+            state.live.update(filled.indices)
+            state.sums.update(filled.indices)
+            transit.fill(filled.chunk, gradients[filled.which])
+        return True
+
     def _adopt(self, state: ChunkGradient, arriving: list[tuple[int, Piece, torch.Tensor]]) -> None:
         for index, piece, source in arriving:
             state.live.add(index)
@@ -265,6 +283,18 @@ class GradientArrival:
                     copied = self._accelerator.copy_out(buffer[low:high], values[low:high])
                     state.jobs.append(copied)
         return copied  # copies of one stream settle in order
+
+    def receive_filled(self, chunk: Chunk, values: torch.Tensor) -> Pending:
+        """See `Receiver`."""
+        state = gradient_of(chunk)
+        with self.lock:
+            buffer = self._buffer_for_adding(state, wide=False)
+            if buffer.dtype != values.dtype or state.jobs:
+                pieces = [PackedPiece(piece, Addition.FIRST) for _, piece in chunk.pieces]
+                return self.receive_pieces(chunk, pieces, values)
+            copied = self._accelerator.copy_out(buffer, values)
+            state.jobs.append(copied)
+        return copied
 
     def receive_chunks(self, chunks: list[Chunk], slot: Slot, values: torch.Tensor, addition: Addition) -> Pending:
         """See `Receiver`."""

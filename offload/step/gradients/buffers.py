@@ -38,6 +38,8 @@ class GradientBuffers:
         self._order = SpillOrder()
         """Of the chunks whose buffer is leased for what comes."""
         buffers = pool.stats.consumers.get(RETAINED)
+        self._views: dict[tuple[ChunkGradient, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+        """Of each chunk's memory in a store, and that in the dtype of what lies there: [chunk.numel]."""
         self._spare_count = 0 if buffers is None else spare_count(buffers.count, spilling_count)
 
     # ---- for gradients that arrive -------------------------------------------------------------------------------
@@ -65,8 +67,17 @@ class GradientBuffers:
             state.lease = self._retaining_lease(state)
             view = state.lease.tensor
             self._order.put(state)
-        state.buffer = view[: state.chunk.numel * dtype.itemsize].view(dtype)
+            state.buffer = view[: state.chunk.numel * dtype.itemsize].view(dtype)
+            return state.buffer
+        known = self._views.get((state, dtype))
+        if known is None or known[0] is not view:
+            known = self._views[state, dtype] = view, view[: state.chunk.numel * dtype.itemsize].view(dtype)
+        state.buffer = known[1]
         return state.buffer
+
+    def close(self) -> None:
+        """Let go of the stores' memory."""
+        self._views = {}
 
     def expect(self, state: ChunkGradient) -> None:
         """Something else is expected of the chunk than before: it is held, was applied, or is neither any more."""

@@ -12,7 +12,7 @@ it an ordinary gradient again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -25,6 +25,7 @@ from offload.model.taken_gradient import TakenGradient
 from offload.step.chunk_stores import StoreFactory
 from offload.step.gradients.arrival import GradientArrival
 from offload.step.gradients.extents import GradientExtents, gradient_of
+from offload.step.gradients.filling import Filling, fill_chunks
 from offload.step.gradients.sums_on_device import SumsOnDevice
 from offload.step.gradients.transit import Addition
 from offload.tiers.staging import StagingPool
@@ -105,6 +106,20 @@ class Gradients:
                     self.drop(info)
                 self._live[info.index] = info
             self._arrival.arrive_together(taken)
+
+    def filling(self, infos: Sequence[ParameterInfo]) -> Filling | None:
+        """Of parameters whose first gradients fill whole chunks on their way to the host; None of others."""
+        return Filling(infos) if self._arrival.may_fill(infos) and fill_chunks(infos) else None
+
+    def fill(self, filling: Filling, gradients: list[torch.Tensor]) -> bool:
+        """`take` of all parameters of the filling, in its order. False where they go another way: nothing was taken then."""
+        with self._lock:
+            for index in self._live.keys() & filling.by_index.keys():
+                self.drop(self._live[index])
+            if not self._arrival.fill(filling, gradients):
+                return False
+            self._live.update(filling.by_index)
+        return True
 
     def add_reduced(self, chunk: Chunk, values: torch.Tensor, present: set[int]) -> None:
         """Take in averages over the ranks: fp32 [chunk.numel], host. `present`: parameters that have any.
@@ -196,6 +211,11 @@ class Gradients:
         """
         with self._lock:
             return self._buffers.prefetch(gradient_of(chunk))
+
+    def is_here(self, chunk: Chunk) -> bool:
+        """Whether all that was on its way to the chunk's buffer is there."""
+        jobs = gradient_of(chunk).jobs
+        return not jobs or all(job.done() for job in jobs)
 
     def open(self, chunk: Chunk) -> None:
         """Have the gradients of the chunk where the update's kernel can address them, until `release`."""

@@ -27,6 +27,7 @@ import torch
 
 from offload.device import kernels
 from offload.device.accelerator import Accelerator
+from offload.device.ingest_table import IngestTable
 from offload.device.lane import HostLane
 from offload.device.pending import Pending
 from offload.layout import Piece, Slot
@@ -79,13 +80,10 @@ class PackedPiece:
 class _Packing:
     chunk: Chunk
     memory: torch.Tensor
+    values: torch.Tensor
+    """[chunk.numel] in the compute dtype, in `memory`."""
     pieces: dict[int, PackedPiece] = field(default_factory=dict)
     """By parameter index."""
-    values: torch.Tensor = field(init=False)
-    """[chunk.numel] in the compute dtype."""
-
-    def __post_init__(self) -> None:
-        self.values = self.memory[: self.chunk.nbytes].view(self.chunk.flat.dtype)
 
 
 _START_OF = attrgetter("piece.start")
@@ -96,6 +94,10 @@ class Receiver(Protocol):
 
     def receive_pieces(self, chunk: Chunk, pieces: list[PackedPiece], values: torch.Tensor) -> Pending:
         """Pieces of one chunk, from device values [chunk.numel]."""
+        ...
+
+    def receive_filled(self, chunk: Chunk, values: torch.Tensor) -> Pending:
+        """The first gradients of all parameters of one chunk, from device values [chunk.numel]."""
         ...
 
     def receive_chunks(self, chunks: list[Chunk], slot: Slot, values: torch.Tensor, addition: Addition) -> Pending:
@@ -120,6 +122,8 @@ class GradientTransit:
         count, nbytes = shared_nbytes
         self._memory = accelerator.memory(count * nbytes)
         self._free: deque[tuple[torch.Tensor, Pending | None]] = deque((one, None) for one in self._memory.view(count, nbytes))
+        self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+        """What `_values` gave."""
         self._open: dict[Chunk, _Packing] = {}
         self._ring, self._ring_nbytes = accelerator.memory(whole_nbytes), whole_nbytes
         self._cursor_nbytes = 0
@@ -176,16 +180,22 @@ class GradientTransit:
             self.leave(chunk)
             packing = None
         if packing is None:
-            packing = self._open[chunk] = _Packing(chunk, self._buffer())
-        sums, positions = self._sums.of_chunk(chunk)
-        parts = []
-        for piece, source in arriving:
-            index = piece.slot.parameter_index
-            parts.append((piece.start, source, positions[index]))
-            packing.pieces[index] = PackedPiece(piece, addition)
-        kernels.ingest_side_by_side(packing.values, chunk.start, parts, sums)
+            memory = self._buffer()
+            packing = self._open[chunk] = _Packing(chunk, memory, self._values(memory, chunk))
+        positions = {info.index: position for position, (info, _) in enumerate(chunk.pieces)}
+        which = [positions[piece.slot.parameter_index] for piece, _ in arriving]
+        self._sums.table_of(chunk).ingest_some(packing.values, [source for _, source in arriving], which)
+        packing.pieces.update((piece.slot.parameter_index, PackedPiece(piece, addition)) for piece, _ in arriving)
         if len(packing.pieces) == len(chunk.pieces):
             self.leave(chunk)
+
+    def fill(self, chunk: Chunk, sources: Sequence[torch.Tensor]) -> None:
+        """Take in the first gradients of all of the chunk's parameters (`FilledChunk`), which leave at once."""
+        self.leave(chunk)
+        memory = self._buffer()
+        table, values = self._sums.table_of(chunk), self._values(memory, chunk)
+        table.ingest(values, sources)
+        self._free.append((memory, self._receiver.receive_filled(chunk, values)))
 
     def leave(self, chunk: Chunk) -> None:
         """Send what is packed of the chunk to the host."""
@@ -199,6 +209,14 @@ class GradientTransit:
         """Send everything that is packed."""
         for packing in list(self._open.values()):
             self.leave(packing.chunk)
+
+    def _values(self, memory: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+        """The chunk's part of one of the buffers, whose tensors are there for good: [chunk.numel]."""
+        key = id(memory), chunk.nbytes, chunk.flat.dtype
+        found = self._views.get(key)
+        if found is None:
+            found = self._views[key] = memory[: chunk.nbytes].view(chunk.flat.dtype)
+        return found
 
     def _buffer(self) -> torch.Tensor:
         if not self._free:
@@ -257,8 +275,8 @@ class DeviceSums:
         self._host = self._lease.tensor[: count * 8].view(torch.float64)
         self._parts: dict[tuple[int, int], torch.Tensor] = {}
         """What `part` gave."""
-        self._chunks: dict[Chunk, tuple[slice, torch.Tensor, dict[int, int]]] = {}
-        """What `of_chunk` gave, and where it lies."""
+        self._tables: dict[Chunk, tuple[int, int, IngestTable]] = {}
+        """What `table_of` gave, and where its sums lie."""
         self._unread: slice | None = None
 
     def part(self, parameter_index: int, chunk_index: int) -> torch.Tensor:
@@ -270,18 +288,19 @@ class DeviceSums:
             part = self._parts[key] = self._device[where]
         return part
 
-    def of_chunk(self, chunk: Chunk) -> tuple[torch.Tensor, dict[int, int]]:
-        """Where the sums of the chunk's pieces are to be written, and by parameter index the place of the first in there."""
-        known = self._chunks.get(chunk)
+    def table_of(self, chunk: Chunk) -> IngestTable:
+        """What takes in gradients of the chunk's pieces, as they come from backward."""
+        known = self._tables.get(chunk)
         if known is None:
-            ranges = {info.index: self._ranges[info.index, chunk.index] for info, _ in chunk.pieces}
-            start = min(one.start for one in ranges.values())
-            whole = slice(start, max(one.stop for one in ranges.values()))
-            positions = {index: one.start - start for index, one in ranges.items()}
-            known = self._chunks[chunk] = whole, self._device[whole], positions
-        where, sums, positions = known
-        self._written(where.start, where.stop)
-        return sums, positions
+            ranges = [self._ranges[info.index, chunk.index] for info, _ in chunk.pieces]
+            low, high = min(one.start for one in ranges), max(one.stop for one in ranges)
+            pieces = zip(chunk.pieces, ranges, strict=True)
+            parts = [(piece.start, piece.numel, one.start - low) for (_, piece), one in pieces]
+            known = low, high, IngestTable(chunk.start, chunk.flat.dtype, parts, self._device[low:high])
+            self._tables[chunk] = known
+        low, high, table = known
+        self._written(low, high)
+        return table
 
     def parts(self, parameter_index: int, first_chunk_index: int, last_chunk_index: int) -> torch.Tensor:
         """The same for the pieces of one parameter in chunks that it fills alone, which lie one after the other."""

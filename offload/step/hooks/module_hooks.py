@@ -312,7 +312,7 @@ class Hooks:
 
     def _report_writes(self, unit: Unit) -> None:
         """What this forward wrote in place to the unit's parameters."""
-        written = [info for info in unit.open_parameters if info.parameter._version != info.seen_version]
+        written = unit.written_parameters
         if torch.is_inference_mode_enabled():  # no versions are counted there
             written = [info for info in unit.open_parameters if info.was_written or id(info.parameter) in self._renormalized]
         for info in written:

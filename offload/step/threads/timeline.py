@@ -78,20 +78,28 @@ class Timeline:
         """The update lane does `what`."""
         return _Phase(self, f"lane work: {what}", what, on_lane=True)
 
-    def _add(self, name: str, passed_ns: int) -> None:
-        with self._lock:
-            self._sums.seconds[name] = self._sums.seconds.get(name, 0.0) + passed_ns / 1e9
-
-    def _change(self, waits: int = 0, enters: str | None = None, leaves: str | None = None) -> None:
+    def _enter(self, phase: _Phase) -> None:
         """Account for the time since the last change, then change who waits or what the lane is at."""
         with self._lock:
-            now_ns = self.clock_ns()
+            phase.start_ns = now_ns = self.clock_ns()
             self._account(now_ns)
-            self._update_waits += waits
-            if enters is not None:
-                self._lane_phases.append(enters)
-            elif leaves is not None:
-                self._lane_phases.remove(leaves)
+            if phase.on_lane:
+                self._lane_phases.append(phase.what)
+            else:
+                self._update_waits += 1
+
+    def _leave(self, phase: _Phase) -> None:
+        """The same, and add what passed."""
+        with self._lock:
+            now_ns, seconds = self.clock_ns(), self._sums.seconds
+            if phase.on_lane:
+                self._account(now_ns)
+                self._lane_phases.remove(phase.what)
+            elif phase.waits:
+                self._account(now_ns)
+                self._update_waits -= 1
+            name, passed_ns = phase.name, now_ns - phase.start_ns
+            seconds[name] = seconds[name] + passed_ns / 1e9 if name in seconds else passed_ns / 1e9
 
     def _account(self, now_ns: int) -> None:
         if self._update_waits and self._lane_phases:
@@ -113,39 +121,33 @@ class Timeline:
 class _Phase:
     """One phase of a thread: adds to the sums, and is told of where somebody records."""
 
-    __slots__ = ("_about", "_name", "_on_lane", "_start_ns", "_timeline", "_told", "_waits", "_what")
+    __slots__ = ("_about", "_timeline", "_told", "name", "on_lane", "start_ns", "waits", "what")
 
     def __init__(
         self, timeline: Timeline, name: str, what: str, about: object = None, *, waits: bool = False, on_lane: bool = False
     ) -> None:
         """`waits`: the model waits for an update. `on_lane`: of updates, else of the thread that drives the model."""
-        self._timeline, self._name, self._what, self._about = timeline, name, what, about
-        self._waits, self._on_lane = waits, on_lane
+        self._timeline, self.name, self.what, self._about = timeline, name, what, about
+        self.waits, self.on_lane, self.start_ns = waits, on_lane, 0
 
     def __enter__(self) -> None:
         timeline = self._timeline
         self._told = self._tell(timeline.recorder.to) if timeline.recorder.to is not None else None
-        self._start_ns = timeline.clock_ns()
-        if self._on_lane:
-            timeline._change(enters=self._what)
-        elif self._waits:
-            timeline._change(waits=1)
+        if self.on_lane or self.waits:
+            timeline._enter(self)
+        else:
+            self.start_ns = timeline.clock_ns()
 
     def __exit__(self, *_: object) -> None:
-        timeline = self._timeline
-        if self._on_lane:
-            timeline._change(leaves=self._what)
-        elif self._waits:
-            timeline._change(waits=-1)
-        timeline._add(self._name, timeline.clock_ns() - self._start_ns)
+        self._timeline._leave(self)
         if self._told is not None:
             self._told()
 
     def _tell(self, recording: Recording) -> Callable[[], None]:
         """Returns what is to be called when the phase is over."""
-        what, awaits = self._what, _AWAITS.get(self._what, ())
-        is_wait = " wait: " in f" {self._name}"
-        if self._on_lane:
+        what, awaits = self.what, _AWAITS.get(self.what, ())
+        is_wait = " wait: " in f" {self.name}"
+        if self.on_lane:
             return partial(recording.end, recording.begin(_UPDATES, WAIT if is_wait else WORK, what, awaits=awaits))
         if is_wait:
             return partial(recording.end_compute, recording.begin_compute(WAIT, what, self._about, awaits))

@@ -25,7 +25,7 @@ from offload.device.lane import HostLane, InlineLane, LaneRow
 from offload.device.pending import Pending
 from offload.device.records import Record
 from offload.device.segment import MASTER, Segment
-from offload.device.step_table import JoinedTable, Span, StepTable
+from offload.device.step_table import JoinedTable, Numbers, Span, StepTable
 from offload.model.chunk import Chunk
 from offload.model.unit import Unit
 from offload.model.update import ChunkUpdate, PieceUpdate, UnitUpdate
@@ -65,8 +65,11 @@ class Updates:
         self._records, self._gradients = records, gradients
         self._record_accesses, self._value_accesses = record_accesses, value_accesses
         self._accelerator, self._timeline = accelerator, timeline
+        self._values_of: dict[Chunk, ValueAccess] = {}
+        """What `_values` gave."""
         brings_values = any(value_path is ValuePath.COPY_IN for value_path, _ in value_accesses)
         self._reads = not records.in_memory or gradients.spills or gradients.brings or brings_values
+        """Whether there is anything to be read before an update."""
         # On the device an update is a launch in the order of compute, not work for a thread of the host.
         self._lanes: dict[Memory, HostLane] = {
             Memory.DEVICE: InlineLane(accelerator.lock(), LaneRow("device update", accelerator.recorder)),
@@ -149,11 +152,17 @@ class Updates:
         if update is None:
             return
         job = self._launch(unit, update)
-        with self._timeline.waiting("update", unit):
-            job.wait()
-            self._leave_queue(unit)
-            for pending in update.published:
-                self._accelerator.join(pending)
+        if job.done():
+            self._take_over(unit, update, job)
+        else:
+            with self._timeline.waiting("update", unit):
+                self._take_over(unit, update, job)
+
+    def _take_over(self, unit: Unit, update: UnitUpdate, job: Pending) -> None:
+        job.wait()
+        self._leave_queue(unit)
+        for pending in update.published:
+            self._accelerator.join(pending)
 
     def apply(self, unit: Unit) -> None:
         """Block until this rank's part of the unit's update, if it has one, is in place. From any thread."""
@@ -191,7 +200,7 @@ class Updates:
                     self._accelerator.join(pending)
                 left = [one for one in update.chunks if not one.applied]
                 if left:
-                    recalled[unit] = [ChunkUpdate(one.chunk, one.pieces, one.factor) for one in left]
+                    recalled[unit] = [one.anew() for one in left]
         return recalled
 
     def _leave_queue(self, unit: Unit) -> None:
@@ -201,6 +210,8 @@ class Updates:
     def close(self) -> None:
         for lane in self._lanes.values():
             lane.close()
+        for values in self._value_accesses.values():
+            values.close()
 
     # ---- on the lane ---------------------------------------------------------------------------------------------
 
@@ -209,7 +220,9 @@ class Updates:
             if chunk_update.cancelled:
                 self._give_up(chunk_update)
                 continue
-            if not chunk_update.started:
+            if not self._reads:
+                chunk_update.started = True
+            elif not chunk_update.started:
                 self._access(chunk_update.chunk).reserve(chunk_update, now=True)
                 self._start_reading(chunk_update)
             if unit.route.update_in is Memory.HOST:
@@ -239,15 +252,17 @@ class Updates:
         assert self._joined is not None
         gradients = self._gradients.open_all(chunks)
         with self._timeline.lane_working("adam"):
-            numbers = [(piece.hyper, piece.step) for one in updates for piece in one.pieces]
-            self._joined.update(gradients, numbers, updates[0].factor)
+            self._joined.update(gradients, _numbers(updates), updates[0].factor)
         self._gradients.release_all(chunks)
         for one in updates:
             one.started = one.applied = True
 
     def _values(self, chunk: Chunk) -> ValueAccess:
         """Each lane has its own: one chunk is in its hands at a time."""
-        return self._value_accesses[chunk.route.value_path, chunk.route.update_in]
+        found = self._values_of.get(chunk)
+        if found is None:
+            found = self._values_of[chunk] = self._value_accesses[chunk.route.value_path, chunk.route.update_in]
+        return found
 
     def _access(self, chunk: Chunk) -> RecordAccess:
         return self._record_accesses[chunk.record_path]
@@ -307,11 +322,19 @@ class Updates:
         access = self._access(chunk)
         if chunk_update.failure is not None:
             raise chunk_update.failure
-        with self._timeline.lane_waiting("read records"):
+        if not self._reads and self._gradients.is_here(chunk):
             buffer = access.begin(chunk_update)
             self._gradients.open(chunk)
-        with self._timeline.lane_waiting("read parameters"):
-            values = self._values(chunk).begin(chunk, self._old(chunk_update))
+        else:
+            with self._timeline.lane_waiting("read records"):
+                buffer = access.begin(chunk_update)
+                self._gradients.open(chunk)
+        path = self._values(chunk)
+        if path.is_at_hand(chunk):
+            values = path.begin(chunk, self._old(chunk_update))
+        else:
+            with self._timeline.lane_waiting("read parameters"):
+                values = path.begin(chunk, self._old(chunk_update))
         watcher = self.watcher  # once: a save that ends takes it away
         if watcher is not None:
             with self._timeline.lane_waiting("copy for checkpoint"):
@@ -321,11 +344,11 @@ class Updates:
                 self._step_by_table(chunk_update, buffer, values)
             else:
                 record = self._records.over(chunk, buffer)
-                gradients = self._gradients.opened(chunk, [piece.piece for piece in chunk_update.pieces])
+                gradients = self._gradients.opened(chunk, chunk_update.only_pieces)
                 pairs = zip(chunk_update.pieces, gradients, strict=True)
                 optimizer_step.update([_segment(chunk_update, piece, record, gradient, values) for piece, gradient in pairs])
         self._gradients.release(chunk)
-        published = self._values(chunk).commit(chunk, values, [piece.piece for piece in chunk_update.pieces])
+        published = path.commit(chunk, values, chunk_update.only_pieces)
         access.commit(chunk_update, buffer)
         chunk_update.applied = True  # before it is told: `coming` may be asked for between the two
         watcher = self.watcher
@@ -334,16 +357,15 @@ class Updates:
         return published
 
     def _step_by_table(self, update: ChunkUpdate, record: Tensor, values: Tensor) -> None:
-        chunk, pieces = update.chunk, update.pieces
+        chunk = update.chunk
         gradients: Tensor | list[Tensor] | None = self._gradients.opened_whole(chunk)
         if gradients is None:
-            gradients = self._gradients.opened(chunk, [piece.piece for piece in pieces])
+            gradients = self._gradients.opened(chunk, update.only_pieces)
         which = None
         if not update.updates_every_slot:
-            updated = {one.info.index for one in pieces}
+            updated = {one.info.index for one in update.some}
             which = [position for position, (info, _) in enumerate(chunk.pieces) if info.index in updated]
-        table = self._step_table(chunk, values)
-        table.update(which, record, values, gradients, [(one.hyper, one.step) for one in pieces], update.factor)
+        self._step_table(chunk, values).update(which, record, values, gradients, _numbers([update]), update.factor)
 
     def _step_table(self, chunk: Chunk, values: Tensor) -> StepTable:
         if chunk.step_table is None:
@@ -353,7 +375,16 @@ class Updates:
 
 def _is_own(update: ChunkUpdate) -> bool:
     """Whether an optimizer with its own arithmetic makes it."""
-    return any(piece.hyper.own is not None for piece in update.pieces)
+    if update.numbers is not None:
+        return update.numbers[0].own is not None
+    return any(piece.hyper.own is not None for piece in update.some)
+
+
+def _numbers(updates: Sequence[ChunkUpdate]) -> Numbers:
+    first = updates[0].numbers
+    if first is not None and all(one.numbers == first for one in updates):
+        return first
+    return [(piece.hyper, piece.step) for one in updates for piece in one.pieces]
 
 
 def _spans(chunk: Chunk) -> list[Span]:

@@ -30,6 +30,8 @@ from offload.step.chunk_stores import ParameterStore
 from offload.step.updates.means import Means
 from offload.tiers.staging import Lease, StagingPool
 
+_OVER = Settled()
+
 
 class ValuesNeeded(Enum):
     """Which of a chunk's present values an update needs."""
@@ -44,6 +46,10 @@ class ValuesNeeded(Enum):
 
 class ValueAccess(ABC):
     """See the module. One chunk is between `begin` and `commit` at a time, on the update's thread."""
+
+    def is_at_hand(self, chunk: Chunk) -> bool:
+        """Whether `begin` waits for nothing, as far as is known at once."""
+        return False
 
     def read_ahead(self, chunk: Chunk) -> bool:
         """Start reading values of which a later `begin` will need all, once. False where no buffer is free for them now."""
@@ -63,9 +69,15 @@ class ValueAccess(ABC):
         Writes to a store are not part of that: `ParameterStore` orders every read after them.
         """
 
+    def close(self) -> None:  # noqa: B027 - as above
+        """Let go of memory that is others'."""
+
 
 class ValuesInPlace(ValueAccess):
     """The flat lies for good where the kernel can address it."""
+
+    def is_at_hand(self, chunk: Chunk) -> bool:
+        return True
 
     def begin(self, chunk: Chunk, old: ValuesNeeded) -> torch.Tensor:
         return chunk.values
@@ -87,7 +99,7 @@ class ValuesResident(ValueAccess):
 
     def commit(self, chunk: Chunk, values: torch.Tensor, pieces: list[Piece]) -> Pending:
         self._parameter_store.write(chunk, chunk.bytes)
-        return Settled()
+        return _OVER
 
 
 class ReadAhead:
@@ -136,6 +148,11 @@ class ValuesInStore(ValueAccess):
     def __init__(self, parameter_store: ParameterStore, ahead: ReadAhead) -> None:
         self._parameter_store, self._ahead = parameter_store, ahead
         self._lease: Lease | None = None
+        self._views: dict[Chunk, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By chunk: its memory in the store, and its values there."""
+
+    def is_at_hand(self, chunk: Chunk) -> bool:
+        return chunk in self._views and self._parameter_store.is_copied(chunk)
 
     def read_ahead(self, chunk: Chunk) -> bool:
         return self._parameter_store.view(chunk) is not None or self._ahead.start(
@@ -151,15 +168,21 @@ class ValuesInStore(ValueAccess):
         if stored is None:
             reads = old is not ValuesNeeded.NONE
             self._lease = self._ahead.take(chunk, partial(self._parameter_store.read, chunk) if reads else None)
-            stored = self._lease.tensor
-        return stored[: chunk.nbytes].view(chunk.flat.dtype)
+            return self._lease.tensor[: chunk.nbytes].view(chunk.flat.dtype)
+        known = self._views.get(chunk)
+        if known is None or known[0] is not stored:
+            known = self._views[chunk] = stored, stored[: chunk.nbytes].view(chunk.flat.dtype)
+        return known[1]
+
+    def close(self) -> None:
+        self._views = {}
 
     def commit(self, chunk: Chunk, values: torch.Tensor, pieces: list[Piece]) -> Pending:
         if self._lease is None:
-            return Settled()
+            return _OVER
         lease, self._lease = self._lease, None
         lease.release(after=self._parameter_store.write(chunk, values.view(torch.uint8)))
-        return Settled()
+        return _OVER
 
 
 class ValuesCopiedIn(ValueAccess):
