@@ -37,6 +37,7 @@ class StubAccelerator(Accelerator):
 
     name = "stub"
     unified = False
+    copies_beside = True
 
     def __init__(self) -> None:
         super().__init__()

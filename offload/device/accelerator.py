@@ -151,6 +151,9 @@ class Accelerator(ABC):
         issued so far. `source` is kept alive until then."""
         return self.copy_out(destination, source)
 
+    copies_beside = False
+    """Whether `copy_in` of host memory that the engine has returns before its bytes have moved."""
+
     def copy_in_after_compute(self) -> None:  # noqa: B027 - where copies run in the program's order there is nothing to do
         """H2D copies that are issued from now on wait for all work given to compute so far: it may still read their targets."""
 

@@ -119,7 +119,7 @@ class CudaAccelerator(Accelerator):
         self._fetch = torch.cuda.Stream(self.device)
         self._drain = torch.cuda.Stream(self.device)
         self._ranks = torch.cuda.Stream(self.device)
-        self._has_warned = False
+        self._has_warned, self.copies_beside = False, True
         self._total_nbytes = self._former_peak_nbytes = 0
         self._reference: tuple[torch.cuda.Event, int]
         compiled_kernels.prepare(self.device)
@@ -276,6 +276,7 @@ class CudaAccelerator(Accelerator):
             reason = str(error).splitlines()[0]
         else:
             reason = "no text"
+        self.copies_beside = False
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(

@@ -110,6 +110,7 @@ class DeferredAccelerator(Accelerator):
     `torch.OutOfMemoryError`."""
 
     name = "deferred"
+    copies_beside = True
     unified = False
 
     def __init__(self, seed: int = 0, nbytes: int | None = None) -> None:

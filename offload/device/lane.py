@@ -43,10 +43,17 @@ class HostLane(ABC):
 
     runs_beside = False
     """Whether it is a thread of its own."""
+    _told: LaneRow | None = None
 
     @abstractmethod
     def submit(self, job: Job, about: object = None, nbytes: int = 0) -> Pending:
         """Queue `job`; the result settles when it ran, with its exception if it raised one. It is about a unit, or bytes."""
+
+    def run_now(self, job: Job, about: object = None) -> Pending:
+        """Run `job` in the calling thread, whatever is queued; it has settled when this returns, as one that was queued."""
+        ran = _RanJob(job, self._told, about)
+        ran.run()
+        return ran
 
     @abstractmethod
     def close(self) -> None:
@@ -82,6 +89,14 @@ class LaneJob(Pending):
     def raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+
+class _RanJob(LaneJob):
+    def wait(self) -> None:
+        self.raise_failure()
+
+    def done(self) -> bool:
+        return True
 
 
 class _InlineJob(LaneJob):

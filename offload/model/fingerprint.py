@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter, methodcaller
 from typing import Any
 
 from torch import nn
@@ -11,6 +13,7 @@ from torch import nn
 from offload.errors import UsageError
 from offload.model.flat import ParameterInfo
 
+_TABLES_OF, _values = attrgetter("_parameters", "_modules"), methodcaller("values")
 Groups = Callable[[], Sequence[Mapping[str, Any]]]
 
 
@@ -22,10 +25,29 @@ class ModelFingerprint:
         in_model = {id(parameter) for parameter in model.parameters()}
         self._named = [info for info in parameters if id(info.parameter) in in_model]
         self._group_of = self._group_indices()
+        self._untrained: list[ParameterInfo] = []
+        """Those in the groups."""
+        self._modules: list[nn.Module] = []
+        self._seen: object = None
+        """The model's modules when it was last gone through, and what was found: as long as that is the same all is."""
 
     def check(self) -> None:
         """A parameter added, removed, replaced or moved to another group since `initialize` is in no flat, and one that was
         added to the optimizer or unfrozen after the last forward has none with states yet: say so."""
+        if self._looked_at() != self._seen or any(info.parameter.grad is not None for info in self._untrained):
+            self._check()
+            grouped = self._group_indices()
+            self._untrained = [info for info in self._parameters if not info.trainable and id(info.parameter) in grouped]
+            self._modules = list(self._model.modules())
+            self._seen = self._looked_at()
+
+    def _looked_at(self) -> tuple[list[int], list[list[int]]]:
+        """What the model's modules and the groups hold, by a few calls of C."""
+        tables = chain.from_iterable(map(_TABLES_OF, self._modules))
+        held = list(map(id, chain.from_iterable(map(_values, tables))))
+        return held, [list(map(id, group["params"])) for group in self._groups()]
+
+    def _check(self) -> None:
         known = {id(info.parameter): info for info in self._named}
         for fqn, parameter in self._model.named_parameters():
             info = known.pop(id(parameter), None)

@@ -46,6 +46,8 @@ class UnitState(Enum):
     RESIDENT  in device memory
     """
 
+    __hash__ = object.__hash__  # one of C: an enum's own is a call of Python
+
     ABSENT = "absent"
     FETCHING = "fetching"
     RESIDENT = "resident"
@@ -111,6 +113,8 @@ class ShardState(Enum):
     REDUCING   gradients of version v are arriving
     UPDATING   an update to v + 1 is enqueued or running; its gradients can no longer be dropped, unless it is undone
     """
+
+    __hash__ = object.__hash__  # as above
 
     CLEAN = "clean"
     REDUCING = "reducing"

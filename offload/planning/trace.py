@@ -28,6 +28,11 @@ class Event:
     unit_index: int
 
 
+def code_of(event: Event) -> int:
+    """The unit's index, inverted where a use ends: events are compared and looked up in every step, for each use."""
+    return event.unit_index if event.edge is Edge.START else ~event.unit_index
+
+
 @dataclass(frozen=True, slots=True)
 class Trace:
     """The events of one step, in order. Starts and ends of each unit balance."""
@@ -99,23 +104,29 @@ class Recorder:
     """Collects the events of the step that is running."""
 
     def __init__(self) -> None:
-        self._events: list[Event] = []
+        self._codes: list[int] = []
+        """Of its events (`code_of`)."""
         self._depth: dict[int, int] = {}
 
     def start(self, unit_index: int) -> None:
-        self._depth[unit_index] = self._depth.get(unit_index, 0) + 1
-        self._events.append(Event(Edge.START, unit_index))
+        depth = self._depth
+        depth[unit_index] = depth[unit_index] + 1 if unit_index in depth else 1
+        self._codes.append(unit_index)
 
     def end(self, unit_index: int) -> None:
         """A use ended. One whose start was not part of the step (a unit joined a use that was going on) is left out."""
         if not self._depth.get(unit_index):
             return
         self._depth[unit_index] -= 1
-        self._events.append(Event(Edge.END, unit_index))
+        self._codes.append(~unit_index)
 
     def take(self) -> Trace:
         """The trace so far, with uses that are still open ended; the recorder starts anew."""
-        closing = [Event(Edge.END, unit) for unit, count in self._depth.items() for _ in range(count)]
-        trace = Trace((*self._events, *closing))
-        self._events, self._depth = [], {}
-        return trace
+        closing = [~unit for unit, count in self._depth.items() for _ in range(count)]
+        events = [Event(Edge.START, code) if code >= 0 else Event(Edge.END, ~code) for code in (*self._codes, *closing)]
+        self.begin_anew()
+        return Trace(tuple(events))
+
+    def begin_anew(self) -> None:
+        """Nobody wants to know what was recorded."""
+        self._codes, self._depth = [], {}

@@ -12,8 +12,10 @@ take_assigned  one that the user put there counts like one that backward compute
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import repeat
 from operator import attrgetter
 from typing import TypeGuard
 
@@ -31,7 +33,11 @@ from offload.step.gradients.filling import Filling
 from offload.step.sum_room import MicroBatches
 from offload.step.torch_clipping import TokenClipping
 
-_UNIT_INDEX_OF = attrgetter("unit_index")
+_UNIT_INDEX_OF, _STEP_OF = attrgetter("unit_index"), attrgetter("step_index")
+_PARAMETER_OF, _GRADIENT_OF = attrgetter("parameter"), attrgetter("parameter.grad")
+_TAKEN, _NOT_ASSIGNED = {TakenGradient}, {TakenGradient, type(None)}
+_exhaust = deque[object](maxlen=0).extend
+"""Goes through an iterator for what that does."""
 _NAMED = 5
 """How many names an error message lists."""
 _TOGETHER_NBYTES = 1 << 20
@@ -241,6 +247,8 @@ class ParameterGradients:
     def take_assigned(self) -> None:
         """A gradient that the user assigned to `p.grad` counts like one that backward computed."""
         with unguarded():
+            if set(map(type, map(_GRADIENT_OF, self._trained))) <= _NOT_ASSIGNED:
+                return
             assigned = [(info, gradient) for info in self._trained if _is_new(gradient := info.parameter.grad)]
             for info, gradient in assigned:
                 assert self._gradients is not None
@@ -287,7 +295,9 @@ class ParameterGradients:
     def require_new(self, what: str) -> None:
         """PyTorch would use the last step's gradients again; here that step has consumed them."""
         with unguarded():
-            tokens = [(info, info.parameter.grad) for info in self._parameters]
+            kinds, tokens = set(map(type, map(_GRADIENT_OF, self._parameters))), []
+            if kinds - _TAKEN or set(map(_STEP_OF, map(_GRADIENT_OF, self._parameters))) - {self.step_index}:
+                tokens = [(info, info.parameter.grad) for info in self._parameters]
         old = [info.fqn for info, one in tokens if isinstance(one, TakenGradient) and one.step_index != self.step_index]
         if old:
             raise UsageError(
@@ -313,10 +323,15 @@ class ParameterGradients:
     def drop(self, set_to_none: bool) -> None:
         """Drop every gradient that no update has taken yet; without `set_to_none` put zeros where there was one."""
         self.micro_batches.step_begins_anew()
-        for unit in self._units:
+        are_dropped = set_to_none and self._intake.is_empty
+        if are_dropped:
             with unguarded():
-                for info in unit.parameters:
-                    self._drop(unit, info, set_to_none)
+                _exhaust(map(setattr, map(_PARAMETER_OF, self._parameters), repeat("grad"), repeat(None)))
+        for unit in self._units:
+            if not are_dropped:
+                with unguarded():
+                    for info in unit.parameters:
+                        self._drop(unit, info, set_to_none)
             if set_to_none and unit.shard.state is ShardState.REDUCING:
                 unit.shard.become(ShardState.CLEAN)
 

@@ -133,20 +133,20 @@ class Speculation:
     def confirm(self) -> tuple[set[int], dict[Unit, list[ChunkUpdate]]]:
         """The step goes on from what was begun. Returns the indices of the parameters whose gradients that took, and what is
         not under way yet: backward went from the last unit to the first, and the next forward waits for the first."""
-        updated: set[int] = set()
         recalled = self._updates.recall(self.begun_units) if self._updates is not None else {}
-        for _, early in self._early_updates():
+        begun = [early for _, early in self._early_updates()]
+        updated = [info for early in begun for info in early.updated]
+        if begun:
             assert self._gradients is not None
-            for info in early.updated:
-                self._gradients.consume(info)
-                updated.add(info.index)
-            self._gradients.drop_held(early.chunks)
+            self._gradients.consume(updated)
+            for early in begun:
+                self._gradients.drop_held(early.chunks)
         for unit in [unit for unit in self._units if unit.was_read]:
             unit.was_read = False
             if not unit.uses.count:
                 unit.close_off()
         self.end_step()
-        return updated, recalled
+        return {info.index for info in updated}, recalled
 
     def end_step(self) -> None:
         """The next step may begin updates again."""

@@ -238,9 +238,10 @@ class Training(FailureState):
     def _enqueue(self, maker: UpdateMaker, factor: float) -> None:
         assert self._taken is not None and self._updates is not None
         updated, coming = self.speculation.confirm()
-        live = [info for info in self.gradients.live() if info.index not in updated]
-        for info in live:
-            self._taken.consume(info)
+        live = self.gradients.live()
+        if updated:
+            live = [info for info in live if info.index not in updated]
+        self._taken.consume(live)
         coming.update(maker.make(live, factor))
         self._accelerator.copy_in_after_compute()  # the lane may bring what an update needs as soon as it is enqueued
         for unit in self._residency.update_order() if coming else ():

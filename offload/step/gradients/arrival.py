@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
+from operator import is_not
 
 import torch
 
@@ -376,18 +378,28 @@ class GradientArrival:
         for (state, index, _), sums in zip(pieces, kernels.ingest_all(gradients), strict=True):
             state.sums[index] = sums
 
+    def sums_in(self, chunk: Chunk, live: Mapping[int, ParameterInfo]) -> list[torch.Tensor]:
+        """The sums of squares of what is `live` in the chunk, block by block: float64. After `settle`."""
+        known = gradient_of(chunk).sums
+        if not known:
+            return []
+        on_device = len(known) == len(chunk.pieces) and not any(map(is_not, known.values(), repeat(None)))
+        if on_device and self._device_sums is not None and chunk.indices <= live.keys():
+            return [self._device_sums.values_of(chunk)]
+        return [one for index in known if index in live and (one := self._sums_of_piece(chunk, index)) is not None]
+
+    def _sums_of_piece(self, chunk: Chunk, parameter_index: int) -> torch.Tensor | None:
+        known = gradient_of(chunk).sums
+        sums = known.get(parameter_index)
+        if sums is None and parameter_index in known:
+            assert self._device_sums is not None
+            return self._device_sums.values(parameter_index, chunk.index)
+        return sums
+
     def sums_of(self, info: ParameterInfo) -> list[torch.Tensor]:
         """The parameter's sums of squares, block by block: float64. After `settle`."""
-        found = []
-        for chunk, _ in info.pieces:
-            known = gradient_of(chunk).sums
-            sums = known.get(info.index)
-            if sums is None and info.index in known:
-                assert self._device_sums is not None
-                sums = self._device_sums.values(info.index, chunk.index)
-            if sums is not None:
-                found.append(sums)
-        return found
+        found = (self._sums_of_piece(chunk, info.index) for chunk, _ in info.pieces)
+        return [sums for sums in found if sums is not None]
 
     def forget(self, info: ParameterInfo) -> None:
         """Its gradient is dropped: there is nothing to be summed."""

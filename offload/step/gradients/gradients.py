@@ -13,6 +13,7 @@ it an ordinary gradient again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 import torch
 
@@ -29,6 +30,9 @@ from offload.step.gradients.filling import Filling, fill_chunks
 from offload.step.gradients.sums_on_device import SumsOnDevice
 from offload.step.gradients.transit import Addition
 from offload.tiers.staging import StagingPool
+
+_GRADIENT_OF, _INDEX_OF = attrgetter("parameter.grad"), attrgetter("index")
+_TAKEN = {TakenGradient}
 
 
 class Gradients:
@@ -156,7 +160,15 @@ class Gradients:
 
     def live_parameters(self) -> list[ParameterInfo]:
         """The parameters whose gradients count for the coming step, in model order."""
-        return [info for _, info in sorted(self._live.items()) if self.is_live(info)]
+        live = self._live
+        if not set(map(type, map(_GRADIENT_OF, live.values()))) <= _TAKEN:
+            return [info for _, info in sorted(live.items()) if self.is_live(info)]
+        return list(map(live.__getitem__, sorted(live)))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no gradient counts."""
+        return not self._live
 
     def is_complete(self, chunk: Chunk) -> bool:
         """Whether every parameter of the chunk has a gradient."""
@@ -189,7 +201,7 @@ class Gradients:
 
     def squares(self) -> list[torch.Tensor]:
         """Sums of squares, block by block, of all live gradients: float64. Call after `settle`."""
-        return [sums for info in self._live.values() for sums in self._arrival.sums_of(info)]
+        return [sums for chunk in self._chunks for sums in self._arrival.sums_in(chunk, self._live)]
 
     def non_finite_parameters(self) -> list[str]:
         """Names of the parameters whose gradient has an inf or NaN."""
@@ -198,11 +210,20 @@ class Gradients:
 
     # ---- consumption ---------------------------------------------------------------------------------------------
 
-    def consume(self, info: ParameterInfo) -> None:
-        """The gradient of `info` belongs to an update now: a later one starts anew."""
-        self._live.pop(info.index, None)
-        for chunk, _ in info.pieces:
-            gradient_of(chunk).sums.pop(info.index, None)
+    def consume(self, infos: Sequence[ParameterInfo]) -> None:
+        """The gradients of these parameters belong to updates now: later ones start anew."""
+        indices = set(map(_INDEX_OF, infos))
+        if self._live.keys() <= indices:
+            self._live.clear()
+        for index in indices & self._live.keys():
+            del self._live[index]
+        for chunk in self._chunks:
+            sums = gradient_of(chunk).sums
+            if chunk.indices <= indices:
+                sums.clear()
+            elif sums:
+                for index in chunk.indices & indices:
+                    sums.pop(index, None)
 
     def prefetch(self, chunk: Chunk) -> bool:
         """Start reading a spilled chunk back, if a buffer is free for it. False if none is.

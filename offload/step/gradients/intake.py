@@ -40,6 +40,11 @@ class Intake:
         """Indices of the parameters whose gradient counts though this rank had none, as far as known and not named before."""
         return ()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has arrived that `drop` would forget, as far as is known at once."""
+        return False
+
     def drop(self, info: ParameterInfo) -> None:
         """Forget what arrived of this parameter."""
 
@@ -66,6 +71,10 @@ class OwnGradients(Intake):
 
     def arrive(self, info: ParameterInfo, gradient: Tensor, *, owned: bool, is_part: bool) -> None:
         self._gradients.add(info, gradient, owned=owned, is_part=is_part)
+
+    @property
+    def is_empty(self) -> bool:
+        return self._gradients.is_empty
 
     def drop(self, info: ParameterInfo) -> None:
         self._gradients.drop(info)

@@ -324,6 +324,11 @@ class DeviceSums:
         """The sums of one piece, as last read."""
         return self._host[self._ranges[parameter_index, chunk_index]]
 
+    def values_of(self, chunk: Chunk) -> torch.Tensor:
+        """The sums of all pieces of a chunk, as last read."""
+        low, high, _ = self._tables[chunk]
+        return self._host[low:high]
+
     def close(self) -> None:
         """Give the host buffer back."""
         self._host = self._device

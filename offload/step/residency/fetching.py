@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Sequence
+from operator import is_not
 
 from torch import Tensor
 
@@ -23,6 +25,9 @@ from offload.ranks.rendezvous import Rendezvous
 from offload.step.chunk_stores import ParameterStore
 from offload.step.updates.update import Updates
 from offload.tiers.staging import Lease, StagingPool
+
+_Run = tuple[list[Chunk], Tensor, Tensor]
+"""Chunks, and from where to where they are copied."""
 
 
 class Fetcher(ABC):
@@ -39,6 +44,10 @@ class Fetcher(ABC):
     @abstractmethod
     def finish(self, unit: Unit) -> None:
         """Make compute wait until the values are there; raise the failure if they cannot be had."""
+
+    def is_over(self, unit: Unit) -> bool:
+        """Whether `finish` has nothing to wait for, as far as is known at once."""
+        return False
 
     @abstractmethod
     def evict(self, unit: Unit) -> None:
@@ -99,6 +108,8 @@ class StagedFetcher(Fetcher):
         """`pool`: of staging buffers; None where reads go straight into the unit's memory."""
         self._accelerator, self._parameter_store, self._pool, self._updates = accelerator, parameter_store, pool, updates
         self._lane = accelerator.host_lane("fetch", waits_for_io=True)
+        self._stored: dict[Unit, tuple[list[Tensor | None], list[_Run]]] = {}
+        """Of units that lie in host memory: where, and what is copied."""
 
     def fetched_nbytes(self, unit: Unit) -> int:
         return sum(flat.memory.nbytes for flat in unit.flats if not flat.memory.stays)
@@ -109,7 +120,21 @@ class StagedFetcher(Fetcher):
         updates = self._updates
         update = updates.launch(unit) if updates is not None and unit.update is not None else None
         unit.fetch = fetch = Fetch()
-        fetch.job = self._lane.submit(lambda: self._bring(unit, fetch.copies, update), unit)
+        if self._accelerator.copies_beside and (update is None or update.done()) and self._is_stored(unit):
+            fetch.job = self._lane.run_now(lambda: self._bring(unit, fetch.copies, update), unit)
+        else:
+            fetch.job = self._lane.submit(lambda: self._bring(unit, fetch.copies, update), unit)
+
+    def _is_stored(self, unit: Unit) -> bool:
+        """Whether all of it lies in host memory, so that nothing but its update is waited for before the copies."""
+        known = self._stored.get(unit)
+        return known is not None or all(self._parameter_store.view(chunk) is not None for chunk in unit.chunks)
+
+    def is_over(self, unit: Unit) -> bool:
+        fetch = unit.fetch
+        if fetch is None or fetch.job is None or not fetch.job.done():
+            return False
+        return all(copy.done() for copy in fetch.copies)
 
     def finish(self, unit: Unit) -> None:
         fetch, unit.fetch = unit.fetch, None
@@ -132,17 +157,21 @@ class StagedFetcher(Fetcher):
 
     def close(self) -> None:
         self._lane.close()
+        self._stored = {}  # it keeps the memory
         self._parameter_store.settle_all_copies()
 
     def _bring(self, unit: Unit, copies: list[Pending], update: Pending | None) -> None:
         if update is not None:
             update.wait()
+        if (runs := self._stored_runs(unit)) is not None:
+            copies.extend([self._copy_together(run) for run in runs])
+            return
         reading: deque[tuple[Chunk, Lease, Pending]] = deque()
         side_by_side: list[tuple[Chunk, Tensor]] = []
         for chunk in unit.chunks:
             stored = self._parameter_store.view(chunk)
             if side_by_side and (stored is None or not _continues(side_by_side, chunk, stored)):
-                copies.append(self._copy_together(side_by_side))
+                copies.append(self._copy_together(_run_of(side_by_side)))
                 side_by_side = []
             if stored is not None:
                 side_by_side.append((chunk, stored[: chunk.nbytes]))
@@ -160,18 +189,30 @@ class StagedFetcher(Fetcher):
             nbytes = chunk.nbytes
             reading.append((chunk, lease, self._parameter_store.read(chunk, lease.tensor[:nbytes])))
         if side_by_side:
-            copies.append(self._copy_together(side_by_side))
+            copies.append(self._copy_together(_run_of(side_by_side)))
         while reading:
             copies.append(self._copy(*reading.popleft()))
 
-    def _copy_together(self, run: list[tuple[Chunk, Tensor]]) -> Pending:
-        """Chunks that lie side by side on both sides, in one copy: a call for each takes as long as its bytes."""
-        (first, stored), (last, _) = run[0], run[-1]
-        itemsize = first.flat.layout.itemsize
-        target = first.flat.memory.flat[first.start * itemsize : last.stop * itemsize]
-        source = stored.as_strided((target.numel(),), (1,), stored.storage_offset())
+    def _stored_runs(self, unit: Unit) -> list[_Run] | None:
+        """What is copied of a unit that lies in host memory; None of others. Waits for the last writes there."""
+        views = list(map(self._parameter_store.view, unit.chunks))
+        known_views, runs = self._stored.get(unit, (None, []))
+        if known_views is None or any(map(is_not, known_views, views)):
+            side_by_side: list[list[tuple[Chunk, Tensor]]] = []
+            for chunk, stored in zip(unit.chunks, views, strict=True):
+                if stored is None:
+                    return None
+                if not side_by_side or not _continues(side_by_side[-1], chunk, stored):
+                    side_by_side.append([])
+                side_by_side[-1].append((chunk, stored[: chunk.nbytes]))
+            runs = [_run_of(one) for one in side_by_side]
+            self._stored[unit] = views, runs
+        return runs
+
+    def _copy_together(self, run: _Run) -> Pending:
+        chunks, target, source = run
         copied = self._accelerator.copy_in(target, source)
-        for chunk, _ in run:
+        for chunk in chunks:
             self._parameter_store.copying(chunk, copied)
         return copied
 
@@ -181,6 +222,14 @@ class StagedFetcher(Fetcher):
         copied = self._accelerator.copy_in(chunk.bytes, lease.tensor[:nbytes])
         lease.release(after=copied)
         return copied
+
+
+def _run_of(side_by_side: Sequence[tuple[Chunk, Tensor]]) -> _Run:
+    """Chunks that lie side by side on both sides, for one copy: a call for each takes as long as its bytes."""
+    (first, stored), (last, _) = side_by_side[0], side_by_side[-1]
+    itemsize = first.flat.layout.itemsize
+    target = first.flat.memory.flat[first.start * itemsize : last.stop * itemsize]
+    return [chunk for chunk, _ in side_by_side], target, stored.as_strided((target.numel(),), (1,), stored.storage_offset())
 
 
 def _continues(run: list[tuple[Chunk, Tensor]], chunk: Chunk, stored: Tensor) -> bool:

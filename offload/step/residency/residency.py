@@ -18,12 +18,15 @@ from typing import Any
 from offload.errors import BudgetError
 from offload.model.unit import Unit, UnitState
 from offload.planning.schedule import Op, Schedule, Verb, plan, required_nbytes
-from offload.planning.trace import Edge, Event, Recorder, Trace
+from offload.planning.trace import Event, Recorder, Trace, code_of
 from offload.step.gradients.sums_on_device import SumsOnDevice
 from offload.step.residency.device_room import DeviceRoom
 from offload.step.residency.fetching import Fetcher
 from offload.step.threads.timeline import Timeline
 from offload.step.updates.update import Updates
+
+_Op = tuple[Unit, bool]
+"""A unit, and whether it is fetched rather than evicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ class Residency:
         self.capacity_nbytes = self._least_nbytes = capacity.nbytes + kept_nbytes
         if self._room is not None:
             self._least_nbytes = required_nbytes(trace, self._nbytes, 0) + kept_nbytes
-        self._deferred: tuple[Op, ...] = ()
+        self._deferred: tuple[_Op, ...] = ()
         self._staying: frozenset[Unit] = frozenset()
         self._resident_nbytes = 0
         self.peak_resident_nbytes = 0
@@ -94,7 +97,7 @@ class Residency:
         """Make the unit resident with the values of the last step. `recorded`: part of a training step, so of its trace."""
         if recorded:
             self._recorder.start(unit.index)
-        self._reach(Event(Edge.START, unit.index))
+        self._reach(unit.index)
         self.bring(unit)
 
     def use_ended(self, unit: Unit, *, recorded: bool, then: Callable[[], None] | None = None) -> None:
@@ -103,7 +106,7 @@ class Residency:
             self._recorder.end(unit.index)
         if then is not None:
             then()
-        self._reach(Event(Edge.END, unit.index))
+        self._reach(~unit.index)
 
     def begin_staying(self, spare_nbytes: int) -> int:
         """From now on units that were used stay, as many as there is room for beside two of the others, which come and go.
@@ -155,8 +158,9 @@ class Residency:
 
     def end_step(self) -> None:
         """The step's trace is complete. If it was not as expected, the next step is planned from it."""
-        trace = self._recorder.take()
-        if not self._went_as_planned and len(trace):
+        trace = self._recorder.take() if not self._went_as_planned else None
+        self._recorder.begin_anew()
+        if trace is not None and len(trace):
             needed_nbytes = required_nbytes(trace, self._nbytes, 0)
             if not self._fixed_capacity:
                 self._least_nbytes = max(self._least_nbytes, needed_nbytes)
@@ -254,11 +258,20 @@ class Residency:
     def _follow(self, schedule: Schedule) -> None:
         self._schedule = schedule
         self._cursor = 0
-        self._positions: dict[Event, list[int]] = {}
-        for position, event in enumerate(schedule.trace):
-            self._positions.setdefault(event, []).append(position)
-        first_uses = [event.unit_index for event in self._positions if event.edge is Edge.START]
+        self._codes = [code_of(event) for event in schedule.trace]
+        self._stops = [self._stop(event, ops) for event, ops in zip(schedule.trace, schedule.at, strict=True)]
+        self._positions: dict[int, list[int]] = {}
+        for position, code in enumerate(self._codes):
+            self._positions.setdefault(code, []).append(position)
+        first_uses = [code for code in self._positions if code >= 0]
         self._next_order = [self._units[index] for index in dict.fromkeys([*first_uses, *range(len(self._units))])]
+
+    def _stop(self, event: Event, ops: Sequence[Op]) -> tuple[tuple[_Op, ...], tuple[_Op, ...]]:
+        """What the schedule says for an event: what cannot wait, and the rest."""
+        asked_for = Op(Verb.FETCH, event.unit_index)
+        urgent = ops.index(asked_for) + 1 if asked_for in ops else 0
+        known = [(self._units[op.unit_index], op.verb is Verb.FETCH) for op in ops]
+        return tuple(known[:urgent]), tuple(known[urgent:])
 
     def _plan_for_room(self) -> None:
         """For the next step, where another number of units stays in it."""
@@ -280,40 +293,38 @@ class Residency:
                 return
             self._evict(max(candidates, key=self._next_use))
 
-    def _reach(self, event: Event) -> None:
-        """Do what the schedule says comes with `event`."""
+    def _reach(self, code: int) -> None:
+        """Do what the schedule says comes with the event of this code (`code_of`)."""
         self._deferred = ()
         if self._room is not None:
             self._follow_room(self._room)
-        events = self._schedule.trace.events
-        if self._cursor >= len(events) or events[self._cursor] != event:
+        cursor, codes = self._cursor, self._codes
+        if cursor >= len(codes) or codes[cursor] != code:
             self._went_as_planned = False
-            positions = self._positions.get(event)
+            positions = self._positions.get(code)
             if not positions:
                 return
-            ahead = [position for position in positions if position >= self._cursor]
-            self._cursor = (ahead or positions)[0]
-        ops, asked_for = self._schedule.at[self._cursor], Op(Verb.FETCH, event.unit_index)
-        self._cursor += 1
-        urgent = ops.index(asked_for) + 1 if asked_for in ops else 0
-        for op in ops[:urgent]:
-            unit = self._units[op.unit_index]
-            if op == asked_for:
+            ahead = [position for position in positions if position >= cursor]
+            cursor = (ahead or positions)[0]
+        urgent, rest = self._stops[cursor]
+        self._cursor = cursor + 1
+        for unit, is_fetch in urgent:
+            if is_fetch:
                 self._start_fetch(unit, optional=False)
             elif self._is_let_go(unit):
                 self._evict(unit)
-        if event.edge is Edge.START:
-            self._start_fetch(self._units[event.unit_index], optional=False)  # where it found no room ahead of its use
-        self._deferred = ops[urgent:]
-        self.go_on()
+        if code >= 0:
+            self._start_fetch(self._units[code], optional=False)  # where it found no room ahead of its use
+        if rest:
+            self._deferred = rest
+            self.go_on()
 
     def go_on(self) -> None:
         """Do what is left of what the schedule says for now: what is fetched ahead of its use does not wait for a unit whose
         update runs to make room. To be called now and then while a unit is in use."""
         while self._deferred:
-            op = self._deferred[0]
-            unit = self._units[op.unit_index]
-            if op.verb is Verb.FETCH:
+            unit, is_fetch = self._deferred[0]
+            if is_fetch:
                 self._start_fetch(unit, optional=True)
             elif self._is_let_go(unit):
                 if unit.needs_residency and unit.update is not None and unit.update.is_running:
@@ -333,20 +344,22 @@ class Residency:
         return self._may_evict(unit) and unit not in self._staying and not unit.residency.kept
 
     def _next_use(self, unit: Unit) -> int:
-        positions = self._positions.get(Event(Edge.START, unit.index), [])
+        positions = self._positions.get(unit.index, [])
         ahead = [position for position in positions if position >= self._cursor]
         return ahead[0] if ahead else len(self._schedule.trace) + (positions or [1 << 60])[0]
 
     # ---- transitions ---------------------------------------------------------------------------------------------
 
     def _start_fetch(self, unit: Unit, *, optional: bool) -> None:
-        if unit.residency.state is not UnitState.ABSENT or not unit.residency.nbytes:
+        residency = unit.residency
+        if residency.state is not UnitState.ABSENT or not residency.nbytes:
             return
-        if not self._make_room(unit.residency.nbytes, optional=optional):
+        if not self._make_room(residency.nbytes, optional=optional):
             return
-        unit.residency.become(UnitState.FETCHING)
-        self._resident_nbytes += unit.residency.nbytes
-        self.peak_resident_nbytes = max(self.peak_resident_nbytes, self._resident_nbytes)
+        residency.become(UnitState.FETCHING)
+        self._resident_nbytes += residency.nbytes
+        if self._resident_nbytes > self.peak_resident_nbytes:
+            self.peak_resident_nbytes = self._resident_nbytes
         self._fetcher.start(unit)
         if self._updates is not None and unit.needs_residency and unit.update is not None:
             self._updates.launch(unit)
@@ -354,11 +367,14 @@ class Residency:
     def bring(self, unit: Unit) -> None:
         """Make the unit resident with the values of the last step, now."""
         self._start_fetch(unit, optional=False)
-        if self._updates is not None:
+        if self._updates is not None and unit.update is not None:
             self._updates.finish(unit)
         if unit.residency.state is UnitState.FETCHING:
-            with self._timeline.waiting("fetch", unit):
+            if self._fetcher.is_over(unit):
                 self._fetcher.finish(unit)
+            else:
+                with self._timeline.waiting("fetch", unit):
+                    self._fetcher.finish(unit)
             unit.residency.become(UnitState.RESIDENT)
 
     def _make_room(self, nbytes: int, *, optional: bool) -> bool:
@@ -387,7 +403,7 @@ class Residency:
         self.capacity_nbytes = needed_nbytes
 
     def _evict(self, unit: Unit) -> None:
-        if self._updates is not None:
+        if self._updates is not None and unit.update is not None:
             self._updates.finish(unit)
         self._drop(unit)
 
