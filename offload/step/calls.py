@@ -61,10 +61,17 @@ class Call:
     frame: FrameType | None = None
 
     def __post_init__(self) -> None:
-        frame: FrameType | None = sys._getframe()
+        frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code.co_filename != _CALLING_FILE:
             frame = frame.f_back
         self.frame = frame
+
+    def encloses(self, frame: FrameType | None) -> bool:
+        """Whether it is on the stack that leads to `frame`."""
+        own = self.frame
+        while frame is not None and frame is not own:
+            frame = frame.f_back
+        return frame is not None
 
     def is_running(self) -> bool:
         """Whether the call goes on. PyTorch calls no hook after one that an interrupt ended (`KeyboardInterrupt` is no
@@ -144,8 +151,11 @@ class RunningCalls:
         innermost = next((call for call in reversed(self._calls) if call.thread == own), None)
         return innermost is not None and innermost.module is not module
 
-    def drop_cut_short(self) -> list[Call]:
-        """Forget the calls that an interrupt ended; returns them, the innermost first."""
+    def drop_cut_short(self, inside: Call | None = None) -> list[Call]:
+        """Forget the calls that an interrupt ended; returns them, the innermost first. `inside`: the calling thread is in this
+        one, which is not among them yet."""
+        if not self._calls or (inside is not None and self._calls[-1].encloses(inside.frame)):
+            return []
         dropped = []
         while self._calls and not self._calls[-1].is_running():
             dropped.append(self._calls.pop())

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,16 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name, None))
+
+
+def tensors_in_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterable[torch.Tensor]:
+    """Every tensor in the arguments of a call."""
+    if not kwargs and set(map(type, args)) == _TENSOR:
+        return args
+    return tensors_in((args, kwargs))
+
+
+_TENSOR = {torch.Tensor}
 
 
 def cast_floating(args: Any, kwargs: Mapping[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:

@@ -11,11 +11,10 @@ take_assigned  one that the user put there counts like one that backward compute
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import repeat
+from itertools import chain, repeat
 from operator import attrgetter
 from typing import TypeGuard
 
@@ -134,10 +133,12 @@ class ParameterGradients:
         filling = self._fillings.get((unit.index, module_id if unit.has_parts else None)) if unit is not None else None
         if filling is not None and self._fill(filling):
             return filling.nbytes
-        lists: Iterable[Iterable[ParameterInfo]] = self.left.values()
+        lists: Collection[Collection[ParameterInfo]] = self.left.values()
         if unit is not None:
             lists = [self._left_of_part.get(module_id, self.left.get(unit.index, ()))]
         with unguarded():
+            if set(map(type, map(_GRADIENT_OF, chain.from_iterable(lists)))) <= _NOT_ASSIGNED:
+                return 0
             found = [
                 (info, gradient)
                 for infos in lists
@@ -192,7 +193,7 @@ class ParameterGradients:
             raise
 
     def _drop_left(self) -> None:
-        for info in itertools.chain.from_iterable(self.left.values()):
+        for info in chain.from_iterable(self.left.values()):
             if _is_new(info.parameter.grad):
                 info.parameter.grad = None
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from offload.errors import ParameterAccessError, UsageError
 from offload.model.flat import ParameterInfo, some_of
-from offload.model.taken_gradient import TakenGradient
+from offload.model.taken_gradient import Gradients, TakenGradient
 from offload.step.gradients.filling import Filling
 
 _NAMED = 5
@@ -63,7 +63,7 @@ class TokenClipping:
         """`token` of all its parameters, into their `grad`."""
         tokens = filling.tokens
         if not tokens or max(map(sys.getrefcount, tokens)) > _LISTED_REFERENCES:
-            reference = weakref.ref(self)
+            reference: weakref.ref[Gradients] = weakref.ref(self)
             made = [TakenGradient(info.fqn, info.index, info.parameter, step_index, reference) for info in filling.infos]
             tokens = filling.tokens = made
         else:

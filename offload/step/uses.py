@@ -11,14 +11,22 @@ backward. Inside it the calls of units are none.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from offload.errors import ParameterAccessError
 from offload.model.flat import ParameterInfo
 from offload.model.leading_call import led_by
 from offload.model.unit import Unit, UnitState
-from offload.step.calls import RunningCalls
+from offload.step.calls import Call, RunningCalls
 from offload.step.residency.residency import Residency
 from offload.step.speculation import Speculation
+
+
+class Backwards(Protocol):
+    """Those that go through the model."""
+
+    def end_cut_short(self) -> bool:
+        """End the uses of those that an exception cut short. Whether another goes on."""
 
 
 class Uses:
@@ -34,19 +42,18 @@ class Uses:
         """How often all uses were abandoned: one that began in an earlier epoch has ended."""
         self._cover_count = 0
         """Uses that have started and not ended, and cover all units."""
-        self._end_backwards: Callable[[], Callable[[], bool] | None] = lambda: None
+        self._backwards: Callable[[], Backwards | None] = lambda: None
 
-    def ended_by(self, end_cut_short: Callable[[], Callable[[], bool] | None]) -> None:
-        """Refers to what ends the uses of backwards that an exception cut short, and says whether another goes on; until the
-        next one takes its place."""
-        self._end_backwards = end_cut_short
+    def ended_by(self, backwards: Callable[[], Backwards | None]) -> None:
+        """`backwards` refers to who ends the uses of those that an exception cut short; until the next one takes its place."""
+        self._backwards = backwards
 
-    def end_cut_short(self) -> None:
+    def end_cut_short(self, inside: Call | None = None) -> None:
         """End the uses of forwards and backwards that an exception cut short: PyTorch calls no hook there. Who makes room for
-        something that is not part of what goes on has the room of those."""
-        end_backwards = self._end_backwards()
-        goes_on = end_backwards is not None and end_backwards()
-        dropped = self._calls.drop_cut_short()
+        something that is not part of what goes on has the room of those. `inside`: see `RunningCalls.drop_cut_short`."""
+        backwards = self._backwards()
+        goes_on = backwards is not None and backwards.end_cut_short()
+        dropped = self._calls.drop_cut_short(inside)
         if dropped and not self._calls and not goes_on:
             self._calls.none_goes_on()
             self.abandon()

@@ -269,17 +269,17 @@ def _is_there(gradient: torch.Tensor | None) -> bool:
 
 @contextlib.contextmanager
 def _failing_at(monkeypatch: pytest.MonkeyPatch, count: int) -> Iterator[None]:
-    calls, pack = 0, GradientTransit.pack
+    calls, fill = 0, GradientTransit.fill
 
     def fails(self: GradientTransit, *arguments: Any) -> None:
         nonlocal calls
         calls += 1
         if calls == count:
             raise MemoryError("of the device")
-        pack(self, *arguments)
+        fill(self, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(GradientTransit, "pack", fails)
+        patch.setattr(GradientTransit, "fill", fails)
         yield
 
 

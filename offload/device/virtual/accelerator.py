@@ -85,6 +85,7 @@ class VirtualLane(HostLane):
     """A thread of its own, in virtual time."""
 
     runs_beside = True
+    _told: LaneRow
 
     def __init__(self, name: str, machine: VirtualMachine, told: LaneRow) -> None:
         self._name, self._machine, self._simulation, self._told = name, machine, machine.simulation, told

@@ -263,20 +263,23 @@ class DeviceSums:
     def __init__(self, accelerator: Accelerator, chunks: Iterable[Chunk], pool: StagingPool) -> None:
         self._accelerator = accelerator
         self._ranges: dict[tuple[int, int], slice] = {}
+        self._whole_ranges: dict[Chunk, slice] = {}
         count = 0
         for chunk in chunks:
+            begin = count
             for info, piece in chunk.pieces:
                 blocks = kernels.touched_block_count(piece.start, piece.numel)
                 self._ranges[info.index, chunk.index] = slice(count, count + blocks)
                 count += blocks
+            self._whole_ranges[chunk] = slice(begin, count)
         self._memory = accelerator.memory(8 * count)
         self._device = self._memory.view(torch.float64)
         self._lease = pool.lease(SUMS)
         self._host = self._lease.tensor[: count * 8].view(torch.float64)
         self._parts: dict[tuple[int, int], torch.Tensor] = {}
         """What `part` gave."""
-        self._tables: dict[Chunk, tuple[int, int, IngestTable]] = {}
-        """What `table_of` gave, and where its sums lie."""
+        self._tables: dict[Chunk, IngestTable] = {}
+        """What `table_of` gave."""
         self._unread: slice | None = None
 
     def part(self, parameter_index: int, chunk_index: int) -> torch.Tensor:
@@ -290,16 +293,13 @@ class DeviceSums:
 
     def table_of(self, chunk: Chunk) -> IngestTable:
         """What takes in gradients of the chunk's pieces, as they come from backward."""
-        known = self._tables.get(chunk)
-        if known is None:
-            ranges = [self._ranges[info.index, chunk.index] for info, _ in chunk.pieces]
-            low, high = min(one.start for one in ranges), max(one.stop for one in ranges)
-            pieces = zip(chunk.pieces, ranges, strict=True)
-            parts = [(piece.start, piece.numel, one.start - low) for (_, piece), one in pieces]
-            known = low, high, IngestTable(chunk.start, chunk.flat.dtype, parts, self._device[low:high])
-            self._tables[chunk] = known
-        low, high, table = known
-        self._written(low, high)
+        table, whole = self._tables.get(chunk), self._whole_ranges[chunk]
+        self._written(whole.start, whole.stop)
+        if table is None:
+            first = whole.start
+            pieces = [(self._ranges[info.index, chunk.index].start, piece) for info, piece in chunk.pieces]
+            parts = [(piece.start, piece.numel, start - first) for start, piece in pieces]
+            table = self._tables[chunk] = IngestTable(chunk.start, chunk.flat.dtype, parts, self._device[whole])
         return table
 
     def parts(self, parameter_index: int, first_chunk_index: int, last_chunk_index: int) -> torch.Tensor:
@@ -326,8 +326,7 @@ class DeviceSums:
 
     def values_of(self, chunk: Chunk) -> torch.Tensor:
         """The sums of all pieces of a chunk, as last read."""
-        low, high, _ = self._tables[chunk]
-        return self._host[low:high]
+        return self._host[self._whole_ranges[chunk]]
 
     def close(self) -> None:
         """Give the host buffer back."""

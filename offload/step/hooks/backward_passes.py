@@ -161,7 +161,7 @@ class BackwardPasses:
         self._ended = self._accumulates = False
         self.shared_gradients = SharedGradients(units)
         self.second_order = SecondOrder(units, self._uses, self._second_order_reaches, training.failures)
-        self._uses.ended_by(weakref.WeakMethod(self._end_cut_short))  # hooks that others took the place of are not kept
+        self._uses.ended_by(weakref.ref(self))  # hooks that others took the place of are not kept
 
     def tick(self) -> int:
         """Numbers the begins and ends of forward calls."""
@@ -209,9 +209,11 @@ class BackwardPasses:
                 torch.autograd.Variable._execution_engine.queue_callback(end)
                 self._training.turn.begin(graph_task, weakref.ref(end))
 
-    def _end_cut_short(self) -> bool:
+    def end_cut_short(self) -> bool:
         """Nothing of a backward that an exception cut short is going on, where no forward came since either. Whether another
         backward does."""
+        if not self._graph_tasks:
+            return False
         gone = [graph_task for graph_task, end in self._graph_tasks.items() if end() is None]
         for graph_task in gone:
             del self._graph_tasks[graph_task]

@@ -32,7 +32,7 @@ from offload.step.calls import FORWARD, Call, in_backward, stack_of
 from offload.step.hooks.backward_passes import BackwardPasses, BackwardUse
 from offload.step.hooks.model_events import ModelEvents
 from offload.step.hooks.uncompiled import Uncompiled
-from offload.step.nested_tensors import tensors_in
+from offload.step.nested_tensors import tensors_in, tensors_in_call
 from offload.step.second_order import levels_of
 from offload.step.training import Training
 
@@ -196,9 +196,9 @@ class Hooks:
         return self._uses.covers_all and not len(self._calls)
 
     def _push_call(self, module: nn.Module, inside_backward: bool) -> Call:
-        if self._calls:
-            self._uses.end_cut_short()
         call = Call(module)
+        if self._calls:
+            self._uses.end_cut_short(call)
         self._calls.push(call)  # first of all: the hook after the forward runs even if this one raises
         if not inside_backward and len(self._calls) == 1:
             # Nothing of an earlier forward or backward that was cut short is still going on.
@@ -240,7 +240,7 @@ class Hooks:
         reads_values = call.module not in unit.modules or not is_lookup(call.module)
         call.use = use = BackwardUse(self._backwards, unit, call.module, reads_values=reads_values)
         # Before the forward: an in-place operation in it would move the hook to a place inside the unit.
-        call.inputs = inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        call.inputs = inputs = [tensor for tensor in tensors_in_call(args, kwargs) if tensor.requires_grad]
         # With a leaf among them PyTorch cannot tell when all are done: then the use ends with the graph task.
         if inputs and all(tensor.grad_fn is not None for tensor in inputs):
             if len(inputs) == 1:
@@ -283,7 +283,10 @@ class Hooks:
                     self._events.forward_ended()
 
     def _await_backward(self, call: Call, use: BackwardUse, unit: Unit, output: Any) -> None:
-        outputs = [level for tensor in tensors_in(output) for level in levels_of(tensor) if level.requires_grad]
+        if type(output) is torch.Tensor and torch._C._functorch.peek_interpreter_stack() is None:
+            outputs = [output] if output.requires_grad else []
+        else:
+            outputs = [level for tensor in tensors_in(output) for level in levels_of(tensor) if level.requires_grad]
         use.ended = self._backwards.tick()
         use.ends_with_parameters = not call.inputs and not _trains_others(unit, call.module)
         if use.ends_with_parameters and self._events.left_parameters.get(unit.index) and not self._covers:

@@ -19,6 +19,17 @@ from offload.step.threads import held_interrupt
 from offload.step.threads.held_interrupt import HeldInterrupt
 from offload.step.threads.taking_turns import Turn, Turned
 
+_forks = 0
+"""Of this process from others, as far as Python knows: to ask the system for the process is more than most work here."""
+
+
+def _forked() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_forked)
+
 _ANSWERS = (ParameterAccessError, UsageError, EngineFailedError, NonFiniteGradientError)
 """To an error of the user's: they leave the engine as it was."""
 
@@ -33,25 +44,29 @@ def outside_transforms() -> Iterator[None]:
         yield
 
 
-class _OwnWork:
+class _OwnWork(HeldInterrupt):
     """Around the engine's own work. No generator: there an interrupt could come between its `yield` and the work."""
 
-    __slots__ = ("__weakref__", "_began", "_held", "_outside", "_turn", "_usable")
+    __slots__ = ("_began", "_holds", "_outside", "_turn", "_usable")
 
-    def __init__(self, usable: FailureState, held: HeldInterrupt | None, turn: Turn | None) -> None:
-        self._usable, self._held, self._turn = usable, held, turn
-        self._outside: AbstractContextManager[None] | None = None
+    _outside: AbstractContextManager[None] | None
+
+    def __init__(self, usable: FailureState, turn: Turn | None, *, holds: bool) -> None:
+        """`holds`: interrupts, until it is over."""
+        self._usable, self._turn, self._holds = usable, turn, holds
+        self._hold = self._outside = None
 
     def __enter__(self) -> None:
         usable = self._usable
-        usable.check_process()
+        if usable.fork_count != _forks:
+            usable.check_process()
         self._began = held_interrupt.now()
         try:
             if self._turn is not None:
                 self._turn.acquire(self)
-            if self._held is not None:
-                self._held.begin()
-            if not usable.is_usable:
+            if self._holds:
+                self.begin()
+            if usable.failure is not None or usable.closed or usable.retired:
                 check = usable.check if self._turn is not None else usable.check_not_failed
                 check()
             if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -65,7 +80,7 @@ class _OwnWork:
         if error is not None:
             if not isinstance(error, _ANSWERS) and not getattr(error, "changed_nothing", False):
                 self._usable.fail(error)
-            if self._held is None:
+            if not self._holds:
                 held_interrupt.end_since(self._began)
         self._end()
 
@@ -74,8 +89,8 @@ class _OwnWork:
             self._outside.__exit__(None, None, None)
         if self._turn is not None:
             self._turn.release(self)
-        if self._held is not None:
-            self._held.end()
+        if self._hold is not None:
+            self.end()
 
 
 class FailureState:
@@ -88,7 +103,7 @@ class FailureState:
     def __init__(self, meeting: Meeting, turn: Turn) -> None:
         """`meeting`: with the other ranks, which are told of a failure."""
         self._meeting, self.turn = meeting, turn
-        self._process_id = os.getpid()
+        self._process_id, self.fork_count = os.getpid(), _forks
         self.failure: BaseException | None = None
         self.closed = self.retired = False
         self.turn_count = 0
@@ -99,11 +114,11 @@ class FailureState:
 
         Ctrl-C waits for the end of the work, but where that may take long: where others are waited for, or as asked for."""
         self.turn_count += 1
-        return _OwnWork(self, HeldInterrupt() if holds_interrupts and not self._meeting.waits_for_others else None, self.turn)
+        return _OwnWork(self, self.turn, holds=holds_interrupts and not self._meeting.waits_for_others)
 
     def failures_beside(self) -> _OwnWork:
         """The same on a thread that does not drive the model: also while that closes the engine, which waits for it."""
-        return _OwnWork(self, None, None)
+        return _OwnWork(self, None, holds=False)
 
     def turn_of_its_own(self) -> Turned:
         """Around work of an engine that may have failed or be closed: nothing is looked at, and no failure taken in."""

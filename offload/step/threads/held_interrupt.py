@@ -9,6 +9,7 @@ that comes just as a span ends, nobody ends it any more: the next one sees that 
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import weakref
 
@@ -23,8 +24,19 @@ now: Callable[[], int] = itertools.count().__next__
 """A number that grows from call to call, and from hold to hold."""
 
 
+_main = threading.main_thread().ident
+
+
+def _forked() -> None:
+    global _main
+    _main = threading.get_ident()  # which forked is the main one there
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 def _on_main_thread() -> bool:
-    return threading.main_thread().ident == threading.get_ident()
+    return _main == threading.get_ident()
 
 
 def end_since(begin: int) -> None:
@@ -74,9 +86,9 @@ class HeldInterrupt:
 
     def begin(self) -> None:
         """From now on it is held."""
-        if _on_main_thread():
+        if _main == threading.get_ident():
             before = getsignal(SIGINT)
-            is_held = isinstance(before, _Hold)
+            is_held = type(before) is _Hold
             if is_held and before.is_over:
                 before.let_go()
                 before, is_held = before.before, False

@@ -53,6 +53,10 @@ class Turn:
     def acquire(self, holder: object, blocking: bool = True) -> bool:
         """Whether it is the calling thread's turn now: after a wait, unless `blocking` is False. It is until `release`, or
         until nobody has `holder`."""
+        with self._lock:
+            if self._owner == (self._who() if self._backward_elsewhere else threading.get_ident()):  # as most often
+                self._hold(holder)
+                return True
         if self._take(holder, None):
             return True
         if not blocking:
@@ -113,8 +117,13 @@ class Turn:
                 del self._lasting[what]
                 self._pass_on()
 
+    def _hold(self, holder: object) -> None:
+        holders, key = self._holders, id(holder)
+        if key in holders:
+            del holders[key]  # of one that is gone
+        holders[key] = weakref.ref(holder)
+
     def _take(self, holder: object, ticket: _Ticket | None) -> bool:
-        key = id(holder)
         with self._lock:
             me = self._who()
             if self._owner != me:
@@ -124,8 +133,7 @@ class Turn:
                 self._holders.clear()
                 self._lasting.clear()
                 self._owner = me
-            self._holders.pop(key, None)  # of one that is gone
-            self._holders[key] = weakref.ref(holder)
+            self._hold(holder)
         return True
 
     def _who(self) -> int:
