@@ -12,6 +12,7 @@ dangles. Only then is it unregistered, unmapped and taken off the ledger.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -19,6 +20,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from ctypes import c_uint8
 from functools import partial
 
 import torch
@@ -74,16 +76,61 @@ class MemoryLedger:
             return self._peak_nbytes
 
 
-class _Mapping(mmap.mmap):
-    """Calls `before_unmap` when nothing refers to it any more, and only then unmaps. (A weakref's callback would come
-    after.)"""
+class _Held:
+    """Keeps a mapping until nothing refers to it and nobody knows of it any more: only then it is unmapped. Addresses that are
+    given to other memory while a device or the kernel takes them for this would have that read and written in its place."""
 
-    before_unmap: Callable[[], None] | None = None
+    def __init__(self, mapping: mmap.mmap, lent: object) -> None:
+        """`lent`: what tensors of it refer to."""
+        self._mapping: mmap.mmap | None = mapping
+        self._process_id = os.getpid()
+        self._is_being_registered = self._was_interrupted = False
+        self._unregister: Callable[[], None] | None = None
+        self._uncount: Callable[[], None] | None = None
+        self._lent = weakref.ref(lent, lambda _: self._freed())
+        _held.add(self)
 
-    def __del__(self) -> None:
+    def register(self, register: RegisterMemory, address: int, nbytes: int) -> bool:
+        """Whether it is registered now."""
+        self._is_being_registered = True  # an interrupt in here leaves it so, and the mapping is kept
+        try:
+            self._unregister = register(address, nbytes)
+        except Exception:
+            self._is_being_registered = False
+            raise
+        self._is_being_registered = False
+        return self._unregister is not None
+
+    def count(self, ledger: MemoryLedger, purpose: str, nbytes: int) -> None:
+        ledger.add(purpose, nbytes)
+        self._uncount = partial(ledger.add, purpose, -nbytes)
+
+    def _freed(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Nothing refers to it any more. Python makes a warning of an interrupt in here: the rest is `free_all_left`'s."""
         # At exit the system frees what the process had, and the device's runtime may be gone already.
-        if self.before_unmap is not None and not sys.is_finalizing():
-            self.before_unmap()
+        if is_finalizing() or self._is_being_registered:
+            return
+        if os.getpid() == self._process_id:  # in a forked child the registration is the parent's
+            unregister, is_again = self._unregister, self._was_interrupted
+            self._was_interrupted = True
+            if unregister is not None:
+                with contextlib.suppress(*((Exception,) if is_again else ())):  # it may be done, and not have been noted
+                    unregister()
+                self._unregister = None
+            uncount, self._uncount = self._uncount, None  # first: it is not to be counted down twice
+            if uncount is not None:
+                uncount()
+        _held.discard(self)
+        self._mapping = None
+
+    @staticmethod
+    def free_all_left() -> None:
+        """What an interrupt kept from being freed."""
+        for one in [one for one in tuple(_held) if one._lent() is None]:
+            one._freed()
+
+
+_held: set[_Held] = set()
 
 
 class HostMemory:
@@ -108,6 +155,7 @@ class HostMemory:
         Raises `BudgetError` where the system has no such memory."""
         if nbytes < 0:
             raise AssertionError(f"{purpose}: a host allocation of {nbytes} bytes")
+        _Held.free_all_left()
         self.nbytes = nbytes
         self.purpose = purpose
         self._tensor: Tensor | None = torch.empty(0, dtype=torch.uint8)
@@ -122,18 +170,19 @@ class HostMemory:
             return
         try:
             mapping, start = _map(mapped_nbytes, direct_io=direct_io)
-            self._tensor = torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes, offset=start)
+            lent = (c_uint8 * mapped_nbytes).from_buffer(mapping, start)
+            self._tensor = torch.frombuffer(lent, dtype=torch.uint8, count=nbytes)
             if prefault and imagined() is None:
                 populate(self._tensor.data_ptr(), mapped_nbytes)
-            unregister = register(self._tensor.data_ptr(), mapped_nbytes) if register is not None else None
+            held = _Held(mapping, lent)
+            is_registered = register is not None and held.register(register, self._tensor.data_ptr(), mapped_nbytes)
         except OSError as error:
             raise refused_memory(nbytes, purpose, error) from error
-        if unregister is not None:
+        if is_registered:
             # A fork could leave the pages that the device has in the child's hands, and give the parent copies.
             _advise(mapping, mmap.MADV_DONTFORK, start, mapped_nbytes)
         if ledger is not None:
-            ledger.add(purpose, mapped_nbytes)
-        mapping.before_unmap = partial(_freed, unregister, ledger, purpose, mapped_nbytes, os.getpid())
+            held.count(ledger, purpose, mapped_nbytes)
 
     @property
     def tensor(self) -> Tensor:
@@ -145,13 +194,14 @@ class HostMemory:
     def close(self) -> None:
         """Let go of the memory. It is freed when the last tensor given out is."""
         self._tensor = None
+        _Held.free_all_left()
 
 
-def _map(nbytes: int, *, direct_io: bool) -> tuple[_Mapping, int]:
+def _map(nbytes: int, *, direct_io: bool) -> tuple[mmap.mmap, int]:
     """An anonymous mapping with `nbytes` from the returned offset on, which lies on a 2 MiB boundary."""
     # Addresses are rounded up to the boundary; pages outside of [start, start + nbytes) are never touched.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_MAP_NORESERVE if imagined() is not None else 0)
-    mapping = _Mapping(-1, nbytes + HUGE_PAGE_NBYTES, flags=flags)
+    mapping = mmap.mmap(-1, nbytes + HUGE_PAGE_NBYTES, flags=flags)
     base = torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
     start = round_up(base, HUGE_PAGE_NBYTES) - base
     _advise(mapping, mmap.MADV_HUGEPAGE, start, nbytes)
@@ -160,21 +210,10 @@ def _map(nbytes: int, *, direct_io: bool) -> tuple[_Mapping, int]:
     return mapping, start
 
 
-def _advise(mapping: _Mapping, advice: int, start: int, nbytes: int) -> None:
+def _advise(mapping: mmap.mmap, advice: int, start: int, nbytes: int) -> None:
     try:
         mapping.madvise(advice, start, nbytes)
     except OSError as error:
         # EINVAL: a kernel without it (no huge pages compiled in): slower, but as right.
         if error.errno != errno.EINVAL:
             raise
-
-
-def _freed(
-    unregister: Callable[[], None] | None, ledger: MemoryLedger | None, purpose: str, nbytes: int, process_id: int
-) -> None:
-    if os.getpid() != process_id:
-        return  # in a forked child the registration is the parent's
-    if unregister is not None:
-        unregister()
-    if ledger is not None:
-        ledger.add(purpose, -nbytes)

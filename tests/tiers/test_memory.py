@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
+import itertools
 import os
 import signal
+import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -110,6 +114,47 @@ def test_a_registration_that_fails_leaves_nothing() -> None:
         HostMemory(2**25, "states", ledger=ledger, register=register, prefault=True)
     gc.collect()
     assert ledger.total_nbytes == 0 and resident_nbytes() - before < 2**22
+
+
+def was_interrupted(moment: int, call: Callable[[], None]) -> bool:
+    """Call it, with a KeyboardInterrupt at that moment, of those where Python runs a signal's handler; whether there are so
+    many."""
+    left, is_over = moment, False
+
+    def count(_: object, event: str, __: object) -> None:
+        nonlocal left
+        left -= event in ("call", "c_return") and not is_over
+        if left == 0 and not is_over:
+            raise KeyboardInterrupt
+
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.setprofile(count)
+        call()
+        is_over = True
+    sys.setprofile(None)
+    return left <= 0
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_while_memory_is_freed_leaves_none_registered_that_is_not_mapped() -> None:
+    """At every moment. Its addresses may be others' then, whom the kernel would take for this."""
+    for moment in itertools.count(1):
+        known, ledger = set[int](), MemoryLedger()
+
+        def register(address: int, nbytes: int, known: set[int] = known):
+            known.add(address)
+            return lambda: known.remove(address)
+
+        memory = HostMemory(8192, "states", ledger=ledger, register=register)
+        was_struck = was_interrupted(moment, memory.close)
+        assert all(is_mapped(address) for address in known), f"moment {moment}"
+        del memory
+        other = HostMemory(8192, "states")
+        assert not known and (ledger.total_nbytes == 0 or was_struck), f"moment {moment}"
+        other.close()
+        if not was_struck:
+            break
+    assert moment > 8
 
 
 def test_no_memory_is_a_budget_error_that_says_what_for() -> None:
