@@ -326,6 +326,16 @@ class Unit:
                     held[info.index] = info.parameter.data
                     info.parameter.data = view
 
+    def fill(self) -> None:
+        """Give its flats memory: all of them or, where that raises, none."""
+        for position, flat in enumerate(self.flats):
+            try:
+                flat.memory.fill()
+            except BaseException:
+                for filled in self.flats[:position]:
+                    filled.memory.empty()
+                raise
+
     @property
     def homes(self) -> list[Chunk]:
         """What this rank keeps of its parameters: where they stay on the device that is all of them, on every rank."""

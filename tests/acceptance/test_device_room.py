@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
+from offload.model.unit import UnitState
 from offload.step.residency.device_room import DeviceRoom
-from tests.inside import accelerator_of, layout_of
+from tests.inside import accelerator_of, layout_of, residency_of, units_of
 
 from .models import adamw
 from .runs import assert_same_bits
@@ -104,6 +105,23 @@ def test_less_memory_than_the_least_needs_is_out_of_memory(started: Any) -> None
     engine = started(least(started, [LARGE]) - 4096)
     with pytest.raises(torch.OutOfMemoryError, match="deferred device"):
         list(play(engine, [SMALL, SMALL, LARGE]))
+
+
+@pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "needed"])
+def test_memory_that_something_else_took_meanwhile(started: Any, ahead: bool) -> None:
+    """What is fetched ahead gives up; what is needed has what may leave go."""
+    engine = started(1 << 22)
+    accelerator, residency = accelerator_of(engine), residency_of(engine)
+    list(play(engine, [SMALL] * 2))
+    units = [unit for unit in units_of(engine) if unit.residency.nbytes]
+    for unit in units:
+        residency.bring(unit)
+    residency.evict_all() if ahead else residency._drop(units[0])
+    other = accelerator.memory(accelerator.free_nbytes())
+    residency._start_fetch(units[0], optional=ahead)
+    assert (units[0].residency.state is UnitState.ABSENT) is ahead
+    del other
+    list(play(engine, [SMALL]))
 
 
 def test_without_giving_up_units_memory_would_run_out(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:

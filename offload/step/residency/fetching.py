@@ -39,7 +39,7 @@ class Fetcher(ABC):
 
     @abstractmethod
     def start(self, unit: Unit) -> None:
-        """Fill the unit's memory and begin to bring its values in."""
+        """Begin to bring the unit's values into its memory, which is filled."""
 
     @abstractmethod
     def finish(self, unit: Unit) -> None:
@@ -83,8 +83,6 @@ class DirectFetcher(Fetcher):
         return sum(flat.memory.nbytes for flat in unit.flats if not flat.memory.stays)
 
     def start(self, unit: Unit) -> None:
-        for flat in unit.flats:
-            flat.memory.fill()
         for chunk in unit.chunks:
             self._parameter_store.fetch(chunk)
 
@@ -115,8 +113,6 @@ class StagedFetcher(Fetcher):
         return sum(flat.memory.nbytes for flat in unit.flats if not flat.memory.stays)
 
     def start(self, unit: Unit) -> None:
-        for flat in unit.flats:
-            flat.memory.fill()
         updates = self._updates
         update = updates.launch(unit) if updates is not None and unit.update is not None else None
         unit.fetch = fetch = Fetch()

@@ -11,9 +11,12 @@ What is remembered of a unit lies in its `UnitResidency`.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from offload.errors import BudgetError
 from offload.model.unit import Unit, UnitState
@@ -356,6 +359,12 @@ class Residency:
             return
         if not self._make_room(residency.nbytes, optional=optional):
             return
+        try:
+            unit.fill()
+        except (torch.OutOfMemoryError, BudgetError):  # of a device, of the host's memory: there is less than was thought
+            if optional:
+                return
+            self._fill_in_place_of_others(unit)
         residency.become(UnitState.FETCHING)
         self._resident_nbytes += residency.nbytes
         if self._resident_nbytes > self.peak_resident_nbytes:
@@ -378,17 +387,33 @@ class Residency:
             unit.residency.become(UnitState.RESIDENT)
 
     def _make_room(self, nbytes: int, *, optional: bool) -> bool:
+        if optional:  # what is fetched ahead never pushes out what the schedule left in
+            return self._resident_nbytes + nbytes <= self.capacity_nbytes
         while self._resident_nbytes + nbytes > self.capacity_nbytes:
             candidates = self._may_leave()
             if not candidates:
-                if optional:
-                    return False
                 self._outgrow(nbytes)
                 return True
-            if optional:
-                return False  # a prefetch never pushes out what the schedule left in
             self._evict(max(candidates, key=lambda unit: (unit not in self._staying, self._next_use(unit))))
         return True
+
+    def _fill_in_place_of_others(self, unit: Unit) -> None:
+        while self._gives_memory_up():
+            with contextlib.suppress(torch.OutOfMemoryError, BudgetError):
+                unit.fill()
+                return
+        unit.fill()
+
+    def _gives_memory_up(self) -> bool:
+        """Have the sums of micro-batches leave, or else the unit that is used last; whether there was anything."""
+        if self._sums is not None and (before := self._sums.nbytes):
+            self._sums.limit(0)
+            if self._sums.nbytes < before:
+                return True
+        candidates = self._may_leave()
+        if candidates:
+            self._evict(max(candidates, key=self._next_use))
+        return bool(candidates)
 
     def _outgrow(self, nbytes: int) -> None:
         needed_nbytes = self._resident_nbytes + nbytes
