@@ -2,14 +2,16 @@
 """Which parameters are fetched together: the partition of a model into units.
 
     block      an outermost module whose class the model names in `_no_split_modules` (Hugging Face), else an element
-               of an outermost `nn.ModuleList` or `nn.Sequential`
+               of an outermost `nn.ModuleList` or `nn.Sequential`; of an element that is a list itself, and so is never
+               called, what lies in that
     big leaf   a module without children outside every block that holds much (an embedding, a head); leaves that share
                a parameter (tied weights) are one unit, which is used wherever one of them is
     root       the model itself, with every parameter that is in no other unit
     joined     small blocks that follow each other in one list, together, up to `JOINED_NUMEL`
 
-A module that the user marked (`offload.unit`) is a unit by itself, in place of the blocks around it and inside it. Any other
-parameter that several modules share belongs to the unit that holds all of them: a block if all lie inside it, else the root.
+A module that the user marked (`offload.unit`) is a unit by itself, in place of the blocks around it and inside it. A marked
+list of modules is used by the calls of these, as joined blocks are. Any other parameter that several modules share belongs to
+the unit that holds all of them: a block if all lie inside it, else the root.
 
 Joined blocks lie in one flat: one fetch, one update, one hand-over of each kind for all of them. Each one's call is a use of
 the unit of its own, whatever the order and the number of calls, and opens the block's own parameters alone. So nothing is asked
@@ -41,8 +43,13 @@ def unit(module: nn.Module) -> nn.Module:
     without children. A mark takes precedence over blocks inside the module, over marks inside it, and over the block around
     it. The rest of that block is then divided like everything outside of blocks: large modules without children are units, and
     what remains belongs to the root unit, which is in memory during the whole forward and backward. A copy of the module
-    (`copy.deepcopy`, `pickle`) is marked too. Sums of squares and narrow moments are taken chunk by chunk, and a chunk lies in
-    one unit: a mark may change the last bit of a norm, and with `state_format="bf16"` or `"8bit"` how moments are rounded.
+    (`copy.deepcopy`, `pickle`) is marked too. A marked model is one unit.
+
+    A unit comes for the calls of its module; a list or dict of modules, which is never called, for the calls of those in it.
+    Where a module is not called although it could be, its parameters come with whatever reads them; the log says so.
+
+    Sums of squares and narrow moments are taken chunk by chunk, and a chunk lies in one unit: a mark may change the last bit
+    of a norm, and with `state_format="bf16"` or `"8bit"` how moments are rounded.
 
     Raises `UsageError` for anything but an `nn.Module`.
     """
@@ -65,6 +72,8 @@ class ModuleUnit:
     parameters: list[tuple[str, nn.Parameter]] = field(default_factory=list)
     part_lengths: tuple[int, ...] = ()
     """Of one of several that were joined: how many parameters each of them brought."""
+    marked: bool = False
+    """By the user."""
 
     @property
     def part_indices(self) -> list[int]:
@@ -86,6 +95,20 @@ def share_parameters(modules: Iterable[nn.Module]) -> bool:
     """Whether one parameter is of several of the modules."""
     counts = Counter(id(parameter) for module in modules for parameter in module.parameters())
     return any(count > 1 for count in counts.values())
+
+
+def _can_be_called(module: nn.Module) -> bool:
+    """Whether a call of the module is possible: not of a list of modules or parameters, which has no forward."""
+    return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
+
+
+def _called_in(module: nn.Module) -> Iterator[nn.Module]:
+    """What is called in place of a module that cannot be; else the module."""
+    if _can_be_called(module):
+        yield module
+    else:
+        for child in module.children():
+            yield from _called_in(child)
 
 
 def _block_class_names(model: nn.Module) -> set[str]:
@@ -110,9 +133,18 @@ def _elements(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         if isinstance(child, (nn.ModuleList, nn.Sequential)) and len(child) > 1:
-            yield from ((f"{path}.{index}", element) for index, element in enumerate(child))
+            for index, element in enumerate(child):
+                yield from _called_elements(element, f"{path}.{index}")
         else:
             yield from _elements(child, f"{path}.")
+
+
+def _called_elements(element: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    if _can_be_called(element):
+        yield path, element
+    else:
+        for name, child in element.named_children():
+            yield from _called_elements(child, f"{path}.{name}")
 
 
 def _marked(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -125,7 +157,10 @@ def _marked(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modul
 
 
 def _blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Marked modules, and the blocks that neither lie in one nor hold one; each once, by its first name."""
+    """Marked modules, and the blocks that neither lie in one nor hold one; each once, by its first name. None of a marked
+    model."""
+    if _is_marked(model):
+        return []
     marked = _unique(_marked(model))
     inside = {id(module) for _, one in marked for module in one.modules()}
     blocks = (entry for entry in _default_blocks(model) if not any(id(module) in inside for module in entry[1].modules()))
@@ -135,7 +170,7 @@ def _blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def _default_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     named = list(_outermost(model, "", _block_class_names(model)))
     if not named and isinstance(model, (nn.ModuleList, nn.Sequential)):
-        named = [(str(index), element) for index, element in enumerate(model)]
+        named = [entry for index, element in enumerate(model) for entry in _called_elements(element, str(index))]
     return named or list(_elements(model, ""))
 
 
@@ -171,18 +206,21 @@ def partition(model: nn.Module) -> list[ModuleUnit]:
     their own (all of them shared with others) are left out, except the root.
     """
     blocks = _blocks(model)
-    leaves = _big_leaves(model, blocks)
-    chosen = {id(module): ModuleUnit(name, [module]) for name, module in blocks + leaves}
+    leaves = _big_leaves(model, blocks) if not _is_marked(model) else []
+    chosen: dict[int, ModuleUnit] = {}
+    for name, module in blocks + leaves:
+        called = list(dict.fromkeys(_called_in(module))) or [module]
+        unit = ModuleUnit(name, called, marked=_is_marked(module))
+        chosen.update({id(one): unit for one in (module, *called)})
     _join_sharing(chosen, [module for _, module in leaves])
     root = ModuleUnit("", [model])
     order = dict.fromkeys(id(module) for module in model.modules())
     units = list(dict.fromkeys([root, *(chosen[key] for key in order if key in chosen and key != id(model))]))
 
     owners: dict[int, dict[ModuleUnit, None]] = {}
-    for unit in units[1:]:
-        for module in unit.modules:
-            for parameter in module.parameters():
-                owners.setdefault(id(parameter), {})[unit] = None
+    for _, module in blocks + leaves:
+        for parameter in module.parameters():
+            owners.setdefault(id(parameter), {})[chosen[id(module)]] = None
     outside = {id(parameter) for parameter in _parameters_outside(model, set(chosen))}
     for fqn, parameter in model.named_parameters():
         holders = list(owners.get(id(parameter), ()))
@@ -226,10 +264,11 @@ def join_neighbours(units: list[ModuleUnit]) -> list[ModuleUnit]:
 
 def _may_join(before: ModuleUnit, unit: ModuleUnit) -> bool:
     (holder, _, _), (other, _, index) = before.name.rpartition("."), unit.name.rpartition(".")
-    may_not = (is_lookup(block) or _is_marked(block) for block in (*before.modules, *unit.modules))
+    may_not = (is_lookup(block) for block in (*before.modules, *unit.modules))
     is_next = holder == other and index.isdigit() and before.name.rpartition("-")[2].rpartition(".")[2].isdigit()
     fits = before.numel + unit.numel <= JOINED_NUMEL
-    return is_next and fits and not any(may_not) and not before.shares_parameters and not unit.shares_parameters
+    are_apart = before.marked or unit.marked or before.shares_parameters or unit.shares_parameters
+    return is_next and fits and not are_apart and not any(may_not)
 
 
 def uses_of(units: list[ModuleUnit]) -> list[Use]:

@@ -10,6 +10,7 @@ backward. Inside it the calls of units are none.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -20,6 +21,8 @@ from offload.model.unit import Unit, UnitState
 from offload.step.calls import Call, RunningCalls
 from offload.step.residency.residency import Residency
 from offload.step.speculation import Speculation
+
+_log = logging.getLogger(__name__)
 
 
 class Backwards(Protocol):
@@ -165,6 +168,12 @@ class Uses:
                 )
             )
         # A parent computes with a child's weight without calling the child.
+        if next(unit.modules[0].children(), None) is not None and unit not in enclosing.uses.companions:
+            _log.warning(
+                "%s computes with %s without a call of %s, which is a unit: from now on that is in memory as long as %s. To "
+                "have it come and go by itself call it as a module, or mark the modules in it that are called (offload.unit).",
+                enclosing.name, info.fqn, unit.name, enclosing.name,
+            )  # fmt: skip
         self.accompany(enclosing, unit)
 
     def _is_kept_here(self, unit: Unit) -> bool:

@@ -71,6 +71,17 @@ class Block(nn.Module):
         return x + 0.5 * y
 
 
+class Rows(nn.Embedding):
+    """A lookup in a block, by where its input is positive."""
+
+    def __init__(self) -> None:
+        super().__init__(2, WIDTH)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = super().__call__((x[..., 0] > 0).long())
+        return found
+
+
 class Tree(nn.Module):
     """Blocks in lists, called in the order of a plan: twice, never, recomputed, by the batch's number, without a graph."""
 
@@ -229,6 +240,63 @@ def test_marks_change_no_bit(setup: Setup, tmp_path: Path, monkeypatch: pytest.M
     other, found, _ = trained(marked, setup, tmp_path, monkeypatch, 1 << 20)
     assert all(torch.equal(a, b) for a, b in zip(losses, other, strict=True))
     assert all(torch.equal(weights[name], value) for name, value in found.items())
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.name)
+@pytest.mark.parametrize("how", ["list", "dict", "shared", "lookups"])
+def test_a_list_that_is_marked_comes_for_the_calls_of_what_it_holds(
+    setup: Setup, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A list is never called. Its unit comes for the calls of its modules, and is no companion of their caller's."""
+    torch.manual_seed(0)
+    plan = [(0, 0, "called"), (1, 0, "called"), (0, 2, "recomputed"), (0, 1, "routed"), (1, 1, "called"), (0, 0, "reentrant")]
+    tree = Tree([["plain", "wide", "attention"], ["plain"] * 2], plan, shares=False)
+    if how == "shared":
+        tree.parts["0"][2].mix.weight = tree.parts["0"][0].mix.weight
+    if how == "lookups":
+        tree.parts["0"][1].mix = Rows()
+    losses, weights, _ = trained(tree, setup, tmp_path, monkeypatch, 0)
+    offload.unit(tree.parts if how == "dict" else tree.parts["0"])
+    marked = "parts" if how == "dict" else "parts.0"
+    assert marked in names(partition(tree)) and len(names(partition(tree))[marked]) > 8
+    other, found, _ = trained(tree, setup, tmp_path, monkeypatch, 1 << 20)
+    assert all(torch.equal(a, b) for a, b in zip(losses, other, strict=True))
+    assert all(torch.equal(weights[name], value) for name, value in found.items())
+    assert "without a call" not in caplog.text
+
+
+def test_what_lies_in_a_list_of_lists_are_blocks() -> None:
+    """As in a U-Net: an element of the outer list is never called."""
+    levels = [nn.ModuleList([nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)), nn.Identity()]) for _ in range(2)]
+    model = nn.ModuleDict({"down": nn.ModuleList(levels), "out": nn.Linear(4, 4)})
+    assert list(names(partition(model))) == ["", "down.0.0", "down.0.1", "down.1.0", "down.1.1", "out"]
+    assert list(names(partition(nn.ModuleList(copy.deepcopy(levels))))) == ["", "0.0", "0.1", "1.0", "1.1"]
+
+
+def test_a_marked_model_is_one_unit() -> None:
+    assert [unit.name for unit in partition(offload.unit(stacked(3)))] == [""]
+
+
+def test_a_unit_that_is_read_and_never_called_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The layers of a block that is gone through by hand."""
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", "deferred")
+
+    class ByHand(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self:
+                for layer in block:
+                    x = layer(x)
+            return x
+
+    torch.manual_seed(0)
+    model = ByHand(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
+    with offload.initialize(offload.unit(model[0]) and model, torch.optim.AdamW(model.parameters()), ON_NVME.fields(tmp_path)):
+        for _ in range(2):
+            model(torch.ones(1, 4)).sum().backward()
+    said = [record.getMessage() for record in caplog.records if "without a call" in record.getMessage()]
+    assert len(said) == 2 and "computes with 0.0.weight without a call of 0, which is a unit" in said[0]
 
 
 def test_what_is_no_module_cannot_be_marked() -> None:

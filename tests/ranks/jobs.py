@@ -92,7 +92,14 @@ def _narrow() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
 
 
-MODELS = {"llama": llama, "gpt2": gpt2, "frozen": _partly_frozen}
+def _marked() -> nn.Module:
+    """Its list of layers, which is never called, is one unit."""
+    model = llama()
+    offload.unit(model.model.layers)
+    return model
+
+
+MODELS = {"llama": llama, "gpt2": gpt2, "frozen": _partly_frozen, "marked": _marked}
 
 
 def digest(state: dict[str, torch.Tensor]) -> str:

@@ -65,8 +65,8 @@ def test_accumulation(four: Crew, tmp_path: Path, syncs: bool) -> None:
     same_on_all(four, [case | {"dtype": "bf16"} for case in cases], micro=3, syncs=syncs, steps=2)
 
 
-@pytest.mark.parametrize("model", ["gpt2", "frozen"])
-def test_tied_and_frozen_weights(pair: Crew, tmp_path: Path, model: str) -> None:
+@pytest.mark.parametrize("model", ["gpt2", "frozen", "marked"])
+def test_tied_and_frozen_weights_and_a_marked_list(pair: Crew, tmp_path: Path, model: str) -> None:
     """GPT-2 ties its input and output embeddings, across units."""
     cases = [fields(0, "device", "device", tmp_path), fields(2, "device", "cpu", tmp_path)]
     cases += [fields(3, "nvme", "cpu", tmp_path), fields(3, "cpu", "nvme", tmp_path)]
