@@ -231,7 +231,7 @@ class Engagement:
 
     def _give_back(self) -> None:
         parts = self.parts
-        failure: BaseException | None = None
+        failure: BaseException | None = self.training.untold
         try:
             if self.training.failure is None:
                 with self.training.turn_of_its_own():  # another thread may be in the middle of an evaluation

@@ -8,6 +8,7 @@ show that every wait on a file is there.
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -180,3 +181,53 @@ def test_a_flipped_bit_is_an_error_that_names_the_parameter(
         else:
             assert_same_bits(result, right)
     assert found >= whole.submitted_count // 6
+
+
+class Boom(Exception):
+    """The user's own."""
+
+
+def told_beside_an_error_of_the_users(nvme: Path, setup: Setup, *, goes_on: bool) -> list[str]:
+    """A step, and a forward that raises at its end; then another call, or none but the close. What was raised, in order."""
+    model, told = stack(), list[str]()
+
+    def end(*_: Any) -> None:
+        raise Boom
+
+    def attempt(call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except (Boom, offload.OffloadError) as error:
+            told.append(type(error).__name__)
+
+    engine = offload.initialize(model, adamw(model), setup.fields(nvme))
+    attempt(lambda: steps(engine, 1))
+    model.outlet.register_forward_pre_hook(end)
+    ((x, _),) = vector_batches(1)
+    attempt(lambda: model(x))
+    if goes_on:
+        attempt(engine.state_dict)
+    attempt(engine.close)
+    return told
+
+
+@pytest.mark.filterwarnings("ignore:module forward hook with")
+@pytest.mark.parametrize("goes_on", [True, False], ids=["another call", "close"])
+@pytest.mark.parametrize("setup", [ON_NVME, Setup("cpu", "nvme", "cpu")], ids=lambda s: s.name)
+def test_a_drive_that_fails_behind_an_error_of_the_users_is_told(
+    nvme: Path, monkeypatch: pytest.MonkeyPatch, setup: Setup, goes_on: bool
+) -> None:
+    """PyTorch makes a warning of what a hook raises behind an error in forward: the next call raises it, as itself."""
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", setup.accelerator)
+    backend = whole = FaultyBackend(1)
+    monkeypatch.setattr(allocation, "open_backend", lambda **_: backend)
+    assert told_beside_an_error_of_the_users(nvme, setup, goes_on=goes_on) == ["Boom"]
+    seen = []
+    for index in range(whole.submitted_count):
+        backend = FaultyBackend(1, {index: Fault("errno", errno.EIO)})
+        try:
+            seen.append(told_beside_an_error_of_the_users(nvme, setup, goes_on=goes_on))
+        except offload.StorageError:
+            continue  # in initialize
+        assert seen[-1].count("StorageError") == 1, f"transfer {index}: {seen[-1]}"
+    assert ["Boom", "StorageError"] in [told[:2] for told in seen], "none failed behind the user's error"

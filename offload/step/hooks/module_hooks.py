@@ -14,6 +14,7 @@ Recomputation (activation checkpointing, reentrant or not) is a forward inside b
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -251,6 +252,15 @@ class Hooks:
     # ---- after it ------------------------------------------------------------------------------------------------
 
     def _leave_module(self, unit: Unit, module: nn.Module, output: Any) -> None:
+        was_cut_short = output is None and sys.exc_info()[1] is not None
+        try:
+            self._end_forward(unit, module, output)
+        except Exception as error:
+            if was_cut_short and self._training.failure is error:  # PyTorch goes on with what ended the forward
+                self._training.untold = error
+            raise
+
+    def _end_forward(self, unit: Unit, module: nn.Module, output: Any) -> None:
         if self._covers and not self._calls.has(module):
             if torch.is_grad_enabled() and not is_lookup(module):
                 self._backwards.watch_values(unit, self._first_numbers[id(module)], output)

@@ -105,6 +105,8 @@ class FailureState:
         self._meeting, self.turn = meeting, turn
         self._process_id, self.fork_count = os.getpid(), _forks
         self.failure: BaseException | None = None
+        self.untold: Exception | None = None
+        """The failure, where PyTorch made a warning of it: a hook that raises behind an error of the user's is not heard."""
         self.closed = self.retired = False
         self.turn_count = 0
         """How often the thread that drives the model asked for its turn."""
@@ -173,6 +175,9 @@ class FailureState:
             )
         if self.closed:
             raise UsageError("the engine was closed: call offload.initialize again.")
+        untold, self.untold = self.untold, None
+        if untold is not None:
+            raise untold
         self.check_not_failed()
 
     def check_not_failed(self) -> None:
