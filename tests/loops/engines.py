@@ -267,6 +267,8 @@ class DrawnPlayer(EnginePlayer):
 
     def __init__(self, program: Program, folder: Path, ranks: tuple[int, ...]) -> None:
         super().__init__(program, folder, ranks, None)
+        self._began_before = 0
+        """`began_count` before the operation."""
 
     def begin(self) -> Outcome:
         return self._faultless(lambda: self._began(0))
@@ -316,6 +318,7 @@ class DrawnPlayer(EnginePlayer):
             return {"is": "nothing", "why": why}
         moment = operation.moment(self.ranks[0], self.program.ranks)
         interruption, before = Interruption(moment), copy.deepcopy(self.facts)
+        self._began_before = self.began_count
         try:
             with interruption:
                 if operation.name == "resume":
@@ -393,20 +396,24 @@ class DrawnPlayer(EnginePlayer):
         self.facts.version += 1
         torch.manual_seed(1000 + self.position)
         candidates = self.facts.saved[self._saved(operation.values["number"])] if operation.name == "load" else []
-        return {"is": "settled", "state": state, "candidates": list(candidates)}
+        return {"is": "settled", "state": state, "candidates": list(candidates)} | self._standing()
 
     def _recover(self) -> Outcome:
         """The engine says that it cannot go on: from its last checkpoint, or from the start."""
         self._beside = None
+        failed = {"is": "failed"} | self._standing()
         if not self.engine.closed and any(path.name.startswith("step-") for path in (self.folder / "checkpoints").glob("*")):
             with contextlib.suppress(offload.CheckpointError):
                 position = self._loaded(self.load(None))["position"]
                 if position is not None:
-                    return {"is": "failed", "loaded": position}
+                    return failed | {"loaded": position}
         with contextlib.suppress(offload.OffloadError):
             self.engine.close()
         self._began(self.program.setups.index(self.facts.setup))
-        return {"is": "failed", "loaded": None}
+        return failed | {"loaded": None}
+
+    def _standing(self) -> Outcome:
+        return {"began": self.began_count > self._began_before, "setup": self.program.setups.index(self.facts.setup)}
 
 
 class MemoryPlayer(EnginePlayer):

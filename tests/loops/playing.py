@@ -12,6 +12,7 @@ What came of an operation is an outcome: {"is": "ok", "value": ...}, or
     back       the next ones went on from the last checkpoint ("position"; None: anew)
     settled    it was interrupted, or a drive failed: all but gradients is as before or as after it ("state" says which)
     failed     the engine could not go on; the script loaded its last checkpoint ("loaded"), or began anew (None)
+               (both: "began" says whether the operation had begun anew by then, "setup" which is the one since)
     moved      the script goes on in another process
     wrong      anything else
 """
@@ -102,6 +103,8 @@ class Player(ABC):
         """Whether the operation dropped the gradients."""
         self.facts = Facts(program.setups[0])
         self.position = 0
+        self.began_count = 0
+        """How often a model was made, and what trains it."""
 
     # ---- what the sides do differently ---------------------------------------------------------------------------
 
@@ -419,6 +422,7 @@ class Player(ABC):
         self.facts.setup, self.facts.ended = self.program.setups[setup % len(self.program.setups)], False
         self.facts.live = self.facts.taken = self.facts.synced = False
         self.start(self.facts.setup, state)
+        self.began_count += 1
         self.facts.trained = self.trained_now()
         torch.manual_seed(7)
 
@@ -542,7 +546,7 @@ class Player(ABC):
         if went in ("gone", "back"):
             return self._goes(operation, outcome)
         if went == "failed":
-            self._fails(operation, outcome["loaded"])
+            self._fails(outcome)
             return {"is": "failed"}
         if went == "settled":
             return self._settles(operation, outcome)
@@ -566,23 +570,22 @@ class Player(ABC):
         self._loaded(self.load_at(outcome["value"]["position"]))
         return {"is": "back"}
 
-    def _fails(self, operation: Operation, loaded: int | None) -> None:
+    def _fails(self, outcome: Outcome) -> None:
         self.graphs.clear()
-        begins = operation.name == "anew" and operation.values["how"] == "checkpoint"
-        if begins and loaded is not None:  # the first load failed
+        if outcome["began"] or outcome["loaded"] is None:
             self.end()
-            self._began(operation.values["setup"])
-        if loaded is None:
-            self.end()
-            self._began(self.program.setups.index(self.facts.setup))
-        else:
-            self._loaded(self.load_at(loaded))
+            self._began(outcome["setup"])
+        if outcome["loaded"] is not None:
+            self._loaded(self.load_at(outcome["loaded"]))
 
     def _settles(self, operation: Operation, outcome: Outcome) -> Outcome:
         """An interrupted operation was done or was not: which, the state says; half of it is wrong."""
         self.graphs.clear()
         before = self.whole_state()
-        if operation.name == "save":
+        if outcome["began"]:  # nothing was loaded into it
+            self.end()
+            self._began(outcome["setup"])
+        elif operation.name == "save":
             self.do_zero_grad()
             self.perform(operation)  # whether it was made or not is seen where it is loaded
         elif not self.agrees(before, outcome["state"]):

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from .judging import Stage
@@ -251,6 +253,25 @@ FOUND = {
         ),
         (op("save", beside=True, number=1), op("anew", setup=0, how="scratch"), op("train", batch=1)),
     ),
+    "a drive that failed behind an error of the script's was told as EngineFailedError": Program(
+        Model(width=7, blocks=("half", "normed"), tie="blocks", reused=True, optimizer="lion", all_in_groups=True),
+        (
+            Setup(
+                "cpu",
+                "nvme",
+                update="backward",
+                seed=21,
+                drive="failing",
+                strikes="records",
+                failing=9,
+                joined=100,
+                marked="second",
+                expects=2,
+                room=1.5,
+            ),
+        ),
+        (op("train", batch=5, micro=3), op("forward", batch=2, fails_at=0, error="Boom"), op("slope", batch=3)),
+    ),
     "a forward that was interrupted had given states to what was newly trained": Program(
         Model(blocks=("mlp", "lora", "attention"), dtype="bf16", state_format="bf16", optimizer="lion", max_grad_norm=0.3),
         (Setup("cpu", update="backward", prefetch=0, memory=1.4, seed=384, speculates=True),),
@@ -268,6 +289,28 @@ FOUND = {
         ("cpu", Setup("cpu", "cpu", "deferred", prefetch=0, on_device=1.0, memory=1.0), ("half", "large"), "blocks"),
     )
 }
+
+
+BEGUN_ANEW = {
+    f"begun anew by {how}, {when} {failing} transfers": Program(
+        Model(width=3, blocks=("mlp",), state_format="8bit", dtype="bf16"),
+        (before, replace(after, marked="mixes")),
+        (op("train", batch=0), op("save", number=0), op("anew", how=how, setup=1), op("train", batch=1), op("train", batch=2)),
+    )
+    for how in ("scratch", "state", "checkpoint")
+    for failing in (2, 9, 20, 28)
+    for when, before, after in (
+        ("the drive fails after", Setup("nvme", "nvme"), Setup("nvme", "nvme", drive="failing", failing=failing)),
+        ("it failed before, after", Setup("nvme", "nvme", drive="failing", failing=20 + failing), Setup("nvme", "nvme")),
+    )
+}
+"""The search's own account of what the script began with, where a drive fails as it begins."""
+
+
+@pytest.mark.parametrize("found", BEGUN_ANEW)
+def test_begun_anew(stage: Stage, found: str) -> None:
+    verdict = stage.verdict(BEGUN_ANEW[found])
+    assert verdict is None, f"{verdict}\n\nThe program:\n\n{BEGUN_ANEW[found]!r}"
 
 
 @pytest.mark.parametrize("found", FOUND)
