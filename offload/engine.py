@@ -130,7 +130,7 @@ class Engine:
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip the gradients of the coming step to a global L2 norm of `max_norm`; return the norm before clipping."""
         self._require_open()
-        return torch.tensor(self._engagement.clip_at_step(float(max_norm)), dtype=torch.float64)
+        return torch.tensor(self._engagement.clip_at_step(float(max_norm)), dtype=torch.float64, device="cpu")
 
     @property
     def grad_norm(self) -> float | None:

@@ -133,7 +133,7 @@ class NoValues(InitialValues):
         super().__init__()
 
     def of(self, infos: Sequence[ParameterInfo]) -> dict[int, torch.Tensor]:
-        return {info.index: torch.zeros((), dtype=info.dtype).expand(info.shape) for info in infos}
+        return {info.index: torch.zeros((), dtype=info.dtype, device="cpu").expand(info.shape) for info in infos}
 
 
 class Materializer:

@@ -56,7 +56,7 @@ def agree_on_least(ranks: Group, layout: Layout, placement: Placement) -> Least:
     """Ranks see different free memory: what all of them use is what the one with least can. Collective."""
     tiers = [_TIERS.index(placement.parameters), _TIERS.index(placement.optimizer_states)]
     own = [layout.chunk_numel, placement.prefetch, *tiers]
-    said = torch.stack(ranks.exchange(torch.tensor(own, dtype=torch.int64)))
+    said = torch.stack(ranks.exchange(torch.tensor(own, dtype=torch.int64, device="cpu")))
     chunk_numel, prefetch = said[:, :2].amin(0).tolist()
     parameters, states = said[:, 2:].amax(0).tolist()
     return Least(chunk_numel, prefetch, _TIERS[parameters], _TIERS[states])

@@ -315,7 +315,7 @@ class Checkpointing:
     def _restore_buffers(self, opened: OpenedCheckpoint, matching: Matching) -> None:
         for fqn, buffer in buffers_once(self._model):
             if fqn in matching.buffers:
-                value = torch.empty(buffer.shape, dtype=buffer.dtype)
+                value = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
                 opened.read_elements(matching.buffers[fqn], 0, value)
                 buffer.detach().copy_(value)
 
@@ -333,6 +333,6 @@ class Checkpointing:
         states = {}
         for name, tensor in ((CPU, entry.cpu), (DEVICE, entry.device)):
             if tensor is not None:
-                states[name] = torch.empty(tensor.nbytes, dtype=torch.uint8)
+                states[name] = torch.empty(tensor.nbytes, dtype=torch.uint8, device="cpu")
                 opened.read_elements(tensor, 0, states[name])
         put_random_state(self._parts.accelerator.device, states)

@@ -108,7 +108,7 @@ class Exporter:
             return
         shape, start = incoming.spec.shape, incoming.arrived_numel
         if incoming.whole is None:
-            incoming.whole = torch.empty(torch.Size(shape).numel(), dtype=values.dtype)
+            incoming.whole = torch.empty(torch.Size(shape).numel(), dtype=values.dtype, device="cpu")
         incoming.whole[start : start + values.numel()].copy_(values)
         incoming.arrived_numel += values.numel()
         if incoming.arrived_numel == incoming.whole.numel():
@@ -145,7 +145,7 @@ class Exporter:
             return
         for low in range(0, values.numel(), _STEP_NUMEL):
             part = values[low : low + _STEP_NUMEL]
-            rounded = torch.empty(part.numel(), dtype=spec.dtype)
+            rounded = torch.empty(part.numel(), dtype=spec.dtype, device="cpu")
             round_into(rounded, part)
             file.append(spec.name, rounded)
 

@@ -255,7 +255,7 @@ class Exporting:
 def _fill(skeleton: Skeleton, wanted: Collection[int], pieces: Pieces) -> None:
     """Give parameters of the skeleton their values."""
     infos = {index: skeleton.infos[index] for index in sorted(wanted)}
-    values = {index: torch.empty(info.numel, dtype=skeleton.twins[index].dtype) for index, info in infos.items()}
+    values = {index: torch.empty(info.numel, dtype=skeleton.twins[index].dtype, device="cpu") for index, info in infos.items()}
     arrived = dict.fromkeys(values, 0)
     for info, part in pieces:
         if info.index in wanted:

@@ -38,7 +38,7 @@ class OpenedCheckpoint:
         self.path = path
         self._fileno = _open(path)
         self._open_file: tuple[str, int] | None = None
-        self._slab = torch.empty(0, dtype=torch.uint8)
+        self._slab = torch.empty(0, dtype=torch.uint8, device="cpu")
         try:
             lock_folder(self._fileno, shared=True)
             self.manifest: Manifest = decode(self._read_manifest(), str(path / MANIFEST_NAME))
@@ -122,7 +122,7 @@ class OpenedCheckpoint:
     def slab(self, nbytes: int) -> torch.Tensor:
         """A buffer of at most 4 MiB: uint8 [nbytes], the same memory every time."""
         if not self._slab.numel():
-            self._slab = torch.empty(_SLAB_NBYTES, dtype=torch.uint8)
+            self._slab = torch.empty(_SLAB_NBYTES, dtype=torch.uint8, device="cpu")
         return self._slab[:nbytes]
 
     def read_elements(self, tensor: TensorEntry, start: int, into: torch.Tensor) -> None:

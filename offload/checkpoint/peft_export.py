@@ -127,7 +127,7 @@ def adapter_files(skeleton: Skeleton, save_embedding_layers: Any = "auto") -> li
                 model, state_dict=dict(whole), adapter_name=name, save_embedding_layers=save_embedding_layers
             )
         except (NotImplementedError, RuntimeError):  # it computes with values
-            saved = {"": torch.empty(0)}
+            saved = {"": torch.empty(0, device="cpu")}
         for key, tensor in saved.items():
             index = skeleton.index_of(tensor)
             if index is None and id(tensor) not in buffers and not config.is_prompt_learning:
@@ -233,7 +233,9 @@ class Merging:
     def _take(self, group: _Group, info: ParameterInfo, values: Tensor) -> bool:
         whole = group.arrived.get(info.index)
         if whole is None:
-            whole = group.arrived[info.index] = torch.empty(info.numel, dtype=self._skeleton.twins[info.index].dtype)
+            whole = group.arrived[info.index] = torch.empty(
+                info.numel, dtype=self._skeleton.twins[info.index].dtype, device="cpu"
+            )
         start = self._progress.get(info.index, 0)
         round_into(whole[start : start + values.numel()], values)
         self._progress[info.index] = start + values.numel()

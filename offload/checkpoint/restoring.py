@@ -48,7 +48,7 @@ class StoredParameter:
             self._read_stored(kind, start, into)
             return
         if kind not in self._reordered:
-            whole = torch.empty(self.entry.numel, dtype=into.dtype)
+            whole = torch.empty(self.entry.numel, dtype=into.dtype, device="cpu")
             self._read_stored(kind, 0, whole)
             shaped = whole.as_strided(self.entry.shape, self.entry.stride)
             self._reordered[kind] = self._info.in_memory_order(shaped)
@@ -113,7 +113,7 @@ class StateWriter:
         record = records.over(chunk, content)
         masters = record.arrays.get(MASTER)
         if masters is None and record.format.own_master:
-            masters = torch.zeros(chunk.numel)
+            masters = torch.zeros(chunk.numel, dtype=torch.float32, device="cpu")
         for info, piece in chunk.pieces:
             low, high = piece.start - chunk.start, piece.stop - chunk.start
             stored, start = self._stored[info.index], piece.start - piece.slot.start
@@ -122,7 +122,7 @@ class StateWriter:
                 record.put_master(low, high, masters[low:high])
             for name in record.format.moments:
                 direct = record.arrays[name][low:high]
-                exact = direct if direct.dtype == torch.float32 else torch.empty(high - low)
+                exact = direct if direct.dtype == torch.float32 else torch.empty(high - low, dtype=torch.float32, device="cpu")
                 stored.read(name, start, exact)
                 if exact is not direct:
                     record.put_moment(name, low, high, exact)
@@ -162,7 +162,7 @@ class StateWriter:
         if records is None or not info.trainable or not records.format(chunk).state_format.is_split:
             stored.read(VALUE, start, into)
             return
-        exact = torch.empty(into.numel())
+        exact = torch.empty(into.numel(), dtype=torch.float32, device="cpu")
         stored.read(VALUE, start, exact)
         self._round(chunk, into, exact)
 

@@ -70,7 +70,7 @@ class ChunkState:
         values, record, start = self.values, self.record, self.chunk.start
         for info, piece in self.chunk.pieces:
             low, high = piece.start - start, piece.stop - start
-            part = values[low:high] if values is not None else torch.empty(0)
+            part = values[low:high] if values is not None else torch.empty(0, device="cpu")
             moments = {name: record.moment(name, low, high) for name in record.format.moments} if record is not None else {}
             yield PieceState(
                 info,

@@ -93,7 +93,7 @@ def _content(whole: torch.Tensor) -> dict[str, Any]:
 
 
 def _whole(opened: OpenedCheckpoint, parameter: ParameterEntry, kind: str) -> torch.Tensor:
-    whole = torch.empty(parameter.numel, dtype=torch.float32)
+    whole = torch.empty(parameter.numel, dtype=torch.float32, device="cpu")
     for piece in parameter.pieces:
         start, entry = piece.start, getattr(piece, kind)
         for slab in opened.checked_slabs(f"{kind} of {parameter.fqns[0]!r}", entry):

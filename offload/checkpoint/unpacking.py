@@ -73,7 +73,7 @@ class Unpacking:
             if packed is None:
                 yield info, part
                 continue
-            whole = packed.arrived.setdefault(info.index, torch.empty(info.numel, dtype=info.dtype))
+            whole = packed.arrived.setdefault(info.index, torch.empty(info.numel, dtype=info.dtype, device="cpu"))
             start = progress.get(info.index, 0)
             progress[info.index] = stop = start + part.numel()
             whole[start:stop].copy_(part)

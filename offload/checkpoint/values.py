@@ -34,7 +34,7 @@ def read_values(
                 if keeps(position) and not left_out:
                     pieces = sorted(parameter.pieces, key=lambda piece: piece.start)
                     parts = [whole_tensor(opened, parameter.fqns[0], piece.value) for piece in pieces]
-                    whole = torch.cat(parts) if parts else torch.empty(0, dtype=DTYPES[parameter.dtype])
+                    whole = torch.cat(parts) if parts else torch.empty(0, dtype=DTYPES[parameter.dtype], device="cpu")
                     value = whole.as_strided(parameter.shape, parameter.stride)
                     found.update(dict.fromkeys(parameter.fqns, value))
             for position, buffer in enumerate(opened.manifest.buffers):
@@ -49,4 +49,4 @@ def read_values(
 
 def whole_tensor(opened: OpenedCheckpoint, name: str, tensor: TensorEntry) -> torch.Tensor:
     slabs = [slab.clone().view(DTYPES[tensor.dtype]) for slab in opened.checked_slabs(f"value of {name!r}", tensor)]
-    return torch.cat(slabs) if slabs else torch.empty(0, dtype=DTYPES[tensor.dtype])
+    return torch.cat(slabs) if slabs else torch.empty(0, dtype=DTYPES[tensor.dtype], device="cpu")

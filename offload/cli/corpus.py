@@ -168,7 +168,7 @@ class Windows:
                 "needs "
                 f"{(batch + held_out_count) * sequence}: give more text, or lower --batch or --sequence."
             )
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed), dtype=torch.int32, device="cpu")
         self._held_out, self._training = order[:held_out_count], order[held_out_count:]
 
     def training_batches(self, passed_count: int = 0) -> Iterator[torch.Tensor]:
@@ -177,7 +177,7 @@ class Windows:
         first_epoch, passed_count = divmod(passed_count, len(self._training) // self._batch)
         for epoch in itertools.count(first_epoch):
             draw = torch.Generator().manual_seed(self._seed + 1 + epoch)
-            order = torch.randperm(len(self._training), generator=draw, dtype=torch.int32)
+            order = torch.randperm(len(self._training), generator=draw, dtype=torch.int32, device="cpu")
             skipped = passed_count * self._batch if epoch == first_epoch else 0
             for first in range(skipped, len(order) - self._batch + 1, self._batch):
                 yield self._read(self._training[order[first : first + self._batch].long()])

@@ -85,7 +85,7 @@ class LinkRates:
 
 def link_rates(device: torch.device, budget_seconds: float) -> LinkRates:
     """Copies of 256 MiB, pinned, one at a time."""
-    host = torch.empty(256 * 1024 * 1024, dtype=torch.uint8).pin_memory()
+    host = torch.empty(256 * 1024 * 1024, dtype=torch.uint8, device="cpu").pin_memory()
     there = torch.empty_like(host, device=device)
 
     def copy(destination: torch.Tensor, source: torch.Tensor) -> None:

@@ -47,7 +47,7 @@ class SavedTensor:
         """Make the copy and let the tensor go; returns the bytes."""
         tensor = self.tensor
         assert tensor is not None
-        self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+        self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned, device="cpu")
         if stream is None:
             self._copy.copy_(tensor.detach())
         else:

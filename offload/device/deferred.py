@@ -70,7 +70,7 @@ class _PoisonedMemory(UnitMemory):
     """Emptied memory is kept, and poisoned: reading it gives NaN in a loss instead of a crash without a word."""
 
     def __init__(self, nbytes: int, in_use: _InUse) -> None:
-        self.flat = torch.full((nbytes,), _POISON, dtype=torch.uint8)
+        self.flat = torch.full((nbytes,), _POISON, dtype=torch.uint8, device="cpu")
         self.nbytes = nbytes
         self.filled = True
         self._in_use = in_use

@@ -103,7 +103,7 @@ def _put_halves(upper: Tensor | None, rest: Tensor | None, values: Tensor) -> No
 
     The update of split weights is what splits: an SGD step of rate -1 from -0.0, the number whose sum with any is that one."""
     minus_zero, zero = _zeros()
-    unwanted = torch.empty(min(values.numel(), _SHARED_NUMEL), dtype=torch.int16)
+    unwanted = torch.empty(min(values.numel(), _SHARED_NUMEL), dtype=torch.int16, device="cpu")
     for low in range(0, values.numel(), _SHARED_NUMEL):
         part = slice(low, min(low + _SHARED_NUMEL, values.numel()))
         numel, given = part.stop - part.start, values[part].contiguous()
@@ -123,7 +123,9 @@ def _put_halves(upper: Tensor | None, rest: Tensor | None, values: Tensor) -> No
 @cache
 def _zeros() -> tuple[Tensor, Tensor]:
     """-0.0 and 0.0, as many as are split at a time."""
-    return torch.full((_SHARED_NUMEL,), -0.0, dtype=torch.bfloat16), torch.zeros(_SHARED_NUMEL, dtype=torch.bfloat16)
+    return torch.full((_SHARED_NUMEL,), -0.0, dtype=torch.bfloat16, device="cpu"), torch.zeros(
+        _SHARED_NUMEL, dtype=torch.bfloat16, device="cpu"
+    )
 
 
 def joined(upper: Tensor, rest: Tensor) -> Tensor:

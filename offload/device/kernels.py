@@ -87,7 +87,7 @@ def ingest_all(parts: Sequence[tuple[Tensor | None, Tensor, int]]) -> list[Tenso
     if not parts or not uses_native(parts[0][1]):
         return [ingest_async(dst, src, start_index, False) for dst, src, start_index in parts]
     counts = [touched_block_count(start_index, src.numel()) for _, src, start_index in parts]
-    sums = torch.empty(sum(counts), dtype=torch.float64)
+    sums = torch.empty(sum(counts), dtype=torch.float64, device="cpu")
     address = sums.data_ptr()
     for (dst, src, start_index), count in zip(parts, counts, strict=True):
         numel = src.numel()

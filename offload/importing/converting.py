@@ -181,7 +181,7 @@ def _append(file: TensorFile, name: str, dtype: torch.dtype, part: torch.Tensor)
     for low in range(0, part.numel(), _STEP_NUMEL):
         values = part[low : low + _STEP_NUMEL]
         if values.dtype != dtype:
-            rounded = torch.empty(values.numel(), dtype=dtype)
+            rounded = torch.empty(values.numel(), dtype=dtype, device="cpu")
             round_into(rounded, values)
             values = rounded
         file.append(name, values)

@@ -193,7 +193,7 @@ class _Folder:
             for shard in stored.shards:
                 yield self._load(shard, stored.dtype, name).reshape(-1)
             return
-        whole = torch.empty(stored.shape, dtype=stored.dtype)
+        whole = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
         for shard in stored.shards:
             place = tuple(slice(low, low + size) for low, size in zip(shard.start, shard.shape, strict=True))
             whole[place] = self._load(shard, stored.dtype, name)

@@ -62,4 +62,4 @@ def export_universal_checkpoint(source: str | os.PathLike[str], target: str | os
 
 def _whole(tensor: SourceTensor) -> torch.Tensor:
     parts = [part.clone() for part in tensor.parts()]
-    return torch.cat(parts).reshape(tensor.shape) if parts else torch.empty(tensor.shape, dtype=tensor.dtype)
+    return torch.cat(parts).reshape(tensor.shape) if parts else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")

@@ -171,10 +171,12 @@ class _Extent:
 
     def _marked(self, start: int, stop: int) -> torch.Tensor:
         """bool [stop - start]: which of the bytes are the parameter's."""
-        found = torch.zeros(stop - start, dtype=torch.bool)
+        found = torch.zeros(stop - start, dtype=torch.bool, device="cpu")
         itemsize = self.parameter.element_size()
         strides = (*(stride * itemsize for stride in self.parameter.stride()), 1)
-        places = torch.arange(stop - start).as_strided((*self.parameter.shape, itemsize), strides, self.start - start)
+        places = torch.arange(stop - start, device="cpu").as_strided(
+            (*self.parameter.shape, itemsize), strides, self.start - start
+        )
         found[places.flatten()] = True
         return found
 

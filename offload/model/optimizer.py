@@ -66,7 +66,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     """What steps it now: another where the engine's parts were made anew. Set by the engine, before it is used."""
 
     def __init__(self, source: torch.optim.Optimizer) -> None:
-        super().__init__([torch.nn.Parameter(torch.empty(0))], dict(source.defaults))
+        super().__init__([torch.nn.Parameter(torch.empty(0, device="cpu"))], dict(source.defaults))
         self.state = _StateInTiers()
         self.param_groups = source.param_groups
         self.defaults = source.defaults

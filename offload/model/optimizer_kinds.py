@@ -201,7 +201,12 @@ def initial_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, fqn
             for group in optimizer.param_groups
             if any(one is parameter for one in group["params"])
         )
-        return InitialState({"exp_avg_sq": torch.full((), float(value)).expand(parameter.shape)} if value else {}, 0)
+        return InitialState(
+            {"exp_avg_sq": torch.full((), float(value), dtype=torch.float32, device="cpu").expand(parameter.shape)}
+            if value
+            else {},
+            0,
+        )
     for moment, tensor in found.items():
         if tensor.is_meta or tensor.shape != parameter.shape:
             what = "on the meta device" if tensor.is_meta else f"of shape {list(tensor.shape)}"

@@ -143,8 +143,8 @@ def _try(
 ) -> None:
     """Three steps as a whole, then by parts. `names` and `counters` grow by what the optimizer keeps. Raises `_Unfit`."""
     random = torch.Generator().manual_seed(0)
-    whole = nn.Parameter(torch.randn(_SHAPE, generator=random))
-    gradients = [torch.randn(_SHAPE, generator=random) for _ in range(_STEPS)]
+    whole = nn.Parameter(torch.randn(_SHAPE, generator=random, dtype=torch.float32, device="cpu"))
+    gradients = [torch.randn(_SHAPE, generator=random, dtype=torch.float32, device="cpu") for _ in range(_STEPS)]
     parts = [whole.detach().flatten()[:_CUT].clone(), whole.detach().flatten()[_CUT:].clone()]
     try:
         optimizer = _made(kind, attributes, options, whole)

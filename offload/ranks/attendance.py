@@ -90,6 +90,7 @@ class Attendance:
                 *(*_bits(own.gathers, self._words), *_bits(own.reductions, self._words)),
             ],
             dtype=torch.int64,
+            device="cpu",
         )
         self._exchanging = True
         try:

@@ -196,10 +196,10 @@ class Ranks:
 
     def exchange_bytes(self, data: bytes) -> list[bytes]:
         """Everybody's bytes, by member; lengths may differ."""
-        lengths = self.exchange(torch.tensor([len(data)], dtype=torch.int64))
-        own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        lengths = self.exchange(torch.tensor([len(data)], dtype=torch.int64, device="cpu"))
+        own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
         received = [
-            own if index == self.index else torch.empty(int(lengths[index]), dtype=torch.uint8)
+            own if index == self.index else torch.empty(int(lengths[index]), dtype=torch.uint8, device="cpu")
             for index in range(self.world_size)
         ]
         posted = self.posted()
@@ -247,7 +247,7 @@ class Ranks:
                 assert own is not None
                 received[index] = own
             else:
-                received[index] = torch.empty(nbytes, dtype=torch.uint8)
+                received[index] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
                 self.receive(posted, received[index], index, _PREFIX)
         if own is not None:
             for index in self._others():

@@ -23,7 +23,7 @@ from offload.tiers.store import ExtentSnapshot, Store
 
 _NAMED = 3
 """How many parameters an error lists."""
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 StoreFactory = Callable[[Tier, Iterable[Extent]], Store]
 """Makes one state's store in a tier."""

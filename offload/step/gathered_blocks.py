@@ -15,7 +15,7 @@ from types import TracebackType
 
 import torch
 
-from offload.errors import RankError, UsageError
+from offload.errors import BudgetError, RankError, UsageError
 from offload.model.flat import ParameterInfo
 from offload.model.unit import Unit
 from offload.ranks.all_or_none import checksum
@@ -46,7 +46,10 @@ class Lender:
         self._failures.meet(MeetingPoint.GATHERED, argument=_digest(infos))
         with self._failures.failures():
             residency.finish_updates()
-            for unit in self._units(infos):
+            units = list(self._units(infos))
+            if lacking_nbytes := residency.lacking_nbytes(units):
+                raise _too_many(len(units), lacking_nbytes)
+            for unit in units:
                 self._uses.hold(unit)
             for info in infos:
                 self._lend(info)
@@ -122,7 +125,7 @@ class Lender:
         ranks = self._parts.ranks
         if ranks.world_size == 1:
             return
-        sums = torch.tensor([checksum(info.parameter) for info in infos], dtype=torch.int64)
+        sums = torch.tensor([checksum(info.parameter) for info in infos], dtype=torch.int64, device="cpu")
         said = self._failures.meet(MeetingPoint.WRITTEN, lambda: ranks.exchange(sums), argument=_digest(infos))
         for index, other in enumerate(said):
             for info, here, there in zip(infos, sums.tolist(), other.tolist(), strict=True):
@@ -131,6 +134,16 @@ class Lender:
                         f"parameter {info.fqn!r} holds other values on rank {index} than on rank {ranks.index} at the end of "
                         "engine.gathered(): write the same on all ranks. The engine's state is undefined now."
                     )
+
+
+def _too_many(unit_count: int, lacking_nbytes: int) -> BudgetError:
+    error = BudgetError(
+        f"engine.gathered was given parameters of {unit_count} units: together they take {lacking_nbytes} bytes more than "
+        "device_memory leaves for parameters. Gather those of fewer units at a time, use engine.state_dict() for the whole "
+        f"model, or raise device_memory by at least {lacking_nbytes} bytes."
+    )
+    error.changed_nothing = True
+    return error
 
 
 class Lending:

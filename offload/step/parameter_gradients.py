@@ -271,7 +271,7 @@ class ParameterGradients:
 
     def own(self, info: ParameterInfo, pieces: list[tuple[Chunk, Piece]]) -> torch.Tensor:
         """This rank's pieces of a gradient as it lies in its buffers, scaled; fp32 [numel], zeros elsewhere."""
-        values = torch.zeros(info.numel)
+        values = torch.zeros(info.numel, dtype=torch.float32, device="cpu")
         assert self._gradients is not None
         self._gradients.settle()
         for chunk, piece in pieces:

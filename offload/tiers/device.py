@@ -43,4 +43,4 @@ class DeviceStore(KeepsNothing):
 
     def close(self) -> None:
         self._guard.close()
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")

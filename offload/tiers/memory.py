@@ -158,7 +158,7 @@ class HostMemory:
         _Held.free_all_left()
         self.nbytes = nbytes
         self.purpose = purpose
-        self._tensor: Tensor | None = torch.empty(0, dtype=torch.uint8)
+        self._tensor: Tensor | None = torch.empty(0, dtype=torch.uint8, device="cpu")
         if nbytes == 0:
             return
         mapped_nbytes = round_up(nbytes, PAGE_NBYTES)

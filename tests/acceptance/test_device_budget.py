@@ -113,3 +113,33 @@ def test_auto_takes_what_the_device_has_free(monkeypatch: pytest.MonkeyPatch, nb
         placement = known.placement()
     assert (placement.parameters, placement.optimizer_states) == chosen
     assert placement.plan.total_nbytes("device") <= nbytes
+
+
+def test_more_gathered_than_the_budget_holds_is_refused_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", "deferred")
+    fields = {"parameters": "cpu", "optimizer_states": "cpu"}
+    model = blocks()
+    with pytest.raises(offload.BudgetError) as least:
+        offload.initialize(model, adamw(model), offload.Config(**fields, device_memory=1))
+    found = []
+    for budget in ({}, {"device_memory": least.value.smallest_nbytes}):
+        model = blocks()
+        with offload.initialize(model, adamw(model), offload.Config(**fields, **budget)) as engine:
+            losses = []
+            for x, y in vector_batches(3, WIDTH):
+                if budget:
+                    with pytest.raises(
+                        offload.BudgetError, match=r"Gather those of fewer units.*raise device_memory by at least"
+                    ):
+                        engine.gathered(model.parameters()).__enter__()
+                with engine.gathered(model[0].parameters()), torch.no_grad():
+                    model[0][0].weight.mul_(0.5)
+                loss = F.mse_loss(model(x), y)
+                loss.backward()
+                engine.step()
+                engine.zero_grad()
+                losses.append(loss.item())
+            found.append([losses, engine.state_dict()])
+    assert_same_bits(*found)

@@ -265,4 +265,4 @@ class Reduction(Intake):
         wide = any(buffer.dtype == torch.float32 for buffer in buffers)
         dtype = torch.float32 if wide else next(iter(buffers)).dtype
         flags = [info.index in unit.gradient.arrived for info in unit.parameters]
-        return torch.tensor([_DTYPES.index(dtype), *flags], dtype=torch.uint8)
+        return torch.tensor([_DTYPES.index(dtype), *flags], dtype=torch.uint8, device="cpu")

@@ -59,7 +59,7 @@ class ModelEvents:
             raise UsageError(f"{wrote}, which its fp32 master does not see: its next update would undo it. {instead}")
         if self._updates is not None and self._updates.watcher is not None:
             raise UsageError(f"{wrote} while a save with wait=False copies it: wait for the save first. {instead}")
-        self._homes.write(info, torch.ones(info.numel, dtype=torch.bool))
+        self._homes.write(info, torch.ones(info.numel, dtype=torch.bool, device="cpu"))
 
     # ---- backward ------------------------------------------------------------------------------------------------
 

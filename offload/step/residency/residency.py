@@ -415,6 +415,12 @@ class Residency:
             self._evict(max(candidates, key=self._next_use))
         return bool(candidates)
 
+    def lacking_nbytes(self, units: Collection[Unit]) -> int:
+        """By how much a budget is too small for the units to be there at once, beside those in use; 0: it is not."""
+        together = {*units, *(unit for unit in self._units if unit.uses.count)}
+        needed_nbytes = sum(unit.residency.nbytes for unit in together)
+        return max(needed_nbytes - self.capacity_nbytes, 0) if self._fixed_capacity else 0
+
     def _outgrow(self, nbytes: int) -> None:
         needed_nbytes = self._resident_nbytes + nbytes
         if self._fixed_capacity:

@@ -92,14 +92,14 @@ class Gathering:
         narrow = {info.index: values[info.index] for info in flat.parameters}
         for info in flat.parameters:
             if values[info.index].dtype != torch.float32:
-                values[info.index] = torch.empty_strided(info.shape, info.stride, dtype=torch.float32)
+                values[info.index] = torch.empty_strided(info.shape, info.stride, dtype=torch.float32, device="cpu")
         ranks = self._parts.ranks
         if ranks.world_size == 1 or self._parts.layout.stage == 0:
             for chunk in flat.chunks:
                 self._put_master(chunk, self._master(chunk, narrow), values)
             return
         shard = flat.layout.shard
-        whole = torch.empty(flat.layout.numel, dtype=torch.float32)
+        whole = torch.empty(flat.layout.numel, dtype=torch.float32, device="cpu")
         for chunk in flat.chunks:
             whole[chunk.start : chunk.stop].copy_(self._master(chunk, narrow))
         own, everybody = whole[shard.start : shard.stop].view(torch.uint8), frozenset(range(ranks.world_size))
@@ -115,7 +115,7 @@ class Gathering:
         record = records.over(chunk, buffer)
         if MASTER in record.arrays:
             return record.arrays[MASTER]
-        master = torch.zeros(chunk.numel)
+        master = torch.zeros(chunk.numel, dtype=torch.float32, device="cpu")
         for info, piece in chunk.pieces:
             low, high = piece.start - chunk.start, piece.stop - chunk.start
             part = info.in_memory_order(values[info.index])[piece.in_parameter]

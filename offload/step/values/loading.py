@@ -96,7 +96,11 @@ class ValueLoading:
         name = next(name for name in fqns if name in owners)
         owner, dtype = owners[name]
         ranks = self._parts.ranks
-        value = self._state[name].detach().cpu().contiguous() if ranks.index == owner else torch.empty(shape, dtype=dtype)
+        value = (
+            self._state[name].detach().cpu().contiguous()
+            if ranks.index == owner
+            else torch.empty(shape, dtype=dtype, device="cpu")
+        )
         self._parts.meeting.meet(MeetingPoint.LOADING_STATE_DICT, lambda: _share(ranks, value, owner))
         return value
 
@@ -112,7 +116,7 @@ class ValueLoading:
     def _rounded(self, flat: Flat, value: Tensor) -> Tensor:
         """`value` in the flat's dtype, rounded as an update would leave it."""
         records = self._parts.records
-        rounded = torch.empty(value.numel(), dtype=flat.dtype)
+        rounded = torch.empty(value.numel(), dtype=flat.dtype, device="cpu")
         if records is None or not flat.layout.trainable or value.dtype != torch.float32 or flat.dtype == torch.float32:
             round_into(rounded, value.contiguous())
         else:

@@ -36,7 +36,7 @@ class NamedStates:
     def read(self, info: ParameterInfo, kind: str) -> Tensor | None:
         """See `Engine.read`."""
         if kind == STEP and len(self.kinds(info)) > 1:
-            return torch.tensor(float(info.step))
+            return torch.tensor(float(info.step), dtype=torch.float32, device="cpu")
         self._require(info, kind)
         if kind == VALUE:
             return self._gathering.value_of(info)
@@ -96,7 +96,7 @@ class NamedStates:
         return info.shaped(self._gathering.meet(MeetingPoint.STATE_DICT, joined, argument=info.index))
 
     def _moment(self, info: ParameterInfo, kind: str) -> Tensor:
-        values, records = torch.zeros(info.numel), self._parts.records
+        values, records = torch.zeros(info.numel, dtype=torch.float32, device="cpu"), self._parts.records
         assert records is not None
         for chunk, piece in self._own_pieces(info):
             record = records.over(chunk, self._homes.read_record(chunk))
@@ -118,11 +118,11 @@ class NamedStates:
         own_master = records is not None and info.trainable and records.flat_format(info.flat).own_master
         rounded = exact.to(info.dtype)
         if own_master and records is not None:
-            rounded = torch.empty(info.numel, dtype=info.dtype)
+            rounded = torch.empty(info.numel, dtype=info.dtype, device="cpu")
             records.flat_format(info.flat).round_values(rounded, exact)
         uses.hold(unit)
         info.view.copy_(info.shaped(rounded))
-        self._homes.write(info, torch.ones(info.numel, dtype=torch.bool))
+        self._homes.write(info, torch.ones(info.numel, dtype=torch.bool, device="cpu"))
         if own_master and records is not None:
             for chunk, piece in self._own_pieces(info):
                 buffer = self._homes.read_record(chunk)
