@@ -29,6 +29,7 @@ from offload.model.fingerprint import ModelFingerprint
 from offload.model.flat import ParameterInfo
 from offload.model.optimizer import OffloadOptimizer
 from offload.model.peft_names import library_models
+from offload.model.staying_places import StayingPlaces
 from offload.model.taken_methods import TakenMethods
 from offload.profiling.profile import Profile
 from offload.ranks.next_transfers import MeetingPoint
@@ -69,6 +70,7 @@ class Engagement:
         self.exporting = Exporting(parts, self.training, self.gathering, self.checkpointing, model)
         self._newly_trained: NewlyTrained | None = None
         self._fingerprint: ModelFingerprint | None = None
+        self._places = StayingPlaces(parts.parameters)
         if optimizer is not None:
             self._newly_trained = NewlyTrained(parts.parameters, lambda: optimizer.param_groups)
             self._fingerprint = ModelFingerprint(model, parts.parameters, lambda: optimizer.param_groups)
@@ -114,7 +116,8 @@ class Engagement:
         return self.training.clip_at_step(max_norm)
 
     def _check_fingerprint(self) -> None:
-        """Raise where the model or the optimizer's groups are not what the engine was made for."""
+        """Raise where the model or the optimizer's groups are not what the engine was made for, or lie elsewhere."""
+        self._places.check()
         if self._fingerprint is not None:
             self._fingerprint.check()
 

@@ -149,6 +149,14 @@ class Flat:
         """This rank's chunks that hold a part of the parameter, in order."""
         return [chunk for chunk, _ in info.pieces]
 
+    def lay_back(self, info: ParameterInfo) -> None:
+        """After its storage was exchanged for another: the parameter lies in its place again, with the values there."""
+        position = self.parameters.index(info)
+        self.views[position] = self._view_of[info.index] = view = info.shaped(self._part(self._slot_of[info.index])).data
+        with torch._C.DisableTorchFunctionSubclass():  # it may be guarded
+            info.parameter.data = view
+            info.note_version()
+
     def view_of(self, info: ParameterInfo) -> torch.Tensor:
         return self._view_of[info.index]
 

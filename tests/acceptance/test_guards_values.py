@@ -10,6 +10,7 @@ import pickle
 import weakref
 from collections.abc import Callable
 from functools import lru_cache
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import nn
 import offload
 
 from .guards import READ, WRITE, block_weight, check, everywhere, other_state
-from .models import IN_MEMORY, ON_NVME, Setup, adamw, stack
+from .models import IN_MEMORY, ON_CPU_IN_PLACE, ON_NVME, Setup, adamw, stack, vector_batches
 from .runs import Run, assert_close, assert_same_bits, run_engine, simple_loop
 
 
@@ -259,3 +260,29 @@ def test_after_close_nothing_keeps_what_is_dropped(nvme: Path) -> None:
     del model
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("setup", [IN_MEMORY, ON_CPU_IN_PLACE, ON_NVME], ids=lambda setup: setup.name)
+def test_what_another_process_is_given_does_not_leave_the_engine(opened: Any, setup: Setup) -> None:
+    """torch.multiprocessing exchanges a tensor's storage for shared memory: no update reached it there any more."""
+    found = []
+    for shares in (False, True):
+        model = stack()
+        engine = opened(model, adamw(model), setup)
+        losses = []
+        for index, (x, y) in enumerate(vector_batches(4)):
+            if shares and index == 1 and setup is not ON_NVME:
+                ForkingPickler.dumps(model.state_dict())
+            if shares and index == 2:
+                ForkingPickler.dumps(engine.state_dict())
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            if shares and index == 1 and setup is not ON_NVME:
+                with pytest.raises(offload.UsageError, match=r"'inlet.weight' was moved to shared memory.*engine.state_dict"):
+                    engine.step()
+                assert not model.inlet.weight.is_shared()
+            engine.step()
+            engine.zero_grad()
+            losses.append(loss.item())
+        found.append([losses, engine.state_dict()])
+    assert_same_bits(*found)
