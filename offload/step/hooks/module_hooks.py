@@ -235,7 +235,8 @@ class Hooks:
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             raise UsageError(
                 "the model was called on fake tensors (FakeTensorMode, torch.export), where copies move nothing: its "
-                "parameters would not be fetched. Call a copy: copy.deepcopy(model) inside `with engine.gathered(model.parameters()):`."
+                "parameters would not be fetched. Call a copy: copy.deepcopy(model) inside "
+                "`with engine.gathered(model.parameters()):`."
             )
         self._training.check()
         return self._successor() if torch.is_grad_enabled() else None
