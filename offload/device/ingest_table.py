@@ -35,6 +35,8 @@ class IngestTable:
         self._offsets = [(start - first_index) * dtype.itemsize for start in self._starts]
         self._sums_of = [sums[position : position + count] for (_, _, position), count in zip(parts, counts, strict=True)]
         self._sums_at = [one.data_ptr() for one in self._sums_of]
+        self._is_native = True
+        """As far as is known of the buffers."""
         self._targets: dict[int, list[int]] = {}
         """By address of a buffer: where each part goes."""
 
@@ -42,14 +44,16 @@ class IngestTable:
         """Into `dst`, the chunk's buffer: by part a tensor in the table's dtype, dense in memory, in the order of its slot."""
         if list(map(Tensor.numel, sources)) != self._numels:
             raise AssertionError(f"gradients of {self._numels} elements are needed")
-        if not uses_native(dst):
-            self.ingest_some(dst, sources, range(len(sources)))
-            return
-        if dst.dtype != self._dtype or dst.numel() < self._stop_index - self._first_index or not dst.is_contiguous():
-            raise AssertionError(f"a buffer of {self._stop_index - self._first_index} contiguous {self._dtype} is needed")
-        address = dst.data_ptr()
+        address = dst.data_ptr() if self._is_native else 0
         targets = self._targets.get(address)
         if targets is None:
+            self._is_native = uses_native(dst)
+            if not self._is_native:
+                self.ingest_some(dst, sources, range(len(sources)))
+                return
+            if dst.dtype != self._dtype or dst.numel() < self._stop_index - self._first_index or not dst.is_contiguous():
+                raise AssertionError(f"a buffer of {self._stop_index - self._first_index} contiguous {self._dtype} is needed")
+            address = dst.data_ptr()
             targets = self._targets[address] = [address + offset for offset in self._offsets]
         addresses = list(map(Tensor.data_ptr, sources))
         _native.gradients_ingest(DTYPE_CODES[self._dtype], targets, addresses, self._numels, self._starts, self._sums_at)

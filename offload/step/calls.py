@@ -115,6 +115,8 @@ class RunningCalls:
         """Take the calling thread's innermost call (of a module) from the stack, and with it what it called; None: there is
         none, since a hook of the user's raised before it could begin."""
         own = threading.get_ident()
+        if self._calls and self._calls[-1].module is module and self._calls[-1].thread == own:  # as most often
+            return self._calls.pop()
         for position in reversed(range(len(self._calls))):
             call = self._calls[position]
             if module is None or (call.module is module and call.thread == own):
@@ -148,6 +150,8 @@ class RunningCalls:
     def has_inside(self, module: nn.Module) -> bool:
         """Whether the calling thread's innermost call is another than of the module."""
         own = threading.get_ident()
+        if self._calls and self._calls[-1].thread == own:  # as most often
+            return self._calls[-1].module is not module
         innermost = next((call for call in reversed(self._calls) if call.thread == own), None)
         return innermost is not None and innermost.module is not module
 

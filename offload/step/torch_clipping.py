@@ -46,8 +46,8 @@ class TokenClipping:
         self._accumulate, self._norm = accumulate, math.nan
         self._tokens: dict[int, TakenGradient] = {}
         """The last one of each parameter, by index."""
-        self._any_scaled = False
-        """Whether a token was multiplied since the last step."""
+        self._any_scaled = self._ever_scaled = False
+        """Whether a token was multiplied since the last step, or ever."""
 
     def token(self, info: ParameterInfo, step_index: int) -> TakenGradient:
         """For `p.grad`, which keeps no engine alive."""
@@ -68,7 +68,8 @@ class TokenClipping:
             tokens = filling.tokens = made
         else:
             _exhaust(map(setattr, tokens, repeat("step_index"), repeat(step_index)))
-            _exhaust(map(setattr, tokens, repeat("factor"), repeat(1.0)))
+            if self._ever_scaled:
+                _exhaust(map(setattr, tokens, repeat("factor"), repeat(1.0)))
         _exhaust(map(setattr, filling.parameters, repeat("grad"), tokens))
 
     def accumulate(self, token: TakenGradient, gradient: Tensor) -> None:
@@ -103,7 +104,7 @@ class TokenClipping:
                 f"the gradient of {tokens[0].fqn!r} was multiplied by {factor:g}: gradients that the engine took over "
                 "can only be clipped, all together. Scale the loss instead, or clip by engine.clip_grad_norm_(max_norm)."
             )
-        self._any_scaled = True
+        self._any_scaled = self._ever_scaled = True
         for token in tokens:
             token.factor *= factor
 

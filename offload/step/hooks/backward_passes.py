@@ -287,9 +287,10 @@ class BackwardPasses:
             other.end()
         with self._training.failures():
             self.second_order.let_go()  # a gradient is there: the function that made it is done
-            self._events.backward_reaches(use.unit, use.version)
+            unit = self.units[use.unit_index]
+            self._events.backward_reaches(unit, use.version)
             if use.reads_values:
-                self._uses.start(use.unit, recorded=True, module_id=use.module_id)
+                self._uses.start(unit, recorded=True, module_id=use.module_id)
             use.epoch = self._uses.epoch
             self._open[use] = None
         if (recording := self._training.recorder.to) is not None:
@@ -300,7 +301,7 @@ class BackwardPasses:
         del self._open[use]
         if use.told is not None:
             use.told()
-        unit = use.unit
+        unit = self.units[use.unit_index]
         with self._training.failures():
             if self._events.left_parameters.get(unit.index) and self._events.gradients_left(unit, use.module_id):
                 self._accumulates = True

@@ -316,7 +316,7 @@ class Residency:
                 self._start_fetch(unit, optional=False)
             elif self._is_let_go(unit):
                 self._evict(unit)
-        if code >= 0:
+        if code >= 0 and self._units[code].residency.state is UnitState.ABSENT:
             self._start_fetch(self._units[code], optional=False)  # where it found no room ahead of its use
         if rest:
             self._deferred = rest
@@ -375,7 +375,8 @@ class Residency:
 
     def bring(self, unit: Unit) -> None:
         """Make the unit resident with the values of the last step, now."""
-        self._start_fetch(unit, optional=False)
+        if unit.residency.state is UnitState.ABSENT:
+            self._start_fetch(unit, optional=False)
         if self._updates is not None and unit.update is not None:
             self._updates.finish(unit)
         if unit.residency.state is UnitState.FETCHING:
