@@ -60,7 +60,7 @@ def host_room(proc: Path = _PROC) -> HostRoom:
 def refused_memory(nbytes: int, purpose: str, error: OSError) -> BudgetError:
     """The user's error where the system refused `nbytes` of host memory, or addresses for them."""
     room = host_room()
-    remedy = "lower cpu_memory, move more to nvme, or close other programs"
+    remedy = "lower cpu_memory, let more lie on nvme where some does not yet, or close other programs"
     if room.name.startswith("RLIMIT"):
         remedy = f"raise that limit (ulimit {'-v' if room.name.endswith('AS') else '-d'}), or {remedy}"
     return BudgetError(

@@ -23,7 +23,7 @@ from offload.planning.cost import cost
 from offload.planning.device_share import DeviceShare
 from offload.planning.free_memory import FreeMemory
 from offload.planning.placement import ALONE, Placement, Problem, RankGroup, Verdict, format_of, place
-from offload.planning.purposes import RETAINED
+from offload.planning.purposes import RETAINED, UNITS_IN_USE
 from offload.planning.sizes import Footprint, least_gradient_buffers
 from offload.planning.tier_choice import Choice
 from offload.planning.trace import Expected
@@ -283,7 +283,22 @@ def _require_fit(problem: Problem, placement: Placement) -> None:
         f"{field}={(problem.budget(tier) or 0) * rank_count} cannot hold what parameters={placement.parameters!r} and "
         f"optimizer_states={placement.optimizer_states!r} need at least: {needed} bytes{per_rank} ({lines}). The smallest "
         f"{field} that can is "
-        f"{smallest}. Raise it to that, or move more to nvme."
+        f"{smallest}. Raise it to that{_besides(problem, placement, tier)}."
     )
     error.smallest_nbytes = smallest
     raise error
+
+
+def _besides(problem: Problem, placement: Placement, tier: Tier) -> str:
+    """What else would make it fit: what may lie further away, and where nothing may, what takes the memory."""
+    further: Tier = "cpu" if tier == "device" else "nvme"
+    here = (tier, "device") if problem.accelerator.unified else (tier,)
+    near = ["optimizer_states"] if placement.optimizer_states in here else []
+    if placement.parameters in here and problem.can_hold(further):
+        near.insert(0, "parameters")
+    if near:
+        drive = "" if further == "cpu" or problem.config.nvme_paths else ", nvme='/path/on/the/drive'"
+        return f", or let more lie further away: {', '.join(f'{name}={further!r}' for name in near)}{drive}"
+    holds_units = any((line.tier, line.purpose) == (tier, UNITS_IN_USE) for line in placement.plan.lines)
+    smaller = ". Smaller units take less: mark parts of the largest with offload.unit"
+    return f": nothing of it can lie further away{smaller if holds_units else ''}"

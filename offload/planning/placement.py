@@ -241,7 +241,7 @@ def place(problem: Problem, choice: Choice) -> Placement:
     lines = _state_lines(purposes.PARAMETERS, choice.parameters, nbytes, device)
     lines += _state_lines(purposes.OPTIMIZER_STATES, choice.states, nbytes, device)
     if capacity is not None:
-        lines.append(MemoryLine(device, "parameters in use", capacity))
+        lines.append(MemoryLine(device, purposes.UNITS_IN_USE, capacity))
     lines.append(MemoryLine(device, "gradients before their reduction", footprint.unreduced_gradients))
     lines.append(MemoryLine("cpu", "gradients from other ranks", footprint.exchange))
     lines += _state_lines(purposes.GRADIENTS, choice.gradients, nbytes, device)

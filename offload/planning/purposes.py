@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+UNITS_IN_USE = "parameters in use"
+"""Units while the model computes with them, and on their way."""
 FETCHED = "fetched parameters"
 """A shard or a chunk of parameters on its way to the device."""
 EMITTED = "updated parameters"

@@ -199,3 +199,38 @@ def test_large_models_have_fewer_chunks_where_their_buffers_are_a_small_part() -
         chunks.append(lay_out(config, Known(DeferredAccelerator(), specs, expected, MOMENTS))[0].chunk_numel)
     assert chunks[:2] == [LARGEST_CHUNK_NUMEL] * 2 and chunks[2] <= CHUNK_NUMEL
     assert large_chunk_numels(MANY_CHUNKS * CHUNK_NUMEL) == ()
+
+
+@pytest.mark.parametrize("unified", [False, True])
+@pytest.mark.parametrize(
+    ("pair", "field", "said"),
+    [
+        (("cpu", "cpu"), "cpu_memory", "parameters='nvme', optimizer_states='nvme'"),
+        (("cpu", "nvme"), "cpu_memory", "parameters='nvme'"),
+        (("nvme", "cpu"), "cpu_memory", "optimizer_states='nvme'"),
+        (("nvme", "nvme"), "cpu_memory", None),
+        (("device", "device"), "device_memory", "parameters='cpu', optimizer_states='cpu'"),
+        (("nvme", "nvme"), "device_memory", None),
+    ],
+)
+def test_a_refusal_says_what_may_lie_further_away_and_that_takes_less(
+    pair: tuple[Tier, Tier], field: str, said: str | None, unified: bool
+) -> None:
+    if unified and field == "device_memory":
+        return  # one memory
+    specs = [[ParameterSpec(number, 8 * 4096, "bfloat16", 2, True, 0)] for number in range(4)]
+    layout = build_layout([(f"unit {number}", one) for number, one in enumerate(specs)], chunk_numel=4096)
+    model = (layout, Expected.of(0, [Use(number) for number in range(1, 4)]))
+    accelerator: Accelerator = CpuAccelerator() if unified else DeferredAccelerator()
+    with pytest.raises(BudgetError) as refusal:
+        decision(model, accelerator, pair, **{field: 1}).decide()
+    message = str(refusal.value)
+    if said is None:
+        assert "nothing of it can lie further away" in message and "lie further away:" not in message
+        assert ("offload.unit" in message) == (unified or field == "device_memory")
+        return
+    assert message.endswith(f"or let more lie further away: {said}.")
+    moved_away = {name: place.strip("'") for name, place in (one.split("=") for one in said.split(", "))}
+    there = (moved_away.get("parameters", pair[0]), moved_away.get("optimizer_states", pair[1]))
+    assert refusal.value.smallest_nbytes is not None
+    assert least(model, accelerator, there, field) < refusal.value.smallest_nbytes
