@@ -14,6 +14,7 @@ import itertools
 import json
 import sys
 import tempfile
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,12 @@ import torch
 import transformers
 
 import offload
-from offload.cli.forecast import Work, forecast_granted
+from offload.cli.forecast import Work, forecast, forecast_granted
+from offload.device.recording import D2H, H2D, NVME_READ, NVME_WRITE
 from offload.device.virtual.description import Machine, changed, read_machine
+from offload.device.virtual.machine import CALLS
 from offload.errors import BudgetError
+from offload.profiling.attribution import ADAM, DRIVE, HOST
 from offload.profiling.explanation import explain
 from offload.profiling.trace_events import read_trace
 from offload.rehearsal.forecast import Forecast, refused
@@ -52,37 +56,73 @@ class Cell:
         """Whether it stands beside the same with everything in device memory."""
         return (self.size, self.machine) == ("7 B", "h100")
 
+    @property
+    def work(self) -> Work:
+        """Of a step."""
+        return Work(self.tokens // _SEQUENCE, _SEQUENCE, self.micro_batches, checkpointing=True)
+
     def run(self, trace: Path | None = None) -> Forecast:
         """With all of the machine's memory granted; bf16, split masters, checkpointing, clip 1.0. `trace`: a file for it."""
+        return self.run_granted(trace)[0]
+
+    def run_granted(self, trace: Path | None = None) -> tuple[Forecast, offload.Config]:
+        """The same, and the configuration that it ran with."""
         return self._run(read_machine(self.machine), trace)
 
     def run_on_device(self) -> Forecast:
         """The same with everything in device memory, on a machine that differs in having enough of it."""
         large = changed(read_machine(self.machine), device_nbytes=1e12)
-        return self._run(large, parameters="device", optimizer_states="device")
+        return self._run(large, parameters="device", optimizer_states="device")[0]
 
-    def _run(self, machine: Machine, trace: Path | None = None, **fields: Any) -> Forecast:
+    def run_without(self, config: offload.Config, taken_away: Collection[str]) -> Forecast:
+        """The step that `run_granted` gave `config` of, were there not these of `TAKEN_AWAY` to be waited for."""
+        unbound = [name for what in taken_away for name in TAKEN_AWAY[what]]
+        if CLIPPING in taken_away:
+            config = dataclasses.replace(config, max_grad_norm=None)
+        return forecast(*self._make(), config, read_machine(self.machine), self.work, unbound=unbound)
+
+    def _make(self) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         width, layers, heads, kv_heads, intermediate = SIZES[self.size]
         shape = transformers.LlamaConfig(
             hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
             intermediate_size=intermediate, vocab_size=32000, max_position_embeddings=_SEQUENCE, use_cache=False,
         )  # fmt: skip
 
-        def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-            with torch.device("meta"):
-                model = transformers.LlamaForCausalLM(shape).to(torch.bfloat16)
-            return model, torch.optim.AdamW(model.parameters(), foreach=False)
+        with torch.device("meta"):
+            model = transformers.LlamaForCausalLM(shape).to(torch.bfloat16)
+        return model, torch.optim.AdamW(model.parameters(), foreach=False)
 
+    def _run(self, machine: Machine, trace: Path | None = None, **fields: Any) -> tuple[Forecast, offload.Config]:
         config = offload.Config(
             dtype="bf16", nvme=".", cpu_memory=int(machine.cpu_nbytes), max_grad_norm=1.0, state_format="split", **fields
         )
-        work = Work(self.tokens // _SEQUENCE, _SEQUENCE, self.micro_batches, checkpointing=True)
         try:
-            return forecast_granted(make, config, machine, work, trace)[0]
+            return forecast_granted(self._make, config, machine, self.work, trace)
         except BudgetError as error:
-            return refused(error)
+            return refused(error), config
 
 
+CLIPPING = "exact clipping"
+TAKEN_AWAY: dict[str, tuple[str, ...]] = {
+    CLIPPING: (),
+    "host memory's rate": ("memory_bandwidth",),
+    "NVMe's rate": ("nvme_read", "nvme_write", "nvme_both"),
+    "the rate from host to device": ("h2d",),
+    "the rate from device to host": ("d2h",),
+    "Python's calls": (CALLS,),
+}
+"""What a step may wait for, and of the machine what it is. Places stay those that are decided with it there."""
+_SEEN_AS = {
+    "host memory's rate": (ADAM,),
+    "NVMe's rate": (NVME_READ, NVME_WRITE, DRIVE),
+    "the rate from host to device": (H2D,),
+    "the rate from device to host": (D2H,),
+    "Python's calls": (HOST,),
+}
+"""As what waits for it are seen in a trace."""
+_MATTERS = 0.02
+"""Of a step: what is waited for less is not taken away."""
+GOAL = 1.15
 CELLS = [Cell(*one) for one in itertools.product(SIZES, ("rtx4090", "h100"), (2048, 8192, 16384), (1, 4))]
 
 
@@ -106,11 +146,32 @@ def waits(trace: Path) -> dict[str, float]:
     return dict(sorted(found.items(), key=lambda one: -one[1]))
 
 
+def without(cell: Cell, found: Forecast, config: offload.Config, waited: dict[str, float]) -> list[dict[str, Any]]:
+    """What a step further from its floor than the goal would take, were what it waits for not there: each alone, then, the one
+    that gains most first, together, until it is within the goal. Ratios are to the floor that the step has."""
+    by_cause = [(name.rsplit(": ", 1)[1], seconds) for name, seconds in waited.items()]
+    of = {what: sum(seconds for on, seconds in by_cause if on in causes) for what, causes in _SEEN_AS.items()}
+    asked = [CLIPPING, *(what for what, seconds in of.items() if seconds > _MATTERS * found.step_seconds)]
+
+    def line(taken_away: list[str]) -> dict[str, Any]:
+        seconds = cell.run_without(config, taken_away).step_seconds
+        return {"without": taken_away, "step_seconds": seconds, "ratio": seconds / found.floor_seconds}
+
+    lines = sorted((line([what]) for what in asked), key=lambda one: one["step_seconds"])
+    together = list(lines[0]["without"])
+    for one in lines[1:]:
+        if lines[-1]["ratio"] <= GOAL or lines[0]["ratio"] <= GOAL:
+            break
+        together = [*together, *one["without"]]
+        lines.append(line(together))
+    return lines
+
+
 def told(cell: Cell) -> dict[str, Any]:
     """What the result file has of it. `bound`: what was in use longest while the model was not; `waits`: as above."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
-        found = cell.run(trace)
+        found, config = cell.run_granted(trace)
         waited = waits(trace) if trace.exists() else {}
     values: dict[str, Any] = {**dataclasses.asdict(cell), "fits": found.fits, "placement": found.placement}
     if found.peak_nbytes:
@@ -120,6 +181,7 @@ def told(cell: Cell) -> dict[str, Any]:
             "tokens_per_second": found.tokens_per_second,
             "bound": max(found.exposed_seconds, key=found.exposed_seconds.__getitem__), "exposed": found.exposed_seconds,
             "waits": waited,
+            "without": without(cell, found, config, waited) if found.step_seconds > GOAL * found.floor_seconds else [],
             "on_device_seconds": cell.run_on_device().step_seconds if cell.is_compared else None,
         }  # fmt: skip
     return values

@@ -24,6 +24,13 @@ from offload.errors import CheckpointError
 from offload.model.file_dtypes import DTYPES
 
 
+def check_exportable(source: Path) -> None:
+    """What can be told before the files are read. Raises `CheckpointError` where the folder holds no checkpoint that can be
+    exported without its model."""
+    with OpenedCheckpoint(source) as opened:
+        _require_whole(opened.manifest, source)
+
+
 def export_checkpoint(source: Path, target: Path, dtype: torch.dtype | None, max_shard_nbytes: int) -> int:
     """Write what `Engine.export(target, dtype)` of the run that saved `source` would have; returns the number of tensors.
 
@@ -31,12 +38,7 @@ def export_checkpoint(source: Path, target: Path, dtype: torch.dtype | None, max
     """
     with OpenedCheckpoint(source) as opened:
         manifest = opened.manifest
-        _require_no_adapters(manifest, source)
-        if any(manifest.leaves_out(one) for one in manifest.parameters):
-            raise CheckpointError(
-                f"the checkpoint {str(source)!r} was saved without frozen parameters: load it into an engine of the model, and "
-                "call engine.export(dir)."
-            )
+        _require_whole(manifest, source)
         try:
             names = _check(manifest)
         except Inconsistent as clause:
@@ -60,6 +62,15 @@ def export_checkpoint(source: Path, target: Path, dtype: torch.dtype | None, max
 def kept_name(parameter: ParameterEntry, model: ModelEntry) -> str:
     """The one name that a file of weights holds the parameter under."""
     return next((fqn for fqn in parameter.fqns if fqn in model.kept_fqns), parameter.fqns[0])
+
+
+def _require_whole(manifest: Manifest, source: Path) -> None:
+    _require_no_adapters(manifest, source)
+    if any(manifest.leaves_out(one) for one in manifest.parameters):
+        raise CheckpointError(
+            f"the checkpoint {str(source)!r} was saved without frozen parameters: load it into an engine of the model, and "
+            "call engine.export(dir)."
+        )
 
 
 def _require_no_adapters(manifest: Manifest, source: Path) -> None:

@@ -104,6 +104,26 @@ def open_folder(path: Path, *, follow: bool = False) -> int:
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
 
 
+def require_replaceable(target: Path, *, replace: bool) -> None:
+    """Raise `CheckpointError` where `StagedFolder` would not give what is made the name `target`."""
+    try:
+        status = os.lstat(target)
+    except FileNotFoundError:
+        return
+    name = str(target)
+    if not stat.S_ISDIR(status.st_mode):
+        raise CheckpointError(f"{name!r} exists and is not a folder: remove it, or save under another name.")
+    held = os.listdir(target)
+    if not held:
+        return
+    foreign = [one for one in held if not OUR_FILE.fullmatch(one)]
+    if not replace or MANIFEST_NAME not in held or foreign:
+        raise CheckpointError(
+            f"{name!r} exists and holds {', '.join(sorted(foreign or held)[:3])}: only an empty folder"
+            f"{' or a complete checkpoint' if replace else ''} is replaced. Remove it, or use another name."
+        )
+
+
 class StagedFolder:
     """The folder that becomes `target` at `commit`. A context manager: leaving it without a commit removes what was written.
 
@@ -125,7 +145,7 @@ class StagedFolder:
         try:
             _make_parents(parent)
             take_back(parent)
-            self._require_replaceable()
+            require_replaceable(self.target, replace=self._replace)
             remove_leftovers(parent)
             self._make()
         except BaseException as error:
@@ -171,24 +191,6 @@ class StagedFolder:
         lock_folder(self._filenos[0])
         os.rename(new, saving)
         self.path = saving
-
-    def _require_replaceable(self) -> None:
-        try:
-            status = os.lstat(self.target)
-        except FileNotFoundError:
-            return
-        name = str(self.target)
-        if not stat.S_ISDIR(status.st_mode):
-            raise CheckpointError(f"{name!r} exists and is not a folder: remove it, or save under another name.")
-        held = os.listdir(self.target)
-        if not held:
-            return
-        foreign = [one for one in held if not OUR_FILE.fullmatch(one)]
-        if not self._replace or MANIFEST_NAME not in held or foreign:
-            raise CheckpointError(
-                f"{name!r} exists and holds {', '.join(sorted(foreign or held)[:3])}: only an empty folder"
-                f"{' or a complete checkpoint' if self._replace else ''} is replaced. Remove it, or use another name."
-            )
 
     def _move_aside(self) -> Path | None:
         if not self.target.is_dir() or not os.listdir(self.target):

@@ -33,6 +33,12 @@ _VERSION = "0.19.8"
 _MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 
 
+def check_universal(source: Path) -> None:
+    """What can be told before the files are read. Raises `CheckpointError` where the folder holds no checkpoint of Adam's."""
+    with OpenedCheckpoint(source) as opened:
+        _require_adam(opened.manifest, source)
+
+
 def export_universal(source: Path, target: Path) -> int:
     """Write the checkpoint at `source` as a universal one at `target`; returns the number of parameters.
 
@@ -41,8 +47,7 @@ def export_universal(source: Path, target: Path) -> int:
     """
     with OpenedCheckpoint(source) as opened, StagedFolder(target, replace=False) as folder:
         manifest = opened.manifest
-        if manifest.optimizer is None:
-            raise CheckpointError(f"{str(source)!r} holds no optimizer's numbers: save it from an engine that trains.")
+        _require_adam(manifest, source)
         opened.check_files()
         opened.check_headers()
         progress = Progress(_log, "export: %.1f of %.1f GiB of parameters", sum(4 * one.numel for one in manifest.parameters))
@@ -64,6 +69,20 @@ def export_universal(source: Path, target: Path) -> int:
         return len(manifest.parameters)
 
 
+def _require_adam(manifest: Manifest, source: Path) -> None:
+    if manifest.optimizer is None:
+        raise CheckpointError(f"{str(source)!r} holds no optimizer's numbers: save it from an engine that trains.")
+    for parameter in manifest.parameters:
+        if parameter.group is None or manifest.leaves_out(parameter):
+            continue
+        for name in MOMENTS:
+            if any(getattr(piece, name) is None for piece in parameter.pieces):
+                raise CheckpointError(
+                    f"{parameter.fqns[0]!r} has no {name}: a universal checkpoint is of Adam's moments. Export the weights "
+                    "alone."
+                )
+
+
 def _write_parameter(opened: OpenedCheckpoint, parameter: ParameterEntry, folder: Path) -> None:
     if Path(parameter.fqns[0]).name != parameter.fqns[0]:
         raise opened.damaged(MANIFEST_NAME, f"{parameter.fqns[0]!r} is no name of a parameter")
@@ -73,10 +92,6 @@ def _write_parameter(opened: OpenedCheckpoint, parameter: ParameterEntry, folder
     if parameter.group is None:
         return
     for name in MOMENTS:
-        if any(getattr(piece, name) is None for piece in parameter.pieces):
-            raise CheckpointError(
-                f"{parameter.fqns[0]!r} has no {name}: a universal checkpoint is of Adam's moments. Export the weights alone."
-            )
         _save(_content(_whole(opened, parameter, name)), own / f"{name}.pt")
     _save(parameter.step, own / "step.pt")
 

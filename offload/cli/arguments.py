@@ -6,11 +6,13 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import offload
-from offload.errors import ConfigError
+from offload.errors import CheckpointError, ConfigError, UsageError
 
 PLACES = ("auto", "device", "cpu", "nvme")
 SHAPE_FLAGS = ("hidden", "layers", "heads", "kv_heads", "intermediate", "vocabulary")
@@ -145,6 +147,26 @@ def check_is_folder(path: str, flag: str) -> Path:
     if not there.is_dir():
         raise ConfigError(f"{flag} {path!r}: {str(there)!r} is no folder that can be written to: name one on the drive.")
     return there
+
+
+def check_file(path: Path | None, flag: str) -> None:
+    """Raise `ConfigError` for the path of a file to be made, where it cannot be one."""
+    if path is None:
+        return
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{flag} {str(path)!r}: its folder does not exist: make it, or name another file.")
+    if path.is_dir():
+        raise ConfigError(f"{flag} {str(path)!r} is a folder: name a file.")
+    check_can_be_written(path.parent, flag)
+
+
+@contextmanager
+def looking_at_paths() -> Iterator[None]:
+    """Inside, before anything is done, a folder that is not what the command takes is the user's mistake."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise UsageError(str(error)) from error
 
 
 def check_can_be_written(folder: Path, flag: str) -> None:

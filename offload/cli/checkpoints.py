@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import offload
-from offload.cli.arguments import check_can_be_written, positive
+from offload.cli.arguments import check_can_be_written, looking_at_paths, positive
 from offload.errors import ConfigError
 
 _KEPT_FLAGS = (
@@ -68,10 +68,11 @@ class Checkpoints:
     def resume(self) -> int:
         """Take up the newest checkpoint; returns the steps that it had done, 0 where there is none.
 
-        Raises `ConfigError` where this run's flags or data are others."""
+        Raises `ConfigError` where this run's flags or data are others, `UsageError` where its model is."""
         if self._folder is None:
             return 0
-        state = self._engine.resume_or_start(self._folder)
+        with looking_at_paths():
+            state = self._engine.resume_or_start(self._folder)
         if state is None:
             return 0
         if not {"step", "scheduler", "flags", "token_count"} <= set(state):

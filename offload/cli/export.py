@@ -19,9 +19,10 @@ import os
 from pathlib import Path
 
 from offload.build.assembly import DTYPES
-from offload.checkpoint.offline_export import export_checkpoint
-from offload.checkpoint.staged_folder import MANIFEST_NAME
-from offload.checkpoint.universal_export import export_universal
+from offload.checkpoint.offline_export import check_exportable, export_checkpoint
+from offload.checkpoint.staged_folder import MANIFEST_NAME, require_replaceable
+from offload.checkpoint.universal_export import check_universal, export_universal
+from offload.cli.arguments import check_can_be_written, looking_at_paths
 from offload.cli.progress import ProgressLine
 from offload.cli.text import format_nbytes
 from offload.config import parse_nbytes
@@ -51,6 +52,10 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             f"'{args.checkpoint}' is no checkpoint: name a folder that save_checkpoint made (it holds {MANIFEST_NAME})."
         )
+    with looking_at_paths():
+        require_replaceable(args.out, replace=False)
+        check_can_be_written(args.out, "OUT")
+        (check_exportable if args.format == _WEIGHTS else check_universal)(args.checkpoint)
     progress = ProgressLine()
     if args.format == _UNIVERSAL:
         if args.dtype is not None:

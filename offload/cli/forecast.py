@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -51,9 +51,10 @@ def forecast(
     trace: Path | None = None,
     *,
     first_steps: int = FIRST_STEPS,
+    unbound: Collection[str] = (),
 ) -> Forecast:
     """Train `model`, which lies on the meta device, a few steps on `machine`; `trace`: the file for one of the last.
-    `first_steps`: before the one that is told of.
+    `first_steps`: before the one that is told of. `unbound`: as of `VirtualMachine`.
 
     Raises `BudgetError` where nothing fits."""
     if work.checkpointing:
@@ -73,7 +74,7 @@ def forecast(
     def begin() -> offload.Engine:
         return offload.initialize(model, optimizer, config.expecting(work.micro_batches))
 
-    virtual = VirtualMachine(share_of(machine, work.ranks), work.ranks)
+    virtual = VirtualMachine(share_of(machine, work.ranks), work.ranks, unbound)
     return rehearse(virtual, begin, step, tokens=work.tokens, trace=trace, first_steps=first_steps)
 
 

@@ -17,10 +17,12 @@ import argparse
 import os
 from pathlib import Path
 
+from offload.checkpoint.staged_folder import require_replaceable
+from offload.cli.arguments import check_can_be_written, looking_at_paths
 from offload.cli.progress import ProgressLine
 from offload.cli.text import format_count
 from offload.errors import UsageError
-from offload.importing.converting import KINDS, import_checkpoint
+from offload.importing.converting import KINDS, open_source, write_checkpoint
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,8 +36,12 @@ def run(args: argparse.Namespace) -> int:
     """`import`. Returns 0."""
     if not os.path.isdir(args.source):
         raise UsageError(f"'{args.source}' is no folder: name the folder of the checkpoint to convert.")
+    with looking_at_paths():
+        require_replaceable(args.out, replace=True)
+        check_can_be_written(args.out, "OUT")
+        found = open_source(args.source, args.kind)
     with ProgressLine().showing():
-        found = import_checkpoint(args.source, args.out, args.kind)
+        write_checkpoint(found, args.out)
     trained = [parameter for parameter in found.parameters if parameter.trained]
     numel = sum(parameter.value.numel for parameter in found.parameters)
     print(

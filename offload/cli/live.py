@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from offload.cli.arguments import check_file
 from offload.cli.measuring import EngineMeter, Measurements
 from offload.cli.process import rss_nbytes
 from offload.cli.progress import ProgressLine
@@ -21,10 +22,7 @@ class JsonLines:
     """Objects with a `kind`: "step" and "evaluation" as they come, "report" at the end. Without a path nothing is written."""
 
     def __init__(self, path: Path | None) -> None:
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(f"--json {str(path)!r}: its folder does not exist: make it, or name another file.")
-        if path is not None and path.is_dir():
-            raise ConfigError(f"--json {str(path)!r} is a folder: name a file.")
+        check_file(path, "--json")
         self._path = path
         self.goes_on = False
         """Whether this run resumes another, whose lines stay; else the file begins anew."""

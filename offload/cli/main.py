@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: its parser, and what a failure looks like from the outside.
 
-Exit codes: 0 done (also where Ctrl-C ended a training run and its table was printed); 1 failed; 2 the command, the
-configuration, the model or a path cannot be what was asked for; 130 interrupted before there was anything to show.
+Exit codes: 0 done (also where Ctrl-C ended a training run and its table was printed); 1 failed, and of `plan`: it does not
+fit; 2 the command, the configuration, the model or a path cannot be what was asked for, in every command; 130 interrupted
+before there was anything to show.
 """
 
 from __future__ import annotations

@@ -6,22 +6,26 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import offload
 from offload.cli.arguments import paths_of, positive, positive_number
-from offload.cli.text import format_count, format_nbytes, format_seconds, table
+from offload.cli.forecast import Work
+from offload.cli.text import format_count, format_nbytes, format_rate, format_seconds, table
 from offload.cli.this_machine import measure_machine
 from offload.cli.what_if import Wishes
 from offload.config import parse_nbytes
-from offload.device.virtual.description import Machine, changed, described, read_machine
+from offload.device.virtual.description import Machine, changed, described, read_machine, share_of
+from offload.planning.purposes import GRADIENTS, OPTIMIZER_STATES, PARAMETERS
 from offload.rehearsal.forecast import Forecast
 
 _MEASURE_SECONDS = 0.1
 _DAY_SECONDS = 86400.0
 _YEAR_DAYS = 365.25
+_WORTH = 0.001
+"""Of a floor: what lowers it by less is said not to."""
 
 
 def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +89,7 @@ def granted(args: argparse.Namespace, config: offload.Config, machine: Machine) 
     if args.machine == "this":
         return config
     cpu_memory = config.cpu_memory if config.cpu_memory is not None else int(machine.cpu_nbytes)
-    return replace(config, nvme=config.nvme if config.nvme is not None else ".", cpu_memory=cpu_memory)  # nothing is opened
+    return replace(config, cpu_memory=cpu_memory)
 
 
 def with_drives(machine: Machine, count: int) -> Machine:
@@ -96,13 +100,47 @@ def with_drives(machine: Machine, count: int) -> Machine:
     )
 
 
-def as_json(found: Forecast, machine: Machine, tokens: float | None, wishes: Wishes | None, device_nbytes: int | None) -> str:
-    """The object that `plan --json` prints. `device_nbytes`: the budget for the device that the forecast is made with."""
-    values: dict[str, Any] = {"machine": machine.name, "device_memory": device_nbytes, **found.as_json()}
-    values["days"] = tokens / found.tokens_per_second / _DAY_SECONDS if tokens and found.tokens_per_second else None
-    values["nvme_written_per_day"], values["nvme_years"] = wear(found, machine)
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a forecast was made for. `tokens`: that are to be trained on in all. `device_nbytes`: the budget for the device."""
+
+    machine: Machine
+    tokens: float | None
+    device_nbytes: int | None
+    work: Work
+
+    def days(self, found: Forecast) -> float | None:
+        """That the tokens take."""
+        return self.tokens / found.tokens_per_second / _DAY_SECONDS if self.tokens and found.tokens_per_second else None
+
+    def notes(self, found: Forecast) -> list[str]:
+        """What was assumed rather than known."""
+        told = []
+        if found.values_read:
+            told.append(
+                f"A forecast has no values, and the model's code asked for {found.values_read} (conditions, numbers): "
+                "conditions were taken to hold, numbers to be 1, and the experts of a layer that routes to share the tokens "
+                "equally."
+            )
+        if self.work.ranks > 1 and not self.machine.peer:
+            known = "is not measured" if self.machine.name == "this" else "is none in the machine's description"
+            rate = format_rate(share_of(self.machine, self.work.ranks).exchange, 1.0)
+            told.append(
+                f"A link of the devices' own {known}: what ranks send each other was counted over host memory, at most {rate} "
+                'each. Where there is one (NVLink), write its bytes a second as "peer" into a machine file (probe '
+                "--machine-file makes one)."
+            )
+        return told
+
+
+def as_json(found: Forecast, seen: Seen, wishes: Wishes | None) -> str:
+    """The object that `plan --json` prints."""
+    values: dict[str, Any] = {"machine": seen.machine.name, "device_memory": seen.device_nbytes, **found.as_json()}
+    values["days"] = seen.days(found)
+    values["nvme_written_per_day"], values["nvme_years"] = wear(found, seen.machine)
     values["largest"] = wishes.largest if wishes is not None else {}
     values["buys"] = [line.as_json() for line in wishes.buys] if wishes is not None else []
+    values["notes"] = seen.notes(found)
     return json.dumps(values)
 
 
@@ -118,45 +156,67 @@ def _time(years: float) -> str:
     return f"{years:.1f} years" if years >= 1 else f"{years * _YEAR_DAYS:.0f} days"
 
 
-def page(found: Forecast, machine: Machine, tokens: float | None, wishes: Wishes | None, device_nbytes: int | None) -> str:
-    """What a person reads. `device_nbytes`: as `as_json` has it."""
+def answer(found: Forecast, seen: Seen, title: str) -> list[str]:
+    """What a person asked, in five lines. `title`: the model."""
+    machine, work = seen.machine, seen.work
+    name = "this machine" if machine.name == "this" else machine.name
+    of_ranks = f", {work.ranks} ranks" if work.ranks > 1 else ""
+    first = f"{'It fits' if found.fits else 'It does not fit'}. {title} on {name}{of_ranks}"
     if not found.peak_nbytes:
-        return f"It does not fit: {found.reason}"
-    places = ", ".join(f"{what.replace('_', ' ')} on {tier}" for what, tier in found.placement.items())
-    verdict = "It fits." if found.fits else f"It does not fit ({found.reason})."
-    lines = [
-        f"On {machine.name}: {verdict} {places[0].upper()}{places[1:]}",
-        f"{format_seconds(found.step_seconds)} a step, {found.tokens_per_second:,.0f} tokens/s{_days(found, tokens)}; the "
-        f"floor is {format_seconds(found.floor_seconds)} ({found.bottleneck})",
-        *([f"with --device-memory {format_nbytes(device_nbytes).replace(' ', '')}"] if device_nbytes is not None else []),
-        "",
-        table(("needs", "seconds"), [(name, f"{seconds:.3f}") for name, seconds in found.floors.items() if seconds > 0]),
-        "",
-        _memory_table(found),
-        "",
-        _link_table(found),
+        return [first, f"because {found.reason}"]
+    days = seen.days(found)
+    lasting = f", {days:,.1f} days for {format_count(seen.tokens or 0)} tokens" if days is not None else ""
+    ratio = found.step_seconds / found.floor_seconds
+    budget = format_nbytes(seen.device_nbytes).replace(" ", "") if seen.device_nbytes is not None else ""
+    of_each = " of each rank" if work.ranks > 1 else ""
+    return [
+        first,
+        f"{format_seconds(found.step_seconds)} a step of {work.tokens} tokens, "
+        f"{found.tokens_per_second:,.0f} tokens/s{lasting}",
+        f"bottleneck: {found.bottleneck}, which alone needs {format_seconds(found.floor_seconds)} (the floor; the step takes "
+        f"{ratio:.2f} of it)",
+        f"at most{of_each} in {', '.join(_peaks(found, machine))}{'' if found.fits else ': too much'}",
+        f"{'; '.join(_places(found))}{f'; with --device-memory {budget}' if budget else ''}",
     ]
-    written, years = wear(found, machine)
+
+
+def _places(found: Forecast) -> list[str]:
+    """Where each state lies: the furthest tier that it may lie in says less."""
+    told = []
+    for state in (PARAMETERS, OPTIMIZER_STATES, GRADIENTS):
+        purposes = (state.furthest, state.kept, state.near)
+        parts = [
+            f"{format_nbytes(nbytes)} on {tier}"
+            for tier in found.peak_nbytes
+            if (nbytes := sum(one["nbytes"] for one in found.planned if one["tier"] == tier and one["purpose"] in purposes))
+        ]
+        told += [f"{state.furthest} {' and '.join(parts)}"] if parts else []
+    return told
+
+
+def _peaks(found: Forecast, machine: Machine) -> list[str]:
+    room = {"device": machine.device_nbytes, "cpu": machine.cpu_nbytes / found.ranks, "nvme": machine.nvme_nbytes / found.ranks}
+    return [
+        f"{tier} memory {format_nbytes(nbytes)} of {format_nbytes(room[tier])}".replace("nvme memory", "nvme")
+        for tier, nbytes in found.peak_nbytes.items()
+        if nbytes
+    ]
+
+
+def sections(found: Forecast, seen: Seen, wishes: Wishes | None) -> list[str]:
+    """What stands below the answer."""
+    if not found.peak_nbytes:
+        return []
+    needs = [(name, f"{seconds:.3f}") for name, seconds in found.floors.items() if seconds > 0]
+    told = [table(("needs", "seconds"), needs), _memory_table(found), _link_table(found)]
+    written, years = wear(found, seen.machine)
     if written is not None and years is not None:
-        lines += [
-            "",
-            f"Written to the drives: {format_nbytes(written)} a day; at that rate their rated endurance lasts {_time(years)}",
-        ]
+        told.append(
+            f"Written to the drives: {format_nbytes(written)} a day; at that rate their rated endurance lasts {_time(years)}"
+        )
     if wishes is not None:
-        lines += ["", _wishes_text(wishes)]
-    if found.values_read:
-        lines += [
-            "",
-            f"A forecast has no values, and the model's code asked for {found.values_read} (conditions, numbers): conditions "
-            "were taken to hold, numbers to be 1, and the experts of a layer that routes to share the tokens equally.",
-        ]
-    return "\n".join(lines)
-
-
-def _days(found: Forecast, tokens: float | None) -> str:
-    if tokens is None:
-        return ""
-    return f", {tokens / found.tokens_per_second / _DAY_SECONDS:,.1f} days for {format_count(tokens)} tokens"
+        told.append(_wishes_text(wishes))
+    return told
 
 
 def _memory_table(found: Forecast) -> str:
@@ -196,5 +256,10 @@ def _wishes_text(wishes: Wishes) -> str:
             for what, size in wishes.largest.items()
         )
         lines.append(f"About the largest that fit, each alone: {largest}")
-    lines += [f"{line.what}: the floor from {line.before:.2f} to {line.after:.2f} s" for line in wishes.buys]
+    lines += [
+        f"{line.what}: the floor from {format_seconds(line.before)} to {format_seconds(line.after)}"
+        if line.after < line.before * (1 - _WORTH)
+        else f"{line.what}: no lower floor"
+        for line in wishes.buys
+    ]
     return "\n".join(lines)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
 import torch
 
 from offload import _native
-from offload.cli.arguments import add_drive_arguments, check_is_folder, paths_of, positive_number
+from offload.cli.arguments import add_drive_arguments, check_file, check_is_folder, paths_of, positive_number
 from offload.cli.info import section
 from offload.cli.machine import Row, accelerator_rows, backend_rows, native_rows, system_rows
 from offload.cli.rates import Direction, Drive, link_rates, stream_bytes_per_second
@@ -27,7 +28,7 @@ _DIRECTIONS: tuple[Direction, ...] = ("write", "read", "both")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nvme", metavar="PATH[,PATH...]", help="folders on the drives to measure")
     add_drive_arguments(parser)
-    parser.add_argument("--machine-file", metavar="FILE", help="write what was measured, for plan --machine FILE")
+    parser.add_argument("--machine-file", type=Path, metavar="FILE", help="write what was measured, for plan --machine FILE")
     parser.add_argument("--json", action="store_true", help="print what was measured as one JSON object, and nothing else")
     parser.add_argument("--seconds", type=positive_number, default=2.0, metavar="S", help="seconds for each rate (default 2)")
     parser.set_defaults(run=run)
@@ -38,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
     paths, nbytes = paths_of(args.nvme) or [], parse_nbytes(args.size, "--size")
     for path in paths:
         check_is_folder(path, "--nvme")
+    check_file(args.machine_file, "--machine-file")
     if args.json or args.machine_file is not None:
         measured = measure_machine(paths, args.seconds / 4)
         if args.machine_file is not None:

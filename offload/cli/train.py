@@ -30,6 +30,7 @@ from offload.cli.arguments import (
     add_model_arguments,
     add_optimizer_arguments,
     check_can_be_written,
+    check_file,
     config_of,
     natural,
     positive,
@@ -46,11 +47,14 @@ from offload.cli.progress import ProgressLine
 from offload.cli.report import make_report, print_report
 from offload.cli.text import format_count, format_nbytes
 from offload.errors import ConfigError, StorageError
+from offload.profiling.profile import Profile
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _BYTES = "bytes"
 _DEFAULT_STEPS = 100
 _FINAL_LR_SHARE = 0.1
+_PROFILED = (3, 4)
+"""Steps of the run. The first has no updates of one before it, the second is the first that has."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,6 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("results")
     group.add_argument("--export", type=Path, metavar="DIR", help="write the weights (with --lora: the adapter) as safetensors")
     group.add_argument("--merged", action="store_true", help="with --lora and --export: the model with the adapter merged in")
+    group.add_argument(
+        "--profile", type=Path, metavar="FILE", help=f"write steps {_PROFILED[0]} and {_PROFILED[1]} as a trace, for explain"
+    )
     group.add_argument("--json", type=Path, metavar="FILE", help="write a line of JSON for each step, and for the report")
     parser.set_defaults(run=run)
 
@@ -117,6 +124,7 @@ def run(args: argparse.Namespace) -> int:
     config = config_of(args)
     check_arguments(args)
     _check_export(args)
+    _check_profile(args)
     lines = JsonLines(args.json)
     interruption, progress = Interruption(), ProgressLine()
     with interruption.watching():
@@ -135,7 +143,8 @@ def run(args: argparse.Namespace) -> int:
             meter = EngineMeter(engine, measurements)
             progress.say(_placement_line(meter))
             with interruption.between_steps():
-                _Loop(args, engine, windows, measurements, meter, interruption, progress, lines).run(len(stream))
+                loop = _Loop(args, engine, windows, measurements, meter, interruption, progress, lines)
+                loop.run(len(stream))
                 progress.close()
                 meter.read()
                 io = meter.io
@@ -151,6 +160,8 @@ def run(args: argparse.Namespace) -> int:
                 measurements.seconds["total"] = time.perf_counter() - started
                 report = make_report(args, choice.title, model, stream, config, meter, measurements, io)
                 print_report(report)
+                if args.profile is not None:
+                    print(f"\n{_profile_line(args.profile, loop.profile)}")
                 lines.write("report", report)
     return 0
 
@@ -165,6 +176,14 @@ def _check_export(args: argparse.Namespace) -> None:
         raise ConfigError(f"--export {str(args.export)!r} is there already: name a folder that is not, or an empty one.")
     if args.export is not None:
         check_can_be_written(args.export, "--export")
+
+
+def _check_profile(args: argparse.Namespace) -> None:
+    check_file(args.profile, "--profile")
+    if args.profile is not None and args.steps is not None and args.steps < _PROFILED[1]:
+        raise ConfigError(
+            f"--profile records steps {_PROFILED[0]} and {_PROFILED[1]}, and --steps {args.steps} ends before that: give more."
+        )
 
 
 def _tokenizer(args: argparse.Namespace) -> Any:
@@ -221,6 +240,12 @@ def _introduction(choice: ModelChoice, model: nn.Module, stream: TokenStream, co
     )
 
 
+def _profile_line(path: Path, profile: Profile | None) -> str:
+    if profile is None:
+        return f"--profile: the run ended before step {_PROFILED[0]}, so nothing was written to {path}"
+    return f"a trace of the run's steps from {_PROFILED[0]} on: {path}; what it says: python -m offload explain {path}"
+
+
 def _placement_line(meter: EngineMeter) -> str:
     placement = meter.latest["placement"]
     planned = {tier: meter.planned_nbytes(tier) for tier in ("device", "cpu", "nvme")}
@@ -252,6 +277,8 @@ class _Loop:
         self._windows = windows
         self._measurements, self._meter = measurements, meter
         self._interruption, self._progress, self._lines = interruption, progress, lines
+        self.profile: Profile | None = None
+        """Of `--profile`, from when it began."""
         self._last_count = args.steps or (_DEFAULT_STEPS if args.seconds is None else None)
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, self._lr_factor)
 
@@ -269,6 +296,8 @@ class _Loop:
         line = StepLine(measurements, self._meter, self._progress, self._lines, self._last_count)
         started = time.perf_counter()
         while not (self._interruption.requested or self._is_over(started)):
+            if self._args.profile is not None and measurements.step_count == _PROFILED[0] - 1:
+                self.profile = self._engine.profile(self._args.profile, steps=len(_PROFILED))
             lr = lr_of(self._optimizer)
             self._step()
             line.step_ended(lr, self._engine.grad_norm)

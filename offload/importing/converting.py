@@ -59,11 +59,16 @@ def import_checkpoint(source: Path, target: Path, kind: str | None = None, names
     Host memory: one shard of the source, 1 Mi elements beside it. Raises `CheckpointError`, `StorageError`.
     """
     found = open_source(source, kind, names)
+    write_checkpoint(found, target)
+    return found
+
+
+def write_checkpoint(source: Source, target: Path) -> None:
+    """What `import_checkpoint` makes of what was opened."""
     with StagedFolder(target, replace=True) as folder:
-        manifest = _Converter(folder.path, found).convert()
+        manifest = _Converter(folder.path, source).convert()
         write_file(folder.path / MANIFEST_NAME, encode(manifest))
         folder.commit()
-    return found
 
 
 def open_source(path: Path, kind: str | None, names: Sequence[str] | None = None) -> Source:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from offload.cli.main import main
+from offload.cli.main import _COMMANDS, main
+from offload.importing.converting import KINDS
 
 from .conftest import LLAMA, is_empty, run
 
@@ -106,3 +107,71 @@ def test_a_failure_in_training_is_one_line_and_code_1(capsys: pytest.CaptureFixt
     lines = [line for line in capsys.readouterr().err.splitlines() if line]
     assert len(lines) == 1
     assert lines[0].startswith("offload train: error: the gradients of ")
+
+
+MISTAKES: dict[str, list[list[str]]] = {
+    "train": [
+        ["--data", "D/gone"],
+        ["--data", "D/text", "--checkpoints", "D/text"],
+        ["--data", "D/text", "--json", "D/gone/lines"],
+        ["--data", "D/text", "--profile", "D/empty"],
+        ["--data", "D/text", "--profile", "D/trace", "--steps", "3"],
+        ["--data", "D/text", "--export", "D/full"],
+        ["--data", "D/text", "--export", "/proc/there/is/none"],
+        ["--data", "D/text", "--cpu-memory", "1", "--hidden", "16", "--heads", "1", "--layers", "1"],
+    ],
+    "plan": [["--model", "D/empty"], ["--machine", "D/text"], ["--machine", "rtx4099"], ["--trace", "D/gone/trace"]],
+    "explain": [["D/gone"], ["D/empty"], ["D/text"]],
+    "probe": [["--nvme", "D/text"], ["--machine-file", "D/empty"], ["--machine-file", "D/gone/file"], ["--size", "-3"]],
+    "export": [["D/gone", "D/out"], ["D/empty", "D/out"], ["D/text", "D/out"], ["D/no checkpoint", "D/out"]],
+    "import": [
+        ["D/gone", "D/out"],
+        ["D/empty", "D/out"],
+        ["D/text", "D/out"],
+        ["D/full", "D/out"],
+        *(["D/empty", "D/out", "--kind", kind] for kind in KINDS),
+        ["D/empty", "D/full"],
+        ["D/empty", "D/text"],
+    ],
+    "bench": [["io", "--nvme", "D/text"], ["io", "--nvme", "D", "--backend", "none"], ["adam", "--numel", "0"]],
+    "info": [["more"]],
+}
+
+
+def test_every_command_is_asked_for_mistakes() -> None:
+    assert set(MISTAKES) == set(_COMMANDS)
+
+
+@pytest.mark.parametrize(("command", "arguments"), [(name, one) for name, all_of in MISTAKES.items() for one in all_of])
+def test_a_users_mistake_is_code_2_in_every_command(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    text: Path,
+    command: str,
+    arguments: list[str],
+) -> None:
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", "cpu")
+    (tmp_path / "empty").mkdir()
+    for folder, name in (("full", "something"), ("no checkpoint", "MANIFEST.json")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).write_text("{")
+    text.rename(tmp_path / "text")
+    before = sorted(tmp_path.rglob("*"))
+    refused(capsys, command, *(one.replace("D", str(tmp_path), 1) if one.startswith("D") else one for one in arguments))
+    assert sorted(tmp_path.rglob("*")) == before, "something was made"
+
+
+def test_a_folder_in_the_way_of_what_is_written_is_a_mistake_too(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: Path
+) -> None:
+    shape = ["--hidden", 16, "--layers", 1, "--heads", 1, "--sequence", 16, "--steps", 1, "--eval-batches", 0]
+    saved = tmp_path / "run" / "step-1"
+    train = ["train", "--data", text, *shape, "--checkpoints", saved.parent]
+    assert main([str(one) for one in train]) == 0
+    capsys.readouterr()
+    for form in ("safetensors", "deepspeed-universal"):
+        assert "only an empty folder" in refused(capsys, "export", saved, saved, "--format", form)
+        assert "exists and is not a folder" in refused(capsys, "export", saved, text, "--format", form)
+        assert "cannot be written to" in refused(capsys, "export", saved, "/proc/there/is/none", "--format", form)
+    assert "embed_tokens" in refused(capsys, *train, "--vocabulary", 300)  # another model than the run's

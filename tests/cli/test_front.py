@@ -235,6 +235,22 @@ def test_adapters_are_trained_by_the_checkpoints_own_tokenizer_and_exported(
     assert all(".lora_" in name for name in written) and len(written) == 2 * 7 * LLAMA["num_hidden_layers"]
 
 
+def test_steps_of_a_run_become_a_trace_and_the_end_says_what_reads_it(
+    train: Trainer, capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.json"
+    flags = ("--data", text, *SMALL, "--steps", 5, "--eval-batches", 0)
+    _, plain = train(*flags)
+    done, profiled = train(*flags, "--profile", trace)
+    assert profiled["losses"] == plain["losses"]
+    assert done.out.splitlines()[-1].endswith(f"python -m offload explain {trace}")
+    assert main(["explain", str(trace), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["steps"] == 2 and 0 < found["step_seconds"] * 2 < profiled["seconds"]["training"]
+    done, _ = train("--data", text, *SMALL, "--seconds", 1e-6, "--eval-batches", 0, "--profile", tmp_path / "none.json")
+    assert "the run ended before step 3" in done.out and not (tmp_path / "none.json").exists()
+
+
 def test_what_cannot_lie_there_is_said_before_the_text_is_read(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: Path, text: Path, tmp_path: Path
 ) -> None:

@@ -3,19 +3,25 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import offload
+from offload.cli.forecast import Work, forecast_granted
 from offload.cli.main import main
 from offload.cli.outline import Outline
+from offload.device.virtual.description import changed, read_machine, share_of
+from offload.device.virtual.machine import VirtualMachine
 
-from .conftest import run
+from .conftest import LLAMA, run
 from .plain import adamw, new_model
 
 PLACES = ("device", "cpu", "nvme")
@@ -112,12 +118,80 @@ def test_the_command_builds_nothing_and_prints_the_plan(nvme: Path) -> None:
     assert not list(nvme.iterdir())
 
 
-def test_a_budget_that_cannot_be_shows_what_can(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+TINY = ("plan", "--hidden", "64", "--layers", "2", "--vocabulary", "256", "--dtype", "bf16", "--sequence", "16")
+
+
+@pytest.mark.parametrize("machine", ["this", "rtx4090"])
+def test_a_budget_that_cannot_be_shows_what_can(
+    machine: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No is an answer, and the same one as an object says."""
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", UNIFIED)
-    assert main(["plan", "--hidden", "64", "--layers", "2", "--cpu-memory", "1KiB"]) == 2
-    printed = capsys.readouterr()
-    assert "Placements, without budgets" in printed.out
-    assert "cannot hold" in printed.err
+    flags = [*TINY, "--cpu-memory", "1KiB", "--parameters", "cpu", "--optimizer-states", "cpu", "--machine", machine]
+    assert main(flags) == 1
+    first, reason, *rest = capsys.readouterr().out.splitlines()
+    assert first.startswith("It does not fit. 164.2 k parameters") and "cpu_memory=1024 cannot hold" in reason
+    assert "parameters='nvme', optimizer_states='nvme'" in reason
+    assert "Placements, without budgets" in rest
+    assert main([*flags, "--json"]) == 1
+    assert "because " + json.loads(capsys.readouterr().out)["reason"] == reason
+
+
+@pytest.mark.parametrize("flags", [(), ("--accumulate", "2"), ("--ranks", "2"), ("--optimizer-states", "nvme", "--lora", "4")])
+def test_the_answer_comes_first_and_all_of_it_is_of_one_placement(
+    flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [*TINY, "--machine", "rtx4090", "--tokens", "1e9", *flags]
+    assert main([*asked, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert main(asked) == 0
+    lines = capsys.readouterr().out.splitlines()
+    tokens = 16 * (2 if "--accumulate" in flags or "--ranks" in flags else 1)
+    assert lines[0].startswith("It fits. ") and " on rtx4090" in lines[0]
+    assert f" a step of {tokens} tokens, {found['tokens_per_second']:,.0f} tokens/s, {found['days']:,.1f} days" in lines[1]
+    assert lines[2].startswith(f"bottleneck: {found['bottleneck']}, which alone needs ")
+    assert " device memory " in lines[3] and " of 23.50 GiB" in lines[3]
+    assert lines[4].startswith("parameters ") and "optimizer states " in lines[4] and lines[5] == ""
+    rows = [line.rsplit(maxsplit=4) for line in lines if re.match(r"  (device|cpu|nvme) .* [0-9.]+ \w+B? +[0-9.]+ +\d+$", line)]
+    table = Counter({tuple(re.split(" {2,}", row[0].strip())): int(row[-1]) for row in rows if "TOTAL" not in row[0]})
+    assert table == Counter({(one["tier"], one["purpose"]): one["nbytes"] for one in found["planned"]})
+
+
+@pytest.mark.parametrize("states", ["auto", "nvme"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_the_tables_are_of_is_what_the_forecast_ran_with(states: Any, ranks: int) -> None:
+    machine = changed(read_machine("rtx4090"), device_nbytes=3e6)
+    shape = transformers.LlamaConfig(**LLAMA | {"num_hidden_layers": 6, "hidden_size": 128})
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        with torch.device("meta"):
+            model = transformers.LlamaForCausalLM(shape).to(torch.bfloat16)
+        return model, torch.optim.AdamW(model.parameters())
+
+    config = offload.Config(dtype="bf16", nvme=".", cpu_memory=2**24, optimizer_states=states).expecting(2)
+    found, used = forecast_granted(make, config, machine, Work(1, 16, 2, checkpointing=False, ranks=ranks))
+    assert found.peak_nbytes
+    with VirtualMachine(share_of(machine, ranks), ranks).running(), Outline(*make(), used, ranks) as outline:
+        lines = outline.placement().plan.lines
+    assert [{"tier": line.tier, "purpose": line.purpose, "nbytes": line.nbytes} for line in lines] == found.planned
+
+
+def test_a_link_between_ranks_that_is_not_known_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    for machine, known in (("h100", True), ("rtx4090", False)):
+        assert main([*TINY, "--machine", machine, "--ranks", "2"]) == 0
+        assert ("counted over host memory" in capsys.readouterr().out) != known
+        assert main([*TINY, "--machine", machine, "--ranks", "2", "--json"]) == 0
+        notes = json.loads(capsys.readouterr().out)["notes"]
+        assert any("counted over host memory" in one for one in notes) != known
+    assert main([*TINY, "--machine", "rtx4090"]) == 0  # one rank sends nobody anything
+    assert "counted over host memory" not in capsys.readouterr().out
+
+
+def test_a_described_machine_has_drives_without_a_folder_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "--machine", "rtx4090", "--parameters", "nvme", "--optimizer-states", "nvme", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["placement"]["optimizer_states"] == "nvme"
+    assert main([*TINY, "--optimizer-states", "nvme"]) == 2
+    assert "needs a folder" in capsys.readouterr().err
 
 
 def test_several_ranks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -21,6 +21,10 @@ RESOURCES = ("h2d", "d2h", "nvme_read", "nvme_write", "nvme_both", "memory_bandw
 """Those fields of `Machine` that are rates, but for `flops_32`."""
 CORES = "cores"
 """Where they compute the model, too: seconds of all of them."""
+CALLS = "calls"
+"""What the engine's own Python takes."""
+_UNBOUND = 1e12
+"""Times its rate, of a resource that is looked away from."""
 COLLECTIVES = "collectives"
 """What ranks send each other: bytes that this one sends, as it receives as many."""
 
@@ -32,8 +36,10 @@ class VirtualMachine:
     Host memory that a model computes on is on the meta device; host memory beside a device is addresses that nobody writes to.
     """
 
-    def __init__(self, machine: Machine, rank_count: int = 1) -> None:
-        """`rank_count`: one of so many ranks runs here, which all do the same; `machine` is its share (`share_of`)."""
+    def __init__(self, machine: Machine, rank_count: int = 1, unbound: Collection[str] = ()) -> None:
+        """`rank_count`: one of so many ranks runs here, which all do the same; `machine` is its share (`share_of`). `unbound`:
+        resources, or `CALLS`, that take no time, though the engine is told of the machine as it is: so it is seen what waiting
+        for them costs."""
         self.machine, self.simulation = machine, Simulation()
         self.rank_count = rank_count
         self.cpu_nbytes, self.nvme_nbytes = int(machine.cpu_nbytes), int(machine.nvme_nbytes)
@@ -41,6 +47,9 @@ class VirtualMachine:
         self.resources = {name: Resource(name, getattr(machine, name)) for name in RESOURCES}
         self.resources[CORES] = Resource(CORES, 1.0)
         self.resources[COLLECTIVES] = Resource(COLLECTIVES, machine.exchange)
+        for name in set(unbound) - {CALLS}:
+            self.resources[name].rate *= _UNBOUND
+        self._call_seconds = 0.0 if CALLS in unbound else machine.call_seconds
         self.sharing.foreground = frozenset({self.resources["flops"], self.resources["device_bandwidth"]})
         self.compute, self.fetch, self.drain, self.reads, self.writes = (Queue(self.sharing) for _ in range(5))
         self.collectives = Queue(self.sharing)
@@ -90,7 +99,7 @@ class VirtualMachine:
     def call(self) -> None:
         """The calling thread asked for something."""
         self.calls += 1
-        self.simulation.spend(self.machine.call_seconds)
+        self.simulation.spend(self._call_seconds)
 
     def launch(self, flops: float, nbytes: float, *, wide: bool = False) -> None:
         """One operation of the model, behind those before it. `wide`: in 32 bits."""
