@@ -115,14 +115,20 @@ class Config:
         return 1
 
     @property
+    def tokens(self) -> int:
+        """Of one micro-batch of each rank, which say how long the model computes; 0: not known."""
+        return 0
+
+    @property
     def keeps_wide_gradients(self) -> bool:
         """Whether gradients are kept in fp32 from the first micro-batch on, as more are expected."""
         return self.micro_batches > 1 and not self.sums_are_narrow
 
-    def expecting(self, micro_batches: int) -> Config:
-        """This config for a loop that accumulates the gradients of so many micro-batches before each step. Places are then
-        decided for that loop; else the engine learns the number from the first step."""
-        return told(self, micro_batches=max(int(micro_batches), 1))
+    def expecting(self, micro_batches: int, tokens: int = 0) -> Config:
+        """This config for a loop that accumulates the gradients of so many micro-batches before each step, each of so many
+        tokens on each rank. Places are then decided for that loop; else the engine learns the number of micro-batches from the
+        first step. Without the tokens a step is taken to be all moving, as that of the smallest batches is."""
+        return told(self, micro_batches=max(int(micro_batches), 1), tokens=max(int(tokens), 0) or self.tokens)
 
     def __post_init__(self) -> None:
         checks = (self._check_choices, self._check_state_format, self._check_numbers, self._check_paths, self._check_loss_scale)
@@ -235,6 +241,7 @@ class _Told(Config):
     sums_are_narrow: bool = False
     masters_begin_rounded: bool = False
     micro_batches: int = 1
+    tokens: int = 0
 
 
 def told(config: Config, **values: Any) -> Config:

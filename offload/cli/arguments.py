@@ -115,7 +115,7 @@ def config_of(args: argparse.Namespace) -> offload.Config:
         "update": args.update,
         "prefetch": args.prefetch,
     }
-    return offload.Config(**fields).expecting(args.accumulate)
+    return offload.Config(**fields).expecting(args.accumulate, args.batch * args.sequence)
 
 
 def add_drive_arguments(parser: argparse.ArgumentParser) -> None:

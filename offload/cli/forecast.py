@@ -72,7 +72,7 @@ def forecast(
         engine.zero_grad()
 
     def begin() -> offload.Engine:
-        return offload.initialize(model, optimizer, config.expecting(work.micro_batches))
+        return offload.initialize(model, optimizer, config.expecting(work.micro_batches, work.batch * work.sequence))
 
     virtual = VirtualMachine(share_of(machine, work.ranks), work.ranks, unbound)
     return rehearse(virtual, begin, step, tokens=work.tokens, trace=trace, first_steps=first_steps)

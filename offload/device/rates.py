@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast bytes move on a machine: by which the planner weighs placements against each other.
+"""How fast bytes move on a machine, and how fast it computes: by which the planner weighs placements against each other.
 
 Only what is faster than what matters, and by how much: a rate that is off by a third changes few decisions.
 """
@@ -21,6 +21,8 @@ class Rates:
     nvme_read: float
     nvme_write: float
     nvme_both: float
+    flops: float
+    """Floating-point operations a second, as training in 16 bits reaches them."""
     chunk_seconds: float
     """Of the lane that updates on the host, for each chunk beside its bytes: calls, and their hand-over."""
     source: str
@@ -34,6 +36,7 @@ GPU = Rates(
     nvme_read=5e9,
     nvme_write=4e9,
     nvme_both=6e9,
+    flops=80e12,
     chunk_seconds=75e-6,
     source="usual for a GPU on 16 lanes of PCIe 4, two channels of DDR5 and one NVMe drive",
 )
@@ -45,6 +48,7 @@ HOST = Rates(
     nvme_read=3e9,
     nvme_write=2.5e9,
     nvme_both=4e9,
+    flops=0.5e12,
     chunk_seconds=150e-6,
     source="usual for a processor with two channels of memory and one NVMe drive",
 )

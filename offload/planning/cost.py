@@ -5,8 +5,8 @@ A step has two halves, and what moves in one of them is not moved in the other: 
 last step run and their records are read and written; under the backward units come again, gradients leave and spill. Of several
 micro-batches the first forward is the one half, and all that follows the other. In each half links work side by side, so it
 lasts as long as the slowest of them; reads and writes share a drive, and everything that host memory has to bear shares that.
-Nothing is known of the model's compute before it runs: it hides what is shorter than itself, whatever the placement, so what is
-compared is what is left to hide.
+How long the model computes is known where the tokens of a micro-batch are (`Config.expecting`): what moves under it is hidden.
+Else what is compared is what there is to hide.
 """
 
 from __future__ import annotations
@@ -16,6 +16,23 @@ from offload.planning.placement import Placement, Problem
 from offload.planning.route import Memory
 from offload.planning.route_bytes import Link, fetched, gradients_leave, updated
 from offload.planning.traffic import fetch_counts, spilled_by
+
+
+def step_seconds(problem: Problem, placement: Placement, found: Cost) -> float:
+    """With what the model computes in each half, where that is known: for each token two operations of a parameter in forward,
+    as many in backward, and as many again for its gradient. What moves under the backwards is hidden by the units that it is
+    of: while others compute there is nothing of it to do."""
+    units, micro_batches = problem.footprint.units, problem.micro_batches
+    seconds = 2 * problem.config.tokens / problem.rates.flops
+    forward = seconds * sum(unit.numel for unit in units)
+    computing, moving = 0.0, 0.0
+    for unit, route, held_while_used in zip(units, placement.routes, problem.fetched(placement.routes), strict=True):
+        takes = seconds * unit.numel * (micro_batches * (2 + unit.trained_share) - 1)
+        if held_while_used or (unit.trained and route.gradients_in is not Memory.DEVICE):
+            moving += takes
+        else:
+            computing += takes
+    return max(forward, *found.forward.values()) + computing + max(moving, *found.backward.values())
 
 
 def cost(problem: Problem, placement: Placement) -> Cost:

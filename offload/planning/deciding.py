@@ -19,7 +19,7 @@ from offload.device.accelerator import Accelerator
 from offload.errors import BudgetError, ConfigError
 from offload.layout import Layout
 from offload.planning.budget import Tier
-from offload.planning.cost import cost
+from offload.planning.cost import cost, step_seconds
 from offload.planning.device_share import DeviceShare
 from offload.planning.free_memory import FreeMemory
 from offload.planning.placement import ALONE, Placement, Problem, RankGroup, Verdict, format_of, place
@@ -53,7 +53,7 @@ _FREE_SHARE = 0.8
 @dataclass(frozen=True, slots=True)
 class Weight:
     """What placements are compared by. `has_no_room`: for the sums of a second micro-batch. `seconds`: that a step takes at
-    least. `moved`: bytes, over the slowest link first."""
+    least, with what is known of the model's computing. `moved`: bytes, over the slowest link first."""
 
     has_no_room: bool
     seconds: float
@@ -195,7 +195,7 @@ def _moves_nothing(problem: Problem, placement: Placement) -> bool:
 
 def _weight(problem: Problem, placement: Placement) -> Weight:
     has_no_room = problem.excess(placement, with_sums=True) is not None
-    return Weight(has_no_room, cost(problem, placement).seconds, _moved(problem, placement))
+    return Weight(has_no_room, step_seconds(problem, placement, cost(problem, placement)), _moved(problem, placement))
 
 
 _Weighed = tuple[tuple[Tier, Tier, float], ...]

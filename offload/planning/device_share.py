@@ -48,7 +48,14 @@ class DeviceShare:
         for grow in (self._staying, self._resident):
             most, *fewer = (self._with_spare(one) for one in grow(smallest, order))
             found += [most, *([self._quietest(fewer)] if fewer else [])]
-        return found
+        return [*found, *map(self._with_spare, self._records_first(smallest, order))]
+
+    def _records_first(self, smallest: Placement, order: Sequence[int]) -> list[Placement]:
+        """Where gradients come before records: the other way round. What is updated on the device leaves the forward, under
+        which the host's updates run, and what sums of micro-batches move the backwards hide where they compute for long."""
+        if not (self.problem.accumulates and self.problem.config.tokens):
+            return []
+        return [self._taken(smallest, self._trained(smallest, order), _with_records)]
 
     def _quietest(self, placements: Sequence[Placement]) -> Placement:
         """The one that moves least."""

@@ -10,6 +10,7 @@ from offload.device.records import RecordFormat
 from offload.layout import EXTENT_ALIGN, FlatLayout, Layout, UnitLayout, round_up
 from offload.planning.budget import MASTER_ITEMSIZE, SPILLING_BUFFERS, SUM_BLOCK, UNREDUCED_UNITS
 
+_NARROW_ITEMSIZE = 2
 FormatOf = Callable[[str, bool], RecordFormat]
 """What the records of trained parameters consist of, by their dtype and whether updates cross from one memory to another."""
 
@@ -94,6 +95,17 @@ class UnitSizes:
             largest_trained_numel=max((chunk.numel for flat in trained for chunk in flat.chunks), default=0),
             open_chunk_count=sum(flat.open_chunk_count for flat in trained),
         )
+
+    @property
+    def numel(self) -> int:
+        """About how many parameters the model computes with: all are taken to be of the dtype of the trained ones."""
+        trained = sum(self.gradients_wide) // MASTER_ITEMSIZE
+        return self.whole * trained // sum(self.trained) if trained else self.whole // _NARROW_ITEMSIZE
+
+    @property
+    def trained_share(self) -> float:
+        """Of its parameters."""
+        return sum(self.trained) / self.home if self.home else 0.0
 
 
 @dataclass(frozen=True, slots=True)

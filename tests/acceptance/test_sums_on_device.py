@@ -35,19 +35,19 @@ def blocks() -> nn.Module:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """`started(device_nbytes, micro_batches=1, **config)`; None: of a device that does not say what it has, where sums lie in
+    """`started(device_nbytes, micro_batches=1, tokens=0, **config)`; None: of a device that does not say what it has, where sums lie in
     host memory."""
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", "deferred")
     monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
     engines = []
 
-    def start(nbytes: int | None, micro_batches: int = 1, **fields: Any) -> Any:
+    def start(nbytes: int | None, micro_batches: int = 1, tokens: int = 0, **fields: Any) -> Any:
         if nbytes is None:
             monkeypatch.delenv("OFFLOAD_DEVICE_NBYTES", raising=False)
         else:
             monkeypatch.setenv("OFFLOAD_DEVICE_NBYTES", str(nbytes))
         model = blocks()
-        config = offload.Config(**({"dtype": "bf16"} | ON_CPU | fields)).expecting(micro_batches)
+        config = offload.Config(**({"dtype": "bf16"} | ON_CPU | fields)).expecting(micro_batches, tokens)
         engines.append(offload.initialize(model, adamw(model), config))
         return engines[-1]
 
@@ -281,15 +281,17 @@ def test_updates_that_begin_in_backward_and_are_undone(
 
 
 @pytest.mark.parametrize("spare", [0.0, 0.4, 8.0])
-@pytest.mark.parametrize("micro_batches", [1, 3])
-def test_within_a_budget_for_the_device(started: Any, spare: float, micro_batches: int) -> None:
-    """Known beforehand or learned: the bits are the same, and the plan is kept."""
+@pytest.mark.parametrize(("micro_batches", "tokens"), [(1, 0), (3, 0), (3, 3000)])
+def test_within_a_budget_for_the_device(started: Any, spare: float, micro_batches: int, tokens: int) -> None:
+    """Known beforehand or learned: the bits are the same, and the plan is kept. Where tokens are known, records may lie on the
+    device before the gradients of other units do."""
     with pytest.raises(offload.BudgetError) as refusal:
         started(ROOMY, micro_batches, device_memory=1)
     assert refusal.value.smallest_nbytes is not None
     elsewhere = started(None)
     budget = int(refusal.value.smallest_nbytes + spare * whole_nbytes(elsewhere))
-    engine = started(ROOMY, micro_batches, device_memory=budget)
+    chosen = {"parameters": "auto", "optimizer_states": "auto"} if tokens else {}
+    engine = started(ROOMY, micro_batches, tokens, device_memory=budget, **chosen)
     for number in range(3):
         assert_same_bits(step(engine, number, 3), step(elsewhere, number, 3))
     assert_same_bits(engine.state_dict(), elsewhere.state_dict())

@@ -168,7 +168,7 @@ def test_what_the_tables_are_of_is_what_the_forecast_ran_with(states: Any, ranks
             model = transformers.LlamaForCausalLM(shape).to(torch.bfloat16)
         return model, torch.optim.AdamW(model.parameters())
 
-    config = offload.Config(dtype="bf16", nvme=".", cpu_memory=2**24, optimizer_states=states).expecting(2)
+    config = offload.Config(dtype="bf16", nvme=".", cpu_memory=2**24, optimizer_states=states).expecting(2, 16)
     found, used = forecast_granted(make, config, machine, Work(1, 16, 2, checkpointing=False, ranks=ranks))
     assert found.peak_nbytes
     with VirtualMachine(share_of(machine, ranks), ranks).running(), Outline(*make(), used, ranks) as outline:

@@ -49,10 +49,15 @@ def models(draw: st.DrawFn) -> tuple[Any, Expected]:
 
 
 def decision(
-    model: Any, accelerator: Accelerator, pair: tuple[str, str] = ("auto", "auto"), accumulates: bool = False, **fields: Any
+    model: Any,
+    accelerator: Accelerator,
+    pair: tuple[str, str] = ("auto", "auto"),
+    accumulates: bool = False,
+    tokens: int = 0,
+    **fields: Any,
 ) -> Decision:
     config = offload.Config(parameters=pair[0], optimizer_states=pair[1], nvme=NVME, **fields)
-    return Decision(config.expecting(2 if accumulates else 1), accelerator, *model, MOMENTS)
+    return Decision(config.expecting(2 if accumulates else 1, tokens), accelerator, *model, MOMENTS)
 
 
 def least(model: Any, accelerator: Accelerator, pair: tuple[Tier, Tier], field: str, **fields: Any) -> int:
@@ -89,6 +94,7 @@ def test_auto_takes_no_longer_than_any_fixed_placement(
     fields["cpu_memory"] = int(in_memory * least(model, accelerator, ("nvme", "nvme"), "cpu_memory", **fields))
     if not unified:
         fields["device_memory"] = int(on_device * least(model, accelerator, ("nvme", "nvme"), "device_memory", **fields))
+    fields["tokens"] = data.draw(st.sampled_from([0, 0, 500, 5000, 50000]))
     try:
         auto = decision(model, accelerator, accumulates=accumulates, **fields)
         chosen = auto.decide()
@@ -234,3 +240,21 @@ def test_a_refusal_says_what_may_lie_further_away_and_that_takes_less(
     there = (moved_away.get("parameters", pair[0]), moved_away.get("optimizer_states", pair[1]))
     assert refusal.value.smallest_nbytes is not None
     assert least(model, accelerator, there, field) < refusal.value.smallest_nbytes
+
+
+def test_what_the_model_computes_hides_what_moves_under_the_backwards() -> None:
+    """Of known tokens: records may come to the device before the gradients of all units do, which shortens the forward."""
+    specs = [[ParameterSpec(number, 16 * 4096, "bfloat16", 2, True, 0)] for number in range(16)]
+    layout = build_layout([(f"unit {number}", one) for number, one in enumerate(specs)], chunk_numel=4096)
+    model, accelerator = (layout, Expected.of(0, [Use(number) for number in range(1, 16)])), DeferredAccelerator()
+    whole = 16 * 16 * 4096
+    first = []
+    for share in (4, 6, 8, 10):
+        fields: dict[str, Any] = {"state_format": "split", "device_memory": share * whole, "cpu_memory": 2**30}
+        blind, seeing = (decision(model, accelerator, accumulates=True, tokens=one, **fields) for one in (0, 20000))
+        one, other = blind.decide(), seeing.decide()
+        require_within(seeing, other)
+        assert seeing.weight(other).seconds <= ABOUT_AS_LONG * seeing.weight(one).seconds
+        kept = [len(placement.choice.near.records) for placement in (one, other)]
+        first.append(kept[1] > kept[0] and seeing.weight(other).seconds < seeing.weight(one).seconds)
+    assert any(first)

@@ -18,7 +18,7 @@ from offload.cli.main import main
 from offload.device.cpu import CpuAccelerator
 from offload.device.deferred import DeferredAccelerator
 from offload.device.virtual.description import described, read_machine
-from offload.device.virtual.machine import VirtualMachine
+from offload.device.virtual.machine import CALLS, VirtualMachine
 from offload.device.virtual.operations import CountedOperations
 from offload.rehearsal.forecast import Forecast
 from tests.inside import parts_of
@@ -318,3 +318,64 @@ def test_each_expert_that_a_layer_routes_to_has_its_share_of_the_tokens() -> Non
         assert len(chosen.sum(dim=(1, 2)).gt(0).nonzero()) == 4
         rows = [len(torch.where(chosen[index])[0]) for index in range(4)]
     assert rows == [8] * 4 and virtual.values_read == 5
+
+
+def test_what_waiting_for_a_resource_costs_is_the_same_step_without_it() -> None:
+    """In the same places, though a machine that had no such wait would be given others."""
+    slow = dataclasses.replace(MACHINE, nvme_read=1e8, nvme_write=1e8, nvme_both=1e8)
+
+    def run(machine: Any, unbound: tuple[str, ...] = ()) -> Forecast:
+        with torch.device("meta"):
+            model = tiny()
+        config = offload.Config(dtype="bf16", nvme=".", **CASES["nvme"])
+        return forecast(model, adamw(model), config, machine, WORK, unbound=unbound)
+
+    bound, fast = run(slow), run(dataclasses.replace(slow, nvme_read=1e13, nvme_write=1e13, nvme_both=1e13))
+    freed = run(slow, ("nvme_read", "nvme_write", "nvme_both"))
+    assert bound.bottleneck == "NVMe" and freed.bottleneck != "NVMe"
+    assert freed.planned == bound.planned and freed.moved_nbytes["h2d"] == bound.moved_nbytes["h2d"]
+    assert freed.moved_nbytes["nvme_read"] > 0
+    assert fast.step_seconds == pytest.approx(freed.step_seconds, rel=0.05) and freed.step_seconds < 0.5 * bound.step_seconds
+    assert run(slow, (CALLS,)).step_seconds <= bound.step_seconds
+    with pytest.raises(KeyError):
+        run(slow, ("nvme",))
+
+
+def test_an_operation_that_was_seen_before_is_the_same_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its results, its time and its memory: nothing is known by what it could differ in."""
+    cases = [CASES["cpu"], CASES["nvme"] | {"max_grad_norm": 1.0}]
+    known = [foretold(dataclasses.replace(WORK, micro_batches=2, checkpointing=True), **fields) for fields in cases]
+    monkeypatch.setattr(CountedOperations, "_learn", lambda *_: None)
+    assert known == [foretold(dataclasses.replace(WORK, micro_batches=2, checkpointing=True), **fields) for fields in cases]
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda x: x.sum(-1),
+        lambda x: x.t() @ x,
+        lambda x: x.sort(dim=0),
+        lambda x: (x * 2, x * 2.0, x * True, x.int() * 2, x.int() * 2.0),
+        lambda x: torch.where(x > 0, x, 0.0).to(torch.bfloat16),
+        lambda x: torch.nn.functional.layer_norm(x, x.shape[-1:]),
+        lambda x: torch.cat([x, x.float()], dim=-1).softmax(-1),
+        lambda x: x.expand(3, *x.shape).transpose(0, 1).contiguous(),
+    ],
+)
+def test_what_is_known_of_operations_is_what_pytorch_says(operation: Any) -> None:
+    def seen(values: torch.Tensor) -> list[Any]:
+        result = operation(values)
+        return [
+            (one.shape, one.stride(), one.dtype, one.is_meta) for one in (result if isinstance(result, tuple) else (result,))
+        ]
+
+    inputs = [
+        torch.empty(6, 5, device="meta"),
+        torch.empty(6, 5, device="meta", dtype=torch.float64),
+        torch.empty(2, 5, 1, device="meta")[..., 0],
+    ]
+    expected = [seen(one) for one in inputs]
+    virtual = VirtualMachine(MACHINE)
+    with virtual.running(), CountedOperations(virtual) as counted:
+        assert [seen(one) for one in inputs * 3] == expected * 3
+        assert counted._known

@@ -240,6 +240,7 @@ class VirtualAccelerator(Accelerator):
             machine.nvme_read,
             machine.nvme_write,
             machine.nvme_both,
+            machine.flops,
             _CALLS_OF_A_CHUNK * machine.call_seconds,
             f"those of the machine {machine.name}",
         )
