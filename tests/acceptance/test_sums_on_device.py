@@ -35,8 +35,8 @@ def blocks() -> nn.Module:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """`started(device_nbytes, micro_batches=1, tokens=0, **config)`; None: of a device that does not say what it has, where sums lie in
-    host memory."""
+    """`started(device_nbytes, micro_batches=1, tokens=0, **config)`; None: of a device that does not say what it has, where
+    sums lie in host memory."""
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", "deferred")
     monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
     engines = []
