@@ -109,7 +109,9 @@ def _construct(choice: ModelChoice) -> nn.Module:
     try:
         model: nn.Module = transformers.AutoModelForCausalLM.from_config(choice.config)
     except (ValueError, KeyError, ImportError) as error:
-        raise ConfigError(f"{choice.title} cannot be built as a causal language model: {_first_line(error)}.") from error
+        raise ConfigError(
+            f"{choice.title} cannot be built as a causal language model: {_first_line(error).rstrip('.')}."
+        ) from error
     return model
 
 
@@ -141,7 +143,9 @@ def _existing(path: Path) -> ModelChoice:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{str(source)!r} cannot be read as a model's configuration: {_first_line(error)}") from error
     config.use_cache = False
-    return ModelChoice(config, _weights_in(path), f"{config.model_type} of {path.name or path}")
+    name = path.name or str(path)
+    title = name if config.model_type in name else f"{config.model_type} of {name}"
+    return ModelChoice(config, _weights_in(path), title)
 
 
 def _weights_in(path: Path) -> Path | None:

@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     with VirtualMachine(share, args.ranks).running(), outline_with({}) as outline:
         title = f"{format_count(outline.parameter_numel)} parameters ({choice.title})"
         tables = [*sections(found, seen, wishes), *tables_of(outline, found, args.stage), *seen.notes(found)]
-    print("\n\n".join(("\n".join(answer(found, seen, title)), *tables)))
+    print("\n\n".join(("\n".join(answer(found, seen, title, wishes)), *tables)))
     return 0 if found.fits else 1
 
 

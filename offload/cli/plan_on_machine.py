@@ -156,7 +156,7 @@ def _time(years: float) -> str:
     return f"{years:.1f} years" if years >= 1 else f"{years * _YEAR_DAYS:.0f} days"
 
 
-def answer(found: Forecast, seen: Seen, title: str) -> list[str]:
+def answer(found: Forecast, seen: Seen, title: str, wishes: Wishes | None) -> list[str]:
     """What a person asked, in five lines. `title`: the model."""
     machine, work = seen.machine, seen.work
     name = "this machine" if machine.name == "this" else machine.name
@@ -169,14 +169,17 @@ def answer(found: Forecast, seen: Seen, title: str) -> list[str]:
     ratio = found.step_seconds / found.floor_seconds
     budget = format_nbytes(seen.device_nbytes).replace(" ", "") if seen.device_nbytes is not None else ""
     of_each = " of each rank" if work.ranks > 1 else ""
+    last = f"{'; '.join(_places(found))}{f'; with --device-memory {budget}' if budget else ''}"
+    if not found.fits and wishes is not None and wishes.largest:
+        last = f"about the largest that fit, each alone: {_largest_text(wishes)}"
     return [
         first,
-        f"{format_seconds(found.step_seconds)} a step of {work.tokens} tokens, "
+        f"{'' if found.fits else 'were there room: '}{format_seconds(found.step_seconds)} a step of {work.tokens} tokens, "
         f"{found.tokens_per_second:,.0f} tokens/s{lasting}",
         f"bottleneck: {found.bottleneck}, which alone needs {format_seconds(found.floor_seconds)} (the floor; the step takes "
         f"{ratio:.2f} of it)",
         f"at most{of_each} in {', '.join(_peaks(found, machine))}{'' if found.fits else ': too much'}",
-        f"{'; '.join(_places(found))}{f'; with --device-memory {budget}' if budget else ''}",
+        last,
     ]
 
 
@@ -248,14 +251,17 @@ def _link_table(found: Forecast) -> str:
     return table(("link", "moved a step", "hidden", "not hidden"), rows) if rows else "Nothing moves over a link."
 
 
+def _largest_text(wishes: Wishes) -> str:
+    return ", ".join(
+        f"{format_count(size)} parameters" if what == "parameters" else f"{what} {size}"
+        for what, size in wishes.largest.items()
+    )
+
+
 def _wishes_text(wishes: Wishes) -> str:
     lines = []
     if wishes.largest:
-        largest = ", ".join(
-            f"{format_count(size) + ' parameters' if what == 'parameters' else f'{what} {size}'}"
-            for what, size in wishes.largest.items()
-        )
-        lines.append(f"About the largest that fit, each alone: {largest}")
+        lines.append(f"About the largest that fit, each alone: {_largest_text(wishes)}")
     lines += [
         f"{line.what}: the floor from {format_seconds(line.before)} to {format_seconds(line.after)}"
         if line.after < line.before * (1 - _WORTH)

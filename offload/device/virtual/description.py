@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import math
 from dataclasses import dataclass
@@ -101,7 +102,10 @@ def read_machine(name: str, **overrides: float | None) -> Machine:
     an object with `value` and `source`. Raises `ConfigError`."""
     path = FOLDER / f"{name}.json" if name in described() else Path(name)
     if not path.is_file():
-        raise ConfigError(f"there is no machine {name!r}: expected this, {', '.join(described())}, or the path of a JSON file.")
+        close = difflib.get_close_matches(name, described(), n=1)
+        meant = f" Did you mean {close[0]}?" if close else ""
+        known = ", ".join(described())
+        raise ConfigError(f"there is no machine {name!r}: expected this, {known}, or the path of a JSON file.{meant}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
