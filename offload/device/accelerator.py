@@ -164,6 +164,10 @@ class Accelerator(ABC):
     def join(self, pending: Pending) -> None:
         """Make compute wait for `pending`."""
 
+    def joins_at_once(self, pending: Pending) -> bool:
+        """Whether `join` keeps no host waiting, as far as is known at once."""
+        return pending.done()
+
     def on_compute(self, job: Job) -> Job:
         """`job`, to be run by whichever thread: device work that it gives to compute is the calling thread's compute."""
         return job

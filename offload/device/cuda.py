@@ -165,6 +165,9 @@ class CudaAccelerator(Accelerator):
         else:
             pending.wait()
 
+    def joins_at_once(self, pending: Pending) -> bool:
+        return isinstance(pending, _EventPending) or pending.done()
+
     def on_compute(self, job: Job) -> Job:
         compute = torch.cuda.current_stream(self.device)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from operator import is_not, methodcaller
+from operator import is_not
 
 from torch import Tensor
 
@@ -26,7 +26,6 @@ from offload.step.chunk_stores import ParameterStore
 from offload.step.updates.update import Updates
 from offload.tiers.staging import Lease, StagingPool
 
-_IS_DONE = methodcaller("done")
 _Run = tuple[list[Chunk], Tensor, Tensor]
 """Chunks, and from where to where they are copied."""
 
@@ -131,7 +130,7 @@ class StagedFetcher(Fetcher):
         fetch = unit.fetch
         if fetch is None or fetch.job is None or not fetch.job.done():
             return False
-        return all(map(_IS_DONE, fetch.copies))
+        return all(map(self._accelerator.joins_at_once, fetch.copies))
 
     def finish(self, unit: Unit) -> None:
         fetch, unit.fetch = unit.fetch, None
