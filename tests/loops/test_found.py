@@ -253,6 +253,11 @@ FOUND = {
         ),
         (op("save", beside=True, number=1), op("anew", setup=0, how="scratch"), op("train", batch=1)),
     ),
+    "the search took an engine for a step further that was as far as rounding from PyTorch": Program(
+        Model(width=3, blocks=("large", "large", "attention")),
+        (Setup(prefetch=0),),
+        (op("train", batch=0), op("train", batch=0), op("train", batch=0, interrupt=1)),
+    ),
     "a drive that failed behind an error of the script's was told as EngineFailedError": Program(
         Model(width=7, blocks=("half", "normed"), tie="blocks", reused=True, optimizer="lion", all_in_groups=True),
         (
