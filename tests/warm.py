@@ -2,8 +2,10 @@
 """Processes that start at once: forked from one that has imported everything and done nothing.
 
 Importing torch and transformers takes longer than most of what tests do with a process of their own. `WarmProcess(argv)` is
-what `subprocess.Popen([sys.executable, *argv])` is, as far as tests use it: its own memory, signals, exit code, streams and end
-of the interpreter. For another environment than `ENVIRONMENT`, which libraries read when they are loaded, take a new process.
+what `subprocess.Popen([sys.executable, *argv])` is, as far as tests use it: its own memory, signals, exit code and streams. At
+its end threads are waited for and `atexit` is called, as always; torch's modules are taken down only where `torn_down` asks for
+it, which takes longer than most scripts here. For another environment than `ENVIRONMENT`, which libraries read when they are
+loaded, take a new process; but for LD_PRELOAD, of which each value has a process that forks.
 
 `python -m tests.warm` is the process that forks: a request is one message of (argv, folder, environment) with the descriptors
 of stdin, stdout, stderr and a pipe, into which goes the process's id and, at its end, its exit code.
@@ -21,6 +23,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +34,7 @@ ENVIRONMENT = {"OFFLOAD_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFF
 _IMPORTED = (
     *("torch._dynamo", "torch.distributed", "torch.utils.checkpoint", "transformers", "offload.cli.main"),
     *("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"),
+    *("pytest", "tests.ranks.jobs", "tests.loops.jobs", "tests.integrations.deepspeed_jobs"),
     "tests.frozen",
 )
 _REQUEST_NBYTES = 2**18
@@ -38,9 +42,18 @@ _REQUEST_NBYTES = 2**18
 
 class WarmProcess:
     """See the module. `argv`: "-m" and a module, "-c" and code, or a script's path, and its arguments. `stdout` and `stderr`:
-    descriptors, else pipes that are read as text by `stdout` and `communicate`."""
+    descriptors, else pipes that are read as text by `stdout` and `communicate`; `stdin`: a descriptor, else there is none."""
 
-    def __init__(self, argv: list[str], *, stdout: int | None = None, stderr: int | None = None, **environment: str) -> None:
+    def __init__(
+        self,
+        argv: list[str],
+        *,
+        stdin: int | None = None,
+        stdout: int | None = None,
+        stderr: int | None = None,
+        torn_down: bool = False,
+        **environment: str,
+    ) -> None:
         self.args = argv
         self.returncode: int | None = None
         ours: list[IO[str]] = []
@@ -55,12 +68,13 @@ class WarmProcess:
         self.stdout, self.stderr = ours
         self._status, told = os.pipe()
         plain = {name: value for name, value in os.environ.items() if not name.startswith("OFFLOAD_")}
-        request = json.dumps([argv, os.getcwd(), plain | ENVIRONMENT | environment]).encode()
+        request = json.dumps([argv, torn_down, os.getcwd(), plain | ENVIRONMENT | environment]).encode()
         assert len(request) < _REQUEST_NBYTES
         with open(os.devnull) as nothing:
             out = stdout if stdout is not None else given[0]
             err = stderr if stderr is not None else given[-1]
-            socket.send_fds(_server(), [request], [nothing.fileno(), out, err, told])
+            given_in = stdin if stdin is not None else nothing.fileno()
+            socket.send_fds(_server(environment.get("LD_PRELOAD", "")), [request], [given_in, out, err, told])
         for place in (*given, told):
             os.close(place)
         self.pid = int(self._told(None) or 0)
@@ -113,9 +127,11 @@ class WarmProcess:
         return out, err
 
     @classmethod
-    def run(cls, argv: list[str], timeout: float, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        cls, argv: list[str], timeout: float, *, torn_down: bool = False, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
         """As `subprocess.run` with its output captured."""
-        with cls(argv, **environment) as process:
+        with cls(argv, torn_down=torn_down, **environment) as process:
             try:
                 out, err = process.communicate(timeout)
             finally:
@@ -145,13 +161,13 @@ class WarmProcess:
 
 
 @functools.cache
-def _server() -> socket.socket:
+def _server(preload: str) -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.warm", str(theirs.fileno())],
         pass_fds=[theirs.fileno()],
         cwd=ROOT,
-        env=os.environ | ENVIRONMENT,
+        env=os.environ | ENVIRONMENT | ({"LD_PRELOAD": preload} if preload else {}),
         stdin=subprocess.DEVNULL,
     )
     theirs.close()
@@ -167,31 +183,33 @@ def _server() -> socket.socket:
 # ---- the process that forks -----------------------------------------------------------------------------------------
 
 
-def _serve(requests: socket.socket) -> list[str]:
-    """Returns in each process that was forked, with its argv."""
-    running: dict[int, int] = {}
+def _serve(requests: socket.socket) -> tuple[list[str], bool]:
+    """Returns in each process that was forked, with its argv, and whether it is torn down at its end."""
+    running: dict[int, tuple[int, int]] = {}
+    """By a descriptor that can be read when it has ended: the process's id, and the pipe to tell."""
     while True:
-        ready = select.select([requests], [], [], 0.02 if running else None)[0]
-        if ready:
+        ready = select.select([requests, *running], [], [])[0]
+        if requests in ready:
             request, descriptors, _, _ = socket.recv_fds(requests, _REQUEST_NBYTES, 4)
             if not request:
                 sys.exit()
-            argv, folder, environment = json.loads(request)
+            argv, torn_down, folder, environment = json.loads(request)
             pid = os.fork()
             if not pid:
                 requests.close()
-                for status in running.values():
+                for ended, (_, status) in running.items():
+                    os.close(ended)
                     os.close(status)
                 _become(descriptors, folder, environment)
-                return list(argv)
+                return list(argv), bool(torn_down)
             for place in descriptors[:3]:
                 os.close(place)
-            running[pid] = descriptors[3]
+            running[os.pidfd_open(pid)] = pid, descriptors[3]
             os.write(descriptors[3], b"%d\n" % pid)
-        for pid in list(running):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                _tell(running.pop(pid), os.waitstatus_to_exitcode(status))
+        for ended in {*ready} & {*running}:
+            pid, status = running.pop(ended)
+            os.close(ended)
+            _tell(status, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 def _tell(place: int, code: int) -> None:
@@ -232,6 +250,18 @@ def _run(argv: list[str]) -> None:
         exec(compile(argv[1], "<string>", "exec"), names)
 
 
+def _end(code: object) -> None:
+    """What the interpreter does at its end before it takes modules down."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    if not isinstance(code, int | None):
+        print(code, file=sys.stderr)
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)
+
+
 if __name__ == "__main__":
     import gc
     import importlib
@@ -241,6 +271,13 @@ if __name__ == "__main__":
         importlib.import_module(_name)
     gc.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _argv = _serve(socket.socket(fileno=int(sys.argv[1])))
+    _argv, _torn_down = _serve(socket.socket(fileno=int(sys.argv[1])))
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    _run(_argv)
+    try:
+        _run(_argv)
+    except SystemExit as _ended:
+        if _torn_down:
+            raise
+        _end(_ended.code)
+    if not _torn_down:
+        _end(0)

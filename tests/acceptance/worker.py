@@ -18,8 +18,8 @@ from typing import Any
 
 from tests.warm import ROOT, WarmProcess
 
-READ_WHEN_LOADED = {"LD_PRELOAD", "OFFLOAD_NATIVE"}
-"""Of the environment; with these a run takes a new process, and so where its memory is looked at. Others are forked."""
+READ_WHEN_LOADED = {"OFFLOAD_NATIVE"}
+"""Of the environment; with these a run takes a new process. Others are forked: what is resident then is so before and after."""
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -32,7 +32,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 def start(arguments: dict[str, Any], **variables: str) -> WarmProcess | subprocess.Popen[str]:
     command = ["-m", "tests.acceptance.worker", json.dumps(arguments)]
-    if "kind" not in arguments and not READ_WHEN_LOADED & set(variables):
+    if not READ_WHEN_LOADED & set(variables):
         return WarmProcess(command, **variables)
     return subprocess.Popen(
         [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(**variables)

@@ -38,7 +38,7 @@ def flags(text: Path, folder: Path, nvme: Path) -> tuple[object, ...]:
 
 
 def started(*arguments: object) -> WarmProcess:
-    return WarmProcess(command("train", *arguments))
+    return WarmProcess(command("train", *arguments), torn_down=True)
 
 
 def numbers(folder: Path) -> list[int]:

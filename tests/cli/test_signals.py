@@ -36,7 +36,7 @@ def endless_run(text: Path, nvme: Path, report: Path) -> Iterator[WarmProcess]:
         report,
     )
     places = ("--parameters", "nvme", "--optimizer-states", "nvme", "--nvme", nvme)
-    process = WarmProcess(command(*arguments, *places), PYTHONUNBUFFERED="1")
+    process = WarmProcess(command(*arguments, *places), torn_down=True, PYTHONUNBUFFERED="1")
     try:
         yield process
     finally:

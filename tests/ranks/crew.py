@@ -1,32 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """A crew: N processes in one gloo group, started once, each doing one job after the other. One alone is in no group.
 
-They start at once: each is forked from one process that has imported everything and done nothing. A member reads lines of JSON,
-{"job": a function of the jobs' module, "arguments": {...}}, and answers each with a line of JSON: {"result": ...} or
-{"error": [class, message]}.
+They start at once (tests/warm.py). A member reads lines of JSON, {"job": a function of the jobs' module, "arguments": {...}},
+and answers each with a line of JSON: {"result": ...} or {"error": [class, message]}.
 """
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import importlib
 import json
-import multiprocessing
 import os
 import sys
 import threading
 import traceback
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tests.warm import WarmProcess
+
 TIMEOUT_SECONDS = 120
-_IMPORTED = (
-    *("pytest", "tests.ranks.jobs", "tests.loops.jobs", "tests.integrations.deepspeed_jobs"),
-    *("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"),
-    "tests.frozen",
-)
-_context = multiprocessing.get_context("forkserver")
 
 
 class Crew:
@@ -36,11 +29,8 @@ class Crew:
         self, size: int, folder: Path, *, seconds: int = TIMEOUT_SECONDS, jobs: str = "tests.ranks.jobs", **variables: str
     ) -> None:
         self.size, self._seconds, self._folder = size, seconds, folder
-        plain = {name: value for name, value in os.environ.items() if not name.startswith("OFFLOAD_")}
-        environment = plain | {"OFFLOAD_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"} | variables
-        _context.set_forkserver_preload(list(_IMPORTED))
         self.processes = [
-            _Forked(str(folder / f"stderr-{rank}"), environment, (rank, size, str(folder / "store"), seconds, jobs))
+            _Member(folder / f"stderr-{rank}", (rank, size, str(folder / "store"), seconds, jobs), variables)
             for rank in range(size)
         ]
 
@@ -93,45 +83,20 @@ class Crew:
             process.communicate()
 
 
-class _Forked:
-    """One of them, with as much of a `subprocess.Popen` as is asked for."""
+class _Member(WarmProcess):
+    """One of them, with a pipe to its standard input."""
 
-    def __init__(self, *arguments: Any) -> None:
-        self._ours, theirs = _context.Pipe()
-        self._process = _context.Process(target=_run, args=(theirs, *arguments), daemon=True)
-        self._process.start()
-        theirs.close()
-        self.pid = self._process.pid
-        self.stdin = open(self._ours.fileno(), "w", closefd=False)  # noqa: SIM115
-        self.stdout = open(self._ours.fileno(), closefd=False)  # noqa: SIM115
+    def __init__(self, stderr: Path, membership: tuple[int, int, str, int, str], variables: dict[str, str]) -> None:
+        asked, ours = os.pipe()
+        with open(asked, "rb") as stdin, stderr.open("wb") as said:
+            argv = ["-c", f"from tests.ranks.crew import member; member{membership}"]
+            super().__init__(argv, stdin=stdin.fileno(), stderr=said.fileno(), **variables)
+        self.stdin = open(ours, "w")  # noqa: SIM115
 
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def wait(self, seconds: float) -> int | None:
-        self._process.join(seconds)
-        return self._process.exitcode
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def communicate(self) -> None:
-        self._process.join()
-        self._ours.close()
-
-
-def _run(pipe: Connection, stderr: str, environment: dict[str, str], membership: tuple[int, int, str, int, str]) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
-    os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
-    os.dup2(pipe.fileno(), 0)
-    os.dup2(pipe.fileno(), 1)
-    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)  # noqa: SIM115
-    try:
-        member(*membership)
-    finally:
-        threading._shutdown()  # the end of a process in its order, of which a fork server leaves out the last part
-        atexit._run_exitfuncs()
+    def _close(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self.stdin.close()
+        super()._close()
 
 
 def member(rank: int, size: int, store: str, seconds: int, module: str) -> None:

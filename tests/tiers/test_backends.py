@@ -145,7 +145,7 @@ def test_dropped_without_close_and_at_exit_nothing_hangs_or_is_left(tmp_path: Pa
         except ConfigError:
             continue
         names.append(name)
-    process = WarmProcess.run(["-c", DROPPING, str(tmp_path), *names], 60)
+    process = WarmProcess.run(["-c", DROPPING, str(tmp_path), *names], 60, torn_down=True)
     assert (process.returncode, process.stdout, process.stderr) == (0, "end\n", "")
     assert list(tmp_path.iterdir()) == [] and "aiofiles" in names
 
