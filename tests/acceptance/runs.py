@@ -170,7 +170,7 @@ def token_loop(steps: int = 6) -> Loop:
     return loop_of(batches, lambda run, _, tokens, labels: run.model(input_ids=tokens, labels=labels).loss)
 
 
-BITWISE_STEPS = 12
+BITWISE_STEPS = 8
 LONG_STEPS = 20
 """Of the slow ones."""
 CLIP = 0.5  # the gradient norm of these runs is 1 to 3: the clipping strikes at nearly every step
