@@ -12,8 +12,9 @@ DEMO_NVME  ?= .demo-scratch
 DEMO_FLAGS ?= --data stdlib --hidden 1024 --layers 24 --heads 16 --sequence 128 --steps 24 --seconds 150 --warmup 4 --lr 3e-4 \
               --clip 1 --eval-batches 4 --parameters nvme --optimizer-states nvme --nvme $(DEMO_NVME) --cpu-memory 512MiB
 BENCH_FLAGS ?=
-# A process for each core, each with neighbouring tests, so that what a module sets up is set up once.
-TEST_FLAGS ?= -n auto --dist worksteal
+# More processes than cores, since a fifth of the time tests wait for drives and other processes; each with neighbouring tests,
+# so that what a module sets up is set up once.
+TEST_FLAGS ?= -n $(shell echo $$(( ($$(nproc) * 3 + 1) / 2 ))) --dist worksteal
 FUZZ_SECONDS ?= 60
 
 PY    := $(VENV)/bin/python
