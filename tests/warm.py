@@ -268,7 +268,8 @@ if __name__ == "__main__":
 
     gc.disable()  # until everything is imported
     for _name in _IMPORTED:
-        importlib.import_module(_name)
+        with contextlib.suppress(ImportError):  # a script that needs it says so
+            importlib.import_module(_name)
     gc.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _argv, _torn_down = _serve(socket.socket(fileno=int(sys.argv[1])))
