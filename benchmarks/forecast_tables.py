@@ -20,8 +20,11 @@ def floors(report: dict[str, Any]) -> str:
         "floor is the largest of computing, each link, and host memory with all who use it. In order: the forward, then the "
         "backwards, each as long as its computing or what the planner's cost has move in it. Where a step takes more than 1.15 "
         "of the floor: the seconds in which the model stood still, by what it waited for and what that was a matter of, as "
-        "`explain` counts them in the step's trace (a link alone: what was in use longest "
-        f"meanwhile). Within 1.15: {near} of {len(fitting)} cells that fit."
+        "`explain` counts them in the step's trace, and what the ratio would be were that not there to be waited for: the same "
+        "step in the same places, run again without clipping, or with a host memory, a drive, a link or Python's calls that "
+        "take no time; together (+), until it is within 1.15 or nothing is left to take away (a link alone: what was in use "
+        "longest meanwhile, of a cell that was not run since). "
+        f"Within 1.15: {near} of {len(fitting)} cells that fit."
     )
     compared = [one for one in fitting if one.get("on_device_seconds")]
     if compared:
@@ -59,8 +62,8 @@ def floors(report: dict[str, Any]) -> str:
 
 
 def _waits(one: dict[str, Any]) -> str:
-    """The longest, until they are what the goal is missed by, or three."""
-    if not one.get("waits"):
+    """The longest, until they are what the goal is missed by, or three; and what each of them costs."""
+    if "without" not in one:
         return one["bound"].replace("_", " ")
     missed, told = one["step_seconds"] - 1.15 * one["floor_seconds"], []
     for name, seconds in list(one["waits"].items())[:3]:
@@ -68,7 +71,9 @@ def _waits(one: dict[str, Any]) -> str:
         missed -= seconds
         if missed <= 0:
             break
-    return ", ".join(told)
+    told_of = [way for way in one["without"] if way["ratio"] < one["ratio"] - 0.01 or way["without"] == ["exact clipping"]]
+    ways = [f"{' + '.join(way['without'])} {way['ratio']:.2f}" for way in told_of]
+    return f"{', '.join(told)}. Without {', '.join(ways)}"
 
 
 def predicted(report: dict[str, Any]) -> str:

@@ -46,6 +46,10 @@ def test_cells_beyond_the_goal_say_what_bounds_them() -> None:
         if line["fits"] and line["ratio"] > GOAL and "waits" in line:
             missed = line["step_seconds"] - GOAL * line["floor_seconds"]
             assert sum(line["waits"].values()) >= missed, key(line)
+        if line["fits"] and line["ratio"] > GOAL and "without" in line:
+            ways, all_of_them = line["without"], {what for way in line["without"] for what in way["without"]}
+            assert min(way["ratio"] for way in ways) < line["ratio"], key(line)
+            assert min(way["ratio"] for way in ways) <= GOAL or set(ways[-1]["without"]) == all_of_them, key(line)
 
 
 def test_7_b_on_the_h100_is_near_the_same_with_everything_in_device_memory() -> None:
