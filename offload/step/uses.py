@@ -104,7 +104,9 @@ class Uses:
         if self._cover_count > 1:
             return
         for unit in self._units:
-            if unit.update is not None and not self._residency.updates_run_beside:
+            if unit.update is not None:
+                if self._residency.updates_run_beside:
+                    continue  # stays guarded: who reads its values without a call of the unit waits too
                 self._residency.bring(unit)
             unit.open_up()
 
@@ -121,6 +123,7 @@ class Uses:
     def settle(self, unit: Unit) -> None:
         """A covered unit is about to compute: with the values of the last step."""
         self._residency.bring(unit)
+        unit.open_up()
 
     def hold(self, unit: Unit) -> None:
         """Keep the unit resident, whatever forwards and backwards come and go, until `release`. It opens nothing, and nothing
@@ -155,7 +158,9 @@ class Uses:
             self._speculation.before_use(unit)
             self._residency.bring(unit)
             unit.was_read = True
-            if not unit.uses.count:
+            if self._cover_count:
+                unit.open_up()
+            elif not unit.uses.count:
                 unit.close_off()
             return
         if enclosing is None:

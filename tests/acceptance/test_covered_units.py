@@ -4,6 +4,7 @@ over, and one native call updates everything. Nothing that a loop can see is ano
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload import _native
+from offload.model import partition
+from offload.step.updates.update import Updates
+
+from .runs import assert_same_bits
 
 WIDTH = 16
 BLOCKS = 6
@@ -218,3 +223,50 @@ def test_a_profile_shows_every_unit_and_changes_no_bit(engine: Any, tmp_path: Pa
         text = (tmp_path / "trace.json").read_text()
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
     assert all(f"blocks.{index}" in text for index in range(BLOCKS))
+
+
+class Reading(nn.Module):
+    """Computes with what it never calls, and which is a unit: before and behind a call of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.scales = nn.ParameterList(torch.randn(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x @ self.scales[0]
+        for block, scale in zip(self.blocks, list(self.scales)[1:], strict=True):
+            x = torch.tanh(block(x)) @ scale
+        return x
+
+
+@pytest.mark.parametrize("update", ["step", "auto"])
+def test_values_that_are_read_without_a_call_wait_for_their_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, update: str
+) -> None:
+    """It runs beside the forward, which was given values of before it, or of its middle."""
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", "cpu")
+    monkeypatch.setattr(partition, "JOINED_NUMEL", 0)
+    run = Updates._run
+
+    def slow(self: Any, *arguments: Any) -> None:
+        time.sleep(0.02)
+        run(self, *arguments)
+
+    monkeypatch.setattr(Updates, "_run", slow)
+    found = []
+    for fields in ({}, {"parameters": "cpu", "optimizer_states": "nvme", "nvme": str(tmp_path), "update": update}):
+        model = Reading()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        with offload.initialize(model, optimizer, offload.Config(**fields)) as engine:
+            losses = []
+            for index in range(4):
+                x = torch.randn(4, 8, generator=torch.Generator().manual_seed(index))
+                loss = model(x).square().mean()
+                loss.backward()
+                engine.step()
+                engine.zero_grad()
+                losses.append(loss.item())
+            found.append([losses, engine.state_dict()])
+    assert_same_bits(*found)
