@@ -143,3 +143,32 @@ def test_more_gathered_than_the_budget_holds_is_refused_and_training_goes_on(
                 losses.append(loss.item())
             found.append([losses, engine.state_dict()])
     assert_same_bits(*found)
+
+
+def test_a_forward_that_raises_leaves_no_unit_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a block computed before it raised is reached by no backward: the block came with the model from then on."""
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", "deferred")
+    fields = {"parameters": "cpu", "optimizer_states": "cpu"}
+    model = blocks()
+    with pytest.raises(offload.BudgetError) as least:
+        offload.initialize(model, adamw(model), offload.Config(**fields, device_memory=1))
+    found = []
+    for fails in (False, True):
+        model = blocks()
+        config = offload.Config(**fields, device_memory=least.value.smallest_nbytes)
+        with offload.initialize(model, adamw(model), config) as engine:
+            losses = []
+            for index, (x, y) in enumerate(vector_batches(3, WIDTH)):
+                if fails:
+                    hook = model[index][2].register_forward_pre_hook(lambda *_: [][0])
+                    with pytest.raises(IndexError):
+                        model(x)
+                    hook.remove()
+                loss = F.mse_loss(model(x), y)
+                loss.backward()
+                engine.step()
+                engine.zero_grad()
+                losses.append(loss.item())
+            found.append([losses, engine.state_dict()])
+        assert not any(unit.uses.companions for unit in parts_of(engine).units)
+    assert_same_bits(*found)

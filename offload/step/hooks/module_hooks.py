@@ -83,6 +83,8 @@ class Hooks:
         self._covers = events.all_stays
         self._units_at: dict[int, list[Unit]] = {}
         """By id of a hooked module: the units that a call of it uses, in the order of their hooks."""
+        self._left_in_between: list[tuple[Unit, Unit]] = []
+        """Units, and what comes with them since its forward was cut short in this outermost one, which may have caught that."""
         self._first_numbers: dict[int, int] = {}
         """By id of a unit's module: what autograd numbered the first function of its last covered call."""
         self._removers: list[Callable[[], None]] = []
@@ -258,13 +260,17 @@ class Hooks:
     # ---- after it ------------------------------------------------------------------------------------------------
 
     def _leave_module(self, unit: Unit, module: nn.Module, output: Any) -> None:
-        was_cut_short = output is None and sys.exc_info()[1] is not None
+        was_cut_short = output is None and _is_cut_short()
         try:
             self._end_forward(unit, module, output)
         except Exception as error:
             if was_cut_short and self._training.failure is error:  # PyTorch goes on with what ended the forward
                 self._training.untold = error
             raise
+        if self._left_in_between and not self._calls:
+            for enclosing, left in self._left_in_between if was_cut_short else ():
+                enclosing.uses.companions.remove(left)
+            self._left_in_between.clear()
 
     def _end_forward(self, unit: Unit, module: nn.Module, output: Any) -> None:
         if self._covers and not self._calls.has(module):
@@ -318,8 +324,10 @@ class Hooks:
         elif use.recorded_a_graph():
             # What it computed left by another way than its output: backward reaches it when it reaches its parent.
             enclosing = self._calls.innermost_unit(started=False)
-            if enclosing is not None:
+            if enclosing is not None and unit not in enclosing.uses.companions:
                 self._uses.accompany(enclosing, unit)
+                if output is None and _is_cut_short():
+                    self._left_in_between.append((enclosing, unit))
 
     def _hear_parameters(self, unit: Unit, module: nn.Module) -> None:
         """The gradients of a module's parameters, which end a use of it, come one by one from now on."""
@@ -338,6 +346,11 @@ class Hooks:
             if not info.lent_count:
                 info.note_version()
                 self._events.forward_wrote(info)
+
+
+def _is_cut_short() -> bool:
+    """Whether the hook that asks, behind a forward without a result, is called on the way of an exception out of it."""
+    return sys.exc_info()[1] is not None
 
 
 def _trains_others(unit: Unit, module: nn.Module) -> bool:
