@@ -184,14 +184,15 @@ class Uses:
     def _is_kept_here(self, unit: Unit) -> bool:
         return unit.residency.kept and (self._alone or unit.residency.state is not UnitState.ABSENT)
 
-    def accompany(self, enclosing: Unit, unit: Unit) -> None:
-        """From now on the unit comes and goes with `enclosing`, beside its own uses."""
+    def accompany(self, enclosing: Unit, unit: Unit) -> bool:
+        """From now on the unit comes and goes with `enclosing`, beside its own uses; False where it does already."""
         uses = enclosing.uses
         if unit is enclosing or unit in uses.companions:
-            return
+            return False
         uses.companions.append(unit)
         for _ in range(uses.count - uses.held_count):
             self.start(unit, recorded=False)
+        return True
 
     def abandon(self) -> None:
         """End every use that is not held: an exception cut a forward or backward short."""

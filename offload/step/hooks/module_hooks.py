@@ -324,10 +324,8 @@ class Hooks:
         elif use.recorded_a_graph():
             # What it computed left by another way than its output: backward reaches it when it reaches its parent.
             enclosing = self._calls.innermost_unit(started=False)
-            if enclosing is not None and unit not in enclosing.uses.companions:
-                self._uses.accompany(enclosing, unit)
-                if output is None and _is_cut_short():
-                    self._left_in_between.append((enclosing, unit))
+            if enclosing is not None and self._uses.accompany(enclosing, unit) and output is None and _is_cut_short():
+                self._left_in_between.append((enclosing, unit))
 
     def _hear_parameters(self, unit: Unit, module: nn.Module) -> None:
         """The gradients of a module's parameters, which end a use of it, come one by one from now on."""
