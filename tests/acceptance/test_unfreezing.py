@@ -271,6 +271,7 @@ def test_a_graph_of_an_engine_that_is_gone_says_so(tmp_path: Path) -> None:
         loss.backward()
 
 
+@pytest.mark.filterwarnings("error:module forward hook")  # in which PyTorch silences what fails behind an error
 def test_no_room_for_more(opened: Any) -> None:
     model = partly_frozen()
     engine = opened(model, all_of(model), ON_CPU_IN_PLACE)

@@ -274,8 +274,9 @@ class Hooks:
 
     def _end_forward(self, unit: Unit, module: nn.Module, output: Any) -> None:
         if self._covers and not self._calls.has(module):
-            if torch.is_grad_enabled() and not is_lookup(module):
-                self._backwards.watch_values(unit, self._first_numbers[id(module)], output)
+            first = self._first_numbers.get(id(module))  # none where what comes before a first forward failed
+            if first is not None and torch.is_grad_enabled() and not is_lookup(module):
+                self._backwards.watch_values(unit, first, output)
             return
         try:
             if self._calls.has_inside(module) and not self._training.has_failed:
