@@ -171,6 +171,7 @@ def alone(tree: Tree) -> Any:
 @settings(max_examples=12)
 @given(tree=trees())
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.name)
+@pytest.mark.filterwarnings("error:module forward hook")
 def test_random_trees_train_to_the_same_bits(setup: Setup, tree: Tree, tmp_path_factory: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("scratch")
