@@ -89,7 +89,7 @@ def test_without_a_gpu_and_as_a_command(saved: Path, tmp_path: Path) -> None:
     done = WarmProcess.run(command, 300, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0 and "tensors in 1 file" in done.stdout, done.stderr
     again = WarmProcess.run(command, 300, CUDA_VISIBLE_DEVICES="")
-    assert again.returncode == 1 and "exists" in again.stderr and "Traceback" not in again.stderr
+    assert again.returncode == 2 and "exists" in again.stderr and "Traceback" not in again.stderr
 
 
 def test_damage_is_found_before_the_export_has_its_name(saved: Path, tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ def test_what_is_refused(opened: Any, tmp_path: Path) -> None:
         from offload.checkpoint.offline_export import export_checkpoint
 
         export_checkpoint(tmp_path / "saved", tmp_path / "out", None, 1 << 30)
-    assert main(["export", str(tmp_path / "saved"), str(tmp_path / "out")]) == 1
+    assert main(["export", str(tmp_path / "saved"), str(tmp_path / "out")]) == 2
     plain = nn.Sequential(nn.Linear(2, 2))
     other = opened(plain, torch.optim.AdamW(plain.parameters()), ON_CPU)
     with refused(offload.UsageError, "merged=True", "PEFT"):
