@@ -277,6 +277,11 @@ FOUND = {
         ),
         (op("train", batch=5, micro=3), op("forward", batch=2, fails_at=0, error="Boom"), op("slope", batch=3)),
     ),
+    "an update on the host was undone that had copied its gradient from the device": Program(
+        Model(blocks=("dropping", "attention", "normed"), checkpointing="plain", max_grad_norm=0.3),
+        (Setup("nvme", "nvme", "deferred", update="backward", on_device=1.0, seed=651, speculates=True, expects=2),),
+        (op("train", batch=5, micro=1), op("evaluate", inference=False, batch=1)),
+    ),
     "a forward that was interrupted had given states to what was newly trained": Program(
         Model(blocks=("mlp", "lora", "attention"), dtype="bf16", state_format="bf16", optimizer="lion", max_grad_norm=0.3),
         (Setup("cpu", update="backward", prefetch=0, memory=1.4, seed=384, speculates=True),),

@@ -121,12 +121,16 @@ class GradientBuffers:
         state.transfer, state.lease = self._accelerator.copy_out_beside_compute(state.buffer, there), lease
 
     def put_back(self, state: ChunkGradient) -> None:
-        """What was read back for an update stays a gradient: what lies in the store is still it."""
+        """What was brought for an update stays a gradient: what lies in the store is still it."""
         if state.lease is None or state in self._order:
             return
         assert state.buffer is not None
-        state.spilled = state.buffer.dtype
+        dtype = state.buffer.dtype
         self._release(state)
+        if state.chunk.route.brings_gradients:
+            self.take(state, dtype)  # on the device, as before it was copied
+        else:
+            state.spilled = dtype
 
     def give_back(self, state: ChunkGradient) -> None:
         """Nothing of the chunk is needed any more."""
