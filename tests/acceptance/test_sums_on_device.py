@@ -298,3 +298,25 @@ def test_within_a_budget_for_the_device(started: Any, spare: float, micro_batche
     planned = sum(line["nbytes"] for line in engine.stats()["planned"] if line["tier"] == "device")
     sums = kept(engine).peak_nbytes if parts_of(engine).gradients.kept_on_device is not None else 0
     assert planned + sums <= budget
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_gradient_that_lies_on_the_device_is_read_before_the_step_and_before_the_next_backward(
+    started: Any, tmp_path: Path, micro_batches: int
+) -> None:
+    """Its update is on the host, which it is copied to: it lies on the device still."""
+    with pytest.raises(offload.BudgetError) as refusal:
+        started(ROOMY, 2, device_memory=1)
+    assert refusal.value.smallest_nbytes is not None
+    there, found = started(ROOMY, 2, device_memory=4 * refusal.value.smallest_nbytes), []
+    assert any(unit.route.brings_gradients for unit in parts_of(there).units)
+    for engine in (there, started(None)):
+        seen = []
+        for number in range(3):
+            for count in range(micro_batches):
+                backward(engine, SMALL, 100 * number + count)
+                seen += [reads(engine, tmp_path).clone() for _ in range(2)]
+            engine.step()
+            engine.zero_grad()
+        found.append((seen, engine.state_dict()))
+    assert_same_bits(*found)
