@@ -12,17 +12,15 @@ from offload.layout import Extent, Layout
 from offload.planning.budget import Tier
 from offload.planning.placement import Placement
 from offload.planning.purposes import ACCUMULATED, GRADIENTS, OPTIMIZER_STATES, PARAMETERS, StateNames
+from offload.planning.route import Memory, Route
 from offload.step.components import Closable
-from offload.tiers.device import DeviceStore
-from offload.tiers.imagined import ImaginedBackend, ImaginedStore
-from offload.tiers.io import IoBackend, open_backend
 from offload.tiers.memory import HostMemory, MemoryLedger
-from offload.tiers.nvme import NvmeStore
-from offload.tiers.scratch import ScratchFolder
 from offload.tiers.staging import StagingPool
-from offload.tiers.store import CpuStore, Store
+from offload.tiers.store import Store
+from offload.tiers.stores import Stores
 
 _HOST_ONLY = frozenset({OPTIMIZER_STATES.furthest, OPTIMIZER_STATES.kept, ACCUMULATED})
+"""Of what lies in host memory, what no copy to or from the device touches."""
 
 
 class Allocation:
@@ -37,21 +35,13 @@ class Allocation:
         ledger: MemoryLedger,
         made: list[Closable],
     ) -> None:
-        self._accelerator, self._layout, self._placement = accelerator, layout, placement
-        self._ledger, self._made = ledger, made
-        self._scratch: ScratchFolder | None = None
-        self.backend: IoBackend | None = None
+        self._layout, self._placement = layout, placement
+        self._accelerator, self._ledger, self._made = accelerator, ledger, made
         self._home: HostMemory | None = None
         self._home_offset_nbytes = 0
-        if placement.uses_nvme:
-            if (machine := imagined()) is not None:
-                self.backend = ImaginedBackend(machine)
-            else:
-                self._scratch = ScratchFolder(config.nvme_paths)
-                # All of it, before the first file: what is made last would be missed when values have been written for an hour.
-                count = self._scratch.path_count
-                self._scratch.require_free([-(-placement.plan.total_nbytes("nvme") // count)] * count)
-                self.backend = open_backend(paths=self._scratch.paths)
+        self._stores = Stores(accelerator, ledger, config.nvme_paths, placement.nvme_nbytes)
+        self.backend = self._stores.backend
+        if self.backend is not None:
             self._made.append(self.backend)
 
     def parameters(self, tier: Tier, extents: Iterable[Extent]) -> Store:
@@ -73,8 +63,7 @@ class Allocation:
 
     def _made_store(self, names: StateNames, furthest: Tier, tier: Tier, extents: Iterable[Extent]) -> Store:
         """A store of what lies in `tier`, of a state that may lie as far as `furthest`."""
-        name = names.furthest if tier == furthest else names.near if tier == "device" else names.kept
-        return self._added(self._store(tier, name, extents))
+        return self._added(self._store(tier, names.of(tier, furthest), extents))
 
     def _added(self, store: Store) -> Store:
         self._made.append(store)
@@ -89,33 +78,22 @@ class Allocation:
         self._made.append(pool)
         return pool
 
-    def home(self, nbytes: int) -> HomeMemory:
+    def home(self, route: Route, nbytes: int) -> HomeMemory:
         """The next `nbytes` of one memory for all parameters that stay: of device memory that is host memory, a part of one
         mapping. To be asked for in the order of the flats."""
-        if not self._accelerator.unified:
+        if route.model_in is Memory.DEVICE:
             return HomeMemory(self._accelerator.unit_memory(nbytes).flat)
         if self._home is None:
-            routed = zip(self._layout.units, self._placement.routes, strict=True)
-            staying = [(unit, route) for unit, route in routed if not route.has_store]
-            is_part = any(route.parameters != self._placement.parameters for _, route in staying)
-            purpose = PARAMETERS.kept if is_part else PARAMETERS.furthest
-            self._home = HostMemory(sum(unit.nbytes for unit, _ in staying), purpose, ledger=self._ledger)
+            staying = zip(self._layout.units, self._placement.routes, strict=True)
+            whole_nbytes = sum(unit.nbytes for unit, other in staying if not other.has_store)
+            purpose = PARAMETERS.of(route.parameters, self._placement.parameters)
+            self._home = HostMemory(whole_nbytes, purpose, ledger=self._ledger)
             self._made.append(self._home)
         offset, self._home_offset_nbytes = self._home_offset_nbytes, self._home_offset_nbytes + nbytes
         return HomeMemory(self._home.tensor[offset : offset + nbytes])
 
     def _store(self, tier: Tier, name: str, extents: Iterable[Extent]) -> Store:
-        if tier == "nvme" and (machine := imagined()) is not None:
-            return ImaginedStore(name, extents, machine, self._accelerator.recorder)
-        if tier == "nvme":
-            assert self._scratch is not None and self.backend is not None
-            recorder = self._accelerator.recorder
-            return NvmeStore(name.replace(" ", "-"), extents, self._scratch, self.backend, recorder=recorder)
-        if tier == "device" and not self._accelerator.unified:
-            return DeviceStore(name, extents, self._accelerator)
-        # What no copy to or from the device touches stays unregistered, so that it need not be in memory before it is used.
-        register = None if name in _HOST_ONLY else self._accelerator.pin
-        return CpuStore(name, extents, ledger=self._ledger, register=register)
+        return self._stores.make(tier, name, extents, is_copied=name not in _HOST_ONLY)
 
     def _register_staging(self, address: int, nbytes: int) -> Callable[[], None]:
         """Staging memory is pinned for the device and registered for file I/O."""

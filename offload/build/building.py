@@ -138,7 +138,7 @@ class Building:
         return Unit(layout, module_unit.modules, flats, infos, route)
 
     def _memory(self, route: Route, nbytes: int) -> UnitMemory:
-        return self._accelerator.unit_memory(nbytes) if route.has_store else self._storage.home(nbytes)
+        return self._accelerator.unit_memory(nbytes) if route.has_store else self._storage.home(route, nbytes)
 
     def _gradients(self, chunks: list[Chunk], pool: StagingPool, *, averaged: bool) -> Gradients:
         placement = self._placement
@@ -153,16 +153,12 @@ class Building:
             narrow_sums=self._config.sums_are_narrow,
         )
         if made.kept_on_device is not None:
-            made.kept_on_device.limit(self._spare_nbytes)
+            budget_nbytes = self._config.device_memory
+            # Without a budget what the device has left is followed (`_room`).
+            made.kept_on_device.limit(placement.left_on_device(int(budget_nbytes)) if budget_nbytes is not None else 0)
         if not placement.sums:
             made.take_room_for_sums()  # they are in the plan
         return made
-
-    @property
-    def _spare_nbytes(self) -> int:
-        """What the plan leaves of a budget for the device. Without one it is followed (`_room`)."""
-        planned = self._placement.with_sums().plan.total_nbytes("device")
-        return max(int(self._config.device_memory) - planned, 0) if self._config.device_memory is not None else 0
 
     # ---- ways ----------------------------------------------------------------------------------------------------
 

@@ -13,11 +13,10 @@ import torch
 from offload.config import Config
 from offload.layout import Layout
 from offload.model.flat import ParameterInfo
-from offload.planning.budget import Tier
+from offload.planning.budget import TIERS, Tier
 from offload.planning.placement import Placement
 from offload.ranks.group import Group
 
-_TIERS: tuple[Tier, ...] = ("device", "cpu", "nvme")
 _MAY_DIFFER = ("nvme",)
 """Fields of `Config` that may name other things on other nodes."""
 
@@ -54,9 +53,9 @@ class Least:
 
 def agree_on_least(ranks: Group, layout: Layout, placement: Placement) -> Least:
     """Ranks see different free memory: what all of them use is what the one with least can. Collective."""
-    tiers = [_TIERS.index(placement.parameters), _TIERS.index(placement.optimizer_states)]
+    tiers = [TIERS.index(placement.parameters), TIERS.index(placement.optimizer_states)]
     own = [layout.chunk_numel, placement.prefetch, *tiers]
     said = torch.stack(ranks.exchange(torch.tensor(own, dtype=torch.int64, device="cpu")))
     chunk_numel, prefetch = said[:, :2].amin(0).tolist()
     parameters, states = said[:, 2:].amax(0).tolist()
-    return Least(chunk_numel, prefetch, _TIERS[parameters], _TIERS[states])
+    return Least(chunk_numel, prefetch, TIERS[parameters], TIERS[states])

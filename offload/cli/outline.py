@@ -34,7 +34,7 @@ def check_room(model: nn.Module, optimizer: torch.optim.Optimizer, config: offlo
     cannot."""
     with Outline(model, optimizer, config) as outline:
         placement = outline.placement()
-        needed_nbytes, paths = placement.plan.total_nbytes("nvme"), paths_in(config)
+        needed_nbytes, paths = placement.nvme_nbytes, paths_in(config)
     for path in paths:
         there = check_is_folder(path, "--nvme")
         if not needed_nbytes:

@@ -8,11 +8,9 @@ from typing import Any
 from offload.cli.outline import Outline
 from offload.cli.text import format_nbytes, table
 from offload.errors import ConfigError
-from offload.planning.budget import Tier
+from offload.planning.budget import TIERS
 from offload.planning.deciding import PAIRINGS
 from offload.rehearsal.forecast import Forecast
-
-_TIERS: tuple[Tier, ...] = ("device", "cpu", "nvme")
 
 
 def tables_of(outline: Outline, found: Forecast, stage: int) -> list[str]:
@@ -28,13 +26,13 @@ def tables_of(outline: Outline, found: Forecast, stage: int) -> list[str]:
 
 
 def _planned_table(found: Forecast, parameter_numel: int, stage: int) -> str:
-    lines = sorted(found.planned, key=lambda line: _TIERS.index(line["tier"]))
+    lines = sorted(found.planned, key=lambda line: TIERS.index(line["tier"]))
 
     def row(tier: str, purpose: str, nbytes: int) -> tuple[str, ...]:
         return tier, purpose, format_nbytes(nbytes), f"{nbytes / parameter_numel:.2f}", f"{nbytes}"
 
     rows = [row(line["tier"], line["purpose"], line["nbytes"]) for line in lines]
-    for tier in _TIERS:
+    for tier in TIERS:
         total = sum(line["nbytes"] for line in lines if line["tier"] == tier)
         if total:
             rows.append(row(tier, "TOTAL", total))
@@ -63,10 +61,10 @@ def _alternatives_table(outline: Outline, chosen: dict[str, Any]) -> str:
         except ConfigError:
             continue  # below stage 3 parameters stay on the devices of all ranks
         is_chosen = (parameters, states) == (chosen.get("parameters"), chosen.get("optimizer_states"))
-        totals = [other.plan.total_nbytes(tier) for tier in _TIERS]
+        totals = [other.plan.total_nbytes(tier) for tier in TIERS]
         rows.append(
             ("*" if is_chosen else "", parameters, states, *(format_nbytes(total) if total else "-" for total in totals))
         )
-    header = ("", "parameters", "optimizer states", *_TIERS)
+    header = ("", "parameters", "optimizer states", *TIERS)
     marked = " (* the one above)" if chosen else ""
     return f"Placements, without budgets{marked}\n" + table(header, rows, left_columns=(0, 1, 2))

@@ -100,7 +100,7 @@ def _largest(
     if largest["sequence"] != work.sequence:
         largest["sequence"] = largest["sequence"] // _ROUND * _ROUND
     try:
-        on_drive = outline.placement("nvme", "nvme").plan.total_nbytes("nvme")
+        on_drive = outline.placement("nvme", "nvme").nvme_nbytes
     except ConfigError:  # below stage 3 parameters stay on the devices of all ranks
         on_drive = 0
     return (

@@ -146,6 +146,15 @@ class Accelerator(ABC):
     def copy_out(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
         """D2H on the drain stream, after all work given to compute so far. `source` is kept alive until then."""
 
+    def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor`, which lies where the device computes, in host memory: itself where that is the same memory."""
+        return tensor if self.unified else tensor.to("cpu")
+
+    def host_twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Host memory for what `tensor`, which lies where the device computes, is to hold: itself where that is the same
+        memory."""
+        return tensor if self.unified else torch.empty_like(tensor, device="cpu")
+
     def copy_out_beside_compute(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
         """D2H on the drain stream of what compute was done with at the last `copy_in_after_compute`, and after the H2D copies
         issued so far. `source` is kept alive until then."""

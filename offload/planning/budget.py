@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Tier = Literal["device", "cpu", "nvme"]
+TIERS: tuple[Tier, ...] = ("device", "cpu", "nvme")
+"""The nearest first."""
 
 MASTER_ITEMSIZE = 4
 READ_AHEAD = 3

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-from offload.planning.budget import Tier
+from offload.planning.budget import TIERS
 from offload.planning.placement import Placement, Verdict
 
-_TIERS: tuple[Tier, ...] = ("device", "cpu", "nvme")
 _LISTED = 3
 
 
@@ -15,7 +14,7 @@ def lines_of(placement: Placement) -> list[str]:
     verdict = placement.verdict
     if verdict is None:
         return []
-    totals = {tier: placement.plan.total_nbytes(tier) for tier in _TIERS}
+    totals = {tier: placement.plan.total_nbytes(tier) for tier in TIERS}
     taken = ", ".join(f"{nbytes / 2**30:.2f} GiB on {tier}" for tier, nbytes in totals.items() if nbytes)
     cost = verdict.cost
     halves = [_seconds(max(half.values())) for half in (cost.forward, cost.backward)]

@@ -141,8 +141,16 @@ class Placement:
         return replace(self, plan=MemoryPlan((*self.plan.lines, *self.sums)), sums=(), sums_missing_nbytes=0)
 
     @property
+    def nvme_nbytes(self) -> int:
+        return self.plan.total_nbytes("nvme")
+
+    @property
     def uses_nvme(self) -> bool:
-        return any(line.tier == "nvme" for line in self.plan.lines)
+        return self.nvme_nbytes > 0
+
+    def left_on_device(self, budget_nbytes: int) -> int:
+        """What it leaves of a budget for the device, with the sums of micro-batches."""
+        return max(budget_nbytes - self.with_sums().plan.total_nbytes("device"), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,8 +290,8 @@ def _capacity(problem: Problem, choice: Choice, routes: Sequence[Route]) -> int 
 def _state_lines(names: StateNames, furthest: Tier, nbytes: Counter[tuple[StateNames, Tier]], device: Tier) -> list[MemoryLine]:
     """Of one state. What of it lies nearer than `furthest` has lines of its own."""
     found = [MemoryLine(device if furthest == "device" else furthest, names.furthest, nbytes[names, furthest])]
-    nearer: tuple[tuple[Tier, str], ...] = (("cpu", names.kept), ("device", names.near))
-    return found + [MemoryLine(tier, name, nbytes[names, tier]) for tier, name in nearer if tier != furthest]
+    nearer: tuple[Tier, ...] = ("cpu", "device")
+    return found + [MemoryLine(tier, names.of(tier, furthest), nbytes[names, tier]) for tier in nearer if tier != furthest]
 
 
 def _sum_lines(units: Sequence[UnitSizes], choice: Choice, routes: Sequence[Route]) -> list[MemoryLine]:

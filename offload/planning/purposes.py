@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from offload.planning.budget import Tier
+
 UNITS_IN_USE = "parameters in use"
 """Units while the model computes with them, and on their way."""
 FETCHED = "fetched parameters"
@@ -35,6 +37,10 @@ class StateNames:
     furthest: str
     kept: str
     near: str
+
+    def of(self, tier: Tier, furthest: Tier) -> str:
+        """What lies in `tier` of a state whose furthest tier is `furthest`."""
+        return self.furthest if tier == furthest else self.near if tier == "device" else self.kept
 
 
 PARAMETERS = StateNames("parameters", "parameters kept in memory", "parameters kept on the device")

@@ -141,6 +141,11 @@ class Route:
         return Memory.DEVICE if on_device else Memory.HOST
 
     @property
+    def gradients_leave_device(self) -> bool:
+        """Whether gradients, computed on a device of its own, are summed in host memory."""
+        return self.model_in is Memory.DEVICE and self.gradients_in is not Memory.DEVICE
+
+    @property
     def brings_gradients(self) -> bool:
         """Whether the update finds its gradients in another memory than its own, and brings them over itself."""
         return self.gradients_in is Memory.DEVICE and self.update_in is Memory.HOST

@@ -26,7 +26,6 @@ from offload.errors import ConfigError
 from offload.model.flat import Flat, ParameterInfo
 from offload.model.unit import Unit
 from offload.planning.budget import UNREDUCED_UNITS
-from offload.planning.route import Memory
 from offload.ranks.averaging import HostReduction, averages_on_device
 from offload.ranks.next_transfers import MeetingPoint
 from offload.ranks.rendezvous import Rendezvous
@@ -238,7 +237,7 @@ class Reduction(Intake):
         if dtype is not None:
             # Zeros where this rank has gradients in other flats of the unit only.
             own = torch.zeros(flat.layout.numel, dtype=dtype, device=self._accelerator.device) if buffer is None else buffer
-            own = own.to(dtype) if on_device or self._accelerator.unified else own.to("cpu", dtype)
+            own = (own if on_device else self._accelerator.on_host(own)).to(dtype)
         if on_device:
             assert own is not None
             averages = averages_on_device(self._ranks, flat.layout, own, self._stage)
@@ -246,13 +245,12 @@ class Reduction(Intake):
             averages = HostReduction(self._ranks, flat.layout, dtypes).averages(own, self._stage)
         for chunk, values in averages:
             average = values.to(flat.dtype).float() if self._rounds else values
-            on_device = flat.route.gradients_in is Memory.DEVICE
-            self._gradients.add_reduced(flat.chunks[chunk.index], average if on_device else self._on_host(average), present)
+            if on_device and flat.route.gradients_leave_device:
+                average = self._brought_out(average)
+            self._gradients.add_reduced(flat.chunks[chunk.index], average, present)
 
-    def _on_host(self, values: Tensor) -> Tensor:
-        """`values` in host memory (pinned, one chunk)."""
-        if values.device.type == "cpu" or self._accelerator.unified:
-            return values
+    def _brought_out(self, values: Tensor) -> Tensor:
+        """`values`, which lie on the device, in host memory (pinned, one chunk)."""
         if self._landing is None or self._landing.nbytes < values.nbytes:
             self._landing = HostMemory(values.nbytes, "reduced gradients", ledger=self._ledger, register=self._accelerator.pin)
         host = self._landing.tensor[: values.nbytes].view(torch.float32)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from offload.device.accelerator import Accelerator
@@ -51,10 +50,9 @@ class ShardExchange:
 
     def _gather_over_host(self, flat: Flat, own: Tensor, wanters: frozenset[int], wanted_here: bool) -> None:
         memory = flat.memory.flat
-        in_host = self._accelerator.unified
-        into = (memory if in_host else torch.empty_like(memory, device="cpu")) if wanted_here else None
+        into = self._accelerator.host_twin(memory) if wanted_here else None
         self._ranks.gather(own, into, wanters, flat.layout.nbytes)
-        if into is not None and not in_host:
+        if into is not None and into is not memory:
             memory.copy_(into)
 
     def reduce(self, unit_index: int, contributors: frozenset[int]) -> None:
@@ -78,7 +76,7 @@ class ShardExchange:
     def _in_memory(self, flat: Flat, on_host: bool) -> Tensor:
         shard, itemsize = flat.layout.shard, flat.layout.itemsize
         own = flat.memory.flat[shard.start * itemsize : shard.stop * itemsize]
-        return own.to("cpu") if on_host and not self._accelerator.unified else own
+        return self._accelerator.on_host(own) if on_host else own
 
     def _from_home(self, parameter_store: ParameterStore, flat: Flat) -> Tensor:
         shard, itemsize = flat.layout.shard, flat.layout.itemsize

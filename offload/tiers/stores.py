@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which store holds a tier's extents on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from offload.device.accelerator import Accelerator
+from offload.device.virtual.current import imagined
+from offload.layout import Extent
+from offload.tiers.device import DeviceStore
+from offload.tiers.imagined import ImaginedBackend, ImaginedStore
+from offload.tiers.io import IoBackend, open_backend
+from offload.tiers.memory import MemoryLedger
+from offload.tiers.nvme import NvmeStore
+from offload.tiers.scratch import ScratchFolder
+from offload.tiers.store import CpuStore, Store
+
+
+class Stores:
+    """Makes them. `backend`: what moves the bytes of those on NVMe, for whoever registers memory with it and closes it."""
+
+    backend: IoBackend | None = None
+
+    def __init__(self, accelerator: Accelerator, ledger: MemoryLedger, nvme_paths: Sequence[Path], nvme_nbytes: int) -> None:
+        """`nvme_nbytes`: what is to lie on NVMe in all; where nothing is, no file is opened. Raises `StorageError`."""
+        self._accelerator, self._ledger = accelerator, ledger
+        self._makers = {
+            "device": self._host if accelerator.unified else self._device,
+            "cpu": self._host,
+            "nvme": self._files if imagined() is None else self._imagined,
+        }
+        if not nvme_nbytes:
+            return
+        if (machine := imagined()) is not None:
+            self.backend = ImaginedBackend(machine)
+            return
+        self._scratch = ScratchFolder(nvme_paths)
+        # All of it, before the first file: what is made last would be missed when values have been written for an hour.
+        count = self._scratch.path_count
+        self._scratch.require_free([-(-nvme_nbytes // count)] * count)
+        self.backend = open_backend(paths=self._scratch.paths)
+
+    def make(self, tier: str, name: str, extents: Iterable[Extent], *, is_copied: bool) -> Store:
+        """`is_copied`: whether the device copies to or from it. Other host memory stays unregistered, so that it need not be
+        there before it is used."""
+        return self._makers[tier](name, extents, is_copied)
+
+    def _device(self, name: str, extents: Iterable[Extent], _: bool) -> Store:
+        return DeviceStore(name, extents, self._accelerator)
+
+    def _host(self, name: str, extents: Iterable[Extent], is_copied: bool) -> Store:
+        return CpuStore(name, extents, ledger=self._ledger, register=self._accelerator.pin if is_copied else None)
+
+    def _files(self, name: str, extents: Iterable[Extent], _: bool) -> Store:
+        assert self.backend is not None
+        recorder = self._accelerator.recorder
+        return NvmeStore(name.replace(" ", "-"), extents, self._scratch, self.backend, recorder=recorder)
+
+    def _imagined(self, name: str, extents: Iterable[Extent], _: bool) -> Store:
+        machine = imagined()
+        assert machine is not None
+        return ImaginedStore(name, extents, machine, self._accelerator.recorder)
