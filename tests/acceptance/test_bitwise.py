@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import offload
-from offload.build import allocation
+from offload.tiers import stores
 
 from . import worker
 from .models import IN_MEMORY, ON_NVME, PLACEMENTS, Setup, llama, two_groups
@@ -161,7 +161,7 @@ def test_two_drives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setup: Setu
         drive.mkdir()
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", setup.accelerator)
     # The whole model would lie in one stripe.
-    monkeypatch.setattr(allocation, "NvmeStore", functools.partial(allocation.NvmeStore, stripe_nbytes=16384))
+    monkeypatch.setattr(stores, "NvmeStore", functools.partial(stores.NvmeStore, stripe_nbytes=16384))
     model = llama()
     config = offload.Config(**setup.fields(drives, dtype="fp32", max_grad_norm=CLIP))
     with offload.initialize(model, two_groups(model), config) as engine:

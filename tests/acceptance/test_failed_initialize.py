@@ -20,11 +20,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 import offload
-from offload.build import allocation
 from offload.build.ownership import Taking
 from offload.deferred_init.deferred_init import is_deferred
 from offload.model import weights
 from offload.step.hooks.module_hooks import Hooks
+from offload.tiers import stores
 from tests.tiers.faulty_io import Fault, FaultyBackend
 
 from .models import IN_MEMORY, ON_CPU, ON_NVME, ON_NVME_IN_PLACE, Setup, adamw, stack, vector_batches
@@ -208,7 +208,7 @@ def test_a_full_disk(nvme: Path, monkeypatch: pytest.MonkeyPatch, build: Callabl
     config = offload.Config(**ON_NVME.fields(nvme))
     expected = trained(*build(), config)
     backend = FaultyBackend()
-    monkeypatch.setattr(allocation, "open_backend", lambda **_: backend)
+    monkeypatch.setattr(stores, "open_backend", lambda **_: backend)
     model, optimizer = build()
     offload.initialize(model, optimizer, config).close()
     model, optimizer = build()
@@ -268,7 +268,7 @@ def test_budgets_and_second_failures(nvme: Path, monkeypatch: pytest.MonkeyPatch
     def fail(self: Any) -> None:
         raise MemoryError("no room for hooks")
 
-    close = allocation.NvmeStore.close
+    close = stores.NvmeStore.close
 
     def close_badly(self: Any) -> None:
         close(self)
@@ -277,7 +277,7 @@ def test_budgets_and_second_failures(nvme: Path, monkeypatch: pytest.MonkeyPatch
     config = offload.Config(**ON_NVME.fields(nvme))
     with monkeypatch.context() as patch:
         patch.setattr(Hooks, "install", fail)
-        patch.setattr(allocation.NvmeStore, "close", close_badly)
+        patch.setattr(stores.NvmeStore, "close", close_badly)
         with pytest.raises(MemoryError, match="no room"), pytest.warns(RuntimeWarning, match="closing"):
             offload.initialize(model, optimizer, config)
     assert_same_bits(photo(model, optimizer), before)

@@ -16,7 +16,8 @@ import pytest
 import torch.nn.functional as F
 
 import offload
-from offload.build import allocation, assembly
+from offload.build import assembly
+from offload.tiers import stores
 from tests.inside import placement_of
 from tests.tiers.faulty_io import Fault, FaultyBackend, seeded_faults
 
@@ -45,7 +46,7 @@ def run(
 ) -> tuple[Any, Any]:
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", setup.accelerator)
     if backend is not None:
-        monkeypatch.setattr(allocation, "open_backend", lambda **_: backend)
+        monkeypatch.setattr(stores, "open_backend", lambda **_: backend)
     model = stack()
     with offload.initialize(model, adamw(model), setup.fields(nvme)) as engine:
         return steps(engine, count), engine.state_dict()
@@ -87,7 +88,7 @@ def test_a_failed_transfer_is_an_error_that_names_it(
     assert whole.submitted_count > 30
     for index in range(whole.submitted_count):
         backend = FaultyBackend(1, {index: Fault("errno", code)})
-        monkeypatch.setattr(allocation, "open_backend", lambda backend=backend, **_: backend)
+        monkeypatch.setattr(stores, "open_backend", lambda backend=backend, **_: backend)
         model = stack()
         try:
             engine = offload.initialize(model, adamw(model), setup.fields(nvme))
@@ -116,7 +117,7 @@ def run_wide(
     nvme: Path, setup: Setup, monkeypatch: pytest.MonkeyPatch, backend: FaultyBackend, width: int = 128, **fields: Any
 ) -> Any:
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", setup.accelerator)
-    monkeypatch.setattr(allocation, "open_backend", lambda **_: backend)
+    monkeypatch.setattr(stores, "open_backend", lambda **_: backend)
     model = stack(width, 2)
     losses = []
     with offload.initialize(model, adamw(model), setup.fields(nvme, max_grad_norm=0.5, **fields)) as engine:
@@ -220,7 +221,7 @@ def test_a_drive_that_fails_behind_an_error_of_the_users_is_told(
     """PyTorch makes a warning of what a hook raises behind an error in forward: the next call raises it, as itself."""
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", setup.accelerator)
     backend = whole = FaultyBackend(1)
-    monkeypatch.setattr(allocation, "open_backend", lambda **_: backend)
+    monkeypatch.setattr(stores, "open_backend", lambda **_: backend)
     assert told_beside_an_error_of_the_users(nvme, setup, goes_on=goes_on) == ["Boom"]
     seen = []
     for index in range(whole.submitted_count):

@@ -19,10 +19,11 @@ import torch
 from torch import nn
 
 import offload
-from offload.build import allocation, assembly
+from offload.build import assembly
 from offload.checkpoint import unit_file, writing
 from offload.checkpoint.staged_folder import write_failure
 from offload.device.pending import Pending
+from offload.tiers import stores
 from tests.inside import finish_updates, parts_of, residency_of, units_of
 from tests.tiers.faulty_io import Fault, FaultyBackend, seeded_faults
 
@@ -142,7 +143,7 @@ def test_parameters_without_gradients(opened: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_any_order_of_transfers(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     faults = seeded_faults(seed, 5000, 0.5, (Fault("short"), Fault("delay")))
-    monkeypatch.setattr(allocation, "open_backend", lambda **_: FaultyBackend(seed, faults))
+    monkeypatch.setattr(stores, "open_backend", lambda **_: FaultyBackend(seed, faults))
     monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
     run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
     for n in range(3):
@@ -253,7 +254,7 @@ def test_a_failing_scratch_file_ends_the_save_and_then_the_engine(
     opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = FaultyBackend(1)
-    monkeypatch.setattr(allocation, "open_backend", lambda **_: backend)
+    monkeypatch.setattr(stores, "open_backend", lambda **_: backend)
     run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
     run.train(range(2))
     run.save(tmp_path / "earlier")

@@ -15,10 +15,9 @@ import pytest
 import torch
 
 import offload
-from offload.build import allocation
 from offload.checkpoint.idleness import Idleness
 from offload.step.threads.failure_state import FailureState
-from offload.tiers import second_places
+from offload.tiers import second_places, stores
 from tests.inside import finish_updates, parts_of
 from tests.tiers.faulty_io import Fault, FaultyBackend
 
@@ -261,7 +260,7 @@ def test_closing_while_the_save_makes_an_update(opened: Any, tmp_path: Path, mon
 def test_an_update_that_fails_fails_the_save(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The update that the save is of: nobody is kept waiting for it."""
     backend = FaultyBackend(1)
-    monkeypatch.setattr(allocation, "open_backend", lambda **_: backend)
+    monkeypatch.setattr(stores, "open_backend", lambda **_: backend)
     run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
     run.train(range(2))
     save = run.engine.save_checkpoint(tmp_path / "beside", wait=False)

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 import offload
-from offload.build import allocation, assembly
+from offload.build import assembly
 from offload.checkpoint import unit_file
 from offload.checkpoint.staged_folder import write_failure
+from offload.tiers import stores
 
 from ..acceptance.models import Setup
 from ..acceptance.runs import assert_same_bits, refused
@@ -50,7 +51,7 @@ class Watched(FaultyBackend):
 def backend(monkeypatch: pytest.MonkeyPatch) -> Watched:
     monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
     made = Watched()
-    monkeypatch.setattr(allocation, "open_backend", lambda **_: made)
+    monkeypatch.setattr(stores, "open_backend", lambda **_: made)
     return made
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import offload
-from offload.build import allocation
+from offload.tiers import stores
 from tests.tiers.faulty_io import Fault, FaultyBackend
 
 from ..acceptance.models import Setup, adamw, stack
@@ -32,7 +32,7 @@ class Drive:
     """The backend of the next engine, and whether it works."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(allocation, "open_backend", self._open)
+        patch.setattr(stores, "open_backend", self._open)
         self.opened: list[FaultyBackend] = []
 
     def _open(self, **_: object) -> FaultyBackend:

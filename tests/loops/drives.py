@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from offload.build import allocation
 from offload.device.pending import Pending
+from offload.tiers import stores
 from offload.tiers.io.backend import OpenFile
 from tests.tiers.faulty_io import Fault, FaultyBackend, seeded_faults
 
@@ -90,7 +90,7 @@ class Drives:
             return self._made[-1]
 
         if "nvme" in (setup.parameters, setup.states):
-            self._patch.setattr(allocation, "open_backend", opened)
+            self._patch.setattr(stores, "open_backend", opened)
         else:
             opened()
         if setup.drive == "failing" and setup.strikes == "sync" and setup.fault != "flip":

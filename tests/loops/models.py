@@ -93,7 +93,7 @@ class Attention(Block):
         self.heads = nn.MultiheadAttention(width, 1)
 
     def inner(self, x: torch.Tensor, batch: int) -> torch.Tensor:
-        # Without a key of zero the keys' bias changes nothing: its gradient is rounding, which a small second moment makes large.
+        # Without a key of zero the keys' bias changes nothing: its gradient is rounding, which Adam makes large.
         self.heads.add_zero_attn = self.training
         return self.heads(x, x, x, need_weights=False)[0]
 
