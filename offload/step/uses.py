@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from offload.errors import ParameterAccessError
+from offload.errors import BudgetError, ParameterAccessError
 from offload.model.flat import ParameterInfo
 from offload.model.leading_call import led_by
 from offload.model.unit import Unit, UnitState
@@ -72,8 +72,14 @@ class Uses:
         uses = unit.uses
         if uses.count - uses.held_count == 1 or unit.has_parts:
             unit.open_up(module_id)
-        for companion in uses.companions:
-            self.start(companion, recorded=recorded)
+        for count, companion in enumerate(uses.companions):
+            try:
+                self.start(companion, recorded=recorded)
+            except BudgetError:  # there is no room for them together: none of them is in use
+                for started in uses.companions[:count]:
+                    self.end(started, recorded=recorded)
+                self._end(unit, recorded=recorded)
+                raise
 
     def _begin(self, unit: Unit, *, recorded: bool) -> None:
         self._speculation.before_use(unit)
@@ -130,7 +136,11 @@ class Uses:
         comes with it: what is not computed reads no companions."""
         self.end_cut_short()
         unit.uses.held_count += 1
-        self._begin(unit, recorded=False)
+        try:
+            self._begin(unit, recorded=False)
+        except BudgetError:
+            unit.uses.held_count -= 1
+            raise
 
     def release(self, unit: Unit) -> None:
         unit.uses.held_count -= 1
@@ -190,8 +200,15 @@ class Uses:
         if unit is enclosing or unit in uses.companions:
             return False
         uses.companions.append(unit)
-        for _ in range(uses.count - uses.held_count):
-            self.start(unit, recorded=False)
+        count = uses.count - uses.held_count
+        for started in range(count):
+            try:
+                self.start(unit, recorded=False)
+            except BudgetError:
+                uses.companions.remove(unit)
+                for _ in range(started):
+                    self.end(unit, recorded=False)
+                raise
         return True
 
     def abandon(self) -> None:

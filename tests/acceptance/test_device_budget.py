@@ -145,6 +145,76 @@ def test_more_gathered_than_the_budget_holds_is_refused_and_training_goes_on(
     assert_same_bits(*found)
 
 
+class _Reading(nn.Module):
+    """Computes with the weights of its last block without calling that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = blocks()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks[:-1]:
+            x = block(x)
+        return F.linear(x, self.blocks[-1][0].weight) @ self.blocks[-1][2].weight.T
+
+
+def _whole_step(model: nn.Module, engine: Any, x: torch.Tensor, y: torch.Tensor) -> float:
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    engine.step()
+    engine.zero_grad()
+    return loss.item()
+
+
+@pytest.mark.parametrize(
+    ("where", "what"),
+    [
+        ("cpu", "forward"),
+        ("nvme", "evaluation"),
+        ("nvme", "step"),
+        ("cpu", "backward"),
+        ("nvme", "state_dict"),
+        ("cpu", "reading"),
+    ],
+)
+def test_what_finds_no_room_beside_what_is_gathered_is_refused_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, what: str
+) -> None:
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", "deferred")
+    fields = {"parameters": where, "optimizer_states": where, "nvme": str(tmp_path)}
+    made = _Reading if what == "reading" else blocks
+    model = made()
+    with pytest.raises(offload.BudgetError) as least:
+        offload.initialize(model, adamw(model), offload.Config(**fields, device_memory=1))
+    config = offload.Config(**fields, device_memory=least.value.smallest_nbytes)
+    found = []
+    for gathers in (False, True):
+        model = made()
+        with offload.initialize(model, adamw(model), config) as engine:
+            units = getattr(model, "blocks", model)
+            losses = []
+            for x, y in vector_batches(4, WIDTH):
+                loss = F.mse_loss(model(x), y) if what == "backward" else None
+                if gathers:
+                    with (
+                        pytest.raises(offload.BudgetError, match=r"Leave engine.gathered \([\w, .]+\) first, or raise it by"),
+                        engine.gathered(list(units[:2].parameters())),
+                    ):
+                        if loss is not None:
+                            loss.backward()
+                        elif what == "step":
+                            _whole_step(model, engine, x, y)
+                        elif what == "state_dict":
+                            engine.state_dict()
+                        else:
+                            with torch.set_grad_enabled(what != "evaluation"):
+                                model(x)
+                engine.zero_grad()
+                losses.append(_whole_step(model, engine, x, y))
+            found.append([losses, engine.state_dict()])
+    assert_same_bits(*found)
+
+
 def test_a_forward_that_raises_leaves_no_unit_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a block computed before it raised is reached by no backward: the block came with the model from then on."""
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", "deferred")

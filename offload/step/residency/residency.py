@@ -25,6 +25,7 @@ from offload.planning.trace import Event, Recorder, Trace, code_of
 from offload.step.gradients.sums_on_device import SumsOnDevice
 from offload.step.residency.device_room import DeviceRoom
 from offload.step.residency.fetching import Fetcher
+from offload.step.residency.no_room import no_room
 from offload.step.threads.timeline import Timeline
 from offload.step.updates.update import Updates
 
@@ -98,10 +99,10 @@ class Residency:
 
     def use_starts(self, unit: Unit, *, recorded: bool) -> None:
         """Make the unit resident with the values of the last step. `recorded`: part of a training step, so of its trace."""
-        if recorded:
-            self._recorder.start(unit.index)
         self._reach(unit.index)
         self.bring(unit)
+        if recorded:  # where it found no room, no use started
+            self._recorder.start(unit.index)
 
     def use_ended(self, unit: Unit, *, recorded: bool, then: Callable[[], None] | None = None) -> None:
         """`then`: what the end of the use leads to, before other units take the room."""
@@ -425,13 +426,7 @@ class Residency:
     def _outgrow(self, nbytes: int) -> None:
         needed_nbytes = self._resident_nbytes + nbytes
         if self._fixed_capacity:
-            held = [unit.name for unit in self._units if unit.uses.count]
-            raise BudgetError(
-                f"the units in use at once ({', '.join(held)} and one more) take {needed_nbytes} bytes of device "
-                "memory, more than "
-                f"the {self.capacity_nbytes} that the budget leaves for parameters. Raise it by at least "
-                f"{needed_nbytes - self.capacity_nbytes} bytes."
-            )
+            raise no_room([unit for unit in self._units if unit.uses.count], needed_nbytes, self.capacity_nbytes)
         self.capacity_nbytes = needed_nbytes
 
     def _evict(self, unit: Unit) -> None:
