@@ -22,6 +22,7 @@ from offload.ranks.all_or_none import checksum
 from offload.ranks.next_transfers import MeetingPoint
 from offload.step.components import Components
 from offload.step.homes import Homes
+from offload.step.threads.call_depth import require_stack
 from offload.step.threads.failure_state import FailureState
 from offload.step.uses import Uses
 
@@ -42,6 +43,7 @@ class Lender:
     def lend(self, lending: Lending, infos: Sequence[ParameterInfo]) -> None:
         """Bring the parameters' units in and lend the parameters: inside they are tensors of their own, as a plain model's
         are."""
+        require_stack()
         residency = self._parts.residency
         self._failures.meet(MeetingPoint.GATHERED, argument=_digest(infos))
         with self._failures.failures():

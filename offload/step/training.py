@@ -28,6 +28,7 @@ from offload.step.gradients.norm import clip_factor, norm_of
 from offload.step.loss_scale import LossScale
 from offload.step.parameter_gradients import ParameterGradients
 from offload.step.speculation import Speculation
+from offload.step.threads.call_depth import require_stack
 from offload.step.threads.failure_state import FailureState
 from offload.step.threads.taking_turns import Turn
 from offload.step.update_making import HyperOf, UpdateMaker
@@ -115,6 +116,7 @@ class Training(FailureState):
 
     def bring_in(self, parameter_index: int) -> None:
         """A guarded parameter's value is asked for (`Uses.bring_in`)."""
+        require_stack()
         with self.failures():
             self.uses.bring_in(self._parameters[parameter_index])
 
@@ -202,6 +204,7 @@ class Training(FailureState):
     def step(self) -> None:
         """Turn the gradients into updates; see the module for when they run."""
         self.check()
+        require_stack()
         if self._maker is None:
             raise UsageError("step was called, but offload.initialize was given no optimizer: pass one to train.")
         if self.lender.lends_any:

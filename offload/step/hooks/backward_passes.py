@@ -29,6 +29,7 @@ from offload.step.hooks.model_events import ModelEvents
 from offload.step.hooks.shared_gradients import SharedGradients, is_accumulated
 from offload.step.nested_tensors import tensors_in
 from offload.step.second_order import SecondOrder, levels_of
+from offload.step.threads.call_depth import require_stack
 from offload.step.threads.taking_turns import Turn
 from offload.step.training import Training
 
@@ -196,6 +197,7 @@ class BackwardPasses:
         """The backward that runs reached the model."""
         graph_task = torch._C._current_graph_task_id()
         if graph_task not in self._graph_tasks:
+            require_stack()
             with self._training.failures():
                 self._uses.end_cut_short()
                 if not self._graph_tasks:

@@ -35,6 +35,7 @@ from offload.step.hooks.model_events import ModelEvents
 from offload.step.hooks.uncompiled import Uncompiled
 from offload.step.nested_tensors import tensors_in, tensors_in_call
 from offload.step.second_order import levels_of
+from offload.step.threads.call_depth import require_stack
 from offload.step.training import Training
 
 
@@ -157,10 +158,16 @@ class Hooks:
         inside_backward = in_backward()
         if self._covers and self._is_covered(unit, module, inside_backward):
             if unit.update is not None:
+                require_stack()
                 with self._training.failures():
                     self._uses.settle(unit)
             self._first_numbers[id(module)] = torch._C._autograd._get_sequence_nr()
             return None
+        try:
+            require_stack()
+        except RecursionError:
+            self._calls.push(Call(module))  # the hook after the forward takes it away again
+            raise
         with self._training.failures():
             call = self._push_call(module, inside_backward)
             is_outermost = not inside_backward and len(self._calls) == 1
