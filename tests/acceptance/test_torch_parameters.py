@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import offload
+
 from .models import (
     ADAM_OPTIONS,
     ALL_SETUPS,
@@ -26,7 +28,7 @@ from .models import (
     stack,
     vector_batches,
 )
-from .runs import Run, assert_close, assert_same_bits, compare, run_engine, simple_loop
+from .runs import Run, assert_close, assert_same_bits, compare, refused, run_engine, simple_loop
 
 anywhere = pytest.mark.parametrize("setup", ALL_SETUPS, ids=lambda s: s.name)
 at_step = pytest.mark.parametrize("setup", STEP_SETUPS, ids=lambda s: s.name)
@@ -108,6 +110,40 @@ def test_parameters_that_the_optimizer_does_not_have(opened: Any, setup: Setup) 
     )
     assert_same_bits(weights["inlet.weight"], start["inlet.weight"])
     assert_same_bits(weights["outlet.bias"], start["outlet.bias"])
+
+
+class OfComplexNumbers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet, self.outlet = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.turn = nn.Parameter(torch.randn(16, 16, dtype=torch.complex64) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outlet((self.inlet(x).to(self.turn.dtype) @ self.turn).abs())
+
+
+@anywhere
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_complex_parameters_that_are_not_trained(opened: Any, setup: Setup, is_frozen: bool) -> None:
+    def build() -> nn.Module:
+        model = OfComplexNumbers()
+        model.turn.requires_grad_(not is_frozen)
+        return model
+
+    trained = lambda m: torch.optim.AdamW([*m.inlet.parameters(), *m.outlet.parameters()], **ADAM_OPTIONS)  # noqa: E731
+    start, weights = compare(build, simple_loop(), setup, opened, trained)
+    assert_same_bits(weights["turn"], start["turn"])
+    assert not torch.equal(weights["inlet.weight"], start["inlet.weight"])
+
+
+@anywhere
+def test_a_trained_complex_parameter_is_refused(opened: Any, setup: Setup) -> None:
+    model = OfComplexNumbers()
+    parameters, before = list(model.parameters()), {name: value.clone() for name, value in model.state_dict().items()}
+    with refused(offload.ConfigError, "'turn'", "complex64", "fp32, bf16 or fp16"):
+        opened(model, adamw(model), setup)
+    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+    assert_same_bits(dict(model.state_dict()), before)
 
 
 class Strided(nn.Module):
