@@ -16,7 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from .models import (
     ALL_SETUPS,
     ON_CPU,
+    ON_CPU_IN_PLACE,
     ON_NVME,
+    ON_NVME_IN_PLACE,
     STEP_SETUPS,
     Block,
     Normalized,
@@ -27,7 +29,7 @@ from .models import (
     stack,
     vector_batches,
 )
-from .runs import Run, assert_close, compare, run_engine, run_plain, simple_loop, token_loop
+from .runs import Run, assert_close, assert_same_bits, compare, run_engine, run_plain, simple_loop, token_loop
 
 anywhere = pytest.mark.parametrize("setup", ALL_SETUPS, ids=lambda s: s.name)
 at_step = pytest.mark.parametrize("setup", STEP_SETUPS, ids=lambda s: s.name)
@@ -264,6 +266,39 @@ def test_buffers_are_kept(opened: Any, setup: Setup) -> None:
     start, weights = compare(Normalized, simple_loop(), setup, opened, atol=5e-6)
     assert weights["blocks.2.1.num_batches_tracked"].item() == 6
     assert not torch.equal(start["blocks.1.1.running_mean"], weights["blocks.1.1.running_mean"])
+
+
+@pytest.mark.parametrize("setup", (*ALL_SETUPS, ON_CPU_IN_PLACE, ON_NVME_IN_PLACE), ids=lambda s: s.name)
+@pytest.mark.parametrize("is_switched_off", [True, False])
+def test_an_encoder_evaluates_padded_input(opened: Any, setup: Setup, is_switched_off: bool) -> None:
+    """`nn.TransformerEncoder` looks whether its first layer's weights are plain tensors before it computes with nested tensors
+    (its fast path). Where they are not in memory then, it goes the other way: to the bits of that in plain PyTorch."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(4)
+        return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), 3)
+
+    def evaluated(module: nn.Module) -> torch.Tensor:
+        module.eval()
+        with torch.no_grad():
+            output: torch.Tensor = module(x, src_key_padding_mask=is_padding)
+        return output
+
+    x = torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(6))
+    is_padding = torch.arange(5) >= torch.tensor([5, 3, 4])[:, None]
+    was_enabled = torch.backends.mha.get_fastpath_enabled()
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)
+        slow = evaluated(build())
+        torch.backends.mha.set_fastpath_enabled(not is_switched_off)
+        plain = evaluated(build())
+        model = build()
+        engine = opened(model, adamw(model), setup)
+        found = evaluated(engine.module)
+        assert_same_bits(found, plain if setup.parameters == "device" or setup == ON_CPU_IN_PLACE else slow)
+        torch.testing.assert_close(found[~is_padding], plain[~is_padding], rtol=0, atol=2e-6)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was_enabled)
 
 
 @few
