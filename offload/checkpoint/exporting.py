@@ -26,7 +26,7 @@ from offload.checkpoint.state_reading import StateReader
 from offload.checkpoint.unpacking import Unpacking
 from offload.config import parse_nbytes
 from offload.device.rounding import round_into
-from offload.errors import EngineFailedError, RankError, UsageError
+from offload.errors import RankError, UsageError
 from offload.model.flat import ParameterInfo
 from offload.model.peft_names import is_peft, is_peft_model, library_models
 from offload.ranks.next_transfers import MeetingPoint
@@ -238,9 +238,9 @@ class Exporting:
         if ranks.index == 0:
             try:
                 write(gathered)
-            except EngineFailedError:
-                raise
             except Exception as error:
+                if self._training.has_failed:
+                    raise  # nobody is met any more
                 failure = error
         for _ in gathered:
             pass  # the other ranks, and this one after a failure: the gathers are everybody's

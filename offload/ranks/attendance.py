@@ -78,6 +78,7 @@ class Attendance:
         except BaseException as error:
             self._ranks.say_failed(f"{type(error).__name__}: {error}")
             rendezvous.fail(error)
+            self._ranks.leave()
         return rendezvous.failure is None and not self._closing
 
     def _announcement(self) -> Announcement | None:

@@ -130,6 +130,9 @@ class ImaginedRanks(Ranks):
     def renewed(self) -> ImaginedRanks:
         return ImaginedRanks(self._machine)
 
+    def leave(self) -> None:
+        pass  # nobody waits
+
     # ---- point to point ------------------------------------------------------------------------------------------
 
     def posted(self) -> Posted:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from offload.device.lane import start_thread
 from offload.device.pending import Pending
+from offload.errors import RankError
 from offload.ranks.next_transfers import Announcement, Blocked, MeetingPoint
 from offload.ranks.threads import Asked, Threads, Waited
 from offload.ranks.transport import Ranks
@@ -72,6 +73,7 @@ class Rendezvous:
     gathers, reductions  the queues of what is asked for and not settled, by unit index: what is announced
     blocked              what the training thread waits for; AT_POINT: with the action that is to run there
     failure              why the ranks can meet no more. Written by the attendance, once
+    abandoned_because    why this rank stops, if it does. Written by who finds that out
     """
 
     waits_for_others = True
@@ -85,6 +87,7 @@ class Rendezvous:
         self._action: Callable[[], Any] | None = None
         self._answer: list[Any] = []
         self._failure: BaseException | None = None
+        self._abandoned_because = ""
         self._watching = MeetingPoint.NONE
         self.asked: Asked = ranks.threads.queue()
         """Has something in it when there may be something to attend to."""
@@ -175,6 +178,8 @@ class Rendezvous:
     def abandon(self, reason: str) -> None:
         """This rank stops here: the others are told why, instead of waiting for it. Never raises."""
         self._ranks.say_failed(reason)
+        self._abandoned_because = reason
+        self.wake()
 
     @property
     def failure(self) -> BaseException | None:
@@ -209,6 +214,8 @@ class Rendezvous:
         """What the others are to be told now; None: nothing is asked for, and nobody is to be watched."""
         while not self.asked.empty():  # the attendance alone takes from it
             self.asked.get()
+        if self._abandoned_because:
+            raise RankError(f"this rank stopped, and has left the others: {self._abandoned_because}")
         with self._lock:
             if self.is_idle and not self._watching:
                 return None

@@ -117,7 +117,7 @@ class Ranks:
         """Give back the groups of all ranks, with their threads and connections. Nothing may be under way. Idempotent."""
         self.close.atexit = False
         everybody = range(self.world_size)
-        self._group = self._make_group(everybody, "gloo")
+        self._group: Any = self._make_group(everybody, "gloo")
         self._replica_group = self._make_group(self.replicas, "gloo") if len(self.replicas) > 1 else None
         self._device_group: Any = None
         self._device_replica_group: Any = None
@@ -149,6 +149,15 @@ class Ranks:
             self._groups.append(group)
         return group
 
+    def leave(self) -> None:
+        """Close the connections to the others, who see at once that this rank meets them no more. By the thread that makes its
+        transfers, while none is under way."""
+        leaving = [group for group in self._groups if group in (self._group, self._replica_group)]
+        for group in leaving:
+            self._groups.remove(group)
+        self._group = self._replica_group = None  # they close with the last reference
+        _destroy(leaving)
+
     # ---- point to point ------------------------------------------------------------------------------------------
 
     def send(self, posted: Posted, tensor: Tensor, to: int, tag: int) -> None:
@@ -176,6 +185,8 @@ class Ranks:
             raise self._error(failure)
 
     def _post(self, posted: Posted, peer: int, begin: Callable[[int], Any]) -> None:
+        if self._group is None:
+            raise RankError("this rank failed, and has left the others: start all of them again from the last checkpoint.")
         try:
             posted.works.append((peer, begin(self._arrangement.members[peer])))
         except RuntimeError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import gc
 import hashlib
 import os
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -28,9 +30,11 @@ from offload.device.recording import COLLECTIVES
 from offload.planning.schedule import Verb
 from offload.profiling.trace_events import read_trace
 from offload.ranks.transport import Ranks
+from offload.tiers import stores
 from tests.inside import layout_of, parts_of, residency_of
 
 from ..acceptance.models import adamw, byte_batches, gpt2, llama, vector_batches
+from ..tiers.faulty_io import Fault, FaultyBackend
 
 
 def settle() -> None:
@@ -458,6 +462,31 @@ def failing(fields: dict[str, Any], how: str, when: str) -> None:
                 _fail(how)
             engine.optimizer.step()
             engine.optimizer.zero_grad()
+
+
+def staying(fields: dict[str, Any], folder: str, when: str, failing: int) -> list[str]:
+    """A rank's drive fails in the second step, or in an export. It catches that and lives on until the other has heard."""
+    rank, _ = place()
+    backend, heard = FaultyBackend(), os.path.join(folder, "heard")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stores, "open_backend", lambda **_: backend)
+        model = llama(layers=2)
+        engine = offload.initialize(model, adamw(model), offload.Config(**fields, nvme=os.path.join(folder, "nvme")))
+    _train_on(engine, model, 0, 1)
+    engine.state_dict()  # no update is left that the fault could meet first
+    if rank == failing:
+        backend.faults = {index: Fault("errno", errno.EIO) for index in range(backend.submitted_count, 10000)}
+    try:
+        if when == "step":
+            _train_on(engine, model, 1, 2)
+        else:
+            engine.export(os.path.join(folder, "export"), "fp32")
+    except Exception as error:
+        said = [type(error).__name__, str(error)]
+    while rank == failing and not os.path.exists(heard):
+        time.sleep(0.01)
+    Path(heard).touch()
+    return said
 
 
 def dying_in_refit(fields: dict[str, Any], where: str) -> None:

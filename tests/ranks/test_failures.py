@@ -82,6 +82,20 @@ def test_a_rank_that_fails(fresh: Callable[..., Crew], how: str, when: str) -> N
         assert answers[1]["error"] == ["ValueError", "rank 1 has had enough"]
 
 
+@pytest.mark.parametrize(("when", "failing"), [("step", 1), ("export", 0)])
+def test_a_rank_that_fails_and_lives_on(fresh: Callable[..., Crew], tmp_path: Path, when: str, failing: int) -> None:
+    """Its script caught the error. The others hear of it at once, though neither it nor its connections' time ends."""
+    crew = fresh(2, seconds=100)
+    (tmp_path / "nvme").mkdir()
+    began = time.monotonic()
+    fields = {"stage": 3, "parameters": "nvme", "optimizer_states": "cpu"}
+    said = crew.do("staying", fields=fields, folder=str(tmp_path), when=when, failing=failing)
+    failed, other = said[failing], said[1 - failing]
+    assert failed[0] == "StorageError", failed
+    assert other[0] == "RankError" and f"rank {failing}" in other[1] and "Input/output error" in other[1], other
+    assert time.monotonic() - began < 60
+
+
 @pytest.mark.parametrize("where", ["new_group", "lay_out_together"])
 def test_a_rank_that_dies_where_states_are_made_room_for(fresh: Callable[..., Crew], where: str) -> None:
     """It is seen at once, not when connecting anew has taken the group's time."""

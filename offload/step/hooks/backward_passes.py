@@ -127,8 +127,8 @@ def _parts_are_gone(turn: Turn | None) -> UsageError:
     if turn is None:
         return UsageError("backward reached a forward whose engine is gone, and its parameters with it: run the forward again.")
     return UsageError(
-        "backward reached a forward that ran before parameters were unfrozen or added to the optimizer, or before a load made "
-        "a failed engine anew: run the forward again."
+        "backward reached a forward that ran before parameters were unfrozen or added to the optimizer, before a load made a "
+        "failed engine anew, or before the last step: run the forward again."
     )
 
 
