@@ -29,9 +29,9 @@ from offload.planning.link_seconds import Cost
 from offload.planning.purposes import StateNames
 from offload.planning.route import Memory, Route, ValuePath, routes_of, with_undo
 from offload.planning.route_bytes import held
-from offload.planning.schedule import expected_nbytes, worthwhile_nbytes
+from offload.planning.schedule import apart_nbytes, expected_nbytes, worthwhile_nbytes
 from offload.planning.sizes import Footprint, UnitSizes, gradient_buffer_nbytes, least_gradient_buffers
-from offload.planning.tier_choice import Choice, Kept
+from offload.planning.tier_choice import NOTHING_NEAR, Choice, Kept
 from offload.planning.trace import Expected
 
 _DRIVE_RESERVE = 0.02
@@ -281,6 +281,8 @@ def _capacity(problem: Problem, choice: Choice, routes: Sequence[Route]) -> int 
         return None
     fetched, expected = problem.fetched(routes), problem.expected
     needed = (expected_nbytes if problem.bounds_units else worthwhile_nbytes)(expected, fetched, choice.prefetch)
+    if problem.bounds_units and choice.near != NOTHING_NEAR:  # what stays takes no room that an unexpected use may need
+        needed = max(needed, apart_nbytes(expected.trace, fetched))
     return min(needed + choice.spare_nbytes, max(needed, sum(fetched)))
 
 

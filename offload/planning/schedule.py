@@ -99,6 +99,16 @@ def expected_nbytes(expected: Expected, unit_nbytes: Sequence[int], prefetch: in
     return max(required_nbytes(expected.trace, unit_nbytes, prefetch), required_nbytes(expected.overlapping, unit_nbytes, 0))
 
 
+def apart_nbytes(trace: Trace, unit_nbytes: Sequence[int]) -> int:
+    """The smallest capacity with which any other unit fits beside those in use, as where backward computes a forward again that
+    several units share."""
+    largest_first = sorted(range(len(unit_nbytes)), key=lambda unit: -unit_nbytes[unit])
+    return max(
+        sum(unit_nbytes[unit] for unit in held) + next((unit_nbytes[unit] for unit in largest_first if unit not in held), 0)
+        for held in _held(trace, 0)
+    )
+
+
 WORTHWHILE = 6
 """Bytes of fetches that a byte of memory must save in a step to be taken without being asked for: twice what keeping
 parameters saves (`offload.planning.budget.Kept`)."""

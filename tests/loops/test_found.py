@@ -16,6 +16,11 @@ FOUND = {
         (Setup("cpu", accelerator="deferred", prefetch=0, on_device=1.0),),
         (op("backward", fails_at=0, error="Boom"), op("state_dict")),
     ),
+    "what stayed on the device took the room of what a checkpoint of several units computes again": Program(
+        Model(width=7, blocks=("large", "mlp", "parametrised"), tie="blocks", reused=True, frozen=(1,), checkpointing="plain"),
+        (Setup("cpu", "cpu", "deferred", memory=3.0, on_device=1.5, joined=100, marked="mixes", expects=2),),
+        (op("slope", batch=3), op("train", batch=0)),
+    ),
     "clipping outlived the gradients that it was for": Program(
         Model(),
         (Setup(),),
