@@ -107,15 +107,15 @@ class Succession:
         them come here with the same parameters."""
         parts = self.current.parts
         parts.meeting.meet(MeetingPoint.UNFREEZING, argument=zlib.crc32(repr(sorted(trained)).encode()))
-        with passing_checkpoint(self._config, parts.ranks, parts.meeting) as path:
-            self.current.checkpointing.save(path, None, None)
-            held = HeldInterrupt()
-            if not parts.meeting.waits_for_others:
-                held.begin()
-            try:
+        held = HeldInterrupt()
+        try:
+            with passing_checkpoint(self._config, parts.ranks, parts.meeting) as path:
+                self.current.checkpointing.save(path, None, None)
+                if not parts.meeting.waits_for_others:
+                    held.begin()  # until nothing is left of what passed, too
                 self._exchange_parts(path, trained, config, free)
-            finally:
-                held.end()
+        finally:
+            held.end()
 
     def _exchange_parts(self, path: Path, trained: Collection[int], config: Config, free: FreeMemory | None) -> None:
         optimizer = self._optimizer
