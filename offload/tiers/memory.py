@@ -19,6 +19,7 @@ import os
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from ctypes import c_uint8
 from functools import partial
@@ -47,26 +48,40 @@ class MemoryLedger:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._nbytes: dict[str, int] = {}
+        self._freed: deque[tuple[str, int]] = deque()
+        """What is not yet taken off."""
         self._peak_nbytes = 0
 
     def add(self, purpose: str, nbytes: int) -> None:
-        """Count `nbytes` more (fewer where negative) for `purpose`."""
+        """Count `nbytes` more for `purpose`."""
         with self._lock:
-            total = self._nbytes.get(purpose, 0) + nbytes
-            if total < 0:
-                raise AssertionError(f"the ledger would hold {total} bytes for {purpose!r}: more was freed than allocated")
-            self._nbytes[purpose] = total
+            self._take_off()
+            self._nbytes[purpose] = self._nbytes.get(purpose, 0) + nbytes
             self._peak_nbytes = max(self._peak_nbytes, sum(self._nbytes.values()))
+
+    def freed(self, purpose: str, nbytes: int) -> None:
+        """Count `nbytes` fewer. Takes no lock: the garbage collector comes here, also out of the middle of another call."""
+        self._freed.append((purpose, nbytes))
+
+    def _take_off(self) -> None:
+        while self._freed:
+            purpose, nbytes = self._freed.popleft()
+            left = self._nbytes.get(purpose, 0) - nbytes
+            if left < 0:
+                raise AssertionError(f"the ledger would hold {left} bytes for {purpose!r}: more was freed than allocated")
+            self._nbytes[purpose] = left
 
     @property
     def by_purpose(self) -> dict[str, int]:
         """A copy: purpose -> bytes now, without those that hold none."""
         with self._lock:
+            self._take_off()
             return {purpose: nbytes for purpose, nbytes in self._nbytes.items() if nbytes}
 
     @property
     def total_nbytes(self) -> int:
         with self._lock:
+            self._take_off()
             return sum(self._nbytes.values())
 
     @property
@@ -103,7 +118,7 @@ class _Held:
 
     def count(self, ledger: MemoryLedger, purpose: str, nbytes: int) -> None:
         ledger.add(purpose, nbytes)
-        self._uncount = partial(ledger.add, purpose, -nbytes)
+        self._uncount = partial(ledger.freed, purpose, nbytes)
 
     def _freed(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """Nothing refers to it any more. Python makes a warning of an interrupt in here: the rest is `free_all_left`'s."""
@@ -126,7 +141,8 @@ class _Held:
     @staticmethod
     def free_all_left() -> None:
         """What an interrupt kept from being freed."""
-        for one in [one for one in tuple(_held) if one._lent() is None]:
+        # A copy: while a tuple is made of the set, the garbage collector may run and take memory out of it.
+        for one in [one for one in _held.copy() if one._lent() is None]:
             one._freed()
 
 
@@ -166,7 +182,7 @@ class HostMemory:
             self._tensor = stand_in
             if ledger is not None:
                 ledger.add(purpose, mapped_nbytes)
-                weakref.finalize(stand_in.untyped_storage(), ledger.add, purpose, -mapped_nbytes).atexit = False
+                weakref.finalize(stand_in.untyped_storage(), ledger.freed, purpose, mapped_nbytes).atexit = False
             return
         try:
             mapping, start = _map(mapped_nbytes, direct_io=direct_io)

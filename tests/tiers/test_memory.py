@@ -81,7 +81,8 @@ def test_ledger_sums_and_peaks() -> None:
     third.close()
     assert ledger.total_nbytes == 0
     with pytest.raises(AssertionError, match="more was freed"):
-        ledger.add("a", -1)
+        ledger.freed("a", 1)
+        _ = ledger.total_nbytes
 
 
 def test_registered_before_use_and_unregistered_while_still_mapped() -> None:
@@ -155,6 +156,30 @@ def test_an_interrupt_while_memory_is_freed_leaves_none_registered_that_is_not_m
         if not was_struck:
             break
     assert moment > 8
+
+
+def test_memory_that_the_garbage_collector_frees_as_other_memory_is_made() -> None:
+    """At every allocation of objects in there: it takes the memory out of what is gone through."""
+    thresholds, ledger = gc.get_threshold(), MemoryLedger()
+    others = [HostMemory(8192, "states") for _ in range(24)]  # of so many Python allocates what they are gone through in
+    gc.disable()
+    try:
+        for after in range(1, 40):
+            gc.set_threshold(1_000_000)
+            gc.collect()
+            for _ in range(3):
+                circle: list[object] = [HostMemory(8192, "states", ledger=ledger)]
+                circle.append(circle)
+            del circle
+            gc.set_threshold(gc.get_count()[0] + after)
+            gc.enable()
+            HostMemory(8192, "gradients", ledger=ledger).close()
+            gc.disable()
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.enable()
+    gc.collect()
+    assert ledger.total_nbytes == 0 and len(others) == 24
 
 
 def test_no_memory_is_a_budget_error_that_says_what_for() -> None:

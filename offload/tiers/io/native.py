@@ -147,7 +147,7 @@ def _drain(engine: IoEngine, process_id: int) -> None:
 
 def _settle_all(engine: IoEngine) -> None:
     """Wait for everything of the engine's in flight, so that tensors and files are held until the kernel let go of them."""
-    for pending in tuple(_in_flight):
+    for pending in _in_flight.copy():
         if pending.engine is engine:
             try:
                 pending.wait()
