@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import signal
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
+from offload.checkpoint import staged_folder
 from offload.checkpoint.carry_over import passing_checkpoint
 from offload.ranks.group import Alone, NoMeeting
 from tests.warm import WarmProcess
@@ -394,11 +396,20 @@ def test_what_a_kill_leaves_while_parts_are_made_anew_the_next_start_removes(nvm
 
 
 @few
-def test_ctrl_c_waits_while_parts_are_made_anew(opened: Any, monkeypatch: pytest.MonkeyPatch, setup: Setup) -> None:
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(offload.succession, "refitted"), (staged_folder, "_remove_for_all")],
+    ids=["made", "what passed is removed"],
+)
+def test_ctrl_c_waits_while_parts_are_made_anew(
+    opened: Any, nvme: Path, monkeypatch: pytest.MonkeyPatch, setup: Setup, module: Any, name: str
+) -> None:
     """Then the forward that it came in is cut short, and nothing else."""
-    real, weights = offload.succession.refitted, []
+    real, weights = getattr(module, name), []
+    monkeypatch.setattr(tempfile, "tempdir", str(nvme))
 
     def interrupted(*arguments: Any) -> Any:
+        setattr(module, name, real)  # a second one would not be held
         signal.raise_signal(signal.SIGINT)
         return real(*arguments)
 
@@ -409,8 +420,9 @@ def test_ctrl_c_waits_while_parts_are_made_anew(opened: Any, monkeypatch: pytest
         model.inlet.requires_grad_(True)
         if interrupts:
             with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr(offload.succession, "refitted", interrupted)
+                patch.setattr(module, name, interrupted)
                 one_step(run, seed=1)
+            assert not list(nvme.glob(f"{staged_folder.PREFIX}*"))
         one_step(run, seed=2)
         weights.append(engine.state_dict())
     assert_same_bits(weights[1], weights[0])

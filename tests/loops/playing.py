@@ -225,8 +225,14 @@ class Player(ABC):
         graph = self._chosen(which, retain)
         with self._fuse("backward_at", fails_at, error), contextlib.nullcontext() if sync else self.no_sync():
             self._marks_backward(sync)
-            self.backward(graph.losses, how, retain_graph=retain)
+            self._backward(graph.losses, how, retain_graph=retain)
         return {}
+
+    def _backward(self, losses: list[torch.Tensor], how: str, **keywords: Any) -> None:
+        # What goes through PyTorch's reentrant checkpoint has no gradient where nothing before it has one, whatever is trained
+        # inside: there is no backward then.
+        if self.model.checkpointing != "reentrant" or any(one.requires_grad for one in losses):
+            self.backward(losses, how, **keywords)
 
     def _chosen(self, which: int, retain: bool) -> Graph:
         if not self.graphs:
@@ -306,7 +312,7 @@ class Player(ABC):
             if fails:
                 raise Boom("in step")
             self._marks_backward(True)
-            self.backward(losses, "engine")
+            self._backward(losses, "engine")
             return losses[0].item()
 
         self.optimizer.step(closure)
@@ -330,7 +336,7 @@ class Player(ABC):
             losses = self._losses(batch + index)
             with contextlib.nullcontext() if last else self.no_sync():
                 self._marks_backward(last)
-                self.backward([loss / micro for loss in losses], "engine")
+                self._backward([loss / micro for loss in losses], "engine")
             seen += [one.item() for one in losses]
         self.optimizer.step()
         norm = self._stepped()
