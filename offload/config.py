@@ -258,7 +258,7 @@ def _is_path(given: object) -> bool:
 
 def _nearest(value: object, allowed: Sequence[Any]) -> str:
     texts = [str(choice) for choice in allowed if isinstance(choice, str)]
-    close = difflib.get_close_matches(str(value), texts, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(value, texts, n=1, cutoff=0.5) if isinstance(value, str) else ()
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 

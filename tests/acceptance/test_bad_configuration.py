@@ -30,6 +30,7 @@ also_in_backward = pytest.mark.parametrize("setup", (IN_MEMORY, ON_CPU, ON_NVME,
         ({"parameters": "gpu"}, ["parameters", "gpu", "device"]),
         ({"parameters": "nvmee", "nvme": "/tmp"}, ["parameters", "nvmee", "nvme"]),
         ({"optimizer_states": "disk"}, ["optimizer_states", "disk", "nvme"]),
+        ({"optimizer_states": None}, ["optimizer_states=None", "expected one of", "'nvme'."]),  # no word that is meant
         ({"parameters": "nvme"}, ["parameters", "nvme"]),
         ({"optimizer_states": "nvme"}, ["optimizer_states", "nvme"]),
         ({"parameters": "nvme", "nvme": []}, ["nvme"]),
