@@ -140,9 +140,17 @@ def test_a_drive_that_fills_up_meanwhile(opened: Any, tmp_path: Path, monkeypatc
 
 # ---- updates of the last step ----------------------------------------------------------------------------------------
 
+
+@pytest.fixture
+def never_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a loaded machine holds this thread up, the save's makes no update in its place."""
+    monkeypatch.setattr(Idleness, "_is_quiet", lambda _: False)
+
+
 FOLLOWING = (Setup("nvme", "nvme", "cpu"), Setup("nvme", "nvme", "cpu", "backward"), Setup("nvme", "cpu", "cpu"))
 
 
+@pytest.mark.usefixtures("never_idle")
 @pytest.mark.parametrize("setup", FOLLOWING, ids=lambda setup: setup.name)
 def test_a_save_begins_before_the_updates_of_the_last_step(opened: Any, tmp_path: Path, setup: Setup) -> None:
     run, again = Resumable(opened, setup), Resumable(opened, setup)
@@ -167,6 +175,7 @@ HOW_IT_ENDS: dict[str, Callable[[Any, Any, Path], Any]] = {
 }
 
 
+@pytest.mark.usefixtures("never_idle")
 @pytest.mark.parametrize("ended_by", HOW_IT_ENDS)
 def test_no_further_forward_comes(opened: Any, tmp_path: Path, ended_by: str) -> None:
     """Whoever waits for the save on the thread of the model has the updates made that it is of."""
@@ -257,6 +266,7 @@ def test_closing_while_the_save_makes_an_update(opened: Any, tmp_path: Path, mon
     assert files_of(tmp_path / "beside") == files_of(tmp_path / "expected")
 
 
+@pytest.mark.usefixtures("never_idle")
 def test_an_update_that_fails_fails_the_save(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The update that the save is of: nobody is kept waiting for it."""
     backend = FaultyBackend(1)
