@@ -16,7 +16,7 @@ import offload
 from offload.device.virtual.description import Machine, share_of
 from offload.device.virtual.machine import VirtualMachine
 from offload.errors import BudgetError
-from offload.rehearsal.forecast import FIRST_STEPS, Forecast, rehearse
+from offload.rehearsal.forecast import FIRST_STEPS, Forecast, Loop, rehearse
 
 GRANTED_SHARE = 0.95
 """Of the device's memory, with what the model takes: the rest is for what allocators lose."""
@@ -64,18 +64,20 @@ def forecast(
             if not all(parameter.requires_grad for parameter in model.parameters()):
                 model.enable_input_require_grads()  # type: ignore[operator]
 
-    def step(engine: offload.Engine) -> None:
-        for _ in range(work.micro_batches):
-            tokens = torch.zeros(work.batch, work.sequence, dtype=torch.long, device="meta")
-            engine.backward(model(input_ids=tokens, labels=tokens).loss)
-        engine.step()
-        engine.zero_grad()
-
     def begin() -> offload.Engine:
         return offload.initialize(model, optimizer, config.expecting(work.micro_batches, work.batch * work.sequence))
 
+    def micro_batch(engine: offload.Engine) -> None:
+        tokens = torch.zeros(work.batch, work.sequence, dtype=torch.long, device="meta")
+        engine.backward(model(input_ids=tokens, labels=tokens).loss)
+
+    def end(engine: offload.Engine) -> None:
+        engine.step()
+        engine.zero_grad()
+
     virtual = VirtualMachine(share_of(machine, work.ranks), work.ranks, unbound)
-    return rehearse(virtual, begin, step, tokens=work.tokens, trace=trace, first_steps=first_steps)
+    loop, count = Loop(begin, micro_batch, end), work.micro_batches
+    return rehearse(virtual, loop, tokens=work.tokens, micro_batches=count, trace=trace, first_steps=first_steps)
 
 
 def forecast_granted(

@@ -18,7 +18,7 @@ from offload.cli.rates import DIRECTIONS, Drive, link_rates, stream_bytes_per_se
 from offload.device.host_room import host_room
 from offload.device.virtual.description import Machine, changed
 from offload.device.virtual.machine import VirtualMachine
-from offload.rehearsal.forecast import rehearse
+from offload.rehearsal.forecast import Loop, rehearse
 from offload.tiers.io import open_backend
 from offload.tiers.scratch import free_nbytes
 
@@ -177,8 +177,10 @@ def _call_seconds(machine: Machine) -> float:
             model = _Small()
         return model, offload.initialize(model, torch.optim.AdamW(model.parameters(), foreach=False), config)
 
-    def step(model: nn.Module, engine: offload.Engine, device: str) -> None:
+    def micro_batch(model: nn.Module, engine: offload.Engine, device: str) -> None:
         engine.backward(model(torch.zeros(1, 32, device=device)).sum())
+
+    def end(engine: offload.Engine) -> None:
         engine.step()
         engine.zero_grad()
 
@@ -188,7 +190,8 @@ def _call_seconds(machine: Machine) -> float:
         device = str(engine.module.blocks[0][0].weight.device)  # type: ignore[union-attr, index]
         for _ in range(_SMALL_STEPS):
             start = time.process_time()
-            step(model, engine, device)
+            micro_batch(model, engine, device)
+            end(engine)
             times.append(time.process_time() - start)
     virtual, counts, made = VirtualMachine(machine), [0], list[nn.Module]()
 
@@ -197,10 +200,10 @@ def _call_seconds(machine: Machine) -> float:
         made.append(model)
         return engine
 
-    def step_virtual(engine: offload.Engine) -> None:
+    def micro_batch_virtual(engine: offload.Engine) -> None:
         counts.append(virtual.calls)
-        step(made[0], engine, "meta")
+        micro_batch(made[0], engine, "meta")
 
-    found = rehearse(virtual, begin_virtual, step_virtual, tokens=1)
+    found = rehearse(virtual, Loop(begin_virtual, micro_batch_virtual, end), tokens=1)
     calls = counts[-1] - counts[-2]
     return max((sorted(times)[len(times) // 2] - found.step_seconds) / max(calls, 1), 1e-7)

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a step would take on a machine that need not exist: the engine itself, run there in virtual time.
 
-    rehearse(VirtualMachine(read_machine("rtx4090")), begin, step, tokens=8192)
+    rehearse(VirtualMachine(read_machine("rtx4090")), Loop(begin, micro_batch, end), micro_batches=8, tokens=8192)
 
-`begin` makes the engine, for a model on the meta device; `step` is one step of its loop. Both are the caller's: what is
-trained, with which settings and on what. Nothing here knows how an engine is made.
+The loop is the caller's: what is trained, with which settings and on what. Nothing here knows how an engine is made.
+
+Of a step's many micro-batches those between the first ones and the last take as long as each other and move as much: once two
+are seen to, the last is run, and those before it are counted as the two were.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from offload.device.virtual.machine import COLLECTIVES, CORES, VirtualMachine
 from offload.device.virtual.operations import CountedOperations, fused_attention
@@ -24,6 +26,8 @@ LINKS = ("h2d", "d2h", "nvme_read", "nvme_write")
 _IN_USE = "parameters in use"
 FIRST_STEPS = 2
 """Before the one that is looked at: the first has no updates under its forward."""
+_ALIKE = 1e-3
+"""How much of a micro-batch's time may be between what two of them need of a resource for them to count as alike."""
 
 
 class Rehearsed(Protocol):
@@ -43,6 +47,18 @@ class Rehearsed(Protocol):
 
 
 E = TypeVar("E", bound=Rehearsed)
+
+
+@dataclass(frozen=True, slots=True)
+class Loop(Generic[E]):
+    """What the caller trains with."""
+
+    begin: Callable[[], E]
+    """Makes the engine, for a model on the meta device."""
+    micro_batch: Callable[[E], None]
+    """A forward and its backward."""
+    end: Callable[[E], None]
+    """Of a step, after the last micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +86,7 @@ class Forecast:
     own_nbytes: int
     """What the model takes there itself, about: activations, gradients, inputs."""
     values_read: int
+    """How often the model asked for a value on the device, which there is none of."""
     halves: dict[str, dict[str, float]]
     """Of "forward" and "backward": seconds that each link takes at least, as the placement was weighed by them."""
     ranks: int = 1
@@ -98,28 +115,31 @@ class Forecast:
 
 def rehearse(
     virtual: VirtualMachine,
-    begin: Callable[[], E],
-    step: Callable[[E], None],
+    loop: Loop[E],
     *,
     tokens: int,
+    micro_batches: int = 1,
     trace: Path | None = None,
     first_steps: int = FIRST_STEPS,
 ) -> Forecast:
-    """Train with what `begin` returns a few steps on `virtual`, which is new; the last of them is the one that is told of.
+    """Train as `loop` does a few steps on `virtual`, which is new; the last of them is the one that is told of.
 
-    `tokens`: of one step, of all ranks, for the rate. `trace`: the file for a trace of that step. `first_steps`: before it.
+    `tokens`: of one step, of all ranks, for the rate. `micro_batches`: of one step; where not all are run, the bytes it moves
+    are within a thousandth. `trace`: the file for a trace of that step, of which all are run then. `first_steps`: before it.
 
-    Raises what `begin` and `step` raise: `BudgetError` where no placement fits."""
+    Raises what `loop` raises: `BudgetError` where no placement fits."""
     with _inside(virtual):
-        engine = begin()
+        engine = loop.begin()
         try:
+            before = _Mark(virtual)
             for _ in range(first_steps):
-                step(engine)
-            before = _Reading(virtual)
+                _train(virtual, engine, loop, before, min(micro_batches, 2))
+                before = _Mark(virtual)
             if trace is not None:
                 engine.profile(trace, steps=1)
-            step(engine)
-            return _forecast(engine, virtual, before, tokens)
+            left_out = _train(virtual, engine, loop, before, micro_batches, whole=trace is not None)
+            spent = _grown(_Mark(virtual).reading(), before.reading())
+            return _forecast(engine, virtual, {what: spent[what] + left_out.get(what, 0.0) for what in spent}, tokens)
         finally:
             engine.close()
 
@@ -130,33 +150,82 @@ def _inside(virtual: VirtualMachine) -> Iterator[None]:
         yield
 
 
-class _Reading:
-    """The counters of a machine at one moment."""
+_NOW, _COMPUTED, _VALUES = ("", "seconds"), ("", "computed"), ("", "values")
+_Counters = dict[tuple[str, str], float]
+"""Of a machine at one moment, or by how much they grew: by a resource's or a link's name, and what is counted: "needed"
+seconds, "busy" and "hidden" ones, bytes "moved"."""
+
+
+class _Mark:
+    """The moment at which the device has done what it was given so far. The host, which may be far ahead, does not wait."""
 
     def __init__(self, virtual: VirtualMachine) -> None:
-        self.now, self.compute_seconds = virtual.simulation.now, virtual.compute_seconds
-        self.taken = {name: resource.moved for name, resource in virtual.resources.items()}
-        self.moved = virtual.moved()
-        self.busy = {name: (one.busy_seconds, one.hidden_seconds) for name, one in virtual.resources.items()}
+        self._virtual, self._end = virtual, virtual.compute.last
+        self._given: _Counters = {_COMPUTED: virtual.compute_seconds, _VALUES: virtual.values_read}  # counted as it is given
+        self.reached: _Counters | None = None
+        """What had been counted then."""
+        self._end.follow(self._reach)
+
+    def _reach(self) -> None:
+        virtual = self._virtual
+        found: _Counters = self._given | {_NOW: virtual.simulation.now}
+        for name, one in virtual.resources.items():
+            found[name, "needed"] = one.moved / one.rate
+            found[name, "busy"], found[name, "hidden"] = one.busy_seconds, one.hidden_seconds
+        self.reached = found | {(link, "moved"): nbytes for link, nbytes in virtual.moved().items()}
+
+    def reading(self) -> _Counters:
+        """`reached`, waited for."""
+        self._end.wait()
+        assert self.reached is not None
+        return self.reached
 
 
-def _forecast(engine: Rehearsed, virtual: VirtualMachine, before: _Reading, tokens: int) -> Forecast:
-    after, machine, stats = _Reading(virtual), virtual.machine, engine.stats()
-    taken = {name: after.taken[name] - before.taken[name] for name in after.taken}
-    floors = {"compute": after.compute_seconds - before.compute_seconds}
+def _train(
+    virtual: VirtualMachine, engine: E, loop: Loop[E], before: _Mark, micro_batches: int, *, whole: bool = False
+) -> _Counters:
+    """Run a step, all of it if `whole`; what those of its micro-batches take that are left out."""
+    marks, left, left_out = [before], micro_batches, _Counters()
+    while left:
+        loop.micro_batch(engine)
+        marks.append(_Mark(virtual))
+        left -= 1
+        period = _period(marks) if left > 1 and not whole else None
+        if period is not None:
+            left_out, left = {what: (left - 1) * one for what, one in period.items()}, 1
+    loop.end(engine)
+    return left_out
+
+
+def _period(marks: list[_Mark]) -> _Counters | None:
+    """What a micro-batch takes, if of those that the device has done the last two, neither of them the first, are alike."""
+    reached = [mark.reached for mark in marks[1:] if mark.reached is not None][-3:]
+    if len(reached) < 3:
+        return None
+    earlier, later = _grown(reached[1], reached[0]), _grown(reached[2], reached[1])
+    is_steady = all(abs(later[what] - earlier[what]) <= _ALIKE * later[_NOW] for what in later if what[1] != "moved")
+    return later if is_steady else None
+
+
+def _grown(after: _Counters, before: _Counters) -> _Counters:
+    return {what: after[what] - before[what] for what in after}
+
+
+def _forecast(engine: Rehearsed, virtual: VirtualMachine, spent: _Counters, tokens: int) -> Forecast:
+    machine, stats = virtual.machine, engine.stats()
+    floors = {"compute": spent[_COMPUTED]}
     for name, what in (("h2d", "host to device"), ("d2h", "device to host"), ("memory_bandwidth", "host memory")):
-        floors[what] = taken[name] / virtual.resources[name].rate
+        floors[what] = spent[name, "needed"]
     if machine.kind == "cpu":  # they compute the model, and all passes over memory
-        floors["compute"] = taken[CORES]
-    nvme = [taken[name] / virtual.resources[name].rate for name in ("nvme_read", "nvme_write", "nvme_both")]
-    floors["NVMe"] = max(nvme)
+        floors["compute"] = spent[CORES, "needed"]
+    floors["NVMe"] = max(spent[name, "needed"] for name in ("nvme_read", "nvme_write", "nvme_both"))
     links = LINKS if virtual.rank_count == 1 else (*LINKS, COLLECTIVES)
     if COLLECTIVES in links:
-        floors[COLLECTIVES] = taken[COLLECTIVES] / virtual.resources[COLLECTIVES].rate
+        floors[COLLECTIVES] = spent[COLLECTIVES, "needed"]
     hidden: dict[str, float | None] = {}
     exposed: dict[str, float] = {}
     for link, resource in (*zip(links, links, strict=True), ("host_memory", "memory_bandwidth")):
-        busy, under = (after.busy[resource][index] - before.busy[resource][index] for index in (0, 1))
+        busy, under = spent[resource, "busy"], spent[resource, "hidden"]
         exposed[link] = busy - under
         if link in links:
             hidden[link] = under / busy if busy > 0 else None
@@ -166,7 +235,7 @@ def _forecast(engine: Rehearsed, virtual: VirtualMachine, before: _Reading, toke
     count = virtual.rank_count
     room = {"device": machine.device_nbytes, "cpu": machine.cpu_nbytes / count, "nvme": machine.nvme_nbytes / count}
     short = [f"{tier}: {peak[tier] / 2**30:.2f} GiB of {room[tier] / 2**30:.2f}" for tier in room if peak[tier] > room[tier]]
-    seconds = after.now - before.now
+    seconds = spent[_NOW]
     return Forecast(
         fits=not short,
         reason="; ".join(short),
@@ -174,14 +243,14 @@ def _forecast(engine: Rehearsed, virtual: VirtualMachine, before: _Reading, toke
         floors=floors,
         tokens_per_second=tokens / seconds,
         peak_nbytes=peak,
-        moved_nbytes={link: round(after.moved[link] - before.moved[link]) for link in links},
+        moved_nbytes={link: round(spent[link, "moved"]) for link in links},
         hidden=hidden,
         exposed_seconds=exposed,
         placement=stats["placement"],
         planned=stats["planned"],
         model_tier=machine.model_tier,
         own_nbytes=max(peak[machine.model_tier] + virtual.unwritten_nbytes - _of_the_engine(stats, machine.model_tier), 0),
-        values_read=virtual.values_read,
+        values_read=round(spent[_VALUES]),
         halves={half: stats["decision"][half] for half in ("forward", "backward")} if stats["decision"] is not None else {},
         ranks=count,
     )

@@ -20,7 +20,7 @@ from offload.device.deferred import DeferredAccelerator
 from offload.device.virtual.description import described, read_machine
 from offload.device.virtual.machine import CALLS, VirtualMachine
 from offload.device.virtual.operations import CountedOperations
-from offload.rehearsal.forecast import Forecast
+from offload.rehearsal.forecast import Forecast, Loop, rehearse
 from tests.inside import parts_of
 
 WORK = Work(batch=2, sequence=16, micro_batches=1, checkpointing=False)
@@ -132,6 +132,48 @@ def test_on_the_cores_nothing_is_copied_and_the_drive_moves_what_a_real_run_move
     found = foretold(machine=dataclasses.replace(UNIFIED, kind="cpu"), **fields)
     assert found.moved_nbytes == real and real["h2d"] == real["d2h"] == 0
     assert found.step_seconds >= found.floor_seconds > 0
+
+
+@pytest.mark.parametrize("machine", [MACHINE, UNIFIED], ids=["rtx4090", "gb10"])
+@pytest.mark.parametrize("case", CASES)
+def test_of_many_micro_batches_a_few_tell_what_all_take(case: str, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the byte, and in time but for rounding."""
+    work = dataclasses.replace(WORK, micro_batches=24)
+    few, seen = foretold(work, machine, **CASES[case]), list[int]()
+
+    def all_differ(marks: list[Any]) -> None:
+        seen.append(len(marks) - 1)
+
+    monkeypatch.setattr("offload.rehearsal.forecast._period", all_differ)
+    every = foretold(work, machine, **CASES[case])
+    assert max(seen) == work.micro_batches - 2, "all but the last are looked at, and none is left out"
+    assert few.moved_nbytes == every.moved_nbytes and few.peak_nbytes == every.peak_nbytes
+    assert few.floors == pytest.approx(every.floors, rel=1e-6)
+    assert few.step_seconds == pytest.approx(every.step_seconds, rel=1e-3)
+
+
+def test_micro_batches_that_differ_are_all_run() -> None:
+    """Each on as many tokens as have come so far."""
+    runs = []
+
+    class Engine:
+        def stats(self) -> dict[str, Any]:
+            return {"planned": [], "host_peak_nbytes": 0, "placement": {}, "decision": None, "resident_peak_nbytes": 0}
+
+        def profile(self, path: Path, steps: int) -> None:
+            raise AssertionError("nobody asked")
+
+        def close(self) -> None:
+            pass
+
+    virtual = VirtualMachine(MACHINE)
+
+    def micro_batch(_: Engine) -> None:
+        runs.append(None)
+        virtual.launch(1e12 * len(runs), 0)
+
+    found = rehearse(virtual, Loop(Engine, micro_batch, lambda _: None), tokens=1, micro_batches=12, first_steps=0)
+    assert len(runs) == 12 and found.step_seconds >= sum(range(1, 13)) * 1e12 / MACHINE.flops
 
 
 def test_what_the_model_leaves_of_a_device_is_granted() -> None:
