@@ -86,7 +86,7 @@ class Forecast:
     own_nbytes: int
     """What the model takes there itself, about: activations, gradients, inputs."""
     values_read: int
-    """How often the model asked for a value on the device, which there is none of."""
+    """How often the model asked in it for a value on the device, which there is none of."""
     halves: dict[str, dict[str, float]]
     """Of "forward" and "backward": seconds that each link takes at least, as the placement was weighed by them."""
     ranks: int = 1
@@ -125,7 +125,8 @@ def rehearse(
     """Train as `loop` does a few steps on `virtual`, which is new; the last of them is the one that is told of.
 
     `tokens`: of one step, of all ranks, for the rate. `micro_batches`: of one step; where not all are run, the bytes it moves
-    are within a thousandth. `trace`: the file for a trace of that step, of which all are run then. `first_steps`: before it.
+    are within a thousandth. `trace`: the file for a trace of that step, of which all are run then. `first_steps`: before it,
+    of two micro-batches at most: that there are several is what they need to have seen.
 
     Raises what `loop` raises: `BudgetError` where no placement fits."""
     with _inside(virtual):
@@ -133,11 +134,11 @@ def rehearse(
         try:
             before = _Mark(virtual)
             for _ in range(first_steps):
-                _train(virtual, engine, loop, before, min(micro_batches, 2))
+                _train(virtual, engine, loop, min(micro_batches, 2))
                 before = _Mark(virtual)
             if trace is not None:
                 engine.profile(trace, steps=1)
-            left_out = _train(virtual, engine, loop, before, micro_batches, whole=trace is not None)
+            left_out = _train(virtual, engine, loop, micro_batches, whole=trace is not None)
             spent = _grown(_Mark(virtual).reading(), before.reading())
             return _forecast(engine, virtual, {what: spent[what] + left_out.get(what, 0.0) for what in spent}, tokens)
         finally:
@@ -181,11 +182,9 @@ class _Mark:
         return self.reached
 
 
-def _train(
-    virtual: VirtualMachine, engine: E, loop: Loop[E], before: _Mark, micro_batches: int, *, whole: bool = False
-) -> _Counters:
+def _train(virtual: VirtualMachine, engine: E, loop: Loop[E], micro_batches: int, *, whole: bool = False) -> _Counters:
     """Run a step, all of it if `whole`; what those of its micro-batches take that are left out."""
-    marks, left, left_out = [before], micro_batches, _Counters()
+    marks, left, left_out = list[_Mark](), micro_batches, _Counters()
     while left:
         loop.micro_batch(engine)
         marks.append(_Mark(virtual))
@@ -198,8 +197,9 @@ def _train(
 
 
 def _period(marks: list[_Mark]) -> _Counters | None:
-    """What a micro-batch takes, if of those that the device has done the last two, neither of them the first, are alike."""
-    reached = [mark.reached for mark in marks[1:] if mark.reached is not None][-3:]
+    """What a micro-batch takes, if of those that the device has done the last two, neither of them the first, are alike.
+    `marks`: the end of each."""
+    reached = [mark.reached for mark in marks if mark.reached is not None][-3:]
     if len(reached) < 3:
         return None
     earlier, later = _grown(reached[1], reached[0]), _grown(reached[2], reached[1])
