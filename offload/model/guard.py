@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -159,6 +159,16 @@ def _refuse_writing(watch: Watch, func: Any) -> ParameterAccessError:
     )
 
 
+def _check_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise where `func` writes into a guarded parameter, or into what shares its memory."""
+    target = _writes_into(func, args, kwargs)
+    for written in target if isinstance(target, (list, tuple)) else (target,):
+        if isinstance(written, _ReadOnlyData):
+            raise _refuse_writing(written._offload_watch, func)
+        if type(written) in _plain_classes and id(written) in _watches:
+            raise _refuse_writing(_watches[id(written)], func)
+
+
 def _gone(fqn: str) -> ParameterAccessError:
     return ParameterAccessError(
         f"parameter {fqn!r} has no value any more: it lay in a tier of an engine that was closed. Before close(), "
@@ -216,21 +226,18 @@ def _guarded_torch_function(
         _refuse_conversion(_watches[id(args[0])].fqn)
     if func == _DATA_SET and args[1] is args[0]:
         return None  # what module.to() does at the end, where nothing changed
-    target = _writes_into(func, args, kwargs)
-    targets = target if isinstance(target, (list, tuple)) else (target,)
-    for written in targets:
-        if type(written) in _plain_classes and id(written) in _watches:
-            raise _refuse_writing(_watches[id(written)], func)
+    _check_writes(func, args, kwargs)
     if func == _DATA_GET and guarded:
-        # `.data` shares memory but not the version counter: the only alias whose writes nothing else would see.
         with torch._C.DisableTorchFunctionSubclass():
-            read_only = func(*args).as_subclass(_ReadOnlyData)
-        read_only._offload_watch, read_only._offload_parameter = _watches[id(args[0])], args[0]
-        return read_only
+            return _read_only(func(*args), args[0])
     for parameter in guarded:
         _bring_in(parameter)
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
+        # The values of `state_dict()` are for saving: plain.
+        if not (func is torch.Tensor.detach and sys._getframe(1).f_code is nn.Module._save_to_state_dict.__code__):
+            for parameter in guarded:
+                result = _read_only(result, parameter)
     if type(result) in _plain_classes and id(result) not in _watches:
         result.__class__ = _plain_classes[type(result)]  # a copy of a guarded parameter is the user's, and plain
     return result
@@ -242,8 +249,25 @@ def _bring_in(parameter: torch.Tensor) -> None:
         watch.bring_in()
 
 
+def _read_only(result: Any, parameter: torch.Tensor) -> Any:
+    """`result`, with what shares the guarded parameter's memory made a `_ReadOnlyData`: a write to it would be lost as one to
+    the parameter. Not what autograd follows: that is for computing."""
+    if type(result) in (tuple, list):
+        return type(result)(_read_only(one, parameter) for one in result)
+    if isinstance(result, Iterator):
+        return iter([_read_only(one, parameter) for one in result])
+    watch = _watches.get(id(parameter))
+    if watch is None or type(result) is not torch.Tensor or (result.requires_grad and torch.is_grad_enabled()):
+        return result
+    if result.layout is not torch.strided or result.untyped_storage()._cdata != parameter.untyped_storage()._cdata:
+        return result
+    read_only = result.as_subclass(_ReadOnlyData)
+    read_only._offload_watch, read_only._offload_parameter = watch, parameter
+    return read_only
+
+
 class _ReadOnlyData(torch.Tensor):
-    """What `p.data` gives between uses: reads are as those of the parameter, in-place writes raise."""
+    """What `p.data` and views give between uses: reads are as those of the parameter, in-place writes raise."""
 
     _offload_watch: Watch
     _offload_parameter: torch.Tensor
@@ -264,16 +288,18 @@ class _ReadOnlyData(torch.Tensor):
         kwargs = kwargs or {}
         if func is torch.Tensor.detach and isinstance(args[0], _ReadOnlyData):
             _refuse_second_parameter(args[0]._offload_watch.fqn)
-        if func not in _METADATA:
-            for leaf in pytree.tree_leaves((args, kwargs)):
-                if isinstance(leaf, _ReadOnlyData):
-                    _bring_in(leaf._offload_parameter)
-        target = _writes_into(func, args, kwargs)
-        for written in target if isinstance(target, (list, tuple)) else (target,):
-            if isinstance(written, _ReadOnlyData):
-                raise _refuse_writing(written._offload_watch, func)
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _ReadOnlyData)]
+        for leaf in leaves:
+            _bring_in(leaf._offload_parameter)
+        _check_writes(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            for leaf in leaves:
+                result = _read_only(result, leaf._offload_parameter)
+        return result
 
 
 def _guard_class(original: type) -> type:

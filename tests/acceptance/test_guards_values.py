@@ -183,6 +183,36 @@ def test_writing(opened: Any, setup: Setup, name: str, when: str) -> None:
     check(opened, setup, operation, words, when)
 
 
+VIEWS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "data[row]": lambda weight: weight.data[3].zero_(),
+    "[row]": lambda weight: weight[3].zero_(),
+    "detach": lambda weight: weight.detach().clamp_(-0.01, 0.01),
+    "view": lambda weight: weight.view(-1)[5:9].fill_(1.0),
+    "transposed": lambda weight: weight.T.mul_(0.5),
+    "rows": lambda weight: [row.mul_(0.5) for row in weight.data],
+    "chunk": lambda weight: weight.chunk(2)[1].mul_(0.5),
+    "foreach": lambda weight: torch._foreach_mul_([weight.view(-1)], 0.5),
+    "out": lambda weight: torch.mul(weight, 0.5, out=weight.view(48, 16)),
+}
+
+
+@pytest.mark.parametrize("setup, fields", [(IN_MEMORY, {"dtype": "bf16"}), (Setup("device", "cpu", "deferred"), {})])
+@pytest.mark.parametrize("name", VIEWS)
+def test_writing_through_a_view(opened: Any, setup: Setup, fields: dict[str, Any], name: str) -> None:
+    """The value is there to be read, but its master lies elsewhere."""
+    model = stack()
+    engine = opened(model, adamw(model), setup, **fields)
+    weight = model.blocks[1].up.weight
+    assert torch.equal(weight.detach().T[2].float(), weight.float()[:, 2])
+    before, value = engine.state_dict(), weight.detach().clone()
+    with torch.no_grad(), pytest.raises(offload.ParameterAccessError, match=r"'blocks\.1\.up\.weight' was written outside"):
+        VIEWS[name](weight)
+    assert_same_bits({"value": weight.detach()} | engine.state_dict(), {"value": value} | before)
+    value.zero_()  # a copy is the user's own
+    assert type(value) is type(model.state_dict()["blocks.1.up.weight"]) is torch.Tensor
+    assert weight.detach().requires_grad_().requires_grad
+
+
 @everywhere
 @pytest.mark.parametrize("name", ["to(float64)", "half", "to(cpu)", "share_memory", "to_empty"])
 def test_moving_the_model(opened: Any, setup: Setup, name: str) -> None:
