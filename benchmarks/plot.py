@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from html import escape
 
 OFFLOAD, OFFLOAD_TOO, DEEPSPEED, FSDP2, PLAIN = "#0072B2", "#56B4E9", "#D55E00", "#009E73", "#666666"
-OTHERS = (OFFLOAD, "#E69F00", FSDP2, "#CC79A7", OFFLOAD_TOO, DEEPSPEED, PLAIN)
+TRANSFERS, WRITES, ADAM = FSDP2, "#99D8C9", "#E69F00"
+OTHERS = (OFFLOAD, ADAM, FSDP2, "#CC79A7", OFFLOAD_TOO, DEEPSPEED, PLAIN)
 WIDTH, HEIGHT = 760, 360
 LEFT, RIGHT, TOP, BOTTOM = 64, 210, 40, 52
 _BAR, _GAP, _LABEL = 16, 14, 170
@@ -98,10 +99,10 @@ def bars(title: str, panels: Mapping[str, Groups], colours: Mapping[str, str], u
                 middle = top + _BAR * len(group) / 2 + 4
                 parts.append(f'<text x="{_LABEL - 10}" y="{middle:.1f}" text-anchor="end">{escape(group_name)}</text>')
             for bar, value in group.items():
-                length = max(1.0, value * room)
+                length, number = max(1.0, value * room), f"{value:#.3g}".rstrip(".")
                 parts.append(
                     f'<rect x="{left:.1f}" y="{top + 1}" width="{length:.1f}" height="{_BAR - 2}" fill="{colours[bar]}"/>'
-                    f'<text x="{left + length + 5:.1f}" y="{top + _BAR - 4}" font-size="11">{value:.3g}{unit}</text>'
+                    f'<text x="{left + length + 5:.1f}" y="{top + _BAR - 4}" font-size="11">{number}{unit}</text>'
                 )
                 top += _BAR
             top += _GAP

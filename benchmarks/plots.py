@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from plot import DEEPSPEED, FSDP2, OFFLOAD, OFFLOAD_TOO, PLAIN, Line, bars, lanes, svg
+from plot import ADAM, DEEPSPEED, FSDP2, OFFLOAD, OFFLOAD_TOO, PLAIN, TRANSFERS, WRITES, Line, bars, lanes, svg
 
 GIB = 2**30
 BESIDE_PEERS = {
@@ -56,7 +56,7 @@ def hidden(report: dict[str, Any]) -> str:
         if result["case"] in how and "," not in result["shape"]:
             links = {names[link]: 100 * one["hidden"] for link, one in result["links"].items() if link in names}
             panels[how[result["case"]]][result["shape"]] = {name: links[name] for name in names.values()}
-    colours = {"NVMe read": OFFLOAD, "NVMe write": OFFLOAD_TOO, "Adam": "#E69F00"}
+    colours = {"NVMe read": TRANSFERS, "NVMe write": WRITES, "Adam": ADAM}
     return bars("Share of each link's work that nobody waited for, everything on NVMe", panels, colours, " %")
 
 
@@ -103,8 +103,8 @@ def timeline(report: dict[str, Any]) -> str:
         "forward": OFFLOAD_TOO,
         "backward": OFFLOAD,
         "compute waits for what it needs": DEEPSPEED,
-        "transfers": FSDP2,
-        "updates": "#E69F00",
+        "transfers": TRANSFERS,
+        "updates": ADAM,
     }
     return lanes(title, "seconds", report["seconds"], rows, colours)
 

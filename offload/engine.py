@@ -139,8 +139,8 @@ class Engine:
 
     @property
     def loss_scale(self) -> float:
-        """What `backward` multiplies the loss by now. Set it, between steps, where the loop has a rule of its own for it;
-        with `Config.loss_scale="skip"` nothing else changes it then."""
+        """What `backward` multiplies the loss by now. Set it between steps if the loop has a rule of its own
+        for it. With `Config.loss_scale="skip"` nothing else changes it."""
         return self._training.loss_scale.value
 
     @loss_scale.setter
@@ -383,10 +383,10 @@ class Engine:
     # ---- lifecycle -----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give back memory and files. Parameters that lie in the tiers become unreadable. Idempotent.
+        """Give back memory and files. Parameters that lie in the tiers become unreadable. A second call does nothing, or
+        goes on if an interrupt ended the first.
 
-        Raises the failure of an update or write that nobody has looked at, after everything was given back. Where an interrupt
-        ended it, a second call goes on.
+        If an update or write had failed and nothing has raised that failure yet, it is raised after everything was given back.
         """
         if self._training.is_forked:  # what it holds is the other process's
             self.closed = self._training.closed = True

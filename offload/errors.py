@@ -4,7 +4,7 @@
     OffloadError
     ├── ConfigError            the configuration, the model or the optimizer cannot be what was asked for
     │   └── BudgetError        a budget cannot hold what must be there (says the smallest that can)
-    ├── ParameterAccessError   a parameter or gradient was read or written when or how there is no right answer
+    ├── ParameterAccessError   a parameter or gradient was read or written at a time or in a way that has no right answer
     ├── UsageError             calls in an order that cannot be right (a second backward into a begun update, ...)
     ├── NonFiniteGradientError gradients with inf or NaN, where skipping was not asked for
     ├── StorageError           an operation on a file or path failed: names path, offset, operation, errno

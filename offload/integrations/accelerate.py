@@ -7,9 +7,9 @@
 From there on the script is Accelerate's: `backward`, `accumulate`, `clip_grad_norm_`, `save_state`, `load_state`, `save_model`,
 `unwrap_model`. `accelerator.prepare` finds the engine by the model (`offload.integrations.prepared`).
 
-`prepare(accelerator, model, optimizer, config)` instead of the first line: what runs in which dtype is the config's `dtype`,
-and without it the accelerator's `mixed_precision`, with fp32 masters, instead of autocast. `attach(accelerator, engine)`: of a
-model that the accelerator had prepared before there was an engine.
+With `prepare(accelerator, model, optimizer, config)` in place of the first line the model runs in the config's `dtype`, or else
+in that of the accelerator's `mixed_precision`, with fp32 masters, instead of under autocast. `attach(accelerator, engine)` is
+for a model that the accelerator had prepared before there was an engine.
 """
 
 from __future__ import annotations

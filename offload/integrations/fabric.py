@@ -5,8 +5,8 @@
     fabric.launch()
     model, optimizer = fabric.setup(model, optimizer)
 
-`fabric.backward`, `clip_gradients`, `no_backward_sync`, `save` and `load` work as ever; a checkpoint is a folder, in which the
-engine's is beside Fabric's. Give it one model and one optimizer at once; what runs in which dtype is the config's `dtype`.
+`fabric.backward`, `clip_gradients`, `no_backward_sync`, `save` and `load` work as ever. A checkpoint is a folder that
+holds the engine's beside Fabric's. Set up one model and one optimizer at once. The model runs in the config's `dtype`.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     trainer = lightning.Trainer(strategy=OffloadStrategy({"parameters": "nvme", ...}), devices=1)
 
 A checkpoint is Lightning's file, without weights, and the engine's folder beside it ("<file>.offload"): training goes on to the
-bit. One with `weights_only` is the file alone, with the weights, which takes their memory. What runs in which dtype is the
-config's `dtype`. For Fabric: `offload.integrations.fabric`.
+bit. One with `weights_only` is the file alone, with the weights, which takes their memory. The model runs in the config's
+`dtype`. For Fabric: `offload.integrations.fabric`.
 """
 
 from __future__ import annotations

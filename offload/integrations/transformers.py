@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face's Trainer, and what is made of it, on an engine.
+"""Hugging Face's Trainer, and the trainers that others make of it, on an engine.
 
     from offload.integrations.transformers import OffloadMixin, OffloadTrainer, enable
 
@@ -8,8 +8,9 @@
     enable(trainer, {"parameters": "nvme", ...})     # one that exists, before train()
 
 The engine is made when the Trainer makes its optimizer, and is `trainer.engine`. The loop, the scheduler, clipping, logging and
-callbacks are the Trainer's own. A checkpoint holds what Trainer saves, and beside it what the engine does ("offload"): training
-goes on to the bit. `bf16` and `fp16` of the arguments: the model runs in these, with fp32 masters, instead of under autocast.
+callbacks are the Trainer's own. A checkpoint holds what Trainer saves and, in its folder "offload", what the engine saves. So
+training goes on to the bit. With `bf16` or `fp16` in the arguments the model runs in that dtype, with fp32 masters, not under
+autocast.
 """
 
 from __future__ import annotations
