@@ -59,7 +59,7 @@ LEAST_UNIT_NUMEL = 64 * 1024
 """Elements that are worth a message of their own between ranks."""
 
 ACCELERATOR_VARIABLE = "OFFLOAD_ACCELERATOR"
-DEVICE_NBYTES_VARIABLE = "OFFLOAD_DEVICE_NBYTES"
+DEVICE_NBYTES_VARIABLE, SEED_VARIABLE = "OFFLOAD_DEVICE_NBYTES", "OFFLOAD_SEED"
 """The memory that the deferred accelerator says it has, for tests of what follows from it."""
 
 
@@ -75,9 +75,15 @@ def choose_accelerator() -> Accelerator:
     if name == "cpu":
         return CpuAccelerator()
     if name == "deferred":
-        nbytes = os.environ.get(DEVICE_NBYTES_VARIABLE, "")
-        return DeferredAccelerator(int(os.environ.get("OFFLOAD_SEED", "0")), int(nbytes) if nbytes else None)
+        return DeferredAccelerator(_count_in(SEED_VARIABLE) or 0, _count_in(DEVICE_NBYTES_VARIABLE))
     raise ConfigError(f"{ACCELERATOR_VARIABLE}={name!r} is unknown: expected cuda, cpu or deferred.")
+
+
+def _count_in(variable: str) -> int | None:
+    text = os.environ.get(variable, "")
+    if text and not text.isdecimal():
+        raise ConfigError(f"{variable}={text!r} is not a count: expected 0, 1, 2, ...")
+    return int(text) if text else None
 
 
 @dataclass(frozen=True, slots=True)

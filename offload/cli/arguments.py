@@ -121,7 +121,10 @@ def config_of(args: argparse.Namespace) -> offload.Config:
 def add_drive_arguments(parser: argparse.ArgumentParser) -> None:
     """How much and how long a drive is measured."""
     parser.add_argument(
-        "--size", default="1GiB", metavar="SIZE", help="size of the scratch file that is written (default 1GiB)"
+        "--size",
+        default="1GiB",
+        metavar="SIZE",
+        help="size of the scratch file (default 1GiB; at most half of what is free)",
     )
 
 
@@ -146,6 +149,7 @@ def check_is_folder(path: str, flag: str) -> Path:
     there = what_there_is_of(Path(path).expanduser())
     if not there.is_dir():
         raise ConfigError(f"{flag} {path!r}: {str(there)!r} is no folder that can be written to: name one on the drive.")
+    check_can_be_written(there, flag)
     return there
 
 
@@ -190,6 +194,14 @@ def natural(text: str) -> int:
     return _whole_number(text, 0)
 
 
+def seed(text: str) -> int:
+    """A seed for torch's generators, with room for an epoch's number (for argparse)."""
+    value = natural(text)
+    if value >= 2**63:
+        raise argparse.ArgumentTypeError(f"{value} is not below 2^63")
+    return value
+
+
 def _whole_number(text: str, least: int) -> int:
     try:
         value = int(text)
@@ -204,7 +216,7 @@ def positive_number(text: str) -> float:
     """A number above 0 (for argparse)."""
     value = _number(text)
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{value} is not above 0")
+        raise argparse.ArgumentTypeError(f"{value} is not above 0" if value < float("inf") else f"{value} is not finite")
     return value
 
 
@@ -212,7 +224,7 @@ def number_from_0(text: str) -> float:
     """A number that is not negative (for argparse)."""
     value = _number(text)
     if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{value} is below 0, or no number")
+        raise argparse.ArgumentTypeError(f"{value} is below 0" if value < 0 else f"{value} is not finite")
     return value
 
 

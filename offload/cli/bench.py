@@ -17,16 +17,20 @@ from contextlib import closing
 import torch
 
 from offload import _native
-from offload.cli.arguments import add_drive_arguments, positive, positive_number
+from offload.cli.arguments import add_drive_arguments, check_is_folder, positive, positive_number
 from offload.cli.rates import DIRECTIONS, Drive, in_turns
-from offload.cli.text import format_count, format_rate, format_seconds, table
+from offload.cli.text import format_count, format_nbytes, format_rate, format_seconds, table
 from offload.config import parse_nbytes
+from offload.device.host_room import host_rooms
 from offload.device.optimizer_step import update
 from offload.device.rules import Hyper, Rule
 from offload.device.segment import Segment
+from offload.errors import ConfigError
 from offload.tiers.io import open_backend
 from offload.tiers.memory import HostMemory
 
+_ADAM_NBYTES = 28
+"""Of a parameter: four fp32 arrays, gradient and parameter in bf16, and the moments of torch's optimizer."""
 _HYPER = Hyper(Rule.ADAM, lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True)
 
 
@@ -54,6 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_adam(args: argparse.Namespace) -> int:
     """`bench adam`. Returns 0."""
     numel = math.ceil(args.numel / _native.STREAM_STEP_NUMEL) * _native.STREAM_STEP_NUMEL
+    free_nbytes = min(room.free_nbytes for room in host_rooms())
+    if _ADAM_NBYTES * numel > free_nbytes:
+        needed, free = format_nbytes(_ADAM_NBYTES * numel), format_nbytes(free_nbytes)
+        raise ConfigError(f"--numel {args.numel} takes {needed} of host memory, and {free} are free: give a smaller one.")
     calls = _adam_calls(numel)
     times = in_turns([call for _, _, call in calls], args.seconds * len(calls))
     timed = [(name, nbytes, seconds) for (name, nbytes, _), seconds in zip(calls, times, strict=True)]
@@ -122,6 +130,7 @@ def _torch_fused(master: torch.Tensor, grad: torch.Tensor) -> Callable[[], None]
 
 def run_io(args: argparse.Namespace) -> int:
     """`bench io`. Returns 0."""
+    check_is_folder(args.nvme, "--nvme")
     with Drive(args.nvme, parse_nbytes(args.size, "--size")) as drive, closing(open_backend(args.backend)) as backend:
         rates = [(kind, drive.bytes_per_second(backend, kind, args.seconds / len(DIRECTIONS))) for kind in DIRECTIONS]
         how = "direct I/O" if drive.direct else "through the page cache"

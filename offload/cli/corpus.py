@@ -53,7 +53,7 @@ def find_documents(data: str) -> list[Path]:
         found = [path for path in _walk(root, _SKIPPED_FOLDERS | _SKIPPED_IN_STDLIB) if path.suffix == ".py"]
     else:
         root = Path(data).expanduser()
-        if not root.exists():
+        if not data.strip() or not root.exists():
             raise ConfigError(f"--data {data!r} does not exist: name a text file, a folder, or {STDLIB!r}.")
         found = [root] if root.is_file() else _walk(root, _SKIPPED_FOLDERS)
     documents = [path for path in found if _is_text(path)]

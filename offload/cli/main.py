@@ -65,7 +65,8 @@ class _OneLineParser(argparse.ArgumentParser):
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         """For what no parser took."""
         flag = unknown[0].split("=")[0]
-        self.error(f"unknown: {' '.join(unknown)}{_meant(flag, list(self._option_string_actions))}")
+        meant = _meant(flag, list(self._option_string_actions)) if flag != "--" else ""
+        self.error(f"unknown: {' '.join(unknown)}{meant}")
 
 
 def _meant(text: str, known: Sequence[str]) -> str:

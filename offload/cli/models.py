@@ -16,7 +16,7 @@ from torch import nn
 
 import offload
 from offload.cli.arguments import SHAPE_FLAGS
-from offload.errors import ConfigError
+from offload.errors import ConfigError, OffloadError
 
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.safetensors")
@@ -108,7 +108,9 @@ def _construct(choice: ModelChoice) -> nn.Module:
     transformers = require_transformers()
     try:
         model: nn.Module = transformers.AutoModelForCausalLM.from_config(choice.config)
-    except (ValueError, KeyError, ImportError) as error:
+    except OffloadError:
+        raise
+    except Exception as error:  # whatever a hand-made config makes of the model's own code
         raise ConfigError(
             f"{choice.title} cannot be built as a causal language model: {_first_line(error).rstrip('.')}."
         ) from error
@@ -140,7 +142,7 @@ def _existing(path: Path) -> ModelChoice:
         raise ConfigError(f"--model {str(path)!r} holds no config.json: name a folder that save_pretrained wrote.")
     try:
         config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # each version of transformers refuses what it finds by exceptions of other kinds
         raise ConfigError(f"{str(source)!r} cannot be read as a model's configuration: {_first_line(error)}") from error
     config.use_cache = False
     name = path.name or str(path)
@@ -192,5 +194,7 @@ def _shaped(args: argparse.Namespace, vocabulary_size: int, sequence: int) -> Mo
 
 
 def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    lines = [*map(str.strip, str(error).strip().splitlines()), ""]
+    if not lines[0]:
+        return type(error).__name__
+    return f"{lines[0]} {lines[1]}" if lines[0].endswith(":") else lines[0]

@@ -35,6 +35,7 @@ from offload.cli.arguments import (
     natural,
     positive,
     positive_number,
+    seed,
 )
 from offload.cli.checkpoints import Checkpoints, add_checkpoint_arguments, check_arguments
 from offload.cli.corpus import BYTE_VOCABULARY_SIZE, ByteStream, TokenizedStream, TokenStream, Windows, find_documents
@@ -97,7 +98,7 @@ def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--eval-every", type=positive, metavar="N", help="evaluate them after every N steps too")
     group.add_argument(
-        "--seed", type=natural, default=0, help="seed of the initial values and of the order of the data (default 0)"
+        "--seed", type=seed, default=0, metavar="N", help="seed of the initial values and of the order of the data (default 0)"
     )
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,9 @@ def test_models(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: Path, 
     broken = tmp_path / "broken.json"
     broken.write_text("{")
     assert "cannot be read as a model's configuration" in said(broken)
+    for wrong in ({"hidden_size": "wide"}, {"hidden_size": -64}, {"num_hidden_layers": 0.5}):
+        broken.write_text(json.dumps(LLAMA | wrong))
+        assert re.search("cannot be (read|built) as a .*(hidden|negative|layers)", said(broken))
     broken.write_text(json.dumps({"model_type": "vit"}))
     assert "cannot be built as a causal language model" in said(broken)
     broken.write_text(json.dumps(LLAMA | {"vocab_size": 100}))
@@ -112,6 +116,8 @@ def test_a_failure_in_training_is_one_line_and_code_1(capsys: pytest.CaptureFixt
 MISTAKES: dict[str, list[list[str]]] = {
     "train": [
         ["--data", "D/gone"],
+        ["--data", ""],
+        ["--data", "D/text", *NVME, "--nvme", "/proc"],
         ["--data", "D/text", "--checkpoints", "D/text"],
         ["--data", "D/text", "--json", "D/gone/lines"],
         ["--data", "D/text", "--profile", "D/empty"],
@@ -122,7 +128,13 @@ MISTAKES: dict[str, list[list[str]]] = {
     ],
     "plan": [["--model", "D/empty"], ["--machine", "D/text"], ["--machine", "rtx4099"], ["--trace", "D/gone/trace"]],
     "explain": [["D/gone"], ["D/empty"], ["D/text"]],
-    "probe": [["--nvme", "D/text"], ["--machine-file", "D/empty"], ["--machine-file", "D/gone/file"], ["--size", "-3"]],
+    "probe": [
+        ["--nvme", "D/text"],
+        ["--nvme", "/proc"],
+        ["--machine-file", "D/empty"],
+        ["--machine-file", "D/gone/file"],
+        ["--size", "-3"],
+    ],
     "export": [["D/gone", "D/out"], ["D/empty", "D/out"], ["D/text", "D/out"], ["D/no checkpoint", "D/out"]],
     "import": [
         ["D/gone", "D/out"],
@@ -133,7 +145,11 @@ MISTAKES: dict[str, list[list[str]]] = {
         ["D/empty", "D/full"],
         ["D/empty", "D/text"],
     ],
-    "bench": [["io", "--nvme", "D/text"], ["io", "--nvme", "D", "--backend", "none"], ["adam", "--numel", "0"]],
+    "bench": [
+        *(["io", "--nvme", path] for path in ("D/text", "/proc")),
+        ["io", "--nvme", "D", "--backend", "none"],
+        *(["adam", "--numel", number] for number in ("0", "999999999999999")),
+    ],
     "info": [["more"]],
 }
 
@@ -160,6 +176,16 @@ def test_a_users_mistake_is_code_2_in_every_command(
     before = sorted(tmp_path.rglob("*"))
     refused(capsys, command, *(one.replace("D", str(tmp_path), 1) if one.startswith("D") else one for one in arguments))
     assert sorted(tmp_path.rglob("*")) == before, "something was made"
+
+
+@pytest.mark.parametrize("variable", ["OFFLOAD_ACCELERATOR", "OFFLOAD_SEED", "OFFLOAD_DEVICE_NBYTES", "OFFLOAD_IO"])
+def test_an_environment_variable_that_makes_no_sense(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: Path, nvme: Path, variable: str
+) -> None:
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", "deferred")
+    monkeypatch.setenv(variable, "odd")
+    said = refused(capsys, "train", "--data", text, "--hidden", 16, "--heads", 1, "--layers", 1, *NVME, "--nvme", nvme)
+    assert variable in said and "'odd'" in said and "expected" in said and is_empty(nvme)
 
 
 def test_a_folder_in_the_way_of_what_is_written_is_a_mistake_too(

@@ -91,6 +91,9 @@ def test_what_was_probably_meant(capsys: pytest.CaptureFixture[str], arguments: 
         (["--lora", "x"], "argument --lora: 'x' is not a whole number"),
         (["--warmup", "-1"], "argument --warmup: -1 is not at least 0"),
         (["--lr", "abc"], "argument --lr: 'abc' is not a number"),
+        (["--lr", "inf"], "argument --lr: inf is not finite"),
+        (["--weight-decay", "nan"], "argument --weight-decay: nan is not finite"),
+        (["--seed", str(2**63)], "argument --seed: 9223372036854775808 is not below 2^63"),
     ],
 )
 def test_a_number_that_is_none_is_said_so(capsys: pytest.CaptureFixture[str], flags: list[str], said: str) -> None:
@@ -154,6 +157,8 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_text_is_read(
 def test_nothing_is_guessed_where_nothing_is_close(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["train", "--data", "x", "--zzzzzz"])
+    with pytest.raises(SystemExit):
+        main(["train", "--data", "x", "--", "--steps", "1"])
     assert "did you mean" not in capsys.readouterr().err
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,11 +22,12 @@ from tests.warm import WarmProcess
 
 from ..acceptance.models import source_text
 from ..integrations.preferences import byte_tokenizer
+from .test_site import module
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```([\w ]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-ELSEWHERE = {"huggingface.md", "coming-from-deepspeed.md"}
-"""Pages whose Python has a test of its own, in tests/integrations."""
+ELSEWHERE = {"huggingface.md": {"python"}, "coming-from-deepspeed.md": {"python", "python loop", "json"}}
+"""Pages whose blocks in these languages have a test of their own, in tests/integrations."""
 DRAWN = {"architecture.md", "checkpoint-format.md"}
 """Pages with blocks that are no code: drawings, and the layout of a file."""
 PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -54,6 +56,10 @@ class Loss:
 
 def blocks(page: Path) -> list[tuple[str, str]]:
     return FENCE.findall(page.read_text(encoding="utf-8"))
+
+
+def commands(text: str) -> list[list[str]]:
+    return [shlex.split(line, comments=True) for line in text.replace("\\\n", " ").splitlines()]
 
 
 @pytest.fixture
@@ -93,14 +99,14 @@ def test_every_block_runs(page: Path, given: Path, capsys: pytest.CaptureFixture
         _saved_by_both(given / "ckpt")
     for number, (language, text) in enumerate(blocks(page)):
         text = text.replace("/mnt/nvme0", str(given / "mnt"))
-        if page.name in ELSEWHERE and language != "bash":
+        if language in ELSEWHERE.get(page.name, ()):
             continue
         if language == "python":
             _about_arguments(text, names)
             exec(compile(text, f"{page.name}, block {number}", "exec"), names)
         elif language == "bash":
-            for line in text.replace("\\\n", " ").splitlines():
-                _command(shlex.split(line, comments=True))
+            for words in commands(text):
+                _command(words)
         else:
             assert language == "" and page.name in DRAWN, f"{page.name}: a {language!r} block that nothing runs"
     for name in ("trainer", "engine"):
@@ -111,10 +117,33 @@ def test_every_block_runs(page: Path, given: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_every_block_is_fenced(page: Path) -> None:
-    """A block that is only indented would be none of those that run."""
+    """A block that is only indented, or fenced in another way, would be none of those that run."""
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
-    assert "```" not in text
+    assert not re.search(r"```|~~~|<pre|<code|^\t", text, re.MULTILINE)
     assert re.findall(r"(?<=\n\n)(?:    .*\n)+", text) == []
+
+
+def test_every_page_of_the_repository_is_one_of_these() -> None:
+    """The changelog has no blocks. The site's other pages are made of these, of docstrings and of the command line's help."""
+    assert {path.name for path in ROOT.glob("*.md")} == {"README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"}
+    assert "```" not in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_every_command_of_the_help_runs(given: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The examples that `--help` and the site's page of the command line show."""
+    _saved_by_both(given / "ckpt")
+    shutil.move(given / "ckpt" / "global_step1000", given / "global_step1000_universal")
+    for name in ("step-1000", "global_step1000"):
+        shutil.copytree(given / "ckpt" / "step-2000", given / "ckpt" / name)
+    shutil.copy(given / "checkpoint" / "config.json", given)
+    _command(["python", "-m", "offload", "plan", "--machine", "rtx4090", "--trace", "trace.json"])
+    page = module(ROOT / "docs" / "site_tools" / "cli_page.py").command_line().replace("/mnt/nvme0", str(given / "mnt"))
+    shown = [words for language, text in FENCE.findall(page) if language == "bash" for words in commands(text) if words]
+    assert {words[3] for words in shown} >= {"train", "plan", "explain", "export", "import"}
+    for words in shown:
+        if words[3] == "import":  # what was exported is in its way
+            shutil.rmtree(words[-1])
+        _command(words)
 
 
 def _saved_by_both(folder: Path) -> None:
