@@ -21,6 +21,18 @@ FOUND = {
         (Setup("cpu", "cpu", "deferred", memory=3.0, on_device=1.5, joined=100, marked="mixes", expects=2),),
         (op("slope", batch=3), op("train", batch=0)),
     ),
+    "a kept forward's recomputations were forgotten as others trained: a mean over ranks was of two parts": Program(
+        Model(blocks=("lora",), tie="leaf", reused=True, checkpointing="reentrant"),
+        (Setup(),),
+        (
+            op("closure", batch=1, fails=False),
+            op("forward", batch=4),
+            op("train", batch=3, micro=2),
+            op("backward", sync=True, how="engine", retain=False, which=0),
+            op("train", batch=3, micro=2),
+        ),
+        ranks=2,
+    ),
     "clipping outlived the gradients that it was for": Program(
         Model(),
         (Setup(),),

@@ -51,6 +51,8 @@ class BackwardUse:
         self.told: Callable[[], None] | None = None
         self.thread = threading.get_ident()
         self.first_number = torch._C._autograd._get_sequence_nr()
+        self.passed: Counter[int] | None = None
+        """Of an outermost call, by unit: forwards inside it without a graph, which reentrant checkpoints compute again."""
         self.began, self.ended = passes.tick(), 0
 
     @property
@@ -157,7 +159,9 @@ class BackwardPasses:
         self._graph_tasks: dict[int, weakref.ref[_GraphTaskEnd]] = {}
         """Those that go on, with what PyTorch drops when an exception cuts one short."""
         self._passed: Counter[int] = Counter()
-        """By unit: its forwards without a graph that a reentrant checkpoint may yet compute again, and go through."""
+        """By unit: its forwards without a graph, in no call with one, that a reentrant checkpoint may yet compute again."""
+        self._coming: Counter[int] = Counter()
+        """By unit: those inside the call that backward is in, which it has not computed again yet."""
         self._left_early: dict[int, Unit] = {}
         self._ended = self._accumulates = False
         self.shared_gradients = SharedGradients(units)
@@ -177,19 +181,24 @@ class BackwardPasses:
         self._open.clear()
         self._graph_tasks.clear()
         self._left_early.clear()
+        self._coming.clear()
         if self._ended:  # else this may be a second forward before one backward
             self._passed.clear()
         self._ended = False
         self.shared_gradients.forget()
         self.second_order.abandon()
 
-    def passed(self, unit: Unit) -> None:
-        """A forward of the unit made no graph, and may be a reentrant checkpoint's."""
-        self._passed[unit.index] += 1
+    def passed(self, unit: Unit, outermost: object) -> None:
+        """A forward of the unit made no graph, and may be a reentrant checkpoint's. `outermost`: the use of the call around."""
+        counts = self._passed
+        if isinstance(outermost, BackwardUse):
+            counts = outermost.passed = outermost.passed or Counter()
+        counts[unit.index] += 1
 
     def computed_again(self, unit: Unit) -> None:
         """Such a forward was made again, with a graph."""
-        self._passed[unit.index] -= self._passed[unit.index] > 0
+        counts = self._coming if self._coming[unit.index] else self._passed
+        counts[unit.index] -= counts[unit.index] > 0
 
     # ---- backward ------------------------------------------------------------------------------------------------
 
@@ -232,6 +241,7 @@ class BackwardPasses:
             else:
                 self._events.gradients_left()
             self._left_early.clear()
+            self._coming.clear()
             self.second_order.abandon()
         return bool(self._graph_tasks)
 
@@ -248,6 +258,7 @@ class BackwardPasses:
             with self._training.failures():
                 self.second_order.let_go()
             self._ended = True
+            self._coming.clear()
             with self._training.failures():
                 if self._events.all_stays:
                     self._uses.uncover()
@@ -295,6 +306,8 @@ class BackwardPasses:
                 self._uses.start(unit, recorded=True, module_id=use.module_id)
             use.epoch = self._uses.epoch
             self._open[use] = None
+            if use.passed is not None:
+                self._coming = use.passed.copy()
         if (recording := self._training.recorder.to) is not None:
             use.told = recording.use("backward", use.unit)
 
@@ -315,7 +328,7 @@ class BackwardPasses:
     def _left(self, unit: Unit) -> None:
         if unit.uses.count:
             return
-        if self._passed[unit.index]:
+        if self._coming.get(unit.index) or self._passed.get(unit.index):
             self._left_early[unit.index] = unit  # each such checkpoint accumulates on its own: more may come
         else:
             self._left_early.pop(unit.index, None)

@@ -192,7 +192,7 @@ class Hooks:
             self._follow_backward(call, unit, args, kwargs, computed_again=inside_backward)
         elif not inside_backward and (call.recorded or self._calls[0].unit is not self._units[0]):
             # An evaluation of the whole model is no checkpoint's; one of a part alone cannot be told from it.
-            self._backwards.passed(unit)
+            self._backwards.passed(unit, self._calls[0].use)
         return changed
 
     def _is_covered(self, unit: Unit, module: nn.Module, inside_backward: bool) -> bool:
