@@ -37,6 +37,8 @@ _IMPORTED = (
     *("pytest", "tests.ranks.jobs", "tests.loops.jobs", "tests.integrations.deepspeed_jobs"),
     "tests.frozen",
 )
+_IMPORTED_PRELOADED = ("offload", "tests.acceptance.models", "tests.acceptance.runs", "tests.frozen")
+"""Where something is loaded before: what runs there is a worker of the acceptance tests."""
 _REQUEST_NBYTES = 2**18
 
 
@@ -267,7 +269,7 @@ if __name__ == "__main__":
     import importlib
 
     gc.disable()  # until everything is imported
-    for _name in _IMPORTED:
+    for _name in _IMPORTED_PRELOADED if os.environ.get("LD_PRELOAD") else _IMPORTED:
         with contextlib.suppress(ImportError):  # a script that needs it says so
             importlib.import_module(_name)
     gc.enable()

@@ -18,62 +18,65 @@ from .test_deepspeed_tools import run
 LAUNCH = ("-c", "from offload.deepspeed.launching import launch; launch()", "--num_gpus", "2", "--master_port")
 
 RESIZED = """
-import json, sys, torch, deepspeed
+import json, os, sys, torch, deepspeed
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.integrations import HfDeepSpeedConfig
-folder, mean = sys.argv[1], sys.argv[2] == "mean"
 torch.manual_seed(0)
 sizes = {"vocab_size": 64, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0,
     "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
 saved = GPT2LMHeadModel(GPT2Config(**sizes))
-saved.save_pretrained(folder)
 zero = {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
 config = {"train_batch_size": 1, "zero_optimization": zero, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2,
     "weight_decay": 0.1}}}
-kept = HfDeepSpeedConfig(config)
-model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
-partitioned = all(hasattr(one, "ds_id") and one.is_meta for one in model.parameters())
-model.resize_token_embeddings(70, mean_resizing=mean)
-tied = model.lm_head.weight is model.get_input_embeddings().weight
-engine, *_ = deepspeed.initialize(model=model, config=config)
-before = engine.module_state_dict()
-torch.save({name: value.clone() for name, value in before.items()}, folder + "/before.pt")
-ids, losses = torch.arange(60, 68)[None], []
-for _ in range(3):
-    loss = engine(input_ids=ids, labels=ids).loss
-    engine.backward(loss)
-    engine.step()
-    losses.append(loss.item())
-print()
-print(json.dumps({"partitioned": partitioned, "tied": tied, "losses": losses}))
+for how in ("mean", "normal"):
+    folder = os.path.join(sys.argv[1], how)
+    saved.save_pretrained(folder)
+    kept = HfDeepSpeedConfig(config)
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    partitioned = all(hasattr(one, "ds_id") and one.is_meta for one in model.parameters())
+    model.resize_token_embeddings(70, mean_resizing=how == "mean")
+    tied = model.lm_head.weight is model.get_input_embeddings().weight
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    before = engine.module_state_dict()
+    torch.save({name: value.clone() for name, value in before.items()}, folder + "/before.pt")
+    ids, losses = torch.arange(60, 68)[None], []
+    for _ in range(3):
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.destroy()
+    del kept
+    print()
+    print(json.dumps({"partitioned": partitioned, "tied": tied, "losses": losses}))
 """
 
 
-@pytest.mark.parametrize("how", ["mean", "normal"])
-def test_embeddings_of_a_pretrained_model_are_resized(tmp_path: Path, how: str) -> None:
+def test_embeddings_of_a_pretrained_model_are_resized(tmp_path: Path) -> None:
+    """New rows by the mean of the others, or by a normal distribution: one after the other, as importing takes longest."""
     from transformers import AutoModelForCausalLM
 
-    (shown,) = run(tmp_path, RESIZED, tmp_path / "model", how)
-    assert shown["partitioned"] and shown["tied"]
-    before = torch.load(tmp_path / "model" / "before.pt", weights_only=True)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", local_files_only=True)
-    for name, value in model.state_dict().items():  # to the bit, and new rows beside
-        assert torch.equal(before[name][: len(value)], value), name
-    added = before["transformer.wte.weight"][64:]
-    assert added.shape == (6, 16) and bool(added.isfinite().all()) and bool((added != 0).all())
-    model.resize_token_embeddings(70)
-    model.load_state_dict(before)
-    ids, losses = torch.arange(60, 68)[None], []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    with offload.initialize(model, optimizer, {"max_grad_norm": 1.0}) as engine:
-        model.train()
-        for _ in range(3):
-            loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            engine.step()
-            engine.zero_grad()
-            losses.append(loss.item())
-    assert shown["losses"] == pytest.approx(losses, rel=1e-6)
+    for how, shown in zip(("mean", "normal"), run(tmp_path, RESIZED, tmp_path), strict=True):
+        assert shown["partitioned"] and shown["tied"]
+        before = torch.load(tmp_path / how / "before.pt", weights_only=True)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / how, local_files_only=True)
+        for name, value in model.state_dict().items():  # to the bit, and new rows beside
+            assert torch.equal(before[name][: len(value)], value), name
+        added = before["transformer.wte.weight"][64:]
+        assert added.shape == (6, 16) and bool(added.isfinite().all()) and bool((added != 0).all())
+        model.resize_token_embeddings(70)
+        model.load_state_dict(before)
+        ids, losses = torch.arange(60, 68)[None], []
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        with offload.initialize(model, optimizer, {"max_grad_norm": 1.0}) as engine:
+            model.train()
+            for _ in range(3):
+                loss = model(input_ids=ids, labels=ids).loss
+                loss.backward()
+                engine.step()
+                engine.zero_grad()
+                losses.append(loss.item())
+        assert shown["losses"] == pytest.approx(losses, rel=1e-6)
 
 
 ADAPTERS = """
