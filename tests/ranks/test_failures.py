@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.warm import WarmProcess
 
 from .crew import Crew
 
@@ -123,10 +122,10 @@ def test_ranks_that_write_different_values(fresh: Callable[..., Crew], fields: d
 
 
 SCRIPT = """
+import os
 import torch, offload
 from tests.ranks import jobs
 from tests.acceptance.models import adamw, stack, vector_batches
-import os
 jobs.settle()
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 model = stack()
@@ -146,15 +145,8 @@ def test_torchrun(tmp_path: Path) -> None:
     """The README's way to start several ranks; the process group is started for the user."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    repository = str(Path(__file__).resolve().parents[2])
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("OFFLOAD_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script)],
-        env=environment | {"PYTHONPATH": repository, "OMP_NUM_THREADS": "1", "OFFLOAD_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    arguments = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script)]
+    done = WarmProcess.run(arguments, 120, PYTHONPATH=str(Path(__file__).resolve().parents[2]))
     assert done.returncode == 0, done.stderr
     said = {file.name: file.read_text() for file in tmp_path.glob("rank-*")}
     assert said.keys() == {"rank-0-of-2", "rank-1-of-2"}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from . import jobs
-from .crew import Crew
+from .crew import TIMEOUT_SECONDS, Crew
 
 PLACES = ("device", "cpu", "nvme")
 
@@ -147,8 +147,11 @@ def pair_flat(values: Any) -> list[float]:
     return [one for row in values for one in pair_flat(row)]
 
 
-def test_hybrid_sharding(four: Crew, tmp_path: Path) -> None:
-    """Two rows of two: shards within a row, copies across. The average is over all four."""
+def test_hybrid_sharding(fresh: type[Crew], tmp_path: Path) -> None:
+    """Two rows of two: shards within a row, copies across. The average is over all four.
+
+    A crew of its own: PyTorch keeps the groups of a mesh, each with a thread that wakes up a hundred times in a second."""
+    four = fresh(4, seconds=TIMEOUT_SECONDS)
     for mesh in ([2, 2], [4], [1, 4]):
         found = [
             four.do("train", fields=fields(stage, "device", "cpu", tmp_path, max_grad_norm=1.0), mesh=mesh, steps=3)
