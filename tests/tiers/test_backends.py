@@ -13,7 +13,7 @@ import pytest
 from offload.errors import ConfigError
 from offload.layout import Extent
 from offload.tiers import HostMemory, NvmeStore, Priority, ScratchFolder, io, open_backend, striped_nbytes
-from offload.tiers.io import aio
+from offload.tiers.io import aio, native
 from offload.tiers.io.aio import AioBackend
 from tests.warm import WarmProcess
 
@@ -86,6 +86,22 @@ def test_close_settles_everything_and_then_refuses(name: str, tmp_path: Path) ->
     with pytest.raises(AssertionError, match=r"closed"):
         backend.read(file, memory[:4096], 0, priority=Priority.PARAMETER)
     file.close()
+
+
+@pytest.mark.parametrize("name", ["io_uring", "threads"])
+def test_a_close_that_goes_on_after_an_interrupt_keeps_the_totals(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`engine.stats()` of an engine that failed asks for them."""
+    backend = open_backend(name)
+
+    def interrupted(engine: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "_settle_all", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            backend.close()
+    backend.close()
+    assert backend.stats().read_nbytes == 0
 
 
 def test_aiofiles_starts_urgent_transfers_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,8 +125,8 @@ class NativeBackend:
         )
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
+        self._closed = True
+        if self._final_stats is None:  # an interrupt may have ended a first call
             _settle_all(self._engine)
             self._final_stats = self.stats()
         self._finalizer()
