@@ -163,6 +163,7 @@ class DeepSpeedEngine(Saving, Numbers, nn.Module):  # type: ignore[misc]
     def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
         if not self._said.ignores_unused and self.zero_optimization_stage() in (1, 2):
             self._require_gradients()
+        self._fill_unused()
         self.optimizer.step()
         self.offload_engine.zero_grad()
         if self.progressive_layer_drop is not None:
@@ -197,6 +198,13 @@ class DeepSpeedEngine(Saving, Numbers, nn.Module):  # type: ignore[misc]
                 f"the loss does not depend on {', '.join(unused)}, and zero_optimization.ignore_unused_parameters is false: "
                 "use them in the forward, freeze them, or set ignore_unused_parameters to true."
             )
+
+    def _fill_unused(self) -> None:
+        """Zeros for the gradients that no rank has, as in DeepSpeed: moments and weight decay go on. Collective."""
+        trained = [one for group in self.optimizer.param_groups for one in group["params"] if one.requires_grad]
+        unused = {index for index, one in enumerate(trained) if one.grad is None}
+        for index in sorted(set.intersection(*comm.gathered_objects(unused))):
+            self.offload_engine.write(trained[index], "gradient", torch.zeros(trained[index].shape))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, which `step` does by itself after an update. Between the micro-batches of a step it is as in

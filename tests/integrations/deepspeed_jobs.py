@@ -251,3 +251,27 @@ def without_frozen(folder: str, stage: int) -> list[Any]:
         shown.append(loaded == {name: value for name, value in saved.items() if name != "0.weight"})
     held = deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder)
     return [*shown, sorted(held)]
+
+
+def unused(stage: int) -> list[Any]:
+    """Of two layers the second is used in step 1 alone, there by rank 1 alone."""
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+    engine = deepspeed.initialize(model=_Either(model), config=_config(zero_optimization={"stage": stage}))[0]
+    shown = []
+    for step in range(4):
+        engine.backward(engine(torch.ones(1, 2), both=step == 1 and dist.get_rank() == 1))
+        engine.step()
+        shown.append(engine.module_state_dict()["parts.1.weight"].tolist())
+    engine.destroy()
+    return shown
+
+
+class _Either(torch.nn.Module):
+    def __init__(self, parts: torch.nn.ModuleList) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        first = self.parts[0](x)
+        return (self.parts[1](first) if both else first).square().mean()

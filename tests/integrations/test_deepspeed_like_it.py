@@ -335,3 +335,55 @@ def test_an_optimizer_of_its_own_computes_in_fp32() -> None:
     torch.testing.assert_close(wide.float(), reference)
     states = [one.state[p]["exp_avg"].dtype for one, p in zip(optimizers, (wide, narrow), strict=True)]
     assert states == [torch.float32, torch.bfloat16]
+
+
+# ---- parameters that a step's loss does not depend on ----------------------------------------------------------------
+
+
+class Either(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        first = self.first(x)
+        return (self.second(first) if both else first).square().mean()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_a_loss_does_not_depend_on_has_gradients_of_zero(start: Start, stage: int) -> None:
+    """Weight decay goes on from the first step, moments after the second, as DeepSpeed's optimizer has zeros there."""
+    given = [torch.randn(3, 4, generator=torch.Generator().manual_seed(index)) for index in range(4)]
+    plain = Either()
+    expected = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.1)
+    for index, one in enumerate(given):
+        expected.zero_grad()
+        plain(one, index == 1).backward()
+        for parameter in plain.parameters():
+            parameter.grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+        expected.step()
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}, "gradient_clipping": 0.0}
+    engine = start(config | {"zero_optimization": {"stage": stage}}, model=Either())
+    for index, one in enumerate(given):
+        engine.backward(engine(one, index == 1))
+        engine.step()
+    found = engine.module_state_dict()
+    for name, value in plain.named_parameters():
+        assert torch.allclose(found[name], value, rtol=0, atol=1e-6), name
+    assert (found["second.weight"] - Either().second.weight).abs().max() > 0.015  # half of it after its only use
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_zeros_do_not_stand_for_the_gradient_of_another_rank(two: Crew, stage: int) -> None:
+    first, second = two.do("unused", stage=stage)
+    assert first == second
+    steps = [torch.tensor(value) for value in first]
+    assert torch.equal(steps[0], _initial_second())  # AdamW of the config decays nothing
+    assert (steps[1] - steps[0]).abs().max() > 0.007 and (steps[2] - steps[1]).abs().max() > 0.005
+
+
+def _initial_second() -> torch.Tensor:
+    torch.manual_seed(0)
+    nn.Linear(2, 2)
+    return nn.Linear(2, 2).weight.detach()
