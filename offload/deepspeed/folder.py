@@ -17,6 +17,12 @@ from offload.errors import CheckpointError, OffloadError, StorageError
 
 LATEST = "latest"
 UNIVERSAL = "latest_universal"
+_RECOVERY_SCRIPT = """#!/usr/bin/env python
+# python zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR
+from offload.deepspeed.recovery import main
+
+main()
+"""
 
 
 def agreed_tag(tag: str, validation: str) -> str:
@@ -49,6 +55,13 @@ def write_latest(folder: Path, tag: str) -> None:
         raise StorageError(
             error.errno, f"{str(path)!r} cannot be written ({error.strerror}); the checkpoint {tag!r} itself is whole."
         ) from error
+
+
+def write_recovery_script(folder: Path) -> None:
+    """`zero_to_fp32.py`, which stands beside a checkpoint of DeepSpeed's, too."""
+    path = folder / "zero_to_fp32.py"
+    path.write_text(_RECOVERY_SCRIPT, encoding="utf-8")
+    path.chmod(0o755)
 
 
 def read_latest(folder: Path, *, universal: bool = False) -> str | None:

@@ -98,7 +98,7 @@ MODULES: Mapping[str, Mapping[str, Any]] = {
     "runtime.activation_checkpointing": {},
     "runtime.activation_checkpointing.checkpointing": _public(checkpointing),
     "runtime.activation_checkpointing.offload_activations": _HIDDEN_STATES,
-    "runtime.base_optimizer": {"ZeROOptimizer": ops.ZeROOptimizer},
+    "runtime.base_optimizer": {"DeepSpeedOptimizer": ops.DeepSpeedOptimizer, "ZeROOptimizer": ops.ZeROOptimizer},
     "runtime.config": _CONFIG,
     "runtime.constants": {"GRADIENT_CLIPPING_DEFAULT": settings.GRADIENT_CLIPPING_DEFAULT},
     "runtime.dataloader": {"RepeatingLoader": utils.RepeatingLoader},

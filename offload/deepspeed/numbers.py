@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import offload
+from offload.deepspeed import comm
 from offload.deepspeed.layer_drop import ProgressiveLayerDrop
 from offload.deepspeed.loss_scaler import LossScaler
 from offload.deepspeed.settings import DeepSpeedConfig
-from offload.deepspeed_config import Translation
+from offload.deepspeed_config import Batch, Translation
+from offload.errors import ConfigError
 
 
 class Config(dict[str, Any]):
@@ -52,6 +55,24 @@ class Numbers:
     def train_batch_size(self) -> int:
         assert self._said.batch.train is not None
         return self._said.batch.train
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the number of micro-batches of a step from now on; their size stays."""
+        micro, ranks = self.train_micro_batch_size_per_gpu(), comm.get_world_size()
+        if train_batch_size % (micro * ranks):
+            raise ConfigError(
+                f"train_batch_size={train_batch_size} must be divisible by the {micro * ranks} examples of a micro-batch of "
+                "all ranks."
+            )
+        self._take(Batch(train_batch_size, micro, train_batch_size // (micro * ranks)))
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Say how large micro-batches are from now on; their number stays. The loader of `initialize` stays as it is."""
+        count = self.gradient_accumulation_steps()
+        self._take(Batch(micro_batch_size * count * comm.get_world_size(), micro_batch_size, count))
+
+    def _take(self, batch: Batch) -> None:
+        self._said = dataclasses.replace(self._said, batch=batch)
 
     def get_batch_info(self) -> tuple[int, int, int]:
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()

@@ -126,6 +126,15 @@ class ZeROOptimizer(metaclass=_Partitioning):
     """An engine's optimizer from stage 1 on; nothing else is one."""
 
 
+class _Shown(type):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return hasattr(instance, "partitions")
+
+
+class DeepSpeedOptimizer(metaclass=_Shown):
+    """An engine's optimizer, of any stage."""
+
+
 class OpBuilder:
     """Says whether an operator is available. Nothing is compiled at run time: what there is comes with the package."""
 

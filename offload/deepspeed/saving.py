@@ -13,7 +13,7 @@ from torch import nn
 import offload
 from offload.config import expanded
 from offload.deepspeed import comm
-from offload.deepspeed.folder import agreed_tag, own_checkpoint, read_latest, write_latest
+from offload.deepspeed.folder import agreed_tag, own_checkpoint, read_latest, write_latest, write_recovery_script
 from offload.deepspeed.loss_scaler import LossScaler
 from offload.deepspeed.packing import packed, unpacked
 from offload.deepspeed.utils import logger
@@ -116,9 +116,9 @@ class Saving:
     ) -> bool:
         """Write a checkpoint of this package into `save_dir`/`tag` ("global_step<n>"), and its name into `save_dir`/latest.
 
-        `client_state` is JSON; the scheduler's state is saved with it. Between the micro-batches of a step the gradients that
-        have accumulated are not saved, as in DeepSpeed. With `exclude_frozen_parameters` a load leaves those parameters as
-        they are. Collective.
+        From stage 1 on `save_dir`/zero_to_fp32.py stands there too, and is run as DeepSpeed's. `client_state` is JSON; the
+        scheduler's state is saved with it. Between the micro-batches of a step the gradients that have accumulated are not
+        saved, as in DeepSpeed. With `exclude_frozen_parameters` a load leaves those parameters as they are. Collective.
         """
         if save_dir is None or not str(save_dir):
             raise ConfigError(f"save_checkpoint(save_dir={save_dir!r}): name a folder.")
@@ -136,6 +136,8 @@ class Saving:
         )
         if save_latest and self.global_rank == 0:
             write_latest(expanded(save_dir), name)
+        if self._said.config.stage and self.global_rank == 0:
+            write_recovery_script(expanded(save_dir))
         comm.barrier()
         return True
 

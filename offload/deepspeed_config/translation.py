@@ -264,9 +264,10 @@ class _Translator:
 
     def _scaling(self, given: Mapping[str, Any]) -> Half:
         said: dict[str, Any] = {}
+        is_static = given.get("loss_scale", "auto") not in ("auto", 0)  # the rule of the dynamic one is not read, as there
         for field in fields(Half):
             path, value = f"fp16.{field.name}", given.get(field.name, "auto")
-            if value == "auto":
+            if value == "auto" or (is_static and field.name != "loss_scale"):
                 continue
             if isinstance(field.default, bool):
                 said[field.name] = self._flag(path, value)
@@ -274,6 +275,8 @@ class _Translator:
                 said[field.name] = self._whole(path, value, least=0 if field.name == "initial_scale_power" else 1)
             else:
                 said[field.name] = self._number(path, value)
+        if said.get("min_loss_scale") == 0:
+            raise ConfigError("fp16.min_loss_scale=0: a dynamic loss scale needs a least one above 0.")
         return Half(**said)
 
     def _allows_untested(self) -> bool:

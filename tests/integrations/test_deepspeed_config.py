@@ -77,6 +77,10 @@ def at(path: str, value: Any) -> dict[str, Any]:
         ({"fp16": {"enabled": True}}, {"dtype": "fp16"}),
         ({"fp16": {"enabled": True, "loss_scale": 0, "hysteresis": 2, "loss_scale_window": 1000}}, {"dtype": "fp16"}),
         ({"fp16": {"enabled": True, "loss_scale": 128}}, {"dtype": "fp16", "loss_scale": 128.0}),
+        (  # what is said of the dynamic scale is not read
+            {"fp16": {"enabled": True, "loss_scale": 128, "loss_scale_window": 0, "min_loss_scale": -1}},
+            {"dtype": "fp16", "loss_scale": 128.0},
+        ),
         ({"gradient_clipping": 0.5}, {"max_grad_norm": 0.5}),
         ({"gradient_clipping": 0.0}, {"max_grad_norm": None}),
         ({"train_batch_size": 8, "max_grad_norm": 0.5}, {"max_grad_norm": 0.5}),
@@ -198,6 +202,8 @@ def test_every_refused_key_says_what_to_do(name: str, key: str) -> None:
         ),
         ({"optimizer": {"type": "AdamW", "prams": {}}}, ["optimizer.prams", "'params'"]),
         ({"fp16": {"enabled": True, "initial_scale_power": 12}}, ["fp16.initial_scale_power=12", "loss_scale"]),
+        ({"fp16": {"enabled": True, "loss_scale_window": 0}}, ["fp16.loss_scale_window=0"]),
+        ({"fp16": {"enabled": True, "min_loss_scale": 0}}, ["fp16.min_loss_scale=0", "above 0"]),
     ],
 )
 def test_what_is_wrong_says_which_key(given: dict[str, Any], said: list[str]) -> None:

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from offload.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, ZeROOptimizer
 from offload.deepspeed.runtime.config import DeepSpeedConfig
 from offload.deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
 from offload.deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
@@ -242,6 +245,40 @@ def test_weights_are_converted_whole_or_not_at_all(start: Start, tmp_path: Path,
         convert(str(tmp_path / "saved"), str(tmp_path / "out"), max_shard_size=None)
     assert (tmp_path / "out" / "pytorch_model.bin").read_bytes() == before
     assert {one.name for one in (tmp_path / "out").iterdir()} == {"model.safetensors", "pytorch_model.bin"}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_script_beside_a_checkpoint_writes_its_weights(start: Start, tmp_path: Path, stage: int) -> None:
+    engine = start({"zero_optimization": {"stage": stage}})
+    engine.save_checkpoint(str(tmp_path))
+    command = [sys.executable, "zero_to_fp32.py", ".", "out", "--max_shard_size", "1GB"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=300)
+    assert_same_bits(torch.load(tmp_path / "out" / "pytorch_model.bin"), engine.module_state_dict())
+
+
+def test_the_number_of_micro_batches_is_changed_on_the_way(start: Start) -> None:
+    """What follows is as in an engine that began with the other number."""
+    changed, begun = start(), start({"train_batch_size": 6, "gradient_accumulation_steps": 2})
+    changed.set_train_batch_size(6)
+    assert changed.get_batch_info() == begun.get_batch_info() == (6, 3, 2)
+    for index in range(4):
+        given = torch.randn(3, 4, generator=torch.Generator().manual_seed(index))
+        for engine in (changed, begun):
+            engine.backward(engine(given).square().mean())
+            engine.step()
+    assert changed.global_steps == 2 and changed.global_samples == 12
+    assert_same_bits(changed.module_state_dict(), begun.module_state_dict())
+    with pytest.raises(ValueError, match="divisible"):
+        changed.set_train_batch_size(7)
+    changed.set_train_micro_batch_size(5)
+    assert changed.get_batch_info() == (10, 5, 2)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_passes_for_deepspeeds_optimizer(start: Start, stage: int) -> None:
+    optimizer = start({"zero_optimization": {"stage": stage}}).optimizer
+    assert isinstance(optimizer, DeepSpeedOptimizer) and isinstance(optimizer, ZeROOptimizer) == (stage == 1)
+    assert not isinstance(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), DeepSpeedOptimizer)
 
 
 # ---- utils -----------------------------------------------------------------------------------------------------------
