@@ -18,7 +18,6 @@ STAND_IN = Path(__file__).with_name("stand_in")
 """A folder with a package `deepspeed` and its metadata, which is the drop-in: for the processes that a script starts."""
 _WITHOUT_EFFECT = (
     "--bind_cores_to_rank",
-    "--no_local_rank",
     "--enable_each_rank_log",
     "--force_multi",
     "--no_ssh",
@@ -32,9 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m offload.deepspeed",
         description="Run a script written for DeepSpeed; its `import deepspeed` is offload's.",
     )
+    parser.add_argument("--pass_local_rank", action="store_true", help="the script's first argument is --local_rank=LOCAL_RANK")
     _add_script(parser)
     given = _parsed(parser, arguments)
-    run(given.script, given.arguments, as_module=given.module)
+    rank = [f"--local_rank={os.environ.get('LOCAL_RANK', '0')}"] if given.pass_local_rank else []
+    run(given.script, [*rank, *given.arguments], as_module=given.module)
 
 
 def launch(arguments: Sequence[str] | None = None) -> None:
@@ -48,6 +49,7 @@ def launch(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("-i", "--include", default="", help="devices of this machine: localhost:0,2")
     parser.add_argument("-e", "--exclude", default="", help="devices of this machine to leave out: localhost:1")
     parser.add_argument("-H", "--hostfile", default=None, help="not read: start the command on every machine with --node_rank")
+    parser.add_argument("--no_local_rank", action="store_true", help="the script takes no --local_rank, which it is given else")
     for flag in _WITHOUT_EFFECT:
         parser.add_argument(flag, action="store_true", help="without effect")
     _add_script(parser)
@@ -71,7 +73,8 @@ def launch(arguments: Sequence[str] | None = None) -> None:
     ]
     command += ["--nproc-per-node", str(count if count > 0 else _device_count()), "--master-addr", given.master_addr]
     command += ["--master-port", str(given.master_port), "-m", "offload.deepspeed"]
-    command += ["--module"] * given.module + [given.script, *given.arguments]
+    command += ["--pass_local_rank"] * (not given.no_local_rank) + ["--module"] * given.module
+    command += [given.script, *given.arguments]
     raise SystemExit(subprocess.run(command, env=environment, check=False).returncode)
 
 

@@ -15,7 +15,8 @@ import offload
 
 from .test_deepspeed_tools import run
 
-LAUNCH = ("-c", "from offload.deepspeed.launching import launch; launch()", "--num_gpus", "2", "--master_port")
+_LAUNCHER = ("-c", "from offload.deepspeed.launching import launch; launch()")
+LAUNCH = (*_LAUNCHER, "--num_gpus", "2", "--no_local_rank", "--master_port")
 
 RESIZED = """
 import json, os, sys, torch, deepspeed

@@ -235,20 +235,23 @@ def test_what_cannot_be_started_is_said_in_one_place(capsys: pytest.CaptureFixtu
 
 
 LAUNCHED = """
-import json, os, deepspeed
+import json, os, sys, deepspeed
 deepspeed.init_distributed()
 path = f"{os.environ['SHOWN']}-{deepspeed.comm.get_rank()}"
 with open(path, "w") as file:
-    json.dump([deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()], file)
+    json.dump([deepspeed.comm.get_rank(), deepspeed.comm.get_world_size(), sys.argv[1:]], file)
 """
 
 
 @pytest.mark.slow
-def test_the_launcher_starts_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("without", [[], ["--no_local_rank"]])
+def test_the_launcher_starts_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: list[str]) -> None:
+    """Each is told its number among those of the machine, unless it takes none."""
     monkeypatch.setenv("SHOWN", str(tmp_path / "rank"))
     start = ("-c", "from offload.deepspeed.launching import launch; launch()", "--num_gpus", "2", "--master_port", "23987")
-    run(tmp_path, LAUNCHED, launcher=start)
-    assert [json.loads((tmp_path / f"rank-{rank}").read_text()) for rank in (0, 1)] == [[0, 2], [1, 2]]
+    run(tmp_path, LAUNCHED, launcher=(*start, *without))
+    found = [json.loads((tmp_path / f"rank-{rank}").read_text()) for rank in (0, 1)]
+    assert found == [[rank, 2, [] if without else [f"--local_rank={rank}"]] for rank in (0, 1)]
 
 
 LAUNCHED_BY_ACCELERATE = """
