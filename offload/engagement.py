@@ -53,12 +53,10 @@ class Engagement:
         optimizer: OffloadOptimizer | None,
         config: Config,
         parts: Components,
-        slots: Sequence[Slot],
         successor: Callable[[], Hooks | None],
         turn: Turn,
     ) -> None:
-        """Takes the model last of all, and wholly or not at all. `slots`: what is to be set in it besides. `successor`: as of
-        `Hooks`. `turn`: the same for all of an engine's."""
+        """`successor`: as of `Hooks`. `turn`: the same for all of an engine's."""
         self._model = model
         self.parts, self.links = parts, LinkMeter(parts.timeline, parts.backend)
         self.training = Training(parts, config, optimizer.hyper_of if optimizer is not None else None, turn)
@@ -77,6 +75,11 @@ class Engagement:
         input_dtype = DTYPES[config.dtype] if config.dtype is not None else None
         events = ModelEvents(parts, self.training, input_dtype=input_dtype)
         self.hooks = Hooks(parts.units, self.training, events, successor)
+        self._methods: list[TakenMethods] = []
+
+    def take(self, slots: Sequence[Slot]) -> None:
+        """Take the model, wholly or not at all. `slots`: what is to be set in it besides."""
+        model, parts = self._model, self.parts
         parts.accelerator.wait_for_all()  # the loop may run on another stream than this call
         Taking(model, parts, slots).take(self.training, self.hooks)
         models = library_models(model)

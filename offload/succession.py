@@ -53,19 +53,20 @@ class Succession:
         """Micro-batches a step: as many as places were decided for, or were found to be no reason for others."""
         self._step_of_forward = -1
         """How many steps were done when the last forward that was recorded began."""
-        self.current = self._engaged(parts, slots)
+        self._engage(parts, slots)
 
-    def _engaged(self, parts: Components, slots: Sequence[Slot] = ()) -> Engagement:
+    def _engage(self, parts: Components, slots: Sequence[Slot] = ()) -> None:
         reference = weakref.ref(self)
 
         def successor() -> Hooks | None:
             succession = reference()
             return succession._anew() if succession is not None else None
 
-        made = Engagement(self._model, self._optimizer, self._config, parts, slots, successor, self._turn)
+        self.current = Engagement(self._model, self._optimizer, self._config, parts, successor, self._turn)
+        # What has the model is the current one, also where an interrupt comes here: a load ends it.
+        self.current.take(slots)
         if self._optimizer is not None:
-            self._optimizer.stepper = made
-        return made
+            self._optimizer.stepper = self.current
 
     def _anew(self) -> Hooks | None:
         """At the begin of a forward."""
@@ -134,7 +135,7 @@ class Succession:
                 made = refitted(parts, config, optimizer.moments, optimizer.param_groups, trained, ranks, free)
             except Exception as error:
                 failure, made = error, rebuild(parts, self._config, optimizer.moments, others)
-            self.current = self._engaged(made)
+            self._engage(made)
             self.current.checkpointing.load(path)
             made.meeting.meet(MeetingPoint.UNFREEZING)  # nobody reads it any more
         except BaseException as error:
@@ -199,7 +200,7 @@ class Succession:
             moments = self._optimizer.moments if self._optimizer is not None else ()
             made = rebuild(parts, self._config, moments, parts.ranks.renewed())
             try:
-                self.current = self._engaged(made)
+                self._engage(made)
             except BaseException:
                 give_back(made.made)
                 raise

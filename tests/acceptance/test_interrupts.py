@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
+from offload import engagement
 from offload.device import deferred
 from tests.warm import WarmProcess
 
@@ -128,6 +129,29 @@ def test_an_interrupt_of_a_copy_in_close_stays_one(at_copy: int, tmp_path: Path,
     with pytest.raises(KeyboardInterrupt):
         engine.close()
     assert engine.closed
+
+
+def test_an_interrupt_as_a_load_makes_a_failed_engine_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is taken by then: it says what failed, and the next load has it whole."""
+
+    def interrupted(model: nn.Module) -> None:
+        raise KeyboardInterrupt
+
+    torch.manual_seed(0)
+    with engine_of(Net(), "nvme", tmp_path) as engine:
+        engine.save_checkpoint(tmp_path / "step-1")
+        train(engine, 1)
+        expected = digest(engine.state_dict())
+        engine._training.fail(RuntimeError("the drive"))
+        with monkeypatch.context() as patch:
+            patch.setattr(engagement, "library_models", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.load_checkpoint(tmp_path / "step-1")
+        with pytest.raises(offload.EngineFailedError, match="the drive"):
+            engine.module(torch.ones(2, 64))
+        engine.load_checkpoint(tmp_path / "step-1")
+        train(engine, 1)
+        assert digest(engine.state_dict()) == expected
 
 
 def test_an_interrupt_that_the_users_forward_catches_ends_what_it_interrupted_alone(tmp_path: Path) -> None:
