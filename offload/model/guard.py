@@ -251,13 +251,13 @@ def _bring_in(parameter: torch.Tensor) -> None:
 
 def _read_only(result: Any, parameter: torch.Tensor) -> Any:
     """`result`, with what shares the guarded parameter's memory made a `_ReadOnlyData`: a write to it would be lost as one to
-    the parameter. Not what autograd follows: that is for computing."""
+    the parameter."""
     if type(result) in (tuple, list):
         return type(result)(_read_only(one, parameter) for one in result)
     if isinstance(result, Iterator):
         return iter([_read_only(one, parameter) for one in result])
     watch = _watches.get(id(parameter))
-    if watch is None or type(result) is not torch.Tensor or (result.requires_grad and torch.is_grad_enabled()):
+    if watch is None or type(result) is not torch.Tensor:
         return result
     if result.layout is not torch.strided or result.untyped_storage()._cdata != parameter.untyped_storage()._cdata:
         return result

@@ -193,7 +193,15 @@ VIEWS: dict[str, Callable[[torch.Tensor], Any]] = {
     "chunk": lambda weight: weight.chunk(2)[1].mul_(0.5),
     "foreach": lambda weight: torch._foreach_mul_([weight.view(-1)], 0.5),
     "out": lambda weight: torch.mul(weight, 0.5, out=weight.view(48, 16)),
+    "followed by autograd": lambda weight: nn.init.zeros_(_followed(weight)),
 }
+
+
+@torch.enable_grad()  # type: ignore[untyped-decorator]
+def _followed(weight: torch.Tensor) -> torch.Tensor:
+    rows = weight[2:4]
+    assert rows.requires_grad
+    return rows
 
 
 @pytest.mark.parametrize("setup, fields", [(IN_MEMORY, {"dtype": "bf16"}), (Setup("device", "cpu", "deferred"), {})])
