@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -16,10 +17,13 @@ import offload
 from offload.device.virtual.description import Machine, share_of
 from offload.device.virtual.machine import VirtualMachine
 from offload.errors import BudgetError
-from offload.rehearsal.forecast import FIRST_STEPS, Forecast, Loop, rehearse
+from offload.rehearsal.forecast import Forecast, Loop, rehearse
 
 GRANTED_SHARE = 0.95
 """Of the device's memory, with what the model takes: the rest is for what allocators lose."""
+
+_ATTEMPTS = 4
+"""To grant what fits."""
 
 Make = Callable[[], tuple[nn.Module, torch.optim.Optimizer]]
 """A model on the meta device, and its optimizer; new each time."""
@@ -50,11 +54,11 @@ def forecast(
     work: Work,
     trace: Path | None = None,
     *,
-    first_steps: int = FIRST_STEPS,
     unbound: Collection[str] = (),
+    most_nbytes: float = math.inf,
 ) -> Forecast:
     """Train `model`, which lies on the meta device, a few steps on `machine`; `trace`: the file for one of the last.
-    `first_steps`: before the one that is told of. `unbound`: as of `VirtualMachine`.
+    `unbound`: as of `VirtualMachine`. `most_nbytes`: as of `rehearse`.
 
     Raises `BudgetError` where nothing fits."""
     if work.checkpointing:
@@ -77,7 +81,7 @@ def forecast(
 
     virtual = VirtualMachine(share_of(machine, work.ranks), work.ranks, unbound)
     loop, count = Loop(begin, micro_batch, end), work.micro_batches
-    return rehearse(virtual, loop, tokens=work.tokens, micro_batches=count, trace=trace, first_steps=first_steps)
+    return rehearse(virtual, loop, tokens=work.tokens, micro_batches=count, trace=trace, most_nbytes=most_nbytes)
 
 
 def forecast_granted(
@@ -86,14 +90,22 @@ def forecast_granted(
     """`forecast` with what the model's own tensors leave of the device's memory granted, where the configuration names neither
     a budget for it nor the tiers; and the configuration of what is returned.
 
-    What they take is seen in one micro-batch. Raises `BudgetError` where nothing fits."""
+    What they take depends on what stays on the device, and is seen where that is granted: first as if they took nothing, then
+    with less until all of it fits. A run that takes too much ends where that is seen.
+    Raises `BudgetError` where nothing fits."""
     is_open = config.device_memory is None and "auto" in (config.parameters, config.optimizer_states)
     if is_open and not machine.is_unified:
-        alone = forecast(*make(), config, machine, replace(work, micro_batches=1), first_steps=0)
-        left = int(GRANTED_SHARE * machine.device_nbytes) - alone.own_nbytes
+        usable = GRANTED_SHARE * machine.device_nbytes
+        own_nbytes, most_nbytes = 0.0, usable
         with contextlib.suppress(BudgetError):  # less than the least, which is not bounded without a budget
-            granted = replace(config, device_memory=max(left, 1))
-            found = forecast(*make(), granted, machine, work, trace)
-            if found.fits:
-                return found, granted
+            for _ in range(_ATTEMPTS):
+                budget_nbytes = max(int(usable - own_nbytes), 1)
+                granted = replace(config, device_memory=budget_nbytes)
+                found = forecast(*make(), granted, machine, work, trace, most_nbytes=most_nbytes)
+                taken = found.peak_nbytes["device"]
+                if taken <= most_nbytes:
+                    if found.fits:
+                        return found, granted
+                    break
+                own_nbytes, most_nbytes = max(taken - budget_nbytes, own_nbytes), machine.device_nbytes
     return forecast(*make(), config, machine, work, trace), config

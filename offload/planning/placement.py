@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from offload.config import Config
@@ -27,7 +28,7 @@ from offload.planning.budget import (
 from offload.planning.free_memory import FreeMemory
 from offload.planning.link_seconds import Cost
 from offload.planning.purposes import StateNames
-from offload.planning.route import Memory, Route, ValuePath, routes_of, with_undo
+from offload.planning.route import Memory, Route, ValuePath, alike, routes_of, with_undo
 from offload.planning.route_bytes import held
 from offload.planning.schedule import apart_nbytes, expected_nbytes, worthwhile_nbytes
 from offload.planning.sizes import Footprint, UnitSizes, gradient_buffer_nbytes, least_gradient_buffers
@@ -241,11 +242,12 @@ def place(problem: Problem, choice: Choice) -> Placement:
     device: Tier = "cpu" if accelerator.unified else "device"
     routes = routes_of(footprint.units, choice, unified=accelerator.unified, sharded=problem.sharing.shards_parameters)
     capacity = _capacity(problem, choice, routes)
-    staging = _staging(problem, choice, routes)
     nbytes = Counter[tuple[StateNames, Tier]]()
-    for unit, route in zip(footprint.units, routes, strict=True):
+    kinds = alike(footprint, routes)
+    staging = _staging(problem, choice, [(unit, route) for unit, route, _ in kinds])
+    for unit, route, times in kinds:
         for names, tier, count in held(unit, route):
-            nbytes[names, tier] += count
+            nbytes[names, tier] += times * count
     lines = _state_lines(purposes.PARAMETERS, choice.parameters, nbytes, device)
     lines += _state_lines(purposes.OPTIMIZER_STATES, choice.states, nbytes, device)
     if capacity is not None:
@@ -308,10 +310,9 @@ def _sum_lines(units: Sequence[UnitSizes], choice: Choice, routes: Sequence[Rout
 # ---- buffers ---------------------------------------------------------------------------------------------------------
 
 
-def _staging(problem: Problem, choice: Choice, routes: Sequence[Route]) -> dict[str, tuple[int, int]]:
-    """Host buffers: purpose -> (count, nbytes)."""
+def _staging(problem: Problem, choice: Choice, routed: Sequence[tuple[UnitSizes, Route]]) -> dict[str, tuple[int, int]]:
+    """Host buffers: purpose -> (count, nbytes). `routed`: units with their routes, alike ones once."""
     footprint, unified = problem.footprint, problem.accelerator.unified
-    routed = list(zip(footprint.units, routes, strict=True))
     trained = [(unit, route) for unit, route in routed if unit.trained]
     buffers: dict[str, tuple[int, int]] = {}
     record = max((max(unit.records(route.crosses).chunks) for unit, route in trained if _reads_records(unit, route)), default=0)
@@ -329,7 +330,7 @@ def _staging(problem: Problem, choice: Choice, routes: Sequence[Route]) -> dict[
         back = [*(spilling if choice.retained else []), *brought]
         buffers[purposes.RELOADED] = (READ_AHEAD + 1 + IN_WRITING + 1, gradient_buffer_nbytes(back))
     if problem.packs_gradients:
-        if any(True for _ in _summed_outside(footprint.units, routes)):
+        if any(unit.trained and route.gradients_in is not Memory.DEVICE for unit, route in routed):
             buffers[purposes.LANDING] = (LANDING_BUFFERS, footprint.parameter_buffer)
         buffers[purposes.SUMS] = (1, footprint.square_sums)
     emits = [
@@ -384,8 +385,10 @@ def _undoable(problem: Problem, routes: Sequence[Route], other_nbytes: int) -> l
         left -= _CHECKPOINTS * sum(unit.home + unit.beside.nbytes for unit in problem.footprint.units)
     found: list[UnitSizes] = []
     for unit, route in zip(reversed(problem.footprint.units), reversed(routes), strict=True):
+        if not _can_undo(unit, route) or unit.index in problem.expected.late_units:
+            continue
         nbytes = _undo_nbytes(unit, route)
-        if _can_undo(unit, route) and unit.index not in problem.expected.late_units and nbytes <= left:
+        if nbytes <= left:
             found.append(unit)
             left -= nbytes
     return found
@@ -401,6 +404,13 @@ def _can_undo(unit: UnitSizes, route: Route) -> bool:
 
 def _undo_nbytes(unit: UnitSizes, route: Route) -> int:
     """What a second place for all that an update of the unit writes to NVMe takes."""
-    written = zip(unit.trained_positions, unit.trained, strict=True)
-    parameters = [nbytes for position, nbytes in written if route.parameters == "nvme" and position >= route.kept_parameters]
-    return sum(round_up(nbytes, EXTENT_ALIGN) for nbytes in parameters) + unit.records(route.crosses).nbytes
+    records = unit.records(route.crosses).nbytes
+    if route.parameters != "nvme":
+        return records
+    return _aligned_nbytes(unit.trained, unit.trained_positions, route.kept_parameters) + records
+
+
+@lru_cache
+def _aligned_nbytes(chunks: tuple[int, ...], positions: tuple[int, ...], first: int) -> int:
+    """Of those chunks whose position is not below `first`, each in an extent of its own."""
+    return sum(round_up(nbytes, EXTENT_ALIGN) for nbytes, position in zip(chunks, positions, strict=True) if position >= first)

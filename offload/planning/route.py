@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import chain, repeat
 
 from offload.planning.budget import Tier
-from offload.planning.sizes import UnitSizes
+from offload.planning.sizes import Footprint, UnitSizes
 from offload.planning.tier_choice import Choice
 
 
@@ -163,7 +163,7 @@ class Route:
 def routes_of(units: Sequence[UnitSizes], choice: Choice, *, unified: bool, sharded: bool) -> tuple[Route, ...]:
     """The route of each unit, but for what is `undoable`. `unified`: the model computes where host memory lies. `sharded`: a
     unit's chunks are one rank's part of it."""
-    made: dict[Route, Route] = {}
+    made: dict[tuple[Tier, Tier, Tier, int, int], Route] = {}
     routes = []
     kept, near = choice.kept, choice.near
     parameters_left, records_left = kept.parameter_count, kept.record_count
@@ -180,11 +180,24 @@ def routes_of(units: Sequence[UnitSizes], choice: Choice, *, unified: bool, shar
         if records == "nvme":
             kept_records = min(records_left, len(unit.trained))
             records_left -= kept_records
-        route = _route(parameters, gradients, records, unified=unified, sharded=sharded)
-        if kept_parameters or kept_records:
-            route = replace(route, kept_parameters=kept_parameters, kept_records=kept_records)
-        routes.append(made.setdefault(route, route))
+        told = (parameters, gradients, records, kept_parameters, kept_records)
+        route = made.get(told)
+        if route is None:
+            route = _route(parameters, gradients, records, unified=unified, sharded=sharded)
+            if kept_parameters or kept_records:
+                route = replace(route, kept_parameters=kept_parameters, kept_records=kept_records)
+            made[told] = route
+        routes.append(route)
     return tuple(routes)
+
+
+def alike(footprint: Footprint, routes: Sequence[Route]) -> list[tuple[UnitSizes, Route, int]]:
+    """The first of all units that are alike and have one route, the route, and how many they are."""
+    found: dict[tuple[int, int], tuple[Route, int]] = {}
+    for kind, route in zip(footprint.kinds, routes, strict=True):
+        told = kind, id(route)
+        found[told] = route, found[told][1] + 1 if told in found else 1
+    return [(footprint.units[kind], route, count) for (kind, _), (route, count) in found.items()]
 
 
 def with_undo(routes: Sequence[Route], unit_indices: Collection[int]) -> tuple[Route, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import Enum
+from itertools import compress
 
 from offload.planning.budget import Tier
 from offload.planning.purposes import GRADIENTS, OPTIMIZER_STATES, PARAMETERS, StateNames
@@ -57,10 +58,9 @@ def updated(unit: UnitSizes, route: Route, micro_batches: int) -> Moves:
         yield Link.READ, records
         yield Link.WRITTEN, records
     if route.parameters == "nvme":
-        for position, nbytes, old in zip(unit.trained_positions, unit.trained, sizes.read, strict=True):
-            if position >= route.kept_parameters:
-                yield Link.WRITTEN, nbytes
-                yield Link.READ, old if route.value_path is not ValuePath.RESIDENT else 0
+        on_drive = [position >= route.kept_parameters for position in unit.trained_positions]
+        yield Link.WRITTEN, sum(compress(unit.trained, on_drive))
+        yield Link.READ, sum(compress(sizes.read, on_drive)) if route.value_path is not ValuePath.RESIDENT else 0
     if route.brings_gradients:
         yield Link.FROM_DEVICE, gradients
     if route.crosses:

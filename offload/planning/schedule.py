@@ -152,6 +152,7 @@ class _Planner:
         self.starts = _starts(trace, len(unit_nbytes))
         self.resident: dict[int, None] = {}
         self.in_use: dict[int, int] = {}
+        """How often at once, of those that are."""
         self.used_nbytes = 0
 
     def next_use(self, unit_index: int, position: int) -> int:
@@ -163,9 +164,11 @@ class _Planner:
     def make_room(self, nbytes: int, position: int, sooner_than: int) -> list[Op] | None:
         """Evicts that free `nbytes`, taking only units used later than `sooner_than`; None if there are not enough."""
         missing = self.used_nbytes + nbytes - self.capacity_nbytes
+        if missing <= 0:
+            return []
         victims: list[Op] = []
         candidates = sorted(
-            (unit for unit in self.resident if not self.in_use.get(unit)),
+            (unit for unit in self.resident if unit not in self.in_use),
             key=lambda unit: self.next_use(unit, position),
             reverse=True,
         )
@@ -204,7 +207,7 @@ class _Planner:
     def ahead(self, position: int) -> list[Op]:
         """Ops that bring in the units that come next, as far as there is room."""
         ops: list[Op] = []
-        busy = {unit for unit, count in self.in_use.items() if count}
+        busy = set(self.in_use)
         for coming in _coming(self.trace.events, position + 1, self.prefetch, busy):
             if coming in self.resident:
                 continue
@@ -221,6 +224,8 @@ class _Planner:
                 at.append(tuple(self.before_start(event.unit_index, position)))
             else:
                 self.in_use[event.unit_index] -= 1
+                if not self.in_use[event.unit_index]:
+                    del self.in_use[event.unit_index]
                 at.append(tuple(self.ahead(position)))
         closing = tuple(Op(Verb.EVICT, unit) for unit in self.resident)
         return Schedule(self.trace, tuple(at), closing, self.capacity_nbytes)

@@ -113,6 +113,8 @@ class Footprint:
     """The whole model's."""
 
     units: tuple[UnitSizes, ...]
+    kinds: tuple[int, ...]
+    """Of each unit, the index of the first that is like it."""
     parameter_buffer: int
     """Bytes of a buffer that holds any chunk's parameters, frozen ones included."""
     square_sums: int
@@ -130,7 +132,7 @@ class Footprint:
         flats = list(layout.flats)
         alone = layout.world_size == 1
         alike: dict[Hashable, UnitSizes] = {}  # the blocks of a model
-        units = []
+        units, kinds = [], []
         for unit in layout.units:
             shape = tuple(
                 (flat.dtype, flat.trainable, tuple((slot.start, slot.numel) for slot in flat.slots)) for flat in unit.flats
@@ -138,8 +140,10 @@ class Footprint:
             if shape not in alike:
                 alike[shape] = UnitSizes.of(unit, layout, format_of, wide_gradients=wide_gradients)
             units.append(replace(alike[shape], index=unit.index))
+            kinds.append(alike[shape].index)
         return Footprint(
             units=tuple(units),
+            kinds=tuple(kinds),
             parameter_buffer=max((chunk.numel * flat.itemsize for flat in flats for chunk in flat.chunks), default=0),
             square_sums=8 * sum(_square_sum_count(flat) for flat in flats if flat.trainable),
             has_whole_units=all(flat.shard.numel == flat.numel for flat in flats),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -38,8 +38,11 @@ class Trace:
     """The events of one step, in order. Starts and ends of each unit balance."""
 
     events: tuple[Event, ...]
+    _hash: int = field(init=False, repr=False, compare=False)
+    """What is known of a trace is looked up often (`offload.planning.schedule`)."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash(tuple(map(code_of, self.events))))
         depth: dict[int, int] = {}
         for event in self.events:
             depth[event.unit_index] = depth.get(event.unit_index, 0) + (1 if event.edge is Edge.START else -1)
@@ -48,6 +51,9 @@ class Trace:
         open_units = [unit_index for unit_index, count in depth.items() if count]
         if open_units:
             raise AssertionError(f"units {open_units} never end")
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def __iter__(self) -> Iterator[Event]:
         return iter(self.events)

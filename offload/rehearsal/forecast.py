@@ -121,12 +121,14 @@ def rehearse(
     micro_batches: int = 1,
     trace: Path | None = None,
     first_steps: int = FIRST_STEPS,
+    most_nbytes: float = math.inf,
 ) -> Forecast:
     """Train as `loop` does a few steps on `virtual`, which is new; the last of them is the one that is told of.
 
     `tokens`: of one step, of all ranks, for the rate. `micro_batches`: of one step; where not all are run, the bytes it moves
     are within a thousandth. `trace`: the file for a trace of that step, of which all are run then. `first_steps`: before it,
-    of two micro-batches at most: that there are several is what they need to have seen.
+    of two micro-batches at most: that there are several is what they need to have seen. `most_nbytes`: of the memory that the
+    model computes on; a step that took more is the last.
 
     Raises what `loop` raises: `BudgetError` where no placement fits."""
     with _inside(virtual):
@@ -135,7 +137,10 @@ def rehearse(
             before = _Mark(virtual)
             for _ in range(first_steps):
                 _train(virtual, engine, loop, min(micro_batches, 2))
-                before = _Mark(virtual)
+                after = _Mark(virtual)
+                if virtual.memory.peak_nbytes > most_nbytes:
+                    return _forecast(engine, virtual, _grown(after.reading(), before.reading()), tokens)
+                before = after
             if trace is not None:
                 engine.profile(trace, steps=1)
             left_out = _train(virtual, engine, loop, micro_batches, whole=trace is not None)

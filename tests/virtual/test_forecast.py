@@ -13,7 +13,7 @@ import torch
 import transformers
 
 import offload
-from offload.cli.forecast import Work, forecast, forecast_granted
+from offload.cli.forecast import Work, forecast
 from offload.cli.main import main
 from offload.device.cpu import CpuAccelerator
 from offload.device.deferred import DeferredAccelerator
@@ -174,24 +174,6 @@ def test_micro_batches_that_differ_are_all_run() -> None:
 
     found = rehearse(virtual, Loop(Engine, micro_batch, lambda _: None), tokens=1, micro_batches=12, first_steps=0)
     assert len(runs) == 12 and found.step_seconds >= sum(range(1, 13)) * 1e12 / MACHINE.flops
-
-
-def test_what_the_model_leaves_of_a_device_is_granted() -> None:
-    """Unless the configuration names a budget, or there is no such memory."""
-
-    def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        with torch.device("meta"):
-            model = tiny()
-        return model, adamw(model)
-
-    config = offload.Config(dtype="bf16", nvme=".", cpu_memory=2**30)
-    plain = forecast(*make(), config, MACHINE, WORK)
-    found, granted = forecast_granted(make, config, MACHINE, WORK)
-    assert found.fits and found.step_seconds <= plain.step_seconds and found.moved_nbytes["h2d"] <= plain.moved_nbytes["h2d"]
-    assert granted.device_memory is not None and found.own_nbytes < int(granted.device_memory) < MACHINE.device_nbytes
-    assert forecast_granted(make, config, UNIFIED, WORK)[1] is config
-    named = dataclasses.replace(config, device_memory=2**30)
-    assert forecast_granted(make, named, MACHINE, WORK) == (forecast(*make(), named, MACHINE, WORK), named)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a forecast grants of a device's memory: what the model leaves of it, found in few steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import offload
+from offload.cli.forecast import Work, forecast, forecast_granted
+from offload.device.virtual.machine import VirtualMachine
+from tests.virtual.test_forecast import MACHINE, UNIFIED, WORK, adamw, tiny
+
+
+def test_what_the_model_leaves_of_a_device_is_granted() -> None:
+    """Unless the configuration names a budget, or there is no such memory."""
+
+    def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        with torch.device("meta"):
+            model = tiny()
+        return model, adamw(model)
+
+    config = offload.Config(dtype="bf16", nvme=".", cpu_memory=2**30)
+    plain = forecast(*make(), config, MACHINE, WORK)
+    found, granted = forecast_granted(make, config, MACHINE, WORK)
+    assert found.fits and found.step_seconds <= plain.step_seconds and found.moved_nbytes["h2d"] <= plain.moved_nbytes["h2d"]
+    assert granted.device_memory is not None and found.own_nbytes < int(granted.device_memory) < MACHINE.device_nbytes
+    assert forecast_granted(make, config, UNIFIED, WORK)[1] is config
+    named = dataclasses.replace(config, device_memory=2**30)
+    assert forecast_granted(make, named, MACHINE, WORK) == (forecast(*make(), named, MACHINE, WORK), named)
+
+
+def small() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """With blocks that the device holds some of."""
+    shape = transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=2, vocab_size=512
+    )
+    shape.use_cache = False
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(shape).to(torch.bfloat16)
+    return model, adamw(model)
+
+
+@pytest.mark.parametrize("mebibytes", [20, 25])
+def test_what_does_not_fit_ends_where_that_is_seen_and_less_is_granted(mebibytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer is that of one whole run with what was granted, and no run without a grant is needed."""
+    machine = dataclasses.replace(MACHINE, device_nbytes=mebibytes * 2**20)
+    config = offload.Config(dtype="bf16", nvme=".", cpu_memory=2**33, state_format="split")
+    work, steps = Work(batch=2, sequence=64, micro_batches=4, checkpointing=True), list[int]()
+    trained = importlib.import_module("offload.rehearsal.forecast")._train
+
+    def counted(virtual: VirtualMachine, engine: Any, loop: Any, micro_batches: int, **more: Any) -> Any:
+        steps.append(micro_batches)
+        return trained(virtual, engine, loop, micro_batches, **more)
+
+    monkeypatch.setattr("offload.rehearsal.forecast._train", counted)
+    found, granted = forecast_granted(small, config, machine, work)
+    assert steps == [2, 2, 2, 4], "one step of what does not fit, then all of what does"
+    assert found.fits and found.peak_nbytes["device"] <= machine.device_nbytes
+    assert found == forecast(*small(), granted, machine, work)
