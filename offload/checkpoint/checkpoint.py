@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,8 +35,6 @@ from offload.step.calls import in_backward
 from offload.step.components import Components
 from offload.step.training import Training
 from offload.step.values.gathering import Gathering
-
-T = TypeVar("T")
 
 
 class Checkpointing:
@@ -187,36 +185,43 @@ class Checkpointing:
     def _load(self, path: Path) -> dict[str, Any]:
         """Check and restore; on several ranks none of them changes anything unless all of them can."""
         with ExitStack() as stack:
-            found = self._together(lambda: self._open_checked(stack, path))
-            if isinstance(found, StatesMissing):  # on all ranks: it is the model's groups and the manifest that say so
-                raise found
-            opened, matching = found
+            opened, matching = self._open_together(stack, path)
+            if isinstance(matching, StatesMissing):  # on all ranks: it is the model's groups and the manifest that say so
+                raise matching
             self._restore(opened, matching)
             return opened.manifest.client_state
 
-    def _open_checked(self, stack: ExitStack, path: Path) -> tuple[OpenedCheckpoint, Matching] | StatesMissing:
+    def _open_checked(self, stack: ExitStack, path: Path) -> tuple[OpenedCheckpoint, Matching | StatesMissing]:
         opened = stack.enter_context(OpenedCheckpoint(path))
         try:
             return opened, self._check(opened)
         except StatesMissing as missing:
-            return missing
+            return opened, missing
 
-    def _together(self, step: Callable[[], T]) -> T:
-        """On several ranks: what fails with a `CheckpointError` on one fails so on all."""
+    def _open_together(self, stack: ExitStack, path: Path) -> tuple[OpenedCheckpoint, Matching | StatesMissing]:
+        """On several ranks: what fails with a `CheckpointError` on one fails so on all, and all open the same checkpoint."""
         ranks = self._parts.ranks
         failure: CheckpointError | None = None
+        digest = ""
         try:
-            value = step()
+            found = self._open_checked(stack, path)
+            digest = found[0].digest
         except CheckpointError as error:
             failure = error
-        said = str(failure).encode() if failure is not None else b""
-        answers = self._gathering.meet(MeetingPoint.LOADING, lambda: ranks.exchange_bytes(said))
+        said = json.dumps([str(failure) if failure is not None else "", digest, str(path)]).encode()
+        answers = [json.loads(one) for one in self._gathering.meet(MeetingPoint.LOADING, lambda: ranks.exchange_bytes(said))]
         if failure is not None:
             raise failure
-        for index, answer in enumerate(answers):
-            if answer:
-                raise CheckpointError(f"on rank {index}: {answer.decode()}")
-        return value
+        for index, (word, _, _) in enumerate(answers):
+            if word:
+                raise CheckpointError(f"on rank {index}: {word}")
+        for index, (_, other, place) in enumerate(answers):
+            if other != answers[0][1]:
+                raise RankError(
+                    f"load_checkpoint was given {answers[0][2]!r} on rank 0, and on rank {index} another, {place!r}: "
+                    "give all ranks the same. Nothing was loaded; training may go on."
+                )
+        return found
 
     def save_next(self, folder: Path, client_state: Mapping[str, Any] | None, keep_last: int | None) -> None:
         """Save as the newest checkpoint in `folder`: "step-<steps done>", or one more than the highest number there."""

@@ -8,6 +8,7 @@ read; nothing is allocated by a number from the checkpoint.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 from collections.abc import Iterator
@@ -41,7 +42,10 @@ class OpenedCheckpoint:
         self._slab = torch.empty(0, dtype=torch.uint8, device="cpu")
         try:
             lock_folder(self._fileno, shared=True)
-            self.manifest: Manifest = decode(self._read_manifest(), str(path / MANIFEST_NAME))
+            content = self._read_manifest()
+            self.digest = hashlib.sha256(content).hexdigest()
+            """Of the manifest: what two folders have alike that hold the same checkpoint."""
+            self.manifest: Manifest = decode(content, str(path / MANIFEST_NAME))
         except BaseException:
             self.close()
             raise

@@ -61,6 +61,7 @@ def describe_parameters(
             )
     check_trainable(infos)
     check_memory(infos)
+    check_memory_of_buffers(infos, model)
     return infos
 
 
@@ -111,7 +112,7 @@ def check_memory(infos: Iterable[ParameterInfo]) -> None:
     """Raise `ConfigError` where trained parameters share memory with others, or elements with themselves: apart they would
     drift. One Parameter under several names is one."""
     begun: list[tuple[ParameterInfo, _Extent]] = []
-    extents = ((info, _Extent.of(info)) for info in infos if info.numel and not is_left(info.parameter))
+    extents = ((info, _Extent.of(info.parameter)) for info in infos if info.numel and not is_left(info.parameter))
     for info, extent in sorted(extents, key=lambda pair: pair[1].place):
         if info.trainable and extent.element_count() < info.numel:
             raise ConfigError(
@@ -129,23 +130,45 @@ def check_memory(infos: Iterable[ParameterInfo]) -> None:
         begun.append((info, extent))
 
 
+def check_memory_of_buffers(infos: Iterable[ParameterInfo], model: nn.Module) -> None:
+    """Raise `ConfigError` where a buffer shares memory with a trained parameter: it would stay where that was."""
+    buffers = [(name, one) for name, one in model.named_buffers() if one.layout is torch.strided and one.numel()]
+    if not buffers:
+        return
+    by_storage: dict[int, list[tuple[ParameterInfo, _Extent]]] = {}
+    for info in infos:
+        if info.trainable and info.numel and not is_left(info.parameter):
+            extent = _Extent.of(info.parameter)
+            by_storage.setdefault(extent.memory, []).append((info, extent))
+    for name, buffer in buffers:
+        extent = _Extent.of(buffer)
+        for info, one in by_storage.get(extent.memory, ()):
+            if extent.start < one.stop and one.start < extent.stop and one.overlaps(extent):
+                raise ConfigError(
+                    f"buffer {name!r} and the trained parameter {info.fqn!r} overlap in memory: the engine moves it, and the "
+                    "buffer would keep its first values. Give it memory of its own (.clone()), or compute it in forward."
+                )
+
+
 @dataclass(frozen=True, slots=True)
 class _Extent:
-    """The bytes that a parameter's elements take. `storage`: 0 of what has addresses, else what `start` counts from."""
+    """The bytes that a tensor's elements take. `storage`: 0 of what has addresses, else what `start` counts from. `memory`: of
+    all that has the same storage the same."""
 
-    parameter: nn.Parameter
+    tensor: torch.Tensor
+    memory: int
     storage: int
     start: int
     stop: int
 
     @staticmethod
-    def of(info: ParameterInfo) -> _Extent:
-        tensor, itemsize = info.parameter, info.parameter.element_size()
+    def of(tensor: torch.Tensor) -> _Extent:
+        itemsize, memory = tensor.element_size(), int(tensor.untyped_storage()._cdata)
         offset = tensor.storage_offset() * itemsize
         base = 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        storage = tensor.untyped_storage()._cdata if tensor.is_meta else 0
-        return _Extent(tensor, storage, int(base + offset), int(base + offset + (last + 1) * itemsize))
+        storage = memory if tensor.is_meta else 0
+        return _Extent(tensor, memory, storage, int(base + offset), int(base + offset + (last + 1) * itemsize))
 
     @property
     def place(self) -> tuple[int, int]:
@@ -154,13 +177,13 @@ class _Extent:
     @property
     def is_dense(self) -> bool:
         """Whether every byte is an element's, and of one element."""
-        return dense_strides(self.parameter) == self.parameter.stride()
+        return dense_strides(self.tensor) == self.tensor.stride()
 
     def element_count(self) -> int:
         """Of elements with memory of their own."""
         if self.is_dense:
-            return self.parameter.numel()
-        return int(self._marked(self.start, self.stop).sum()) // self.parameter.element_size()
+            return self.tensor.numel()
+        return int(self._marked(self.start, self.stop).sum()) // self.tensor.element_size()
 
     def overlaps(self, other: _Extent) -> bool:
         """Whether they share a byte; they do begin before the other ends, and vice versa."""
@@ -172,10 +195,10 @@ class _Extent:
     def _marked(self, start: int, stop: int) -> torch.Tensor:
         """bool [stop - start]: which of the bytes are the parameter's."""
         found = torch.zeros(stop - start, dtype=torch.bool, device="cpu")
-        itemsize = self.parameter.element_size()
-        strides = (*(stride * itemsize for stride in self.parameter.stride()), 1)
+        itemsize = self.tensor.element_size()
+        strides = (*(stride * itemsize for stride in self.tensor.stride()), 1)
         places = torch.arange(stop - start, device="cpu").as_strided(
-            (*self.parameter.shape, itemsize), strides, self.start - start
+            (*self.tensor.shape, itemsize), strides, self.start - start
         )
         found[places.flatten()] = True
         return found

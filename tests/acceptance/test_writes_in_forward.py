@@ -188,6 +188,40 @@ def test_elements_that_share_memory_are_refused_where_they_are_trained(opened: A
             opened(model, adamw(model), setup)
 
 
+BUFFERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "all of it": lambda value: value,
+    "rows": lambda value: value[8:16],
+    "a column": lambda value: value[:, 3],
+    "its bytes": lambda value: value.view(torch.uint8)[0],
+}
+
+
+@everywhere
+@pytest.mark.parametrize("view", BUFFERS.values(), ids=BUFFERS)
+def test_a_buffer_that_is_a_view_of_a_trained_parameter_is_refused(
+    opened: Any, setup: Setup, view: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    model = views(None)
+    model.register_buffer("shown", view(model.a.detach()))
+    value = model.a.detach().clone()
+    with refused(offload.ConfigError, "'shown'", "'a'", "overlap", "clone"):
+        opened(model, adamw(model), setup)
+    assert torch.equal(model.a, value)
+
+
+@everywhere
+def test_a_buffer_that_is_none_of_a_trained_parameter_works(opened: Any, setup: Setup) -> None:
+    """Of one that is frozen, beside one in the same memory, empty, a copy."""
+    model = views(slice(0, 8), slice(8, 24), frozen=1)
+    model.register_buffer("frozen", model.a.detach())
+    model.register_buffer("none", model.b.detach()[:0])
+    model.register_buffer("copy", model.b.detach().clone(), persistent=False)
+    base = torch.randn(24, 8)
+    model.c = nn.Parameter(base[:8])
+    model.register_buffer("beside", base[8:])
+    opened(model, adamw(model), setup)
+
+
 def test_deferred_parameters_that_overlap_are_refused(opened: Any) -> None:
     with offload.deferred_init():
         model = views(slice(0, 16), slice(8, 24))

@@ -660,6 +660,27 @@ def save_as(
         return said
 
 
+def load_another(fields: dict[str, Any], folder: str, names: list[str], resumes: bool) -> Any:
+    """Each rank loads the checkpoint of its own name. Returns its error, and whether the weights are what they were."""
+    model = llama(layers=2)
+    with offload.initialize(model, adamw(model), offload.Config(**fields)) as engine:
+        for name in ("first", "second"):
+            _train_on(engine, model, 0, 1)
+            engine.save_checkpoint(os.path.join(folder, name, "step-1"))
+        before = engine.state_dict()
+        path = os.path.join(folder, names[place()[0]])
+        try:
+            if resumes:
+                engine.resume_or_start(path)
+            else:
+                engine.load_checkpoint(os.path.join(path, "step-1"))
+        except offload.OffloadError as error:
+            said = [type(error).__name__, str(error)]
+        after = engine.state_dict()
+        _train_on(engine, model, 1, 2)
+        return said, all(torch.equal(value, after[name]) for name, value in before.items())
+
+
 def killed_in_a_save(fields: dict[str, Any], folder: str, wait: bool) -> None:
     """The last rank dies while it writes its part."""
     model = llama(layers=2)

@@ -107,6 +107,15 @@ def test_names_are_compared_first(pair: Crew, tmp_path: Path, kind: str) -> None
     assert os.listdir(tmp_path) == ["rest"]
 
 
+@pytest.mark.parametrize("resumes", [False, True], ids=["load_checkpoint", "resume_or_start"])
+def test_ranks_that_load_another_checkpoint(pair: Crew, tmp_path: Path, resumes: bool) -> None:
+    """Each would have a part of another state."""
+    asked = {"folder": str(tmp_path), "names": ["first", "second"], "resumes": resumes}
+    for (error, message), is_as_before in pair.do("load_another", fields=placed("stage 3 on cpu", tmp_path), **asked):
+        assert error == "RankError" and "first" in message and "second" in message
+        assert is_as_before
+
+
 @pytest.mark.parametrize("wait", [True, False], ids=["waited for", "beside training"])
 def test_a_rank_that_dies_in_a_save(fresh: Callable[..., Crew], tmp_path: Path, wait: bool) -> None:
     crew = fresh(2, seconds=20)
