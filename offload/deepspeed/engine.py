@@ -204,7 +204,7 @@ class DeepSpeedEngine(Saving, Numbers, nn.Module):  # type: ignore[misc]
         trained = [one for group in self.optimizer.param_groups for one in group["params"] if one.requires_grad]
         unused = {index for index, one in enumerate(trained) if one.grad is None}
         for index in sorted(set.intersection(*comm.gathered_objects(unused))):
-            self.offload_engine.write(trained[index], "gradient", torch.zeros(trained[index].shape))
+            self.offload_engine.write(trained[index], "gradient", torch.zeros(trained[index].shape, device="cpu"))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, which `step` does by itself after an update. Between the micro-batches of a step it is as in
