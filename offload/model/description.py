@@ -60,8 +60,7 @@ def describe_parameters(
                 )
             )
     check_trainable(infos)
-    check_memory(infos)
-    check_memory_of_buffers(infos, model)
+    check_memory(infos, model)
     return infos
 
 
@@ -108,67 +107,66 @@ def check_renormalized(model: nn.Module, infos: Iterable[ParameterInfo], rank_co
             )
 
 
-def check_memory(infos: Iterable[ParameterInfo]) -> None:
-    """Raise `ConfigError` where trained parameters share memory with others, or elements with themselves: apart they would
-    drift. One Parameter under several names is one."""
-    begun: list[tuple[ParameterInfo, _Extent]] = []
-    extents = ((info, _Extent.of(info.parameter)) for info in infos if info.numel and not is_left(info.parameter))
-    for info, extent in sorted(extents, key=lambda pair: pair[1].place):
-        if info.trainable and extent.element_count() < info.numel:
+def check_memory(infos: Iterable[ParameterInfo], model: nn.Module) -> None:
+    """Raise `ConfigError` where trained parameters share memory with others or with buffers, or elements with themselves:
+    apart they would drift. One Parameter under several names is one."""
+    held: list[tuple[ParameterInfo | str, _Extent]] = []
+    held += ((info, _Extent.of(info.parameter)) for info in infos if info.numel and not is_left(info.parameter))
+    for name, buffer in model.named_buffers():
+        if buffer.layout is torch.strided and not nn.parameter.is_lazy(buffer) and buffer.numel():
+            held.append((name, _Extent.of(buffer)))
+    begun: list[tuple[ParameterInfo | str, _Extent]] = []
+    for holder, extent in sorted(held, key=lambda pair: pair[1].place):
+        if _is_trained(holder) and extent.element_count() < extent.tensor.numel():
+            assert isinstance(holder, ParameterInfo)
             raise ConfigError(
-                f"parameter {info.fqn!r} has elements that share memory (shape {tuple(info.shape)}, strides "
-                f"{info.parameter.stride()}): a trained parameter needs memory for each; make it of a copy (.clone())."
+                f"parameter {holder.fqn!r} has elements that share memory (shape {tuple(holder.shape)}, strides "
+                f"{holder.parameter.stride()}): a trained parameter needs memory for each; make it of a copy (.clone())."
             )
         begun = [(other, one) for other, one in begun if (one.storage, one.stop) > extent.place]
         for other, one in begun:
-            if (info.trainable or other.trainable) and one.overlaps(extent):
-                raise ConfigError(
-                    f"parameters {other.fqn!r} and {info.fqn!r} overlap in memory but are two Parameters: the engine would "
-                    "train them apart. Assign one Parameter to both names (tied weights), or give each memory of its own "
-                    "(.clone())."
-                )
-        begun.append((info, extent))
+            if (_is_trained(holder) or _is_trained(other)) and one.overlaps(extent):
+                raise _overlap(other, holder)
+        begun.append((holder, extent))
 
 
-def check_memory_of_buffers(infos: Iterable[ParameterInfo], model: nn.Module) -> None:
-    """Raise `ConfigError` where a buffer shares memory with a trained parameter: it would stay where that was."""
-    buffers = [(name, one) for name, one in model.named_buffers() if one.layout is torch.strided and one.numel()]
-    if not buffers:
-        return
-    by_storage: dict[int, list[tuple[ParameterInfo, _Extent]]] = {}
-    for info in infos:
-        if info.trainable and info.numel and not is_left(info.parameter):
-            extent = _Extent.of(info.parameter)
-            by_storage.setdefault(extent.memory, []).append((info, extent))
-    for name, buffer in buffers:
-        extent = _Extent.of(buffer)
-        for info, one in by_storage.get(extent.memory, ()):
-            if extent.start < one.stop and one.start < extent.stop and one.overlaps(extent):
-                raise ConfigError(
-                    f"buffer {name!r} and the trained parameter {info.fqn!r} overlap in memory: the engine moves it, and the "
-                    "buffer would keep its first values. Give it memory of its own (.clone()), or compute it in forward."
-                )
+def _is_trained(holder: ParameterInfo | str) -> bool:
+    """`holder` of memory: a parameter, or a buffer by its name."""
+    return isinstance(holder, ParameterInfo) and holder.trainable
+
+
+def _overlap(one: ParameterInfo | str, other: ParameterInfo | str) -> ConfigError:
+    if isinstance(one, ParameterInfo) and isinstance(other, ParameterInfo):
+        return ConfigError(
+            f"parameters {one.fqn!r} and {other.fqn!r} overlap in memory but are two Parameters: the engine would "
+            "train them apart. Assign one Parameter to both names (tied weights), or give each memory of its own "
+            "(.clone())."
+        )
+    buffer, info = (one, other) if isinstance(one, str) else (other, one)
+    assert isinstance(info, ParameterInfo)
+    return ConfigError(
+        f"buffer {buffer!r} and the trained parameter {info.fqn!r} overlap in memory: the engine moves it, and the "
+        "buffer would keep its first values. Give it memory of its own (.clone()), or compute it in forward."
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class _Extent:
-    """The bytes that a tensor's elements take. `storage`: 0 of what has addresses, else what `start` counts from. `memory`: of
-    all that has the same storage the same."""
+    """The bytes that a tensor's elements take. `storage`: 0 of what has addresses, else what `start` counts from."""
 
     tensor: torch.Tensor
-    memory: int
     storage: int
     start: int
     stop: int
 
     @staticmethod
     def of(tensor: torch.Tensor) -> _Extent:
-        itemsize, memory = tensor.element_size(), int(tensor.untyped_storage()._cdata)
+        itemsize = tensor.element_size()
         offset = tensor.storage_offset() * itemsize
         base = 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        storage = memory if tensor.is_meta else 0
-        return _Extent(tensor, memory, storage, int(base + offset), int(base + offset + (last + 1) * itemsize))
+        storage = tensor.untyped_storage()._cdata if tensor.is_meta else 0
+        return _Extent(tensor, storage, int(base + offset), int(base + offset + (last + 1) * itemsize))
 
     @property
     def place(self) -> tuple[int, int]:

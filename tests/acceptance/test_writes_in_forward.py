@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -207,6 +208,14 @@ def test_a_buffer_that_is_a_view_of_a_trained_parameter_is_refused(
     with refused(offload.ConfigError, "'shown'", "'a'", "overlap", "clone"):
         opened(model, adamw(model), setup)
     assert torch.equal(model.a, value)
+
+
+def test_a_buffer_in_a_storage_of_its_own_over_the_same_memory_is_refused(opened: Any) -> None:
+    array = numpy.zeros((24, 8), dtype=numpy.float32)
+    model = holding(nn.Parameter(torch.from_numpy(array)))
+    model.register_buffer("shown", torch.from_numpy(array[3:5]))
+    with refused(offload.ConfigError, "'shown'", "'a'", "overlap"):
+        opened(model, adamw(model), IN_MEMORY)
 
 
 @everywhere
