@@ -10,18 +10,8 @@ import signal
 from collections.abc import Generator
 
 import pytest
-import torch
 
-from offload.model import partition
-
-try:
-    import hypothesis
-except ImportError:  # a machine with a GPU and none of our tools: the tests of tests/gpu need pytest alone
-    pass
-else:
-    # A busy machine must not fail a test.
-    hypothesis.settings.register_profile("offload", deadline=None, derandomize=True)
-    hypothesis.settings.load_profile("offload")
+from tests import warm
 
 # A shell starts what it runs in the background with Ctrl-C ignored, and Python leaves it so.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -29,9 +19,26 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Tests run beside each other, on all cores: threads of torch, here and in what a test starts, would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-torch.set_num_threads(1)
 
-partition.JOINED_NUMEL = 0  # the models of the tests are tiny, and are to have units all the same; test_joined_units.py sets it
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("tx", None) and not hasattr(config, "workerinput"):  # it starts the workers, and runs no test itself
+        warm.share()
+        return
+
+    import torch
+
+    from offload.model import partition
+
+    torch.set_num_threads(1)
+    partition.JOINED_NUMEL = 0  # the models of the tests are tiny, and are to have units; test_joined_units.py sets it
+    try:
+        import hypothesis
+    except ImportError:  # a machine with a GPU and none of our tools: the tests of tests/gpu need pytest alone
+        return
+    # A busy machine must not fail a test.
+    hypothesis.settings.register_profile("offload", deadline=None, derandomize=True)
+    hypothesis.settings.load_profile("offload")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -56,6 +63,8 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
     if torch.cuda.is_available():
         return
     for item in items:

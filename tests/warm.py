@@ -7,8 +7,9 @@ its end threads are waited for and `atexit` is called, as always; torch's module
 it, which takes longer than most scripts here. For another environment than `ENVIRONMENT`, which libraries read when they are
 loaded, take a new process; but for LD_PRELOAD, of which each value has a process that forks.
 
-`python -m tests.warm` is the process that forks: a request is one message of (argv, folder, environment) with the descriptors
-of stdin, stdout, stderr and a pipe, into which goes the process's id and, at its end, its exit code.
+`python -m tests.warm` is the process that forks, one for all of pytest's workers (`share`): a request is one message of (argv,
+folder, environment) with the descriptors of stdin, stdout, stderr and a pipe, into which goes the process's id and, at its end,
+its exit code. It ends where its standard input does.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {"OFFLOAD_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+READ_WHEN_LOADED = {"OFFLOAD_NATIVE", "PYTHONPATH"}
+"""With these in its environment what a test runs takes a new process. Of others nothing is read before it runs."""
 _IMPORTED = (
     *("torch._dynamo", "torch.distributed", "torch.utils.checkpoint", "transformers", "offload.cli.main"),
     *("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"),
@@ -40,6 +43,8 @@ _IMPORTED = (
 _IMPORTED_PRELOADED = ("offload", "tests.acceptance.models", "tests.acceptance.runs", "tests.frozen")
 """Where something is loaded before: what runs there is a worker of the acceptance tests."""
 _REQUEST_NBYTES = 2**18
+_SHARED = "TESTS_WARM"
+"""In the environment: the name of the socket at which the workers' one listens, which is nowhere in the file system."""
 
 
 class WarmProcess:
@@ -162,43 +167,66 @@ class WarmProcess:
         self._close()
 
 
+def share() -> None:
+    """Begin one for all processes that begin after this, and end it with this one."""
+    name = f"offload-tests-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind("\0" + name)
+        listener.listen()
+        _begin(listener, "")
+    os.environ[_SHARED] = name
+
+
 @functools.cache
 def _server(preload: str) -> socket.socket:
+    if not preload and _SHARED in os.environ:
+        ours = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.connect("\0" + os.environ[_SHARED])
+        return ours
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        _begin(theirs, preload)
+    return ours
+
+
+def _begin(theirs: socket.socket, preload: str) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.warm", str(theirs.fileno())],
         pass_fds=[theirs.fileno()],
         cwd=ROOT,
         env=os.environ | ENVIRONMENT | ({"LD_PRELOAD": preload} if preload else {}),
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE,
     )
-    theirs.close()
-
-    def end() -> None:
-        ours.close()
-        process.wait()
-
-    atexit.register(end)
-    return ours
+    atexit.register(process.communicate)
 
 
 # ---- the process that forks -----------------------------------------------------------------------------------------
 
 
-def _serve(requests: socket.socket) -> tuple[list[str], bool]:
+def _serve(first: socket.socket) -> tuple[list[str], bool]:
     """Returns in each process that was forked, with its argv, and whether it is torn down at its end."""
+    listens = bool(first.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    askers = {first}
     running: dict[int, tuple[int, int]] = {}
     """By a descriptor that can be read when it has ended: the process's id, and the pipe to tell."""
     while True:
-        ready = select.select([requests, *running], [], [])[0]
-        if requests in ready:
-            request, descriptors, _, _ = socket.recv_fds(requests, _REQUEST_NBYTES, 4)
+        ready = select.select([0, *askers, *running], [], [])[0]
+        if 0 in ready:
+            sys.exit()
+        for asker in askers & {*ready}:
+            if listens and asker is first:
+                askers.add(first.accept()[0])
+                continue
+            request, descriptors, _, _ = socket.recv_fds(asker, _REQUEST_NBYTES, 4)
             if not request:
-                sys.exit()
+                askers.remove(asker)
+                asker.close()
+                continue
             argv, torn_down, folder, environment = json.loads(request)
             pid = os.fork()
             if not pid:
-                requests.close()
+                for one in askers:
+                    one.close()
                 for ended, (_, status) in running.items():
                     os.close(ended)
                     os.close(status)

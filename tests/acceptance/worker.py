@@ -16,10 +16,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from tests.warm import ROOT, WarmProcess
-
-READ_WHEN_LOADED = {"OFFLOAD_NATIVE"}
-"""Of the environment; with these a run takes a new process. Others are forked: what is resident then is so before and after."""
+from tests.warm import READ_WHEN_LOADED, ROOT, WarmProcess
 
 
 def environment(**variables: str) -> dict[str, str]:

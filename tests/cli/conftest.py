@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.warm import ENVIRONMENT, WarmProcess
+from tests.warm import ENVIRONMENT, READ_WHEN_LOADED, WarmProcess
 
 TIMEOUT_SECONDS = 300
 
@@ -47,9 +47,9 @@ def command(*arguments: object) -> list[str]:
 
 
 def run(*arguments: object, **environment: str) -> Finished:
-    """With an environment of its own in a new process: it may be read when libraries are loaded."""
-    if not environment:
-        done = WarmProcess.run(command(*arguments), TIMEOUT_SECONDS)
+    """In a new process where libraries read the environment when they are loaded, else in a forked one."""
+    if not READ_WHEN_LOADED & set(environment):
+        done = WarmProcess.run(command(*arguments), TIMEOUT_SECONDS, **environment)
         return Finished(done.returncode, done.stdout, done.stderr)
     done = subprocess.run(
         [sys.executable, *command(*arguments)],

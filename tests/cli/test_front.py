@@ -6,8 +6,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from offload.cli.bench import adam_rows
 from offload.cli.info import run as run_info
 from offload.cli.machine import ENVIRONMENT
 from offload.cli.main import build_parser, main
+from tests.warm import WarmProcess
 
 from .conftest import LLAMA, Trainer
 from .plain import new_model
@@ -131,11 +130,10 @@ def test_what_is_no_checkpoint_is_named(capsys: pytest.CaptureFixture[str], tmp_
 
 
 def test_output_that_nobody_reads_to_its_end_is_no_traceback() -> None:
-    command = [sys.executable, "-c", "import sys; from offload.cli.main import main; sys.exit(main(['info']))"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as running:
-        assert running.stdout is not None and running.stderr is not None
+    code = "import sys; from offload.cli.main import main; sys.exit(main(['info']))"
+    with WarmProcess(["-c", code], torn_down=True) as running:
         running.stdout.close()
-        assert (running.stderr.read(), running.wait()) == (b"", 1)
+        assert (running.stderr.read(), running.wait()) == ("", 1)
 
 
 def test_a_size_that_is_none_is_refused_without_a_drive_too(capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,11 +34,16 @@ __all__ = ["settled"]
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    """Accelerate keeps its state in the process."""
+    """Accelerate keeps its state in the process: also that of other modules' tests."""
+    _forget()
     yield
+    _forget()
+    gc.collect()
+
+
+def _forget() -> None:
     for state in (AcceleratorState, GradientState, PartialState):
         state._shared_state.clear()
-    gc.collect()
 
 
 class Loop:

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import torch
 
 import offload
 from offload.deepspeed_config import translate
+from tests.warm import WarmProcess
 
 from .conftest import small
 
@@ -61,6 +60,5 @@ class _Model(torch.nn.Module):
 
 
 def test_the_tables_are_made_of_the_code() -> None:
-    command = [sys.executable, str(DOCS / "deepspeed_page.py"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = WarmProcess.run([str(DOCS / "deepspeed_page.py"), "--check"], 60)
     assert done.returncode == 0, done.stderr

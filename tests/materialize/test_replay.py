@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import subprocess
-import sys
 import textwrap
 import threading
 
@@ -19,6 +17,7 @@ from offload.deferred_init.deferred_init import deferred_init, is_deferred, mate
 from offload.deferred_init.recording import GeneratorState, Operation
 from offload.deferred_init.replay import needed_operations
 from tests.materialize.ordinary import bits_equal, built_deferred
+from tests.warm import WarmProcess
 
 
 def _operations(tensor: Tensor) -> list[Operation]:
@@ -214,11 +213,12 @@ def test_what_is_moved_to_the_meta_device_has_no_value(dtype: torch.dtype) -> No
 def test_memory_of_recording_and_of_replay() -> None:
     # 101 M parameters, 404 MB, of which the largest has 34 MB.
     script = """
-        import resource, torch
+        import torch
         from torch import nn
         from offload.deferred_init.deferred_init import deferred_init, materialize
         torch.set_num_threads(2)
-        peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        from tests.acceptance.worker import resident_nbytes
+        peak = lambda: resident_nbytes("VmHWM")
         build = lambda width, count: nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))
         with deferred_init():
             small = build(8, 2)
@@ -232,9 +232,8 @@ def test_memory_of_recording_and_of_replay() -> None:
             total += materialize([parameter])[0].sum().item()
         print(recorded, peak() - base, sum(p.nbytes for p in model.parameters()))
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True, timeout=120
-    )
+    done = WarmProcess.run(["-c", textwrap.dedent(script)], 120)
+    assert done.returncode == 0, done.stderr
     recorded, replayed, model_nbytes = map(int, done.stdout.split())
     assert model_nbytes > 400e6
     assert recorded < 0.2 * model_nbytes

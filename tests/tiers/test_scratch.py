@@ -6,8 +6,6 @@ import os
 import resource
 import signal
 import stat
-import subprocess
-import sys
 import tempfile
 import time
 import warnings
@@ -21,8 +19,8 @@ from offload.errors import ConfigError, StorageError
 from offload.tiers import ScratchFolder, scratch_file
 from offload.tiers.scratch import file_system_of, free_nbytes
 from offload.tiers.scratch_file import give_back
+from tests.warm import WarmProcess
 
-ROOT = Path(__file__).resolve().parents[2]
 SHARED_MEMORY = Path("/dev/shm")
 
 HOLDER = """
@@ -54,19 +52,16 @@ def in_child(function: Callable[[], str]) -> str:
 
 
 @pytest.fixture
-def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def holder(tmp_path: Path) -> Iterator[WarmProcess]:
     """Another process that holds a scratch file in tmp_path."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path)],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None and process.stdout.readline() == "made\n"
+    read, written = os.pipe()
+    process = WarmProcess(["-c", HOLDER, str(tmp_path)], stdin=read)
+    os.close(read)
+    assert process.stdout.readline() == "made\n"
     yield process
     process.kill()
     process.communicate()
+    os.close(written)
 
 
 @pytest.fixture(params=["nameless", "unlinked"])
@@ -249,9 +244,7 @@ def test_tmpfs_works_and_says_that_it_is_memory() -> None:
     assert "counts as host memory" in str(caught[0].message)
 
 
-def test_two_processes_in_one_folder_do_not_meet_and_a_killed_one_leaves_nothing(
-    tmp_path: Path, holder: subprocess.Popen[str]
-) -> None:
+def test_two_processes_in_one_folder_do_not_meet_and_a_killed_one_leaves_nothing(tmp_path: Path, holder: WarmProcess) -> None:
     (file,) = ScratchFolder([tmp_path]).create("states", [65536])
     opened = [entry.path for entry in os.scandir(f"/proc/{holder.pid}/fd")]
     theirs = [os.stat(path) for path in opened if str(tmp_path) in os.readlink(path)]
