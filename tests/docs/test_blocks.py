@@ -33,6 +33,7 @@ DRAWN = {"architecture.md", "checkpoint-format.md"}
 PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 # A page's shapes and lengths, made small: the last flag counts.
 SMALL_MODEL = "--hidden 32 --layers 2 --heads 2 --intermediate 48 --vocabulary 300"
+SMALL_BENCH = {"adam": "--numel 1000000 --seconds 0.1", "io": "--size 128MiB --seconds 0.1"}
 SMALL_RUN = "--steps 2 --sequence 16 --eval-batches 1 --cpu-memory 64MiB"
 
 
@@ -199,4 +200,6 @@ def _made_small(command: str, rest: list[str]) -> list[str]:
         return [*shape, *SMALL_RUN.split(), *(["--save-every", "1"] if "--checkpoints" in rest else [])]
     if command == "plan":
         return [] if "--model" in rest else SMALL_MODEL.split()
+    if command == "bench":
+        return SMALL_BENCH[rest[0]].split()
     return []
