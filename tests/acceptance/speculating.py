@@ -16,7 +16,8 @@ from .models import Setup
 
 ON_CPU_DEVICE = Setup("nvme", "nvme", "cpu", "backward")
 ON_DEFERRED = Setup("nvme", "nvme", "deferred", "backward")
-both = pytest.mark.parametrize("setup", (ON_CPU_DEVICE, ON_DEFERRED), ids=lambda setup: setup.name)
+BOTH = (ON_CPU_DEVICE, ON_DEFERRED)
+both = pytest.mark.parametrize("setup", BOTH, ids=lambda setup: setup.name)
 NEVER, AT_TIMES, ALWAYS = 1e6, 3.0, 1e-3
 """Norms to clip to, where those of the gradients are 1 to 5."""
 STEPS = 6

@@ -17,6 +17,7 @@ import offload
 from offload.model.unit import Unit, UnitState
 from offload.planning.trace import Edge, Event
 from offload.step.updates.update import Updates
+from tests.crosses import in_pairs
 from tests.inside import residency_of, units_of
 
 from .models import IN_MEMORY, IN_PLACE_IN_BACKWARD, ON_NVME, ON_NVME_IN_PLACE, Setup, adamw
@@ -114,9 +115,18 @@ def bart() -> Any:
     return BartForConditionalGeneration(BartConfig(**TEXT, **sides, **heads, max_position_embeddings=32, dropout=0.0))
 
 
-@pytest.mark.parametrize("setup", [ON_NVME_IN_PLACE, IN_PLACE_IN_BACKWARD, ON_NVME], ids=lambda setup: setup.name)
-@pytest.mark.parametrize("build", [t5, bart])
-@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["whole", "recomputed", "recomputed reentrant"])
+CHECKPOINTS = (
+    pytest.param(None, id="whole"),
+    pytest.param(False, id="recomputed"),
+    pytest.param(True, id="recomputed reentrant"),
+)
+
+
+# How backward is told of a use's end depends on the model and on the checkpoints: each of both, and in each place.
+@pytest.mark.parametrize(
+    ("setup", "build", "checkpointing"),
+    in_pairs([ON_NVME_IN_PLACE, IN_PLACE_IN_BACKWARD, ON_NVME], [t5, bart], CHECKPOINTS),
+)
 def test_a_decoder_goes_as_backward_leaves_its_layers(
     opened: Any, setup: Setup, build: Any, checkpointing: bool | None
 ) -> None:

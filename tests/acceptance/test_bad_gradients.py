@@ -11,11 +11,13 @@ import torch
 import torch.nn.functional as F
 
 import offload
+from tests.crosses import in_pairs
 
 from .models import IN_MEMORY, ON_CPU, ON_NVME, ON_NVME_IN_BACKWARD, Setup, adamw, stack, vector_batches
 from .runs import Run, assert_same_bits, one_step, refused
 
-few = pytest.mark.parametrize("setup", (IN_MEMORY, ON_CPU, ON_NVME), ids=lambda s: s.name)
+FEW = (IN_MEMORY, ON_CPU, ON_NVME)
+few = pytest.mark.parametrize("setup", FEW, ids=lambda s: s.name)
 also_in_backward = pytest.mark.parametrize("setup", (IN_MEMORY, ON_CPU, ON_NVME, ON_NVME_IN_BACKWARD), ids=lambda s: s.name)
 
 
@@ -41,10 +43,9 @@ class _Poison(torch.autograd.Function):
         return grad, None
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-@pytest.mark.parametrize("clip", [None, 1.0])
-@pytest.mark.parametrize("dtype", [None, "fp32", "bf16"])
-@few
+@pytest.mark.parametrize(
+    ("setup", "dtype", "clip", "value"), in_pairs(FEW, (None, "fp32", "bf16"), (None, 1.0), (float("inf"), float("nan")))
+)
 def test_non_finite_gradients_raise(opened: Any, setup: Setup, dtype: str | None, clip: float | None, value: float) -> None:
     """Raised with a parameter's name; nothing has moved, and after zero_grad() training goes on as if it never was."""
     runs = []
@@ -70,9 +71,7 @@ def test_non_finite_gradients_raise(opened: Any, setup: Setup, dtype: str | None
     assert_same_bits(runs[0], runs[1])
 
 
-@pytest.mark.parametrize("clip", [None, 1.0])
-@pytest.mark.parametrize("dtype", [None, "fp32", "bf16"])
-@few
+@pytest.mark.parametrize(("setup", "dtype", "clip"), in_pairs(FEW, (None, "fp32", "bf16"), (None, 1.0)))
 def test_non_finite_gradients_are_skipped_where_asked(opened: Any, setup: Setup, dtype: str | None, clip: float | None) -> None:
     runs = []
     for poisoned in (True, False):

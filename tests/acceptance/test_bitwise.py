@@ -17,6 +17,7 @@ import torch
 
 import offload
 from offload.tiers import stores
+from tests.crosses import in_pairs
 
 from . import worker
 from .models import IN_MEMORY, ON_NVME, PLACEMENTS, Setup, llama, two_groups
@@ -64,9 +65,10 @@ def test_the_clipping_strikes(opened: Any) -> None:
     assert losses[:2] == reference("fp32")[0][:2] and losses[-1] != reference("fp32")[0][-1]
 
 
-@pytest.mark.parametrize("accelerator", ["cpu", "deferred"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize(("parameters", "states"), PLACEMENTS)
+# A placement has its own ways in place and from a device, and its own records in each dtype.
+@pytest.mark.parametrize(
+    ("parameters", "states", "dtype", "accelerator"), in_pairs(PLACEMENTS, ("fp32", "bf16"), ("cpu", "deferred"))
+)
 def test_placement(opened: Any, nvme: Path, parameters: str, states: str, dtype: str, accelerator: str) -> None:
     check(opened, Setup(parameters, states, accelerator), dtype)
     # What was asked to lie on NVMe does lie there: a placement that is quietly ignored would have the right bits too.

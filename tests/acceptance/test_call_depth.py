@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
+from tests.crosses import in_pairs
 
 from .models import adamw, vector_batches
 from .runs import assert_same_bits
@@ -63,9 +64,9 @@ def _step(model: nn.Module, engine: Any, x: torch.Tensor, y: torch.Tensor) -> fl
     return loss.item()
 
 
-@places
-@pytest.mark.parametrize("how", ["calls", "modules"])
-@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize(
+    ("parameters", "states", "accelerator", "how", "grad"), in_pairs(PLACES, ("calls", "modules"), (True, False))
+)
 def test_a_forward_that_recurses_for_ever_ends_and_training_goes_on(
     parameters: str, states: str, accelerator: str, how: str, grad: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,14 +12,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
+from tests.crosses import in_turn
 
 from .guards import block_weight, check, everywhere, other_state
 from .models import PLACEMENTS, Setup, adamw, byte_batches, llama, stack, two_groups, vector_batches
 from .runs import Run, assert_close, assert_same_bits, run_engine, simple_loop
 
 
-@pytest.mark.parametrize("accelerator", ["cpu", "deferred"])
-@pytest.mark.parametrize(("parameters", "states"), PLACEMENTS)
+# Each placement; beside a device and in place, where the two differ, are the tests below and test_update_loops.py.
+@pytest.mark.parametrize(("parameters", "states", "accelerator"), in_turn(PLACEMENTS, ("deferred", "cpu")))
 def test_reading_within_gathered(opened: Any, parameters: str, states: str, accelerator: str) -> None:
     setup = Setup(parameters, states, accelerator)
 
@@ -36,8 +37,7 @@ def test_reading_within_gathered(opened: Any, parameters: str, states: str, acce
         assert check(opened, setup, operation, (), when)
 
 
-@pytest.mark.parametrize("accelerator", ["cpu", "deferred"])
-@pytest.mark.parametrize(("parameters", "states"), PLACEMENTS)
+@pytest.mark.parametrize(("parameters", "states", "accelerator"), in_turn(PLACEMENTS, ("deferred", "cpu")))
 def test_writing_within_gathered(opened: Any, parameters: str, states: str, accelerator: str) -> None:
     """It reaches the master: everything after it is as in torch with the same write, moments being kept."""
     setup = Setup(parameters, states, accelerator)

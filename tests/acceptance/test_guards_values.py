@@ -8,8 +8,9 @@ import gc
 import io
 import pickle
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
+from itertools import product
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
+from tests.crosses import in_pairs
 
-from .guards import READ, WRITE, block_weight, check, everywhere, other_state
-from .models import IN_MEMORY, ON_CPU_IN_PLACE, ON_NVME, Setup, adamw, stack, vector_batches
+from .guards import READ, SETUPS, WRITE, block_weight, check, everywhere, other_state
+from .models import IN_MEMORY, ON_CPU, ON_CPU_IN_PLACE, ON_NVME, Setup, adamw, stack, vector_batches
 from .runs import Run, assert_close, assert_same_bits, run_engine, simple_loop
 
 
@@ -65,9 +67,22 @@ READS: dict[str, Callable[[Run], Any]] = {
 }
 
 
-@everywhere
-@pytest.mark.parametrize("when", ["before forward", "after backward", "after step"])
-@pytest.mark.parametrize("name", READS)
+def _reads() -> Iterator[Any]:
+    """Quick: each read of a value that can be read where it lies, which is so after backward and in two places, and of one that
+    cannot, at each moment. The rest of the cross is slow."""
+    for number, name in enumerate(READS):
+        quick = {
+            ((IN_MEMORY, ON_CPU_IN_PLACE)[number % 2], "after backward"),
+            ((ON_CPU, ON_NVME)[number % 2], "after backward"),
+            (SETUPS[number % 4], "before forward"),
+            (SETUPS[(number + 2) % 4], "after step"),
+        }
+        for setup, when in product(SETUPS, ("before forward", "after backward", "after step")):
+            marks = [] if (setup, when) in quick else [pytest.mark.slow]
+            yield pytest.param(name, setup, when, id=f"{name}-{setup.name}-{when}", marks=marks)
+
+
+@pytest.mark.parametrize(("name", "setup", "when"), _reads())
 def test_reading(opened: Any, setup: Setup, name: str, when: str) -> None:
     check(opened, setup, READS[name], READ, when)
 
@@ -170,9 +185,8 @@ def _value_free(operation: Callable[[Run], Any]) -> Callable[[Run], None]:
     return write
 
 
-@everywhere
-@pytest.mark.parametrize("when", ["before forward", "after step"])
-@pytest.mark.parametrize("name", WRITES)
+# Each write meets the guard of each place, and each moment.
+@pytest.mark.parametrize(("name", "setup", "when"), in_pairs(WRITES, SETUPS, ("before forward", "after step")))
 def test_writing(opened: Any, setup: Setup, name: str, when: str) -> None:
     operation = _value_free(WRITES[name])
     words = (*WRITE, "load_state_dict", "load_checkpoint", "weights=") if "load" in name else WRITE

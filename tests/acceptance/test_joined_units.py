@@ -18,6 +18,7 @@ import offload
 from offload.model import partition as partitioning
 from offload.model.partition import join_neighbours, partition, uses_of
 from offload.planning.trace import Expected
+from tests.crosses import in_turn
 from tests.inside import units_of
 
 from .models import (
@@ -256,8 +257,8 @@ def test_marks_change_no_bit(setup: Setup, tmp_path: Path, monkeypatch: pytest.M
     assert all(torch.equal(weights[name], value) for name, value in found.items())
 
 
-@pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.name)
-@pytest.mark.parametrize("how", ["list", "dict", "shared", "lookups"])
+# How it is marked decides what its unit holds; where that lies, how it comes: as any unit does.
+@pytest.mark.parametrize(("setup", "how"), in_turn(SETUPS, ("list", "dict", "shared", "lookups")))
 def test_a_list_that_is_marked_comes_for_the_calls_of_what_it_holds(
     setup: Setup, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload.build import assembly
+from tests.crosses import in_pairs
 
 from .models import (
     IN_MEMORY,
@@ -32,7 +33,7 @@ from .runs import Loop, Run, assert_same_bits, run_engine, simple_loop, token_lo
 
 SETUPS = (ON_NVME_IN_PLACE, IN_PLACE_IN_BACKWARD, ON_CPU, ON_NVME, ON_NVME_IN_BACKWARD)
 everywhere = pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.name)
-either_kind = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "other"])
+KINDS = (pytest.param(True, id="reentrant"), pytest.param(False, id="other"))
 
 
 class Segments(nn.Module):
@@ -80,9 +81,8 @@ def planned_nbytes(engine: Any) -> int:
     return int(line["nbytes"])
 
 
-@everywhere
-@either_kind
-@pytest.mark.parametrize(("build", "loop"), CASES)
+# What is counted are the uses of units, by the kind of checkpoint and the length of its segments; a place has its residency.
+@pytest.mark.parametrize(("setup", "reentrant", "build", "loop"), in_pairs(SETUPS, KINDS, CASES))
 def test_as_much_is_resident_as_planned(
     opened: Any, setup: Setup, reentrant: bool, build: Callable[[bool], nn.Module], loop: Loop
 ) -> None:
@@ -97,9 +97,9 @@ def test_as_much_is_resident_as_planned(
     assert engine.stats()["resident_peak_nbytes"] == planned_nbytes(engine) < sum(sizes) / 2
 
 
-@either_kind
-@pytest.mark.parametrize("setup", [Setup("nvme", "cpu"), ON_CPU, ON_NVME], ids=lambda setup: setup.name)
-@pytest.mark.parametrize(("build", "loop"), CASES)
+@pytest.mark.parametrize(
+    ("setup", "reentrant", "build", "loop"), in_pairs([Setup("nvme", "cpu"), ON_CPU, ON_NVME], KINDS, CASES)
+)
 def test_the_smallest_budget_is_enough(
     opened: Any,
     monkeypatch: pytest.MonkeyPatch,

@@ -13,6 +13,7 @@ import torch
 import offload
 from offload.planning.route import Memory
 from offload.planning.tier_choice import Kept
+from tests.crosses import in_turn
 from tests.inside import placement_of, units_of
 
 from .chosen import choosing
@@ -69,8 +70,8 @@ def test_update_in_backward(opened: Any, case: str) -> None:
     assert_same_bits(list(run_engine(engine, lambda run: bitwise_loop(run, STEPS))), reference("bf16", "fp32"))
 
 
-@pytest.mark.parametrize("wait", [True, False])
-@cases
+# Each goes and comes once; that a save beside training is the one that is waited for is what test_beside.py has of all places.
+@pytest.mark.parametrize(("case", "wait"), in_turn(CASES, (True, False)))
 def test_a_save_goes_from_any_to_any(opened: Any, case: str, wait: bool, tmp_path: Path) -> None:
     """Half of the run, a save, the other half in an engine with other routes: as if it had been one."""
     order = list(CASES)

@@ -23,6 +23,7 @@ from offload.step import clip_history
 from offload.step.gradients.buffers import RETAINED
 from offload.step.updates.update import Updates
 from offload.tiers import scratch
+from tests.crosses import in_pairs, in_turn
 from tests.inside import layout_of, parts_of
 
 from . import test_working_set
@@ -31,6 +32,7 @@ from .runs import Run, allocated_nbytes, assert_same_bits, bitwise_loop, loop_of
 from .speculating import (
     ALWAYS,
     AT_TIMES,
+    BOTH,
     NEVER,
     ON_CPU_DEVICE,
     ON_DEFERRED,
@@ -59,9 +61,9 @@ def reference(dtype: str, clip: float, state_format: str = "fp32") -> tuple[list
             return run_engine(engine, train)
 
 
-@pytest.mark.parametrize("clip", [NEVER, AT_TIMES, ALWAYS])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@both
+# Whether an update is kept or undone is the norm's matter and, where a step is left out, the loss scale's: all pairs of these,
+# and each in place and on a device.
+@pytest.mark.parametrize(("setup", "dtype", "clip"), in_pairs(BOTH, ("fp32", "bf16", "fp16"), (NEVER, AT_TIMES, ALWAYS)))
 def test_kept_or_undone_the_bits_are_the_same(opened: Any, speculating: None, setup: Setup, dtype: str, clip: float) -> None:
     model = llama(2, WIDTH)
     engine = opened(model, two_groups(model), setup, dtype=dtype, max_grad_norm=clip)
@@ -137,9 +139,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
 }
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("clip", [NEVER, 0.3])
-@both
+@pytest.mark.parametrize(("setup", "kind", "clip"), in_pairs(BOTH, MODELS, (NEVER, 0.3)))
 def test_models(opened: Any, speculating: None, setup: Setup, kind: str, clip: float) -> None:
     make, width = MODELS[kind]
 
@@ -242,8 +242,9 @@ KEPT = (_measures_the_norm,)
 """Those after which the step goes on from what has begun."""
 
 
-@pytest.mark.parametrize("between", BETWEEN, ids=lambda between: between.__name__)
-@both
+# Each once, in turns: in place or on a device the chunks that are undone are the same. Most are in both in
+# test_update_loops.py; on a device are here those that take more room for gradients.
+@pytest.mark.parametrize(("between", "setup"), in_turn(BETWEEN, (ON_DEFERRED, ON_CPU_DEVICE)))
 def test_what_comes_between_backward_and_step(opened: Any, speculating: None, setup: Setup, between: Any) -> None:
     def loop(run: Run) -> list[Any]:
         seen: list[Any] = []
@@ -448,8 +449,7 @@ def early_units(engine: Any) -> list[int]:
     return [index for index, unit in enumerate(engine.stats()["units"]) if unit["begins_early"]]
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5])
-@both
+@pytest.mark.parametrize(("share", "setup"), in_turn((0.0, 0.5), BOTH))
 def test_a_drive_has_room_for_a_part(
     opened: Any, monkeypatch: pytest.MonkeyPatch, speculating: None, setup: Setup, share: float
 ) -> None:

@@ -16,6 +16,7 @@ import offload
 from offload.build import assembly
 from offload.step.gradients.sums_on_device import SumsOnDevice
 from offload.step.residency.device_room import DeviceRoom
+from tests.crosses import in_turn
 from tests.inside import accelerator_of, layout_of, parts_of
 
 from .models import adamw
@@ -223,11 +224,12 @@ def fails(engine: Any, folder: Path) -> None:
     engine.zero_grad()
 
 
-@pytest.mark.parametrize("clip", [None, 0.01], ids=["", "clips"])
+CLIPS = (pytest.param(None, id=""), pytest.param(0.01, id="clips"))
+
+
+# What comes between ends the sum, or does not; whether the whole is clipped is decided when it is complete.
 @pytest.mark.parametrize(
-    "between",
-    [reads, saves, measures, evaluates, drops_all, drops_one, freezes, fails],
-    ids=lambda between: str(between.__name__),
+    ("between", "clip"), in_turn([reads, saves, measures, evaluates, drops_all, drops_one, freezes, fails], CLIPS)
 )
 def test_between_two_micro_batches(started: Any, tmp_path: Path, between: Any, clip: float | None) -> None:
     found = []
