@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# The tests of native/ under builds with AddressSanitizer and UndefinedBehaviorSanitizer, then with ThreadSanitizer.
+# The tests of native/ under builds with AddressSanitizer and UndefinedBehaviorSanitizer, and with ThreadSanitizer.
 #
 #   native/sanitize.sh [python]     any finding fails a test, or the run
 #
@@ -26,14 +26,32 @@ tests() { # name, preloaded, files
 
 [ -e "$(runtime libasan.so)" ] && [ -e "$(runtime libtsan.so)" ] || { echo "no sanitizers with $compiler; skipped" >&2; exit 0; }
 
-build address "-fsanitize=address,undefined -fno-sanitize-recover=undefined"
-export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
 # Resident sizes of a process say nothing here: the sanitizers' own memory comes and goes in them.
 sizes="not memory_is_resident and not thousands_of_times"
-tests address "$(runtime libasan.so) $(runtime libubsan.so)" tests/native -k "$sizes"
 
-setarch -R true 2>/dev/null || { echo "addresses cannot be fixed here (setarch -R): ThreadSanitizer is left out" >&2; exit 0; }
-build thread "-fsanitize=thread"
-export TSAN_OPTIONS="die_after_fork=0 report_signal_unsafe=0 ignore_noninstrumented_modules=1 exitcode=66"
-no_aslr="setarch -R" # ThreadSanitizer needs the addresses that it expects
-tests thread "$(runtime libtsan.so)" tests/native -k "$sizes and not omp and not cannot_be_used and not abi_version and not without_the_library"
+addresses() {
+    export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
+    build address "-fsanitize=address,undefined -fno-sanitize-recover=undefined"
+    tests address "$(runtime libasan.so) $(runtime libubsan.so)" tests/native -k "$sizes"
+}
+
+threads() {
+    setarch -R true 2>/dev/null || { echo "addresses cannot be fixed here (setarch -R): ThreadSanitizer is left out" >&2; return 0; }
+    export TSAN_OPTIONS="die_after_fork=0 report_signal_unsafe=0 ignore_noninstrumented_modules=1 exitcode=66"
+    build thread "-fsanitize=thread"
+    no_aslr="setarch -R" # ThreadSanitizer needs the addresses that it expects
+    tests thread "$(runtime libtsan.so)" tests/native -k "$sizes and not omp and not cannot_be_used and not abi_version and not without_the_library"
+}
+
+# Beside each other; what the second says comes when both are through.
+said="$(mktemp)"
+trap 'rm -f "$said"' EXIT
+addresses &
+first=$!
+threads >"$said" 2>&1 &
+second=$!
+failed=0
+wait "$first" || failed=1
+wait "$second" || failed=1
+cat "$said"
+exit "$failed"
