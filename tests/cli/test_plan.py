@@ -22,7 +22,10 @@ from offload.device.virtual.description import changed, read_machine, share_of
 from offload.device.virtual.machine import VirtualMachine
 
 from .conftest import LLAMA, run
+from .measured import measured_once
 from .plain import adamw, new_model
+
+__all__ = ["measured_once"]
 
 PLACES = ("device", "cpu", "nvme")
 NOT_UNIFIED, UNIFIED = "deferred", "cpu"
@@ -121,6 +124,7 @@ def test_the_command_builds_nothing_and_prints_the_plan(nvme: Path) -> None:
 TINY = ("plan", "--hidden", "64", "--layers", "2", "--vocabulary", "256", "--dtype", "bf16", "--sequence", "16")
 
 
+@pytest.mark.usefixtures("measured_once")
 @pytest.mark.parametrize("machine", ["this", "rtx4090"])
 def test_a_budget_that_cannot_be_shows_what_can(
     machine: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -194,6 +198,7 @@ def test_a_described_machine_has_drives_without_a_folder_here(capsys: pytest.Cap
     assert "needs a folder" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("measured_once")
 def test_several_ranks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", UNIFIED)
     shape = ["plan", "--hidden", "256", "--layers", "2", "--ranks", "4"]

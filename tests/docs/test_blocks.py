@@ -21,8 +21,11 @@ from offload.cli.main import main
 from tests.warm import WarmProcess
 
 from ..acceptance.models import source_text
+from ..cli.measured import measured_once
 from ..integrations.preferences import byte_tokenizer
 from .test_site import module
+
+__all__ = ["measured_once"]
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```([\w ]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -64,7 +67,7 @@ def commands(text: str) -> list[list[str]]:
 
 
 @pytest.fixture
-def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured_once: None) -> Iterator[Path]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     monkeypatch.chdir(tmp_path)
