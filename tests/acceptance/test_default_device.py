@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch.utils._device import _device_constructors
 
 import offload
+from tests.crosses import in_pairs
 
 from .models import IN_MEMORY, ON_CPU, ON_NVME, ON_NVME_IN_BACKWARD, ON_NVME_IN_PLACE, Setup, adamw, stack, vector_batches
 from .runs import assert_same_bits
@@ -60,9 +61,14 @@ def run(engine: Any, folder: Path, around: Any) -> Any:
     return seen, engine.state_dict()
 
 
-@pytest.mark.parametrize("fields", [{"max_grad_norm": 0.5}, {"dtype": "bf16", "state_format": "split"}], ids=["fp32", "split"])
-@pytest.mark.parametrize("default", DEFAULTS)
-@pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.name)
+FIELDS = (
+    pytest.param({"max_grad_norm": 0.5}, id="fp32"),
+    pytest.param({"dtype": "bf16", "state_format": "split"}, id="split"),
+)
+
+
+# Each place and each format makes tensors of its own, which a default must not reach.
+@pytest.mark.parametrize(("setup", "default", "fields"), in_pairs(SETUPS, DEFAULTS, FIELDS))
 def test_defaults_of_the_script_change_nothing(
     nvme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setup: Setup, default: str, fields: dict[str, Any]
 ) -> None:

@@ -19,6 +19,7 @@ from offload.build import assembly
 from offload.model.taken_gradient import TakenGradient
 from offload.step import parameter_gradients
 from offload.step.gradients.transit import GradientTransit
+from tests.crosses import in_pairs
 from tests.inside import units_of
 
 from .models import IN_MEMORY, ON_CPU, ON_NVME, Block, Setup, adamw, vector_batches
@@ -149,9 +150,8 @@ def dropped(engine: Any) -> None:
 LOOPS = (one_each, several_each, accumulating, cut_short, dropped)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
-@beside_a_device
+# A loop decides how many gradients wait for each other, a place where they go to, a dtype how long they are.
+@pytest.mark.parametrize(("setup", "loop", "dtype"), in_pairs(SETUPS, LOOPS, ("fp32", "bf16")))
 def test_they_have_the_bits_of_training_in_memory(
     opened: Any, packed: list[int], setup: Setup, loop: Callable[[Any], None], dtype: str
 ) -> None:

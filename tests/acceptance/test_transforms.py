@@ -12,6 +12,8 @@ import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
+from tests.crosses import in_turn
+
 from .models import IN_MEMORY, IN_PLACE_IN_BACKWARD, ON_CPU, Setup, adamw, stack, vector_batches
 from .runs import Run, assert_close, assert_same_bits, run_engine, run_plain
 
@@ -57,8 +59,8 @@ TRANSFORMS: dict[str, Callable[[Run, torch.Tensor, torch.Tensor], torch.Tensor]]
 }
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.parametrize("setup", SETUPS, ids=lambda s: s.name)
+# What a transform does to a unit's hooks is its own; that the unit comes and goes is tested of each place everywhere.
+@pytest.mark.parametrize(("name", "setup"), in_turn(TRANSFORMS, SETUPS))
 def test_wherever_in_a_loop(opened: Any, setup: Setup, name: str) -> None:
     """Before a step's forward, between its backward and step, and while its updates are still to be made."""
 

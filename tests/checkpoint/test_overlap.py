@@ -15,6 +15,7 @@ from offload.build import assembly
 from offload.checkpoint import unit_file
 from offload.checkpoint.staged_folder import write_failure
 from offload.tiers import stores
+from tests.crosses import in_turn
 
 from ..acceptance.models import Setup
 from ..acceptance.runs import assert_same_bits, refused
@@ -106,8 +107,11 @@ SETUPS = (
 )
 
 
-@pytest.mark.parametrize("fields", [{}, {"dtype": "bf16"}, {"dtype": "bf16", "state_format": "split"}], ids=str)
-@pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.name)
+FIELDS: tuple[dict[str, Any], ...] = ({}, {"dtype": "bf16"}, {"dtype": "bf16", "state_format": "split"})
+
+
+# A save takes a chunk from where its update left it: by the place. What the chunk holds is the format's.
+@pytest.mark.parametrize(("setup", "fields"), in_turn(SETUPS, FIELDS))
 def test_the_files_are_those_of_a_save_after_the_updates(
     opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setup: Setup, fields: dict[str, Any]
 ) -> None:

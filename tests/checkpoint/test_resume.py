@@ -14,6 +14,7 @@ from torch import nn
 
 import offload
 from offload.build import assembly
+from tests.crosses import in_turn
 from tests.inside import parts_of, units_of
 
 from ..acceptance.models import (
@@ -78,8 +79,8 @@ def test_every_placement_to_another(opened: Any, tmp_path: Path, index: int, dty
     check(opened, tmp_path, before, after, dtype)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize(("parameters", "states"), PLACEMENTS)
+# To another is the longer way, in all pairs above.
+@pytest.mark.parametrize(("parameters", "states", "dtype"), in_turn(PLACEMENTS, ("bf16", "fp32")))
 def test_every_placement_to_itself(opened: Any, tmp_path: Path, parameters: str, states: str, dtype: str) -> None:
     setup = Setup(parameters, states, "deferred")
     check(opened, tmp_path, setup, setup, dtype)
