@@ -82,7 +82,7 @@ def _reads() -> Iterator[Any]:
             yield pytest.param(name, setup, when, id=f"{name}-{setup.name}-{when}", marks=marks)
 
 
-@pytest.mark.parametrize(("name", "setup", "when"), _reads())
+@pytest.mark.parametrize(("name", "setup", "when"), list(_reads()))
 def test_reading(opened: Any, setup: Setup, name: str, when: str) -> None:
     check(opened, setup, READS[name], READ, when)
 

@@ -285,7 +285,7 @@ def _cases() -> Iterator[Any]:
                 yield pytest.param(name, setup, update, id=f"{name}-{place}-{update}", marks=marks)
 
 
-@pytest.mark.parametrize(("name", "setup", "update"), _cases())
+@pytest.mark.parametrize(("name", "setup", "update"), list(_cases()))
 def test_the_same_bits(opened: Any, speculating: None, name: str, setup: Setup, update: str) -> None:
     dtype = {"overflows": "fp16", "scales_by_itself": "fp16"}.get(name, "bf16" if setup.parameters != "nvme" else None)
     model = model_for(name)
