@@ -6,7 +6,8 @@
 The loop is the caller's: what is trained, with which settings and on what. Nothing here knows how an engine is made.
 
 Of a step's many micro-batches those between the first ones and the last take as long as each other and move as much: once two
-are seen to, the last is run, and those before it are counted as the two were.
+are seen to, the last is run, and those before it are counted as the two were. Steps repeat, too: where the second micro-batch
+of one takes what it took in the step before, that step goes on and is the last.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -25,9 +26,10 @@ from offload.errors import BudgetError
 LINKS = ("h2d", "d2h", "nvme_read", "nvme_write")
 _IN_USE = "parameters in use"
 FIRST_STEPS = 2
-"""Before the one that is looked at: the first has no updates under its forward."""
-_ALIKE = 1e-3
-"""How much of a micro-batch's time may be between what two of them need of a resource for them to count as alike."""
+"""At most before the one that is looked at: the first has no updates under its forward."""
+_ALIKE, _THE_SAME = 1e-3, 1e-6
+"""How much of a micro-batch's time may be between what two of them need of a resource for them to count as alike: in one step,
+or as the same of two steps."""
 
 
 class Rehearsed(Protocol):
@@ -126,26 +128,25 @@ def rehearse(
     """Train as `loop` does a few steps on `virtual`, which is new; the last of them is the one that is told of.
 
     `tokens`: of one step, of all ranks, for the rate. `micro_batches`: of one step; where not all are run, the bytes it moves
-    are within a thousandth. `trace`: the file for a trace of that step, of which all are run then. `first_steps`: before it,
-    of two micro-batches at most: that there are several is what they need to have seen. `most_nbytes`: of the memory that the
-    model computes on; a step that took more is the last.
+    are within a thousandth. `trace`: the file for a trace of that step, of which all are run then. `first_steps`: at most
+    before it, of two micro-batches at most: that there are several is what they need to have seen. `most_nbytes`: of the memory
+    that the model computes on; after micro-batches that took more nothing is run, and what is told of is the peak until then.
 
     Raises what `loop` raises: `BudgetError` where no placement fits."""
     with _inside(virtual):
         engine = loop.begin()
         try:
-            before = _Mark(virtual)
-            for _ in range(first_steps):
-                _train(virtual, engine, loop, min(micro_batches, 2))
-                after = _Mark(virtual)
-                if virtual.memory.peak_nbytes > most_nbytes:
-                    return _forecast(engine, virtual, _grown(after.reading(), before.reading()), tokens)
-                before = after
-            if trace is not None:
-                engine.profile(trace, steps=1)
-            left_out = _train(virtual, engine, loop, micro_batches, whole=trace is not None)
+            second: _Counters | None = None
+            for index in range(first_steps + 1):
+                is_last, before = index == first_steps, _Mark(virtual)
+                if is_last and trace is not None:
+                    engine.profile(trace, steps=1)
+                step = _Step(virtual, micro_batches, is_last, trace is not None, second)
+                if not step.run(engine, loop, math.inf if is_last else most_nbytes) or step.is_last:
+                    break
+                second = step.second()
             spent = _grown(_Mark(virtual).reading(), before.reading())
-            return _forecast(engine, virtual, {what: spent[what] + left_out.get(what, 0.0) for what in spent}, tokens)
+            return _forecast(engine, virtual, {what: spent[what] + step.left_out.get(what, 0.0) for what in spent}, tokens)
         finally:
             engine.close()
 
@@ -187,18 +188,47 @@ class _Mark:
         return self.reached
 
 
-def _train(virtual: VirtualMachine, engine: E, loop: Loop[E], micro_batches: int, *, whole: bool = False) -> _Counters:
-    """Run a step, all of it if `whole`; what those of its micro-batches take that are left out."""
-    marks, left, left_out = list[_Mark](), micro_batches, _Counters()
-    while left:
-        loop.micro_batch(engine)
-        marks.append(_Mark(virtual))
-        left -= 1
-        period = _period(marks) if left > 1 and not whole else None
-        if period is not None:
-            left_out, left = {what: (left - 1) * one for what, one in period.items()}, 1
-    loop.end(engine)
-    return left_out
+@dataclass(slots=True)
+class _Step:
+    """A step as it is run. `is_last`: it is to be told of; of another two micro-batches are enough. `is_whole`: if it is told
+    of, by all of them. `before`: what the second micro-batch of the step before took."""
+
+    virtual: VirtualMachine
+    micro_batches: int
+    is_last: bool
+    is_whole: bool
+    before: _Counters | None
+    marks: list[_Mark] = field(default_factory=list)
+    """The ends of micro-batches."""
+    left_out: _Counters = field(default_factory=dict)
+    """What those take that are not run."""
+
+    def run(self, engine: E, loop: Loop[E], most_nbytes: float) -> bool:
+        """Whether its micro-batches took no more of the memory that the model computes on than `most_nbytes`; else it is not
+        brought to its end."""
+        left = self.micro_batches if self.is_last else min(self.micro_batches, 2)
+        while left:
+            loop.micro_batch(engine)
+            self.marks.append(_Mark(self.virtual))
+            left -= 1
+            if not self.is_last and self._repeats():
+                self.is_last, left = True, self.micro_batches - 2
+            period = _period(self.marks) if self.is_last and left > 1 and not self.is_whole else None
+            if period is not None:
+                self.left_out, left = {what: (left - 1) * one for what, one in period.items()}, 1
+        if self.virtual.memory.peak_nbytes > most_nbytes:
+            return False
+        loop.end(engine)
+        return True
+
+    def second(self) -> _Counters | None:
+        """What the second micro-batch took, if the device has done it."""
+        reached = [mark.reached for mark in self.marks[:2] if mark.reached is not None]
+        return _grown(reached[1], reached[0]) if len(reached) == 2 else None
+
+    def _repeats(self) -> bool:
+        second = self.second()
+        return not self.is_whole and second is not None and self.before is not None and _alike(self.before, second, _THE_SAME)
 
 
 def _period(marks: list[_Mark]) -> _Counters | None:
@@ -208,8 +238,12 @@ def _period(marks: list[_Mark]) -> _Counters | None:
     if len(reached) < 3:
         return None
     earlier, later = _grown(reached[1], reached[0]), _grown(reached[2], reached[1])
-    is_steady = all(abs(later[what] - earlier[what]) <= _ALIKE * later[_NOW] for what in later if what[1] != "moved")
-    return later if is_steady else None
+    return later if _alike(earlier, later, _ALIKE) else None
+
+
+def _alike(earlier: _Counters, later: _Counters, share: float) -> bool:
+    """Whether no two counts differ by more than that share of the time."""
+    return all(abs(later[what] - earlier[what]) <= share * later[_NOW] for what in later if what[1] != "moved")
 
 
 def _grown(after: _Counters, before: _Counters) -> _Counters:

@@ -152,6 +152,26 @@ def test_of_many_micro_batches_a_few_tell_what_all_take(case: str, machine: Any,
     assert few.step_seconds == pytest.approx(every.step_seconds, rel=1e-3)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_that_repeats_the_one_before_tells_what_a_later_one_takes(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the byte, and in time but for rounding."""
+    work, ends = dataclasses.replace(WORK, micro_batches=24), list[None]()
+    step = offload.Engine.step
+
+    def counted(engine: offload.Engine, *args: Any) -> Any:
+        ends.append(None)
+        return step(engine, *args)
+
+    monkeypatch.setattr(offload.Engine, "step", counted)
+    early, early_steps = foretold(work, **CASES[case]), len(ends)
+    monkeypatch.setattr("offload.rehearsal.forecast._Step._repeats", lambda _: False)
+    late = foretold(work, **CASES[case])
+    assert early_steps <= len(ends) - early_steps == 3
+    assert early.moved_nbytes == late.moved_nbytes and early.peak_nbytes == late.peak_nbytes
+    assert early.floors == pytest.approx(late.floors, rel=1e-6)
+    assert early.step_seconds == pytest.approx(late.step_seconds, rel=1e-3)
+
+
 def test_micro_batches_that_differ_are_all_run() -> None:
     """Each on as many tokens as have come so far."""
     runs = []

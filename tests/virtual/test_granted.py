@@ -13,7 +13,6 @@ import transformers
 
 import offload
 from offload.cli.forecast import Work, forecast, forecast_granted
-from offload.device.virtual.machine import VirtualMachine
 from tests.virtual.test_forecast import MACHINE, UNIFIED, WORK, adamw, tiny
 
 
@@ -51,15 +50,16 @@ def test_what_does_not_fit_ends_where_that_is_seen_and_less_is_granted(mebibytes
     """The answer is that of one whole run with what was granted, and no run without a grant is needed."""
     machine = dataclasses.replace(MACHINE, device_nbytes=mebibytes * 2**20)
     config = offload.Config(dtype="bf16", nvme=".", cpu_memory=2**33, state_format="split")
-    work, steps = Work(batch=2, sequence=64, micro_batches=4, checkpointing=True), list[int]()
-    trained = importlib.import_module("offload.rehearsal.forecast")._train
+    work, steps = Work(batch=2, sequence=64, micro_batches=4, checkpointing=True), list[tuple[int, bool]]()
+    run = importlib.import_module("offload.rehearsal.forecast")._Step.run
 
-    def counted(virtual: VirtualMachine, engine: Any, loop: Any, micro_batches: int, **more: Any) -> Any:
-        steps.append(micro_batches)
-        return trained(virtual, engine, loop, micro_batches, **more)
+    def counted(step: Any, *args: Any) -> bool:
+        fits = run(step, *args)
+        steps.append((len(step.marks), fits))
+        return bool(fits)
 
-    monkeypatch.setattr("offload.rehearsal.forecast._train", counted)
+    monkeypatch.setattr("offload.rehearsal.forecast._Step.run", counted)
     found, granted = forecast_granted(small, config, machine, work)
-    assert steps == [2, 2, 2, 4], "one step of what does not fit, then all of what does"
+    assert steps == [(2, False), (2, True), (2, True), (4, True)], "one step of what does not fit, then all of what does"
     assert found.fits and found.peak_nbytes["device"] <= machine.device_nbytes
     assert found == forecast(*small(), granted, machine, work)
