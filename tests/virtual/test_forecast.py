@@ -152,48 +152,59 @@ def test_of_many_micro_batches_a_few_tell_what_all_take(case: str, machine: Any,
     assert few.step_seconds == pytest.approx(every.step_seconds, rel=1e-3)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_step_that_repeats_the_one_before_tells_what_a_later_one_takes(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the byte, and in time but for rounding."""
-    work, ends = dataclasses.replace(WORK, micro_batches=24), list[None]()
-    step = offload.Engine.step
+class NoEngine:
+    """Of a loop that gives the machine its work by itself."""
 
-    def counted(engine: offload.Engine, *args: Any) -> Any:
-        ends.append(None)
-        return step(engine, *args)
+    def stats(self) -> dict[str, Any]:
+        return {"planned": [], "host_peak_nbytes": 0, "placement": {}, "decision": None, "resident_peak_nbytes": 0}
 
-    monkeypatch.setattr(offload.Engine, "step", counted)
-    early, early_steps = foretold(work, **CASES[case]), len(ends)
-    monkeypatch.setattr("offload.rehearsal.forecast._Step._repeats", lambda _: False)
-    late = foretold(work, **CASES[case])
-    assert early_steps <= len(ends) - early_steps == 3
-    assert early.moved_nbytes == late.moved_nbytes and early.peak_nbytes == late.peak_nbytes
-    assert early.floors == pytest.approx(late.floors, rel=1e-6)
-    assert early.step_seconds == pytest.approx(late.step_seconds, rel=1e-3)
+    def profile(self, path: Path, steps: int) -> None:
+        raise AssertionError("nobody asked")
+
+    def close(self) -> None:
+        pass
 
 
 def test_micro_batches_that_differ_are_all_run() -> None:
     """Each on as many tokens as have come so far."""
     runs = []
-
-    class Engine:
-        def stats(self) -> dict[str, Any]:
-            return {"planned": [], "host_peak_nbytes": 0, "placement": {}, "decision": None, "resident_peak_nbytes": 0}
-
-        def profile(self, path: Path, steps: int) -> None:
-            raise AssertionError("nobody asked")
-
-        def close(self) -> None:
-            pass
-
     virtual = VirtualMachine(MACHINE)
 
-    def micro_batch(_: Engine) -> None:
+    def micro_batch(_: NoEngine) -> None:
         runs.append(None)
         virtual.launch(1e12 * len(runs), 0)
 
-    found = rehearse(virtual, Loop(Engine, micro_batch, lambda _: None), tokens=1, micro_batches=12, first_steps=0)
+    found = rehearse(virtual, Loop(NoEngine, micro_batch, lambda _: None), tokens=1, micro_batches=12, first_steps=0)
     assert len(runs) == 12 and found.step_seconds >= sum(range(1, 13)) * 1e12 / MACHINE.flops
+
+
+def waited_for(micro_batches: int, growth: float) -> tuple[Forecast, int]:
+    """Of a loop that waits for the device after each micro-batch, whose steps grow by that share of the first; and how many
+    steps were run."""
+    virtual, ends = VirtualMachine(MACHINE), list[None]()
+
+    def micro_batch(_: NoEngine) -> None:
+        virtual.launch(1e12 * (1 + growth * len(ends)), 0)
+        virtual.compute.last.wait()
+
+    loop = Loop(NoEngine, micro_batch, lambda _: ends.append(None))
+    return rehearse(virtual, loop, tokens=1, micro_batches=micro_batches), len(ends)
+
+
+@pytest.mark.parametrize("micro_batches", [2, 3, 24])
+def test_a_step_that_repeats_the_one_before_is_the_last(micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, step_count = waited_for(micro_batches, growth=0.0)
+    monkeypatch.setattr("offload.rehearsal.forecast._Step._repeats", lambda _: False)
+    later, all_count = waited_for(micro_batches, growth=0.0)
+    assert (step_count, all_count) == (2, 3)
+    assert found.step_seconds == pytest.approx(later.step_seconds)
+    assert found.step_seconds >= micro_batches * 1e12 / MACHINE.flops
+    assert found.floors == pytest.approx(later.floors) and found.moved_nbytes == later.moved_nbytes
+
+
+def test_a_step_that_takes_longer_than_the_one_before_is_not() -> None:
+    found, step_count = waited_for(24, growth=1e-4)
+    assert step_count == 3 and found.step_seconds >= 24 * (1 + 2e-4) * 1e12 / MACHINE.flops
 
 
 @pytest.mark.parametrize("case", CASES)
