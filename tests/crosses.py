@@ -21,7 +21,7 @@ def in_turn(*axes: Iterable[Any]) -> list[Any]:
     """Quick: each value of each axis, in one combination or more; a value of a longer axis goes with the next of a shorter."""
     known = [tuple(axis) for axis in axes]
     count = max(map(len, known))
-    return _parameters(known, {tuple(number % len(axis) for axis in known) for number in range(count)})
+    return crossed(known, {tuple(number % len(axis) for axis in known) for number in range(count)})
 
 
 def in_pairs(*axes: Iterable[Any]) -> list[Any]:
@@ -36,14 +36,11 @@ def in_pairs(*axes: Iterable[Any]) -> list[Any]:
         quick.add(row)
         used.update(enumerate(row))
         left -= _pairs(row)
-    return _parameters(known, quick)
+    return crossed(known, quick)
 
 
-def _pairs(row: Row) -> set[tuple[tuple[int, int], ...]]:
-    return set(combinations(enumerate(row), 2))
-
-
-def _parameters(axes: Sequence[tuple[Any, ...]], quick: set[Row]) -> list[Any]:
+def crossed(axes: Sequence[Sequence[Any]], quick: set[Row]) -> list[Any]:
+    """`quick`: of each combination that is, the places of its values in their axes."""
     found = []
     for row in product(*(range(len(axis)) for axis in axes)):
         values = [axis[index] for axis, index in zip(axes, row, strict=True)]
@@ -51,6 +48,10 @@ def _parameters(axes: Sequence[tuple[Any, ...]], quick: set[Row]) -> list[Any]:
         names = filter(None, map(_name, values))
         found.append(pytest.param(*flat, id="-".join(names), marks=[] if row in quick else pytest.mark.slow))
     return found
+
+
+def _pairs(row: Row) -> set[tuple[tuple[int, int], ...]]:
+    return set(combinations(enumerate(row), 2))
 
 
 def _flat(value: Any) -> tuple[Any, ...]:

@@ -43,6 +43,7 @@ class _Poison(torch.autograd.Function):
         return grad, None
 
 
+# Where a value is found depends on the place, the dtype, and whether a norm is taken to clip by: each two of them.
 @pytest.mark.parametrize(
     ("setup", "dtype", "clip", "value"), in_pairs(FEW, (None, "fp32", "bf16"), (None, 1.0), (float("inf"), float("nan")))
 )
@@ -71,6 +72,7 @@ def test_non_finite_gradients_raise(opened: Any, setup: Setup, dtype: str | None
     assert_same_bits(runs[0], runs[1])
 
 
+# The same ways: the step is left out instead.
 @pytest.mark.parametrize(("setup", "dtype", "clip"), in_pairs(FEW, (None, "fp32", "bf16"), (None, 1.0)))
 def test_non_finite_gradients_are_skipped_where_asked(opened: Any, setup: Setup, dtype: str | None, clip: float | None) -> None:
     runs = []

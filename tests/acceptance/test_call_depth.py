@@ -64,6 +64,7 @@ def _step(model: nn.Module, engine: Any, x: torch.Tensor, y: torch.Tensor) -> fl
     return loss.item()
 
 
+# A place has its own hooks and waits on the stack that ends; backward is followed where a gradient is wanted.
 @pytest.mark.parametrize(
     ("parameters", "states", "accelerator", "how", "grad"), in_pairs(PLACES, ("calls", "modules"), (True, False))
 )

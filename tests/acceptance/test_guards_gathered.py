@@ -37,6 +37,7 @@ def test_reading_within_gathered(opened: Any, parameters: str, states: str, acce
         assert check(opened, setup, operation, (), when)
 
 
+# As reading is.
 @pytest.mark.parametrize(("parameters", "states", "accelerator"), in_turn(PLACEMENTS, ("deferred", "cpu")))
 def test_writing_within_gathered(opened: Any, parameters: str, states: str, accelerator: str) -> None:
     """It reaches the master: everything after it is as in torch with the same write, moments being kept."""

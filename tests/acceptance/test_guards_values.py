@@ -8,9 +8,8 @@ import gc
 import io
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
-from itertools import product
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
-from tests.crosses import in_pairs
+from tests.crosses import Row, crossed, in_pairs
 
 from .guards import READ, SETUPS, WRITE, block_weight, check, everywhere, other_state
-from .models import IN_MEMORY, ON_CPU, ON_CPU_IN_PLACE, ON_NVME, Setup, adamw, stack, vector_batches
+from .models import IN_MEMORY, ON_CPU_IN_PLACE, ON_NVME, Setup, adamw, stack, vector_batches
 from .runs import Run, assert_close, assert_same_bits, run_engine, simple_loop
 
 
@@ -67,22 +66,24 @@ READS: dict[str, Callable[[Run], Any]] = {
 }
 
 
-def _reads() -> Iterator[Any]:
+MOMENTS = ("before forward", "after backward", "after step")
+
+
+def _reads() -> list[Any]:
     """Quick: each read of a value that can be read where it lies, which is so after backward and in two places, and of one that
     cannot, at each moment. The rest of the cross is slow."""
-    for number, name in enumerate(READS):
-        quick = {
-            ((IN_MEMORY, ON_CPU_IN_PLACE)[number % 2], "after backward"),
-            ((ON_CPU, ON_NVME)[number % 2], "after backward"),
-            (SETUPS[number % 4], "before forward"),
-            (SETUPS[(number + 2) % 4], "after step"),
-        }
-        for setup, when in product(SETUPS, ("before forward", "after backward", "after step")):
-            marks = [] if (setup, when) in quick else [pytest.mark.slow]
-            yield pytest.param(name, setup, when, id=f"{name}-{setup.name}-{when}", marks=marks)
+    in_memory, on_cpu, in_place, on_nvme = range(len(SETUPS))
+    before_forward, after_backward, after_step = range(len(MOMENTS))
+    quick: set[Row] = set()
+    for number in range(len(READS)):
+        quick.add((number, (in_memory, in_place)[number % 2], after_backward))
+        quick.add((number, (on_cpu, on_nvme)[number % 2], after_backward))
+        quick.add((number, number % len(SETUPS), before_forward))
+        quick.add((number, (number + 2) % len(SETUPS), after_step))
+    return crossed((list(READS), SETUPS, MOMENTS), quick)
 
 
-@pytest.mark.parametrize(("name", "setup", "when"), list(_reads()))
+@pytest.mark.parametrize(("name", "setup", "when"), _reads())
 def test_reading(opened: Any, setup: Setup, name: str, when: str) -> None:
     check(opened, setup, READS[name], READ, when)
 

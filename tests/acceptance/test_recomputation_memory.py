@@ -97,6 +97,7 @@ def test_as_much_is_resident_as_planned(
     assert engine.stats()["resident_peak_nbytes"] == planned_nbytes(engine) < sum(sizes) / 2
 
 
+# What is the least depends on the same: the uses at a time, and the place.
 @pytest.mark.parametrize(
     ("setup", "reentrant", "build", "loop"), in_pairs([Setup("nvme", "cpu"), ON_CPU, ON_NVME], KINDS, CASES)
 )

@@ -139,6 +139,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
 }
 
 
+# A model decides when its units' gradients are complete: each with updates that are kept and undone, in place and on a device.
 @pytest.mark.parametrize(("setup", "kind", "clip"), in_pairs(BOTH, MODELS, (NEVER, 0.3)))
 def test_models(opened: Any, speculating: None, setup: Setup, kind: str, clip: float) -> None:
     make, width = MODELS[kind]
