@@ -45,6 +45,8 @@ class Watch:
 
 
 _watches: dict[int, Watch] = {}
+"""By id. One whose parameter is gone may be left: a finalizer that comes where Python's stack ends is lost. Whatever has the
+address then is no parameter with a guard's class, and is not asked about."""
 _guard_classes: dict[type, type] = {}
 _plain_classes: dict[type, type] = {}
 
@@ -180,8 +182,8 @@ def _gone(fqn: str) -> ParameterAccessError:
 def refuse_loading(module: nn.Module) -> None:
     """Raise where `module.load_state_dict` would write to a guarded parameter: PyTorch would make one long error of many."""
     for parameter in module.parameters(recurse=False):
-        if id(parameter) in _watches:
-            raise _refuse_writing(_watches[id(parameter)], nn.Module.load_state_dict)
+        if (watch := _watch_of(parameter)) is not None:
+            raise _refuse_writing(watch, nn.Module.load_state_dict)
 
 
 def _refuse_conversion(fqn: str) -> None:
@@ -238,9 +240,13 @@ def _guarded_torch_function(
         if not (func is torch.Tensor.detach and sys._getframe(1).f_code is nn.Module._save_to_state_dict.__code__):
             for parameter in guarded:
                 result = _read_only(result, parameter)
-    if type(result) in _plain_classes and id(result) not in _watches:
+    if type(result) in _plain_classes and not any(result is one for one in guarded):
         result.__class__ = _plain_classes[type(result)]  # a copy of a guarded parameter is the user's, and plain
     return result
+
+
+def _watch_of(tensor: torch.Tensor) -> Watch | None:
+    return _watches.get(id(tensor)) if type(tensor) in _plain_classes else None
 
 
 def _bring_in(parameter: torch.Tensor) -> None:
@@ -382,7 +388,7 @@ class Remains:
     """Of these parameters those that a closed engine left without their values."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        watched = [(one, _watches.get(id(one))) for one in parameters]
+        watched = [(one, _watch_of(one)) for one in parameters]
         self._left = [(one, watch) for one, watch in watched if watch is not None and watch.left_as is not None]
 
     def take(self) -> None:
@@ -401,5 +407,5 @@ class Remains:
 
 def is_left(parameter: nn.Parameter) -> bool:
     """Whether a closed engine left it without its value."""
-    watch = _watches.get(id(parameter))
+    watch = _watch_of(parameter)
     return watch is not None and watch.left_as is not None

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +97,19 @@ def _as_deep_as_it_goes(work: Callable[[], Any]) -> Any:
         return work()
 
 
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """What is garbage before this or becomes it is not collected: a finalizer that comes where no call is left is lost."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.mark.filterwarnings("ignore:module forward hook with:UserWarning")  # PyTorch's own, where no call is left for the hook
 @places
 def test_a_step_that_is_tried_at_every_depth_is_made_once(
-    parameters: str, states: str, accelerator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    parameters: str, states: str, accelerator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uncollected: None
 ) -> None:
     config = _config(parameters, states, accelerator, tmp_path, monkeypatch)
     found = []
@@ -112,3 +122,19 @@ def test_a_step_that_is_tried_at_every_depth_is_made_once(
                 losses.append(_as_deep_as_it_goes(step) if deep else step())
             found.append([losses, engine.state_dict()])
     assert_same_bits(*found)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the finalizers that are lost
+@places
+def test_models_that_are_collected_where_no_call_is_left_do_not_stand_in_for_later_ones(
+    parameters: str, states: str, accelerator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uncollected: None
+) -> None:
+    config = _config(parameters, states, accelerator, tmp_path, monkeypatch)
+    losses = set()
+    for _ in range(8):
+        model = _Recursing()  # its parameters come to lie where the last one's were
+        with offload.initialize(model, adamw(model), config) as engine:
+            losses.add(_step(model, engine, *vector_batches(1, WIDTH)[0]))
+        del model, engine
+        _as_deep_as_it_goes(gc.collect)
+    assert len(losses) == 1

@@ -4,11 +4,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from aiofiles.os import wrap
 
 from offload.errors import ConfigError
 from offload.layout import Extent
@@ -164,6 +167,27 @@ def test_dropped_without_close_and_at_exit_nothing_hangs_or_is_left(tmp_path: Pa
     process = WarmProcess.run(["-c", DROPPING, str(tmp_path), *names], 60, torn_down=True)
     assert (process.returncode, process.stdout, process.stderr) == (0, "end\n", "")
     assert list(tmp_path.iterdir()) == [] and "aiofiles" in names
+
+
+def test_a_backend_that_is_collected_on_a_thread_of_its_own_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, scratch = AioBackend(queue_depth=1), ScratchFolder([tmp_path])
+    (file,) = scratch.create("states", [4096])
+    memory, service = HostMemory(4096, "test").tensor, backend._service
+    kept, collected_on = [backend], []
+
+    def dropping(fileno: int, parts: list[memoryview], offset_nbytes: int) -> int:
+        kept.clear()  # as the collector may, which comes on any thread
+        collected_on.append(threading.current_thread().name)
+        return os.pwritev(fileno, parts, offset_nbytes)
+
+    monkeypatch.setattr(aio, "_pwritev", wrap(dropping))
+    pending = backend.write(file, memory, 0, priority=Priority.STATE)
+    del backend
+    deadline = time.monotonic() + 60
+    while (service in aio._services or not pending.done()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert pending.done() and collected_on == ["offload-aiofiles_0"] and service not in aio._services
+    file.close()
 
 
 @pytest.mark.parametrize("path_count", [1, 2, 3, 5])

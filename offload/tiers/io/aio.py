@@ -97,18 +97,8 @@ class AioBackend:
         self._serial = itertools.count()
         self._lock = threading.Lock()
         self._closed = False
-        self._process_id = os.getpid()
-        self._loop = asyncio.new_event_loop()
-        executor = concurrent.futures.ThreadPoolExecutor(queue_depth, thread_name_prefix="offload-aiofiles")
-        self._queue: _Queue = asyncio.PriorityQueue()
-        self._thread = threading.Thread(
-            target=_serve,
-            args=(self._loop, self._queue, executor, queue_depth, self._meter),
-            name="offload-aiofiles-loop",
-            daemon=True,
-        )
-        start_thread(self._thread)
-        self._finalizer = weakref.finalize(self, _stop, self._loop, self._queue, self._thread, self._process_id)
+        self._service = _Service(queue_depth, self._meter)
+        self._finalizer = weakref.finalize(self, self._service.stop)
 
     def read(self, file: OpenFile, into: Tensor, offset_nbytes: int, *, priority: Priority) -> Pending:
         return self._submit(_AioPending(file, into, offset_nbytes, is_write=False), into, priority)
@@ -126,6 +116,7 @@ class AioBackend:
         with self._lock:
             self._closed = True
         self._finalizer()
+        self._service.join()
 
     def _submit(self, pending: _AioPending, tensor: Tensor, priority: Priority) -> Pending:
         fileno = pending.file.fileno()
@@ -141,11 +132,11 @@ class AioBackend:
         ]
         pending.open_block_count = len(blocks)
         with self._lock:
-            if self._closed or os.getpid() != self._process_id:
+            if self._closed or not self._service.is_ours():
                 raise AssertionError("a transfer was submitted to an aiofiles backend that is closed or of another process")
             self._meter.begin(is_write=pending.is_write)
             entries: list[_Entry] = [(int(priority), next(self._serial), (pending, block)) for block in blocks]
-            self._loop.call_soon_threadsafe(_enqueue, self._queue, entries)
+            self._service.take(entries)
         return pending
 
 
@@ -154,25 +145,67 @@ _Queue = asyncio.PriorityQueue[_Entry]
 _STOP_PRIORITY = max(Priority) + 1  # behind everything that was submitted
 
 
-def _enqueue(queue: _Queue, entries: list[_Entry]) -> None:
-    for entry in entries:
-        queue.put_nowait(entry)
+class _Service:
+    """The event loop, and its thread. Refers to nothing of the backend that made it, and ends where that is dropped."""
+
+    def __init__(self, queue_depth: int, meter: IoMeter) -> None:
+        self._process_id = os.getpid()
+        self._loop = asyncio.new_event_loop()
+        self._queue: _Queue = asyncio.PriorityQueue()
+        self._stops: list[_Entry] = [(_STOP_PRIORITY, 0, None)]
+        executor = concurrent.futures.ThreadPoolExecutor(queue_depth, thread_name_prefix="offload-aiofiles")
+        self._thread = threading.Thread(
+            target=self._serve, args=(executor, queue_depth, meter), name="offload-aiofiles-loop", daemon=True
+        )
+        start_thread(self._thread)
+
+    def is_ours(self) -> bool:
+        """Not in a forked child, which has no such thread."""
+        return os.getpid() == self._process_id
+
+    def take(self, entries: list[_Entry]) -> None:
+        self._loop.call_soon_threadsafe(self._enqueue, entries)
+
+    def stop(self) -> None:
+        """Have the thread end after what it was given. Does not wait: the garbage collector comes here on any thread, also on
+        one that the event loop is waiting for."""
+        if self.is_ours() and not has_ended(self._thread) and self._stops:
+            self.take([self._stops.pop()])
+
+    def join(self) -> None:
+        """Wait until the thread has ended; it was told to."""
+        if self.is_ours():
+            self._thread.join()
+
+    def _enqueue(self, entries: list[_Entry]) -> None:
+        for entry in entries:
+            self._queue.put_nowait(entry)
+
+    def _serve(self, executor: concurrent.futures.ThreadPoolExecutor, queue_depth: int, meter: IoMeter) -> None:
+        """The event loop's thread: ends when every worker took its stop entry."""
+        _services.add(self)
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(_run_workers(self._queue, executor, queue_depth, meter))
+        finally:
+            executor.shutdown()
+            self._loop.close()
+            _services.discard(self)
 
 
-def _serve(
-    loop: asyncio.AbstractEventLoop,
-    queue: _Queue,
-    executor: concurrent.futures.ThreadPoolExecutor,
-    queue_depth: int,
-    meter: IoMeter,
-) -> None:
-    """The event loop's thread: ends when every worker took its stop entry."""
-    asyncio.set_event_loop(loop)
-    try:
-        loop.run_until_complete(_run_workers(queue, executor, queue_depth, meter))
-    finally:
-        executor.shutdown()
-        loop.close()
+_services: set[_Service] = set()
+"""Whose threads run."""
+
+os.register_at_fork(after_in_child=_services.clear)
+
+
+def _join_all() -> None:
+    for service in [*_services]:
+        service.join()
+
+
+# At exit finalizers are called in the reverse order of their making: this one after those that stop the services.
+weakref.finalize(AioBackend, _join_all)
 
 
 async def _run_workers(
@@ -211,12 +244,3 @@ async def _move(block: Transfer, executor: concurrent.futures.ThreadPoolExecutor
                 result = -errno.ECANCELED
         code = block.advance(result)
     return code
-
-
-def _stop(loop: asyncio.AbstractEventLoop, queue: _Queue, thread: threading.Thread, process_id: int) -> None:
-    if os.getpid() != process_id or has_ended(thread):
-        return  # a forked child has no such thread
-    stop: list[_Entry] = [(_STOP_PRIORITY, 0, None)]
-    loop.call_soon_threadsafe(_enqueue, queue, stop)
-    if threading.current_thread() is not thread:  # else the collector came to the backend there: the loop ends by itself
-        thread.join()
