@@ -118,9 +118,10 @@ class Seen:
         told = []
         if found.values_read:
             told.append(
-                f"A forecast has no values, and the model's code asked for {found.values_read} (conditions, numbers): "
-                "conditions were taken to hold, numbers to be 1, and the experts of a layer that routes to share the tokens "
-                "equally."
+                f"No data went through the model for this plan. In a step ({found.values_read} x) the model's code looks at "
+                "a value that it computed, and goes on by what it finds. Here the plan assumes: a condition is true, a number "
+                "is 1, and each expert of a layer has an equal share of the tokens. With data that say otherwise the model may "
+                "do other work than was planned."
             )
         if self.work.ranks > 1 and not self.machine.peer:
             known = "is not measured" if self.machine.name == "this" else "is none in the machine's description"

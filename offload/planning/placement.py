@@ -281,11 +281,18 @@ def _capacity(problem: Problem, choice: Choice, routes: Sequence[Route]) -> int 
     """Device memory for units in use or on their way; None: none ever is."""
     if not any(route.has_store for route in routes):
         return None
-    fetched, expected = problem.fetched(routes), problem.expected
-    needed = (expected_nbytes if problem.bounds_units else worthwhile_nbytes)(expected, fetched, choice.prefetch)
-    if problem.bounds_units and choice.near != NOTHING_NEAR:  # what stays takes no room that an unexpected use may need
-        needed = max(needed, apart_nbytes(expected.trace, fetched))
+    fetched = tuple(problem.fetched(routes))
+    needed = _needed(problem.expected, fetched, choice.prefetch, problem.bounds_units, choice.near != NOTHING_NEAR)
     return min(needed + choice.spare_nbytes, max(needed, sum(fetched)))
+
+
+@lru_cache
+def _needed(expected: Expected, fetched: tuple[int, ...], prefetch: int, is_bounded: bool, some_stay: bool) -> int:
+    """`_capacity` without what is spare. `fetched`: by unit, what it takes while it is there."""
+    needed = (expected_nbytes if is_bounded else worthwhile_nbytes)(expected, fetched, prefetch)
+    if is_bounded and some_stay:  # what stays takes no room that an unexpected use may need
+        needed = max(needed, apart_nbytes(expected.trace, fetched))
+    return needed
 
 
 # ---- lines -----------------------------------------------------------------------------------------------------------
@@ -384,11 +391,15 @@ def _undoable(problem: Problem, routes: Sequence[Route], other_nbytes: int) -> l
     if problem.config.update == "auto":
         left -= _CHECKPOINTS * sum(unit.home + unit.beside.nbytes for unit in problem.footprint.units)
     found: list[UnitSizes] = []
-    for unit, route in zip(reversed(problem.footprint.units), reversed(routes), strict=True):
-        if not _can_undo(unit, route) or unit.index in problem.expected.late_units:
-            continue
-        nbytes = _undo_nbytes(unit, route)
-        if nbytes <= left:
+    sizes: dict[tuple[int, int], int | None] = {}
+    """By kind and route; None of those that cannot be undone."""
+    footprint = problem.footprint
+    for unit, kind, route in zip(reversed(footprint.units), reversed(footprint.kinds), reversed(routes), strict=True):
+        told = kind, id(route)
+        if told not in sizes:
+            sizes[told] = _undo_nbytes(unit, route) if _can_undo(unit, route) else None
+        nbytes = sizes[told]
+        if nbytes is not None and nbytes <= left and unit.index not in problem.expected.late_units:
             found.append(unit)
             left -= nbytes
     return found

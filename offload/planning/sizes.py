@@ -131,21 +131,24 @@ class Footprint:
         """`wide_gradients`: gradients are kept in fp32 from the first micro-batch on."""
         flats = list(layout.flats)
         alone = layout.world_size == 1
-        alike: dict[Hashable, UnitSizes] = {}  # the blocks of a model
-        units, kinds = [], []
+        alike: dict[Hashable, tuple[UnitSizes, int]] = {}  # the blocks of a model
+        units, kinds, square_sums = [], [], 0
         for unit in layout.units:
             shape = tuple(
                 (flat.dtype, flat.trainable, tuple((slot.start, slot.numel) for slot in flat.slots)) for flat in unit.flats
             )
             if shape not in alike:
-                alike[shape] = UnitSizes.of(unit, layout, format_of, wide_gradients=wide_gradients)
-            units.append(replace(alike[shape], index=unit.index))
-            kinds.append(alike[shape].index)
+                sums = sum(_square_sum_count(flat) for flat in unit.flats if flat.trainable)
+                alike[shape] = UnitSizes.of(unit, layout, format_of, wide_gradients=wide_gradients), sums
+            first, sums = alike[shape]
+            units.append(replace(first, index=unit.index))
+            kinds.append(first.index)
+            square_sums += sums
         return Footprint(
             units=tuple(units),
             kinds=tuple(kinds),
             parameter_buffer=max((chunk.numel * flat.itemsize for flat in flats for chunk in flat.chunks), default=0),
-            square_sums=8 * sum(_square_sum_count(flat) for flat in flats if flat.trainable),
+            square_sums=8 * square_sums,
             has_whole_units=all(flat.shard.numel == flat.numel for flat in flats),
             unreduced_gradients=0 if alone else _unreduced_nbytes(layout),
             exchange=0 if alone else _exchange_nbytes(layout),

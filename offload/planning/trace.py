@@ -37,12 +37,14 @@ def code_of(event: Event) -> int:
 class Trace:
     """The events of one step, in order. Starts and ends of each unit balance."""
 
-    events: tuple[Event, ...]
+    events: tuple[Event, ...] = field(compare=False)
+    _codes: tuple[int, ...] = field(init=False, repr=False)
+    """Of the events: what is known of a trace is looked up often (`offload.planning.schedule`)."""
     _hash: int = field(init=False, repr=False, compare=False)
-    """What is known of a trace is looked up often (`offload.planning.schedule`)."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash(tuple(map(code_of, self.events))))
+        object.__setattr__(self, "_codes", tuple(map(code_of, self.events)))
+        object.__setattr__(self, "_hash", hash(self._codes))
         depth: dict[int, int] = {}
         for event in self.events:
             depth[event.unit_index] = depth.get(event.unit_index, 0) + (1 if event.edge is Edge.START else -1)

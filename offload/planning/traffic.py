@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 
 from offload.planning.budget import spilled_nbytes
@@ -52,18 +53,25 @@ class Traffic:
         return Traffic.of(problem, placement, list(map(sum, counts)), micro_batches)
 
 
-def fetch_counts(problem: Problem, placement: Placement, micro_batches: int) -> list[tuple[int, int]]:
+def fetch_counts(problem: Problem, placement: Placement, micro_batches: int) -> Sequence[tuple[int, int]]:
     """How often the schedule fetches each unit: under the first forward of a step, and after it. All micro-batches between the
     first and the last fetch as the second does."""
-    takes_memory, events = problem.fetched(placement.routes), problem.expected.trace.events
-    counts, looked_at = [[0, 0] for _ in takes_memory], min(micro_batches, 3)
-    schedule = plan(Trace(events * looked_at), takes_memory, placement.unit_capacity_nbytes or 0, placement.prefetch)
+    takes_memory, capacity = tuple(problem.fetched(placement.routes)), placement.unit_capacity_nbytes or 0
+    return _fetch_counts(problem.expected.trace, takes_memory, capacity, placement.prefetch, micro_batches)
+
+
+@lru_cache
+def _fetch_counts(
+    trace: Trace, takes_memory: tuple[int, ...], capacity: int, prefetch: int, micro_batches: int
+) -> tuple[tuple[int, int], ...]:
+    events, counts, looked_at = trace.events, [[0, 0] for _ in takes_memory], min(micro_batches, 3)
+    schedule = plan(Trace(events * looked_at), takes_memory, capacity, prefetch)
     for position, ops in enumerate(schedule.at):
         half, is_between = int(2 * position >= len(events)), position // len(events) == 1 and looked_at == 3
         times = micro_batches - 2 if is_between else 1
         for op in ops:
             counts[op.unit_index][half] += times * (op.verb is Verb.FETCH and takes_memory[op.unit_index] > 0)
-    return [(first, second) for first, second in counts]
+    return tuple((first, second) for first, second in counts)
 
 
 def spilled_by(problem: Problem, placement: Placement, micro_batches: int) -> int:

@@ -12,6 +12,7 @@ of one takes what it took in the step before, that step goes on and is the last.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -135,7 +136,10 @@ def rehearse(
     Raises what `loop` raises: `BudgetError` where no placement fits."""
     with _inside(virtual):
         engine = loop.begin()
+        is_first = not gc.get_freeze_count()
         try:
+            if is_first:  # what was made by now is not looked through for garbage again and again
+                gc.freeze()
             second: _Counters | None = None
             for index in range(first_steps + 1):
                 is_last, before = index == first_steps, _Mark(virtual)
@@ -148,6 +152,8 @@ def rehearse(
             spent = _grown(_Mark(virtual).reading(), before.reading())
             return _forecast(engine, virtual, {what: spent[what] + step.left_out.get(what, 0.0) for what in spent}, tokens)
         finally:
+            if is_first:
+                gc.unfreeze()
             engine.close()
 
 

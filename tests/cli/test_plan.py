@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -20,6 +22,7 @@ from offload.cli.main import main
 from offload.cli.outline import Outline
 from offload.device.virtual.description import changed, read_machine, share_of
 from offload.device.virtual.machine import VirtualMachine
+from offload.rehearsal.forecast import rehearse
 
 from .conftest import LLAMA, run
 from .measured import measured_once
@@ -208,3 +211,20 @@ def test_several_ranks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     assert "nvme        nvme" not in printed  # below stage 3 parameters stay where they are used
     assert main([*shape, "--stage", "3"]) == 0
     assert "nvme        nvme" in capsys.readouterr().out
+
+
+def test_the_engine_runs_on_one_core_and_the_process_has_all_of_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not hasattr(os, "sched_setaffinity"):
+        pytest.skip("this system binds no threads to cores")
+    before, frozen = os.sched_getaffinity(0), gc.get_freeze_count()
+    seen, real = list[set[int]](), rehearse
+
+    def watched(*args: Any, **keywords: Any) -> Any:
+        seen.append(os.sched_getaffinity(0))
+        return real(*args, **keywords)
+
+    monkeypatch.setattr("offload.cli.forecast.rehearse", watched)
+    shape = ["--hidden", "64", "--layers", "2", "--vocabulary", "256", "--dtype", "bf16", "--sequence", "16"]
+    assert main(["plan", *shape, "--machine", "rtx4090", "--json"]) == 0
+    assert seen and all(len(cores) == 1 and cores <= before for cores in seen)
+    assert os.sched_getaffinity(0) == before and gc.get_freeze_count() <= frozen
