@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -47,6 +47,20 @@ def seeded_faults(seed: int, operation_count: int, rate: float, kinds: tuple[Fau
     return {index: draw.choice(kinds) for index in range(operation_count) if draw.random() < rate}
 
 
+class Moved(NamedTuple):
+    """One transfer that ran: `index` in order of submission, and the place that it read or wrote."""
+
+    index: int
+    kind: Literal["read", "write"]
+    offset_nbytes: int
+    nbytes: int
+    path: Path
+
+    @property
+    def place(self) -> tuple[Path, int, int]:
+        return self.path, self.offset_nbytes, self.nbytes
+
+
 class _QueuedTransfer(Pending):
     def __init__(self, backend: FaultyBackend, index: int, file: OpenFile, tensor: Tensor, offset: int, is_write: bool) -> None:
         self.backend = backend
@@ -62,6 +76,7 @@ class _QueuedTransfer(Pending):
 
     def wait(self) -> None:
         self.backend.run_until(self)
+        self.backend.told.add(self.index)
         if self.failure is not None:
             raise self.failure
 
@@ -79,7 +94,10 @@ class FaultyBackend:
         self.faults = dict(faults or {})
         self.struck: dict[int, Path] = {}
         """The files of the transfers that met their fault."""
-        self.log: list[tuple[int, str, int, int]] = []  # (index, "read" | "write", offset, nbytes) as they ran
+        self.log: list[Moved] = []
+        """In the order in which they ran."""
+        self.told: set[int] = set()
+        """The transfers of which somebody waited for the end."""
         self._random = random.Random(seed)
         self._lock = threading.RLock()
         self._queue: list[_QueuedTransfer] = []
@@ -102,6 +120,19 @@ class FaultyBackend:
     @property
     def submitted_count(self) -> int:
         return len(self.log) + len(self._queue)
+
+    def was_looked_at(self, index: int) -> bool:
+        """Whether somebody has looked at what transfer `index` moved: read it, from a place that had been written, and waited
+        for that; or wrote it, and it was read so before its place was written again. Places are compared whole."""
+        at = next((at for at, moved in enumerate(self.log) if moved.index == index), len(self.log))
+        if at == len(self.log):
+            return False
+        place, before, after = self.log[at].place, self.log[:at], self.log[at + 1 :]
+        if self.log[at].kind == "read":
+            return index in self.told and any(moved.place == place and moved.kind == "write" for moved in before)
+        later = [moved for moved in after if moved.place == place]
+        reads = itertools.takewhile(lambda moved: moved.kind == "read", later)
+        return any(moved.index in self.told for moved in reads)
 
     def close(self) -> None:
         with self._lock:
@@ -139,8 +170,8 @@ class FaultyBackend:
         self._meter.begin(is_write=transfer.is_write)
         if transfer.fault is not None:
             self.struck[transfer.index] = transfer.file.path
-        kind = "write" if transfer.is_write else "read"
-        self.log.append((transfer.index, kind, transfer.offset_nbytes, transfer.tensor.numel()))
+        kind: Literal["read", "write"] = "write" if transfer.is_write else "read"
+        self.log.append(Moved(transfer.index, kind, transfer.offset_nbytes, transfer.tensor.numel(), transfer.file.path))
         block, code = self._move(transfer)
         if code:
             transfer.failure = transfer_error(
