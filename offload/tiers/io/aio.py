@@ -152,7 +152,6 @@ class _Service:
         self._process_id = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._queue: _Queue = asyncio.PriorityQueue()
-        self._stops: list[_Entry] = [(_STOP_PRIORITY, 0, None)]
         executor = concurrent.futures.ThreadPoolExecutor(queue_depth, thread_name_prefix="offload-aiofiles")
         self._thread = threading.Thread(
             target=self._serve, args=(executor, queue_depth, meter), name="offload-aiofiles-loop", daemon=True
@@ -169,8 +168,8 @@ class _Service:
     def stop(self) -> None:
         """Have the thread end after what it was given. Does not wait: the garbage collector comes here on any thread, also on
         one that the event loop is waiting for."""
-        if self.is_ours() and not has_ended(self._thread) and self._stops:
-            self.take([self._stops.pop()])
+        if self.is_ours() and not has_ended(self._thread):
+            self.take([(_STOP_PRIORITY, 0, None)])
 
     def join(self) -> None:
         """Wait until the thread has ended; it was told to."""
@@ -195,8 +194,6 @@ class _Service:
 
 _services: set[_Service] = set()
 """Whose threads run."""
-
-os.register_at_fork(after_in_child=_services.clear)
 
 
 def _join_all() -> None:
