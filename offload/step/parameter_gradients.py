@@ -167,17 +167,6 @@ class ParameterGradients:
             self.clipping.put_tokens(filling, self.step_index)
         return True
 
-    def leave_no_more(self, unit: Unit, module_id: int) -> list[ParameterInfo]:
-        """From now on the gradients of a module of the unit are taken over one by one. Returns those that were left before."""
-        part, left = {info.index for info in unit.part_of(module_id)}, self.left.get(unit.index, [])
-        ended = [info for info in left if info.index in part]
-        if ended:
-            self.left[unit.index] = [info for info in left if info.index not in part]
-            self._left_of_part[module_id] = []
-            for key in [key for key in self._fillings if key[0] == unit.index]:
-                del self._fillings[key]
-        return ended
-
     def _expect(self, coming: Mapping[int, ParameterInfo]) -> None:
         """First gradients of these parameters, by index. Raises where they may not come: then what was left is dropped."""
         try:

@@ -226,9 +226,9 @@ class Towers(nn.Module):
 
 
 @beside_a_device
-def test_what_ends_with_its_gradients_ends_when_they_come(opened: Any, setup: Setup) -> None:
+def test_what_ends_with_its_gradients_ends_when_they_come(opened: Any, packed: list[int], setup: Setup) -> None:
     """No gradient of an input says that backward is through with the first block of the tower that it takes first: it is let go
-    before backward goes through the other."""
+    before backward goes through the other. Its gradients say so, and leave together all the same."""
     weights, found = [], list[list[int]]()
     for where in (IN_MEMORY, setup):
         torch.manual_seed(4)
@@ -244,6 +244,7 @@ def test_what_ends_with_its_gradients_ends_when_they_come(opened: Any, setup: Se
             engine.zero_grad()
         weights.append(engine.state_dict())
     assert found[4:] == [[0, 0, 0]] * 4
+    assert not packed, "each is the first of its parameter, and they fill their chunk"
     assert_same_bits(weights[1], weights[0])
 
 

@@ -353,6 +353,10 @@ class BackwardPasses:
                 if unit.shares_parameters:
                     self.shared_gradients.deliver(info)
                 self._events.gradient_arrived(unit, info)
+        self.accumulated(unit, info)
+
+    def accumulated(self, unit: Unit, info: ParameterInfo) -> None:
+        """PyTorch accumulated; the gradient was taken over, or stays in `p.grad` until backward leaves the module."""
         index = unit.index
         for use in [use for use in self._open if use.unit_index == index and use.ends_with_parameters]:
             use.gradient_arrived(info)

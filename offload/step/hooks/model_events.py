@@ -124,10 +124,6 @@ class ModelEvents:
                 self._accelerator.about_to_free(nbytes)
         return nbytes > 0
 
-    def leave_no_more(self, unit: Unit, module_id: int) -> list[ParameterInfo]:
-        """See `ParameterGradients`."""
-        return self._gradients.leave_no_more(unit, module_id)
-
     def backward_ended(self) -> None:
         """An outermost backward is over."""
         self._training.loss_is_scaled = False

@@ -88,6 +88,8 @@ class Hooks:
         """Units, and what comes with them since its forward was cut short in this outermost one, which may have caught that."""
         self._first_numbers: dict[int, int] = {}
         """By id of a unit's module: what autograd numbered the first function of its last covered call."""
+        self._heard: set[tuple[int, int]] = set()
+        """By unit and id of its module: those of whose parameters all say when their gradients came."""
         self._removers: list[Callable[[], None]] = []
         self._root = units[0].modules[0]
         self._renormalized = {id(module.weight) for module in renormalizing(self._root).values()}
@@ -117,7 +119,8 @@ class Hooks:
         self._removers.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
         self._removers.append(module.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
 
-    def _hook_parameter(self, unit_index: int, position: int, info: ParameterInfo) -> None:
+    def _hook_parameter(self, unit_index: int, position: int, info: ParameterInfo, *, is_left: bool = False) -> None:
+        """`is_left`: its gradient stays in `p.grad`; that it came is told all the same."""
         # The hooks of a parameter lie where Python's collector does not look: what they hold strongly, and lead back to the
         # parameter, would never be freed. The hooks of the modules keep the passes alive as long as the model lives.
         reference = weakref.ref(self._backwards)
@@ -132,11 +135,12 @@ class Hooks:
             passes = reference()
             if passes is not None:
                 unit = passes.units[unit_index]
-                passes.after_accumulation(unit, unit.parameters[position])
+                (passes.accumulated if is_left else passes.after_accumulation)(unit, unit.parameters[position])
 
         is_frozen = not info.parameter.requires_grad  # for now: PyTorch takes hooks of what requires a gradient alone
         info.parameter.requires_grad_(True)
-        self._removers.append(info.parameter.register_hook(Uncompiled(before_accumulation)).remove)
+        if not is_left:
+            self._removers.append(info.parameter.register_hook(Uncompiled(before_accumulation)).remove)
         self._removers.append(info.parameter.register_post_accumulate_grad_hook(Uncompiled(after_accumulation)).remove)
         info.parameter.requires_grad_(not is_frozen)
 
@@ -319,8 +323,8 @@ class Hooks:
             outputs = [level for tensor in tensors_in(output) for level in levels_of(tensor) if level.requires_grad]
         use.ended = self._backwards.tick()
         use.ends_with_parameters = not call.inputs and not _trains_others(unit, call.module)
-        if use.ends_with_parameters and self._events.left_parameters.get(unit.index) and not self._covers:
-            self._hear_parameters(unit, call.module)
+        if use.ends_with_parameters and not self._covers and (unit.index, use.module_id) not in self._heard:
+            self._hear_parameters(unit, use.module_id)
         if outputs:
             if len(outputs) == 1:
                 outputs[0].register_hook(use.reach)
@@ -335,13 +339,15 @@ class Hooks:
             if enclosing is not None and self._uses.accompany(enclosing, unit) and output is None and _is_cut_short():
                 self._left_in_between.append((enclosing, unit))
 
-    def _hear_parameters(self, unit: Unit, module: nn.Module) -> None:
-        """The gradients of a module's parameters, which end a use of it, come one by one from now on."""
+    def _hear_parameters(self, unit: Unit, module_id: int) -> None:
+        """The gradients of a module's parameters, the last of which ends a use of it, are told of from now on."""
         with self._training.failures():
-            left = {info.index for info in self._events.leave_no_more(unit, id(module))}
+            left = {info.index for info in self._events.left_parameters.get(unit.index, ())}
+            left.intersection_update(info.index for info in unit.part_of(module_id))
             for position, info in enumerate(unit.parameters):
                 if info.index in left:
-                    self._hook_parameter(unit.index, position, info)
+                    self._hook_parameter(unit.index, position, info, is_left=True)
+            self._heard.add((unit.index, module_id))
 
     def _report_writes(self, unit: Unit) -> None:
         """What this forward wrote in place to the unit's parameters."""
