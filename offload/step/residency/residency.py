@@ -225,9 +225,10 @@ class Residency:
     def finish_updates(self, besides: Collection[Unit] = ()) -> None:
         """Run every update that is still enqueued, bringing in what it needs; but those of the units `besides`."""
         if self._updates is not None:
-            for unit in self._updates.pending_units:
-                if unit not in besides:
-                    self.finish_update(unit)
+            units = [unit for unit in self._updates.pending_units if unit not in besides]
+            self._updates.await_launched(units)
+            for unit in units:
+                self.finish_update(unit)
 
     def finish_update(self, unit: Unit) -> None:
         """Run the unit's update, if it is still enqueued, bringing in what it needs."""

@@ -7,6 +7,7 @@ forward of this one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from offload.model.unit import Unit
@@ -35,6 +36,9 @@ class SpreadUpdates(Updates):
         if asked.result is not None:
             self._accelerator.join(asked.result)
         self._leave_queue(unit)
+
+    def await_launched(self, units: Sequence[Unit]) -> None:
+        """Not at once: each is gathered as soon as it is over."""
 
     def _spread(self, unit: Unit, update: UnitUpdate) -> Request:
         if update.spreading is None:

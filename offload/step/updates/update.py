@@ -14,6 +14,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import takewhile
 from typing import Protocol
 
 from torch import Tensor
@@ -163,6 +165,15 @@ class Updates:
         self._leave_queue(unit)
         for pending in update.published:
             self._accelerator.join(pending)
+
+    def await_launched(self, units: Sequence[Unit]) -> None:
+        """Before `finish` of one after the other: block until those of the first ones are over that the lane has, in one wait.
+        To be woken for each takes longer than what is to be done then. What failed is raised by its `finish`."""
+        launched = list(takewhile(lambda unit: unit.update is not None and unit.update.job is not None, units))
+        last = launched[-1].update if launched else None
+        if last is not None and last.job is not None and not last.job.done():
+            with self._timeline.waiting("update", launched[-1]), suppress(Exception):
+                last.job.wait()
 
     def apply(self, unit: Unit) -> None:
         """Block until this rank's part of the unit's update, if it has one, is in place. From any thread."""
