@@ -18,12 +18,11 @@ import threading
 import warnings
 from collections.abc import Sequence
 from ctypes import byref, c_int32, c_int64, c_uint64, c_void_p
-from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
 
-from offload._native_library import UpdateArguments as UpdateArguments, UpdateSegmentStructure, load
+from offload._native_library import IngestPartStructure, UpdateArguments as UpdateArguments, UpdateSegmentStructure, load
 from offload.errors import ConfigError
 
 F32, BF16, F16 = 0, 1, 2
@@ -227,21 +226,25 @@ def gradient_ingest(
         check(status, f"gradient_ingest(numel={numel}, start_index={start_index})")
 
 
-def gradients_ingest(
-    dtype: int,
-    targets: Sequence[int],
-    sources: Sequence[int],
-    numels: Sequence[int],
-    start_indices: Sequence[int],
-    block_sums: Sequence[int],
-) -> None:
-    """`gradient_ingest` of several, given by columns, all in one dtype, nothing of which is added to."""
-    pool, same = _threads_for(max(numels), all_cores=False).pointer, repeat(dtype)
-    ingested = map(
-        loaded().offload_gradient_ingest,
-        *(repeat(pool), targets, same, sources, same, numels, start_indices, repeat(0), block_sums),
-    )
-    check(next(filter(None, ingested), 0), f"gradient_ingest of {len(numels)} gradients")
+class IngestParts:
+    """Of gradients that lie side by side in a buffer, each (numel, start_index, where its sums go): to be told once. One thread
+    at a time."""
+
+    def __init__(self, first_index: int, parts: Sequence[tuple[int, int, int]]) -> None:
+        """`first_index`: of the buffer's first element."""
+        self._first_index, self._count, self._most = first_index, len(parts), max(numel for numel, _, _ in parts)
+        self._parts = (IngestPartStructure * self._count)(*(IngestPartStructure(*part) for part in parts))
+        self._sources = (c_void_p * self._count)()
+
+    def ingest(self, dst: Values, sources: Sequence[int]) -> None:
+        """`gradient_ingest` of all into `dst`, in whose dtype they are (`offload_gradients_ingest`)."""
+        self._sources[:] = list(sources)
+        pool = _threads_for(self._most, all_cores=False)
+        status = loaded().offload_gradients_ingest(
+            pool.pointer, *dst, self._first_index, self._parts, self._sources, self._count
+        )
+        if status:
+            check(status, f"gradient_ingest of {self._count} gradients from {self._first_index} on")
 
 
 def convert(dst: Values, src: Values, numel: int, *, all_cores: bool = False) -> None:

@@ -10,7 +10,7 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64
 from pathlib import Path
 from typing import NamedTuple
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 LIBRARY_NAME = "liboffload_native.so"
 
 
@@ -78,6 +78,10 @@ class UpdateSegmentStructure(ctypes.Structure):
     _fields_ = tuple(zip(UpdateArguments._fields, _UPDATE_TYPES, strict=True))
 
 
+class IngestPartStructure(ctypes.Structure):
+    _fields_ = (("numel", c_int64), ("start_index", c_int64), ("block_sums", c_void_p))
+
+
 class IoResultStructure(ctypes.Structure):
     _fields_ = tuple((name, c_int64) for name in IoResult._fields)
 
@@ -99,6 +103,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "offload_threads_destroy": (c_void_p,),
     "offload_update": (c_void_p, c_void_p, c_int64),
     "offload_gradient_ingest": (c_void_p, c_void_p, c_int32, c_void_p, c_int32, c_int64, c_int64, c_int32, c_void_p),
+    "offload_gradients_ingest": (c_void_p, c_void_p, c_int32, c_int64, c_void_p, c_void_p, c_int64),
     "offload_convert": (c_void_p, c_void_p, c_int32, c_void_p, c_int32, c_int64),
     "offload_exact_sum": (c_void_p, c_void_p, c_int64, c_void_p),
     "offload_checksum": (c_void_p, c_int64, POINTER(c_uint64)),

@@ -24,7 +24,7 @@ extern "C" {
 #define OFFLOAD_API __attribute__((visibility("default")))
 
 /* Changes whenever a signature, a structure or the meaning of an argument below changes. */
-#define OFFLOAD_ABI_VERSION 3
+#define OFFLOAD_ABI_VERSION 4
 
 enum { OFFLOAD_F32 = 0, OFFLOAD_BF16 = 1, OFFLOAD_F16 = 2 };
 enum { OFFLOAD_SIMD_BEST = -1, OFFLOAD_SIMD_SCALAR = 0, OFFLOAD_SIMD_AVX2 = 1, OFFLOAD_SIMD_AVX512 = 2, OFFLOAD_SIMD_NEON = 3 };
@@ -173,6 +173,18 @@ OFFLOAD_API int offload_update(offload_threads* threads, const offload_update_se
  * Several callers may use one pool; they take turns. */
 OFFLOAD_API int offload_gradient_ingest(offload_threads* threads, void* dst, int32_t dst_dtype, const void* src, int32_t src_dtype,
                                         int64_t numel, int64_t start_index, int32_t accumulate, double* block_sums);
+
+/* One gradient of those that lie side by side in a buffer; as of offload_gradient_ingest. */
+typedef struct {
+    int64_t numel;
+    int64_t start_index; /* % 64 == 0 */
+    double* block_sums;  /* may be NULL */
+} offload_ingest_part;
+
+/* offload_gradient_ingest of each, one after the other, nothing of which is added to: all in one dtype, from sources[i] into dst,
+ * whose first element has flat index first_index. -EINVAL where one cannot be: then none is stored. */
+OFFLOAD_API int offload_gradients_ingest(offload_threads* threads, void* dst, int32_t dtype, int64_t first_index,
+                                         const offload_ingest_part* parts, const void* const* sources, int64_t part_count);
 
 /* dst = src, cast. They must not overlap. Several callers may use one pool; they take turns. */
 OFFLOAD_API int offload_convert(offload_threads* threads, void* dst, int32_t dst_dtype, const void* src, int32_t src_dtype, int64_t numel);

@@ -50,6 +50,10 @@ void convert(offload_threads& threads, void* dst, int32_t dst_dtype, const void*
     });
 }
 
+bool is_range(int64_t numel, int64_t start_index) {
+    return numel >= 0 && start_index >= 0 && start_index % kStartMultiple == 0 && start_index <= INT64_MAX - numel - kBlockNumel;
+}
+
 } // namespace
 } // namespace offload
 
@@ -58,9 +62,7 @@ extern "C" {
 int offload_gradient_ingest(offload_threads* threads, void* dst, int32_t dst_dtype, const void* src, int32_t src_dtype, int64_t numel,
                             int64_t start_index, int32_t accumulate, double* block_sums) {
     using namespace offload;
-    if (threads == nullptr || numel < 0 || start_index < 0 || start_index % kStartMultiple != 0 ||
-        start_index > INT64_MAX - numel - kBlockNumel)
-        return -EINVAL;
+    if (threads == nullptr || !is_range(numel, start_index)) return -EINVAL;
     if (!is_dtype(src_dtype) || (dst != nullptr && !is_dtype(dst_dtype)) || (accumulate != 0 && accumulate != 1)) return -EINVAL;
     if (dst == nullptr && accumulate != 0) return -EINVAL;
     if (numel == 0) return 0;
@@ -74,6 +76,28 @@ int offload_gradient_ingest(offload_threads* threads, void* dst, int32_t dst_dty
     whole.numel = numel;
     whole.accumulate = accumulate != 0;
     ingest(*threads, whole, start_index);
+    return 0;
+}
+
+int offload_gradients_ingest(offload_threads* threads, void* dst, int32_t dtype, int64_t first_index, const offload_ingest_part* parts,
+                             const void* const* sources, int64_t part_count) {
+    using namespace offload;
+    if (threads == nullptr || dst == nullptr || !is_dtype(dtype) || first_index < 0) return -EINVAL;
+    if (part_count < 0 || (part_count > 0 && (parts == nullptr || sources == nullptr))) return -EINVAL;
+    for (int64_t i = 0; i < part_count; ++i) {
+        const offload_ingest_part& part = parts[i];
+        if (!is_range(part.numel, part.start_index) || part.start_index < first_index) return -EINVAL;
+        if (part.numel > 0 && sources[i] == nullptr) return -EINVAL;
+    }
+    for (int64_t i = 0; i < part_count; ++i) {
+        IngestPiece whole = {};
+        whole.dst = static_cast<char*>(dst) + (parts[i].start_index - first_index) * element_nbytes(dtype);
+        whole.src = sources[i];
+        whole.block_sum = parts[i].block_sums;
+        whole.dst_dtype = whole.src_dtype = dtype;
+        whole.numel = parts[i].numel;
+        if (whole.numel > 0) ingest(*threads, whole, parts[i].start_index);
+    }
     return 0;
 }
 

@@ -32,31 +32,28 @@ class IngestTable:
         places = [position + count for (_, _, position), count in zip(parts, counts, strict=True)]
         if sums.dtype != torch.float64 or not sums.is_contiguous() or max(places) > sums.numel():
             raise AssertionError(f"sums must be contiguous float64, at least [{max(places)}]")
-        self._offsets = [(start - first_index) * dtype.itemsize for start in self._starts]
         self._sums_of = [sums[position : position + count] for (_, _, position), count in zip(parts, counts, strict=True)]
-        self._sums_at = [one.data_ptr() for one in self._sums_of]
+        told = zip(self._numels, self._starts, map(Tensor.data_ptr, self._sums_of), strict=True)
+        self._parts = _native.IngestParts(first_index, list(told))
         self._is_native = True
         """As far as is known of the buffers."""
-        self._targets: dict[int, list[int]] = {}
-        """By address of a buffer: where each part goes."""
+        self._known: set[int] = set()
+        """Addresses of buffers that have room for all."""
 
     def ingest(self, dst: Tensor, sources: Sequence[Tensor]) -> None:
         """Into `dst`, the chunk's buffer: by part a tensor in the table's dtype, dense in memory, in the order of its slot."""
         if list(map(Tensor.numel, sources)) != self._numels:
             raise AssertionError(f"gradients of {self._numels} elements are needed")
         address = dst.data_ptr() if self._is_native else 0
-        targets = self._targets.get(address)
-        if targets is None:
+        if address not in self._known:
             self._is_native = uses_native(dst)
             if not self._is_native:
                 self.ingest_some(dst, sources, range(len(sources)))
                 return
             if dst.dtype != self._dtype or dst.numel() < self._stop_index - self._first_index or not dst.is_contiguous():
                 raise AssertionError(f"a buffer of {self._stop_index - self._first_index} contiguous {self._dtype} is needed")
-            address = dst.data_ptr()
-            targets = self._targets[address] = [address + offset for offset in self._offsets]
-        addresses = list(map(Tensor.data_ptr, sources))
-        _native.gradients_ingest(DTYPE_CODES[self._dtype], targets, addresses, self._numels, self._starts, self._sums_at)
+            self._known.add(address := dst.data_ptr())
+        self._parts.ingest(_native.Values(address, DTYPE_CODES[self._dtype]), list(map(Tensor.data_ptr, sources)))
 
     def ingest_some(self, dst: Tensor, sources: Sequence[Tensor], which: Sequence[int]) -> None:
         """The same of the parts at these positions, one by one; of any dtype that gradients have."""

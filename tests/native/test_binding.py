@@ -226,3 +226,18 @@ def test_null_and_nonsense_are_refused() -> None:
             dst, src = _native.Values(*places[:2]), _native.Values(*places[2:])
             _native.gradient_ingest(dst, src, numel, start_index, False, 0)
         assert caught.value.errno == errno.EINVAL
+    dst, src = torch.zeros(192), torch.ones(5)
+    for place, first_index, start_index, numel, source in (
+        ((0, 0), 64, 128, 5, src.data_ptr()),
+        ((dst.data_ptr(), 9), 64, 128, 5, src.data_ptr()),
+        ((dst.data_ptr(), 0), -64, 128, 5, src.data_ptr()),
+        ((dst.data_ptr(), 0), 64, 0, 5, src.data_ptr()),
+        ((dst.data_ptr(), 0), 64, 96, 5, src.data_ptr()),
+        ((dst.data_ptr(), 0), 64, 128, -1, src.data_ptr()),
+        ((dst.data_ptr(), 0), 64, 128, 5, 0),
+    ):
+        parts = _native.IngestParts(first_index, [(5, max(first_index, 64), 0), (numel, start_index, 0)])
+        with pytest.raises(OSError) as caught:
+            parts.ingest(_native.Values(*place), [src.data_ptr(), source])
+        assert caught.value.errno == errno.EINVAL
+    assert not dst.any(), "the good one before it is not stored either"
