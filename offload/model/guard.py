@@ -33,22 +33,25 @@ from offload.model.quantized import class_in_use
 class Watch:
     """How the engine is asked about one guarded parameter.
 
-    `bring_in()` makes the value present for the enclosing forward and unguards the parameter, or raises; `readable`
-    says whether the value lies where the tensor points right now, so that reading needs no bringing in. `left_as`: of what a
+    `bring_in()` makes the value present for the enclosing forward and unguards the parameter, or raises. `left_as`: of what a
     closed engine left without its value the class that the parameter is to have again.
     """
 
     fqn: str
     bring_in: Callable[[], None]
-    readable: bool
     left_as: type | None = None
 
 
 _watches: dict[int, Watch] = {}
-"""By id. One whose parameter is gone may be left: a finalizer that comes where Python's stack ends is lost. Whatever has the
-address then is no parameter with a guard's class, and is not asked about."""
-_guard_classes: dict[type, type] = {}
+"""By id, of every parameter that has a guard, also while it is plain. One whose parameter is gone may be left: a finalizer that
+comes where Python's stack ends is lost. Whatever has the address then is no parameter with a guard's class, and is not asked
+about."""
+_guard_classes: dict[tuple[type, bool], type] = {}
+"""By a parameter's own class, and whether its value lies where the tensor points, so that reading needs no bringing in."""
 _plain_classes: dict[type, type] = {}
+"""By guard class: the parameter's own."""
+_readable_classes: set[type] = set()
+"""Those of the guard classes whose parameters may be read."""
 
 _METADATA = {
     torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.stride,
@@ -213,13 +216,13 @@ def _guarded_torch_function(
         # They name parameters and read none. Their node in the graph says the same, and the call stays an ordinary one.
         args, kwargs = pytree.tree_map(_node_of, (tuple(args), dict(kwargs)))
         return func(*args, **kwargs)
-    if func is torch.Tensor.detach and id(args[0]) in _watches:
-        _refuse_second_parameter(_watches[id(args[0])].fqn)
+    if func is torch.Tensor.detach and (watch := _watch_of(args[0])) is not None:
+        _refuse_second_parameter(watch.fqn)
     leaves = pytree.tree_leaves((args, dict(kwargs)))
     guarded = [leaf for leaf in leaves if type(leaf) in _plain_classes and id(leaf) in _watches]
     if func == _REPRESENT and guarded:
         watch = _watches[id(guarded[0])]
-        if not watch.readable:
+        if type(guarded[0]) not in _readable_classes:
             where = "not in memory (engine.gathered)" if watch.left_as is None else "without a value (its engine was closed)"
             return f"Parameter {watch.fqn!r} of shape {tuple(args[0].shape)}, {args[0].dtype}, {where}"
     if func in _CONVERSIONS and any(args[0] is one for one in guarded):
@@ -250,8 +253,8 @@ def _watch_of(tensor: torch.Tensor) -> Watch | None:
 
 
 def _bring_in(parameter: torch.Tensor) -> None:
-    watch = _watches.get(id(parameter))
-    if watch is not None and not watch.readable:
+    watch = _watch_of(parameter)
+    if watch is not None and type(parameter) not in _readable_classes:
         watch.bring_in()
 
 
@@ -262,7 +265,7 @@ def _read_only(result: Any, parameter: torch.Tensor) -> Any:
         return type(result)(_read_only(one, parameter) for one in result)
     if isinstance(result, Iterator):
         return iter([_read_only(one, parameter) for one in result])
-    watch = _watches.get(id(parameter))
+    watch = _watch_of(parameter)
     if watch is None or type(result) is not torch.Tensor:
         return result
     if result.layout is not torch.strided or result.untyped_storage()._cdata != parameter.untyped_storage()._cdata:
@@ -308,12 +311,16 @@ class _ReadOnlyData(torch.Tensor):
         return result
 
 
-def _guard_class(original: type) -> type:
-    if original not in _guard_classes:
+def _guard_class(original: type, *, readable: bool) -> type:
+    found = _guard_classes.get((original, readable))
+    if found is None:
         namespace = {"__torch_function__": classmethod(_guarded_torch_function), "__module__": original.__module__}
-        _guard_classes[original] = type(original.__name__, (original,), namespace)
-        _plain_classes[_guard_classes[original]] = original
-    return _guard_classes[original]
+        found = type(original.__name__, (original,), namespace)
+        _plain_classes[found] = original
+        if readable:
+            _readable_classes.add(found)
+        _guard_classes[original, readable] = found
+    return found
 
 
 _exhaust = deque[object](maxlen=0).extend
@@ -329,37 +336,37 @@ class ParameterGuard:
     def __init__(self, fqn: str, parameter: nn.Parameter, bring_in: Callable[[], None]) -> None:
         self._parameter, self._key = parameter, id(parameter)
         self._plain_class, self._class_in_use = type(parameter), class_in_use(parameter)
-        self._guard_class = _guard_class(type(parameter))
-        self._readable_watch = Watch(fqn, bring_in, True)
-        self._absent_watch = Watch(fqn, bring_in, False)
+        self._absent_class = _guard_class(type(parameter), readable=False)
+        self._readable_class = _guard_class(type(parameter), readable=True)
         # A model that is dropped without close() must not leave a watch on an address that another tensor gets.
         self._finalizer = weakref.finalize(parameter, _watches.pop, id(parameter), None)
+        self._watch = _watches[self._key] = Watch(fqn, bring_in)
 
     def close_off(self, *, readable: bool) -> None:
         """Guard the parameter. `readable`: its memory is there and may be read (but not written)."""
-        _watches[self._key] = self._readable_watch if readable else self._absent_watch
-        self._parameter.__class__ = self._guard_class
+        _watches[self._key] = self._watch  # of another engine that was to have it meanwhile there may be one
+        self._parameter.__class__ = self._readable_class if readable else self._absent_class
 
     def open_up(self) -> None:
         """Make the parameter plain. Its memory must be there."""
         self._parameter.__class__ = self._class_in_use
-        _watches.pop(self._key, None)
 
     def leave(self) -> None:
         """The engine is closed and the value went with it: who asks for it is told so, until `Remains` takes the parameter."""
 
-        fqn = self._absent_watch.fqn
+        fqn = self._watch.fqn
 
         def refuse() -> None:  # knows the name alone: the table of watches keeps no parameter alive
             raise _gone(fqn)
 
-        _watches[self._key] = Watch(fqn, refuse, False, self._plain_class)
-        self._parameter.__class__ = self._guard_class
+        _watches[self._key] = Watch(fqn, refuse, self._plain_class)
+        self._parameter.__class__ = self._absent_class
 
     def release(self) -> None:
-        """`open_up`, and keep no weak reference to the parameter."""
-        self.open_up()
+        """The parameter is nobody's: plain for good."""
         self._parameter.__class__ = self._plain_class
+        if _watches.get(self._key) is self._watch:
+            del _watches[self._key]
         self._finalizer.detach()
 
 
@@ -367,21 +374,21 @@ class GuardsTogether:
     """The guards of several parameters, switched at once: a few calls of C, however many they are."""
 
     def __init__(self, guards: Sequence[ParameterGuard]) -> None:
-        self._parameters, self._keys = [one._parameter for one in guards], [one._key for one in guards]
+        self._parameters = [one._parameter for one in guards]
         self._classes_in_use = [one._class_in_use for one in guards]
-        self._guard_classes = [one._guard_class for one in guards]
-        self._readable = {one._key: one._readable_watch for one in guards}
-        self._absent = {one._key: one._absent_watch for one in guards}
+        self._absent_classes = [one._absent_class for one in guards]
+        self._readable_classes = [one._readable_class for one in guards]
 
     def close_off(self, *, readable: bool) -> None:
         """See `ParameterGuard`."""
-        _watches.update(self._readable if readable else self._absent)
-        _exhaust(map(setattr, self._parameters, repeat("__class__"), self._guard_classes))
+        self._switch(self._readable_classes if readable else self._absent_classes)
 
     def open_up(self) -> None:
         """See `ParameterGuard`."""
-        _exhaust(map(setattr, self._parameters, repeat("__class__"), self._classes_in_use))
-        _exhaust(map(_watches.pop, self._keys, repeat(None)))
+        self._switch(self._classes_in_use)
+
+    def _switch(self, classes: Sequence[type]) -> None:
+        _exhaust(map(setattr, self._parameters, repeat("__class__"), classes))
 
 
 class Remains:
@@ -401,7 +408,7 @@ class Remains:
     def put_back(self) -> None:
         """As they were left."""
         for parameter, watch in self._left:
-            parameter.__class__ = _guard_class(type(parameter))
+            parameter.__class__ = _guard_class(type(parameter), readable=False)
             _watches[id(parameter)] = watch
 
 
