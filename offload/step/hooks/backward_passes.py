@@ -296,9 +296,9 @@ class BackwardPasses:
 
     def start_use(self, use: BackwardUse) -> None:
         """A gradient reached an output of the call."""
-        for other in [other for other in self._open if other.is_behind(use)]:
-            other.end()
         with self._training.failures():
+            for other in [other for other in self._open if other.is_behind(use)]:
+                self._end(other)
             self.second_order.let_go()  # a gradient is there: the function that made it is done
             unit = self.units[use.unit_index]
             self._events.backward_reaches(unit, use.version)
@@ -313,17 +313,20 @@ class BackwardPasses:
 
     def end_use(self, use: BackwardUse) -> None:
         """Backward is through with the call."""
+        with self._training.failures():
+            self._end(use)
+
+    def _end(self, use: BackwardUse) -> None:
         del self._open[use]
         if use.told is not None:
             use.told()
         unit = self.units[use.unit_index]
-        with self._training.failures():
-            if self._events.left_parameters.get(unit.index) and self._events.gradients_left(unit, use.module_id):
-                self._accumulates = True
-            if use.reads_values and use.epoch == self._uses.epoch:
-                self._uses.end(unit, recorded=True, then=lambda: self._left(unit))
-            else:
-                self._left(unit)
+        if self._events.left_parameters.get(unit.index) and self._events.gradients_left(unit, use.module_id):
+            self._accumulates = True
+        if use.reads_values and use.epoch == self._uses.epoch:
+            self._uses.end(unit, recorded=True, then=lambda: self._left(unit))
+        else:
+            self._left(unit)
 
     def _left(self, unit: Unit) -> None:
         if unit.uses.count:
