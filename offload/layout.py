@@ -24,6 +24,7 @@ import bisect
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 SLOT_ALIGN = 64
 """Elements. 256 bytes of fp32: a slot never shares a cache line or a SIMD lane pattern with its neighbour."""
@@ -60,8 +61,7 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """A byte range in a tier. Both numbers are multiples of EXTENT_ALIGN."""
 
     offset_nbytes: int

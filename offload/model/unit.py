@@ -201,8 +201,7 @@ def _swap(info: ParameterInfo, twin: nn.Parameter) -> None:
         ) from error
 
 
-_GUARD_OF, _LENT_COUNT_OF, _SEEN_VERSION_OF = attrgetter("guard"), attrgetter("lent_count"), attrgetter("seen_version")
-_VERSION_OF = attrgetter("_version")
+_GUARD_OF, _LENT_COUNT_OF, _VERSION_OF = attrgetter("guard"), attrgetter("lent_count"), attrgetter("_version")
 _exhaust = deque[object](maxlen=0).extend
 """Goes through an iterator for what that does."""
 
@@ -249,12 +248,17 @@ class Unit:
     """When last looked at; `_together`: all of them, None where one is missing."""
     _together: GuardsTogether | None = field(init=False, default_factory=lambda: GuardsTogether(()))
     _tensors: list[nn.Parameter] = field(init=False)
+    _versions: list[int] = field(init=False, default_factory=list)
+    """PyTorch's counts of in-place writes when all were last opened together, which are their `seen_version` or behind it."""
     index: int = field(init=False)
+    needs_residency: bool = field(init=False)
+    """Whether it must be in device memory while it is updated."""
     largest_gradient_nbytes: int = field(init=False)
     """As autograd computes it: whole, in the parameter's dtype."""
 
     def __post_init__(self) -> None:
         self.index, self._tensors = self.layout.index, [info.parameter for info in self.parameters]
+        self.needs_residency = self.route.value_path is ValuePath.RESIDENT
         trained_nbytes = (info.numel * info.dtype.itemsize for info in self.parameters if info.trainable)
         self.largest_gradient_nbytes = max(trained_nbytes, default=0)
         self.shares_parameters = share_parameters(self.modules)
@@ -292,14 +296,9 @@ class Unit:
     @property
     def written_parameters(self) -> list[ParameterInfo]:
         """Those of them that something wrote to in place since."""
-        if not self._parts and list(map(_VERSION_OF, self._tensors)) == list(map(_SEEN_VERSION_OF, self.parameters)):
+        if not self._parts and list(map(_VERSION_OF, self._tensors)) == self._versions:
             return []
         return [info for info in self.open_parameters if info.was_written]
-
-    @property
-    def needs_residency(self) -> bool:
-        """Whether it must be in device memory while it is updated."""
-        return self.route.value_path is ValuePath.RESIDENT
 
     @property
     def name(self) -> str:
@@ -362,7 +361,10 @@ class Unit:
             for guard in self._guards:
                 if guard is not None:
                     guard.open_up()
-        _exhaust(map(setattr, self.parameters, repeat("seen_version"), map(_VERSION_OF, self._tensors)))
+        versions = list(map(_VERSION_OF, self._tensors))
+        if versions != self._versions:
+            _exhaust(map(setattr, self.parameters, repeat("seen_version"), versions))
+            self._versions = versions
 
     def _guards_together(self) -> GuardsTogether | None:
         """They are made after the unit, and others may take their place."""
