@@ -107,6 +107,7 @@ class Taking:
             for info in self._infos:
                 info.guard = ParameterGuard(info.fqn, info.parameter, _bringer(training, info.index))
             for unit in self._parts.units:
+                unit.join_guards()
                 unit.close_off()
             hooks.install()
             for info in self._infos:

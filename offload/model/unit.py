@@ -31,7 +31,7 @@ from offload.errors import InitializerError
 from offload.layout import UnitLayout
 from offload.model.chunk import Chunk
 from offload.model.flat import Flat, ParameterInfo
-from offload.model.guard import GuardsTogether, ParameterGuard
+from offload.model.guard import GuardsTogether
 from offload.model.partition import share_parameters
 from offload.model.update import EarlyUpdate, UnitUpdate
 from offload.planning.route import Route, ValuePath
@@ -201,7 +201,7 @@ def _swap(info: ParameterInfo, twin: nn.Parameter) -> None:
         ) from error
 
 
-_GUARD_OF, _LENT_COUNT_OF, _VERSION_OF = attrgetter("guard"), attrgetter("lent_count"), attrgetter("_version")
+_LENT_COUNT_OF, _VERSION_OF = attrgetter("lent_count"), attrgetter("_version")
 _exhaust = deque[object](maxlen=0).extend
 """Goes through an iterator for what that does."""
 
@@ -244,9 +244,8 @@ class Unit:
     """By index, where there are such parts: those that may not be guarded."""
     _guarded_readable: bool | None = field(init=False, default=None)
     """How the others are guarded; where there are no such parts how all are. None: not all of them, or not known."""
-    _guards: list[ParameterGuard | None] = field(init=False, default_factory=list)
-    """When last looked at; `_together`: all of them, None where one is missing."""
-    _together: GuardsTogether | None = field(init=False, default_factory=lambda: GuardsTogether(()))
+    _together: GuardsTogether | None = field(init=False, default=None)
+    """The guards of all its parameters, from `join_guards` on."""
     _tensors: list[nn.Parameter] = field(init=False)
     _versions: list[int] = field(init=False, default_factory=list)
     """PyTorch's counts of in-place writes when all were last opened together, which are their `seen_version` or behind it."""
@@ -353,27 +352,22 @@ class Unit:
                 info.guard.open_up()
             info.seen_version = info.parameter._version  # now: to ask a guarded parameter takes longer than all else here
 
+    def join_guards(self) -> None:
+        """Each of its parameters has its guard now, for as long as the unit is an engine's."""
+        self._together = GuardsTogether([info.guard for info in self.parameters if info.guard is not None])
+
     def _open_all(self) -> None:
         self._guarded_readable = None
-        if (together := self._guards_together()) is not None:
-            together.open_up()
+        if self._together is not None:
+            self._together.open_up()
         else:
-            for guard in self._guards:
-                if guard is not None:
-                    guard.open_up()
+            for info in self.parameters:
+                if info.guard is not None:
+                    info.guard.open_up()
         versions = list(map(_VERSION_OF, self._tensors))
         if versions != self._versions:
             _exhaust(map(setattr, self.parameters, repeat("seen_version"), versions))
             self._versions = versions
-
-    def _guards_together(self) -> GuardsTogether | None:
-        """They are made after the unit, and others may take their place."""
-        guards = list(map(_GUARD_OF, self.parameters))
-        if guards != self._guards:
-            there = [guard for guard in guards if guard is not None]
-            self._together = GuardsTogether(there) if len(there) == len(guards) else None
-            self._guards = guards  # last: an interrupt may come between the two
-        return self._together
 
     def close_off(self) -> None:
         """Guard all but those that are gathered. What is there for good, with no update to come, may be read; where one may
@@ -396,9 +390,8 @@ class Unit:
 
     def _close_all(self, readable: bool) -> bool:
         """Guard what is not gathered; whether that is all."""
-        together = self._guards_together()
-        if together is not None and not any(map(_LENT_COUNT_OF, self.parameters)):
-            together.close_off(readable=readable)
+        if self._together is not None and not any(map(_LENT_COUNT_OF, self.parameters)):
+            self._together.close_off(readable=readable)
             return True
         is_all = True
         for info in self.parameters:
