@@ -248,7 +248,7 @@ class Unit:
     """The guards of all its parameters, from `join_guards` on."""
     _tensors: list[nn.Parameter] = field(init=False)
     _versions: list[int] = field(init=False, default_factory=list)
-    """PyTorch's counts of in-place writes when all were last opened together, which are their `seen_version` or behind it."""
+    """PyTorch's counts of in-place writes when all were last opened together. No `seen_version` is behind them."""
     index: int = field(init=False)
     needs_residency: bool = field(init=False)
     """Whether it must be in device memory while it is updated."""

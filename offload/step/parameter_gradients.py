@@ -32,7 +32,7 @@ from offload.step.gradients.filling import Filling
 from offload.step.sum_room import MicroBatches
 from offload.step.torch_clipping import TokenClipping
 
-_UNIT_INDEX_OF, _STEP_OF = attrgetter("unit_index"), attrgetter("step_index")
+_STEP_OF = attrgetter("step_index")
 _PARAMETER_OF, _GRADIENT_OF = attrgetter("parameter"), attrgetter("parameter.grad")
 _TAKEN, _NOT_ASSIGNED = {TakenGradient}, {TakenGradient, type(None)}
 _exhaust = deque[object](maxlen=0).extend
@@ -148,7 +148,7 @@ class ParameterGradients:
             if not found:
                 return 0
             assert self._gradients is not None
-            self._expect({info.index: info for info, _ in found})
+            self._expect({info.index: info for info, _ in found}, {info.unit_index for info, _ in found})
             self._gradients.take(found)
             for info, _ in found:
                 info.parameter.grad = self.clipping.token(info, self.step_index)
@@ -160,18 +160,18 @@ class ParameterGradients:
             gradients = filling.gradients()
             if gradients is None:
                 return False
-            self._expect(filling.by_index)
+            self._expect(filling.by_index, filling.unit_indices)
             assert self._gradients is not None
             if not self._gradients.fill(filling, gradients):
                 return False
             self.clipping.put_tokens(filling, self.step_index)
         return True
 
-    def _expect(self, coming: Mapping[int, ParameterInfo]) -> None:
-        """First gradients of these parameters, by index. Raises where they may not come: then what was left is dropped."""
+    def _expect(self, coming: Mapping[int, ParameterInfo], unit_indices: Iterable[int]) -> None:
+        """First gradients of these parameters of these units. Raises where they may not come: then what was left is dropped."""
         try:
             self._require_scaled_loss()
-            for unit_index in dict.fromkeys(map(_UNIT_INDEX_OF, coming.values())):
+            for unit_index in unit_indices:
                 unit = self._units[unit_index]
                 if unit.update is not None:
                     raise stale_gradient(next(info.fqn for info in coming.values() if info.unit_index == unit_index))

@@ -14,7 +14,7 @@ import torch
 import offload
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-MOST_CALLS = 415
+MOST_CALLS = 380
 """Of Python functions in a step for each block of 12 parameters, PyTorch's own and the model's among them."""
 
 

@@ -41,6 +41,7 @@ class Filling:
         ordered = [info for chunk in _chunks_of(infos) for info, _ in chunk.pieces]
         self.infos = tuple(ordered)
         self.by_index = {info.index: info for info in ordered}
+        self.unit_indices = {info.unit_index for info in ordered}
         self.parameters = [info.parameter for info in ordered]
         self.nbytes = sum(info.numel * info.dtype.itemsize for info in ordered)
         self.tokens: list[TakenGradient] = []

@@ -12,7 +12,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from operator import is_not
 
 from torch import Tensor
 
@@ -106,8 +105,8 @@ class StagedFetcher(Fetcher):
         """`pool`: of staging buffers; None where reads go straight into the unit's memory."""
         self._accelerator, self._parameter_store, self._pool, self._updates = accelerator, parameter_store, pool, updates
         self._lane = accelerator.host_lane("fetch", waits_for_io=True)
-        self._stored: dict[Unit, tuple[list[Tensor | None], list[_Run]]] = {}
-        """Of units that lie in host memory: where, and what is copied."""
+        self._stored: dict[Unit, list[_Run]] = {}
+        """Of units that lie in host memory: what is copied. There each chunk stays in its place until the store is closed."""
 
     def fetched_nbytes(self, unit: Unit) -> int:
         return sum(flat.memory.nbytes for flat in unit.flats if not flat.memory.stays)
@@ -123,8 +122,7 @@ class StagedFetcher(Fetcher):
 
     def _is_stored(self, unit: Unit) -> bool:
         """Whether all of it lies in host memory, so that nothing but its update is waited for before the copies."""
-        known = self._stored.get(unit)
-        return known is not None or all(self._parameter_store.view(chunk) is not None for chunk in unit.chunks)
+        return unit in self._stored or all(self._parameter_store.view(chunk) is not None for chunk in unit.chunks)
 
     def is_over(self, unit: Unit) -> bool:
         fetch = unit.fetch
@@ -191,18 +189,20 @@ class StagedFetcher(Fetcher):
 
     def _stored_runs(self, unit: Unit) -> list[_Run] | None:
         """What is copied of a unit that lies in host memory; None of others. Waits for the last writes there."""
-        views = list(map(self._parameter_store.view, unit.chunks))
-        known_views, runs = self._stored.get(unit, (None, []))
-        if known_views is None or any(map(is_not, known_views, views)):
-            side_by_side: list[list[tuple[Chunk, Tensor]]] = []
-            for chunk, stored in zip(unit.chunks, views, strict=True):
-                if stored is None:
-                    return None
-                if not side_by_side or not _continues(side_by_side[-1], chunk, stored):
-                    side_by_side.append([])
-                side_by_side[-1].append((chunk, stored[: chunk.nbytes]))
-            runs = [_run_of(one) for one in side_by_side]
-            self._stored[unit] = views, runs
+        runs = self._stored.get(unit)
+        if runs is not None:
+            for chunk in unit.chunks:
+                self._parameter_store.settle_write(chunk)
+            return runs
+        side_by_side: list[list[tuple[Chunk, Tensor]]] = []
+        for chunk in unit.chunks:
+            stored = self._parameter_store.view(chunk)
+            if stored is None:
+                return None
+            if not side_by_side or not _continues(side_by_side[-1], chunk, stored):
+                side_by_side.append([])
+            side_by_side[-1].append((chunk, stored[: chunk.nbytes]))
+        runs = self._stored[unit] = [_run_of(one) for one in side_by_side]
         return runs
 
     def _copy_together(self, run: _Run) -> Pending:
