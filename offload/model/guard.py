@@ -43,15 +43,20 @@ class Watch:
 
 
 _watches: dict[int, Watch] = {}
-"""By id, of every parameter that has a guard, also while it is plain. One whose parameter is gone may be left: a finalizer that
-comes where Python's stack ends is lost. Whatever has the address then is no parameter with a guard's class, and is not asked
-about."""
+"""By id, of every parameter that has a guard, also while it is plain; only `_watch_of` asks. One whose parameter is gone may be
+left: a finalizer that comes where Python's stack ends is lost."""
 _guard_classes: dict[tuple[type, bool], type] = {}
 """By a parameter's own class, and whether its value lies where the tensor points, so that reading needs no bringing in."""
 _plain_classes: dict[type, type] = {}
 """By guard class: the parameter's own."""
 _readable_classes: set[type] = set()
 """Those of the guard classes whose parameters may be read."""
+
+
+def _watch_of(tensor: Any) -> Watch | None:
+    """None too for whatever came to lie where a guarded parameter did: it has no guard's class."""
+    return _watches.get(id(tensor)) if type(tensor) in _plain_classes else None
+
 
 _METADATA = {
     torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.stride,
@@ -91,7 +96,7 @@ _ASKING_GRADIENTS = {torch.autograd.backward, torch.autograd.grad}
 
 def _node_of(value: Any) -> Any:
     """Of a guarded parameter the place of its gradient in autograd's graph."""
-    if type(value) in _plain_classes and id(value) in _watches and value.requires_grad:
+    if _watch_of(value) is not None and value.requires_grad:
         with torch._C.DisableTorchFunctionSubclass():
             return get_gradient_edge(value)
     return value
@@ -170,8 +175,8 @@ def _check_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     for written in target if isinstance(target, (list, tuple)) else (target,):
         if isinstance(written, _ReadOnlyData):
             raise _refuse_writing(written._offload_watch, func)
-        if type(written) in _plain_classes and id(written) in _watches:
-            raise _refuse_writing(_watches[id(written)], func)
+        if (watch := _watch_of(written)) is not None:
+            raise _refuse_writing(watch, func)
 
 
 def _gone(fqn: str) -> ParameterAccessError:
@@ -216,19 +221,20 @@ def _guarded_torch_function(
         # They name parameters and read none. Their node in the graph says the same, and the call stays an ordinary one.
         args, kwargs = pytree.tree_map(_node_of, (tuple(args), dict(kwargs)))
         return func(*args, **kwargs)
-    if func is torch.Tensor.detach and (watch := _watch_of(args[0])) is not None:
-        _refuse_second_parameter(watch.fqn)
+    first = _watch_of(args[0]) if args else None
+    if func is torch.Tensor.detach and first is not None:
+        _refuse_second_parameter(first.fqn)
     leaves = pytree.tree_leaves((args, dict(kwargs)))
-    guarded = [leaf for leaf in leaves if type(leaf) in _plain_classes and id(leaf) in _watches]
+    guarded = [leaf for leaf in leaves if _watch_of(leaf) is not None]
     if func == _REPRESENT and guarded:
-        watch = _watches[id(guarded[0])]
-        if type(guarded[0]) not in _readable_classes:
+        watch = _watch_of(guarded[0])
+        if watch is not None and type(guarded[0]) not in _readable_classes:
             where = "not in memory (engine.gathered)" if watch.left_as is None else "without a value (its engine was closed)"
             return f"Parameter {watch.fqn!r} of shape {tuple(args[0].shape)}, {args[0].dtype}, {where}"
-    if func in _CONVERSIONS and any(args[0] is one for one in guarded):
+    if func in _CONVERSIONS and first is not None:
         if _changes_nothing(func, args[0], args[1:], kwargs):
             return args[0]
-        _refuse_conversion(_watches[id(args[0])].fqn)
+        _refuse_conversion(first.fqn)
     if func == _DATA_SET and args[1] is args[0]:
         return None  # what module.to() does at the end, where nothing changed
     _check_writes(func, args, kwargs)
@@ -246,10 +252,6 @@ def _guarded_torch_function(
     if type(result) in _plain_classes and not any(result is one for one in guarded):
         result.__class__ = _plain_classes[type(result)]  # a copy of a guarded parameter is the user's, and plain
     return result
-
-
-def _watch_of(tensor: torch.Tensor) -> Watch | None:
-    return _watches.get(id(tensor)) if type(tensor) in _plain_classes else None
 
 
 def _bring_in(parameter: torch.Tensor) -> None:
