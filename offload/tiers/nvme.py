@@ -55,7 +55,8 @@ class NvmeStore:
     ) -> None:
         """Reserves the whole space on disk. `name` stands for the files in messages. `recorder`: is told of transfers.
 
-        Raises `ConfigError` where a path has too little room, `StorageError` where reserving it failed."""
+        Raises `ConfigError` where a path has too little room or `OFFLOAD_VERIFY` is neither 0 nor 1, `StorageError` where
+        reserving it failed."""
         if stripe_nbytes <= 0 or stripe_nbytes % EXTENT_ALIGN:
             raise AssertionError(f"{name}: stripes of {stripe_nbytes} bytes are not a positive multiple of {EXTENT_ALIGN}")
         self.name = name

@@ -22,14 +22,17 @@ from torch import Tensor
 
 from offload import _native
 from offload.device.pending import Pending
-from offload.errors import CorruptDataError
+from offload.errors import ConfigError, CorruptDataError
 
 ENVIRONMENT_VARIABLE = "OFFLOAD_VERIFY"
 
 
 def verification_is_on() -> bool:
     """Whether stores keep checksums: the default."""
-    return os.environ.get(ENVIRONMENT_VARIABLE, "") != "0"
+    chosen = os.environ.get(ENVIRONMENT_VARIABLE, "") or "1"
+    if chosen not in ("0", "1"):
+        raise ConfigError(f"{ENVIRONMENT_VARIABLE}={chosen!r} is unknown: expected 1 (compare what is read) or 0 (do not).")
+    return chosen == "1"
 
 
 def checksum(tensor: Tensor) -> int:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import errno
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,14 +16,14 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from offload import _native
-from offload.errors import CorruptDataError
+from offload.errors import ConfigError, CorruptDataError
 from offload.layout import Extent
-from offload.tiers import verification
 from offload.tiers.io import Priority
 from offload.tiers.memory import HostMemory
 from offload.tiers.nvme import NvmeStore
 from offload.tiers.scratch import ScratchFolder
 from offload.tiers.verification import checksum
+from tests.native.paths import torch_form
 
 from ..scratch_files import scratch_files
 from .faulty_io import Fault, FaultyBackend
@@ -111,13 +112,31 @@ def test_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store.close()
 
 
+@pytest.mark.parametrize("value", ["maybe", "2", "off", " 0"])
+def test_a_setting_that_is_none_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    """Before a file is made: who meant to switch it off is told so."""
+    monkeypatch.setenv("OFFLOAD_VERIFY", value)
+    with pytest.raises(ConfigError, match=f"OFFLOAD_VERIFY='{value}' is unknown: expected 1 .* or 0 "):
+        store_of(tmp_path, FaultyBackend(1))
+    assert scratch_files(tmp_path) == []
+
+
+@pytest.mark.parametrize("value", ["1", ""])
+def test_on_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("OFFLOAD_VERIFY", value)
+    store = store_of(tmp_path, FaultyBackend(1, {0: Fault("bit_flip")}))
+    store.write(EXTENTS[0], memory(8192, 1)).wait()
+    with pytest.raises(CorruptDataError):
+        store.read(EXTENTS[0], memory(8192, 2), priority=Priority.STATE).wait()
+    store.close()
+
+
 @pytest.fixture(params=["native", "zlib"])
-def sums(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Tensor], int]:
-    if request.param == "zlib":
-        monkeypatch.setattr(verification._native, "available", lambda: False)
-    elif not _native.available():
+def sums(request: pytest.FixtureRequest) -> Iterator[Callable[[Tensor], int]]:
+    if request.param == "native" and not _native.available():
         pytest.skip("no native library")
-    return checksum
+    with torch_form() if request.param == "zlib" else nullcontext():
+        yield checksum
 
 
 def test_known_checksums() -> None:
