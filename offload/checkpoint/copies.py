@@ -68,8 +68,8 @@ class Copies:
         self._bell.put(None)
         (self.run_lane or safe.wait)()
 
-    def after_update(self, chunk: Chunk) -> None:
-        """The chunk's update is over."""
+    def after_update(self) -> None:
+        """A chunk's update is over."""
         self._bell.put(None)
 
     @property

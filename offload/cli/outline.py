@@ -95,10 +95,6 @@ class Outline:
         """Whether the device computes on host memory, so that nothing moves between the two."""
         return self._accelerator.unified
 
-    @property
-    def device_name(self) -> str:
-        return self._accelerator.name
-
     def placement(self, parameters: Tier | None = None, optimizer_states: Tier | None = None) -> Placement:
         """What `initialize` would choose; or, for a given placement, what it takes without budgets.
 

@@ -59,12 +59,12 @@ class HostReduction:
     def _averages(self, own: Tensor | None) -> Iterator[Tensor]:
         """This rank's shard segment by segment, fp32: the next is received while one is being added up."""
         segments = self._segments()
-        coming = self._receive(*segments[0])
+        coming = self._receive(segments[0][1])
         for position, (offset, numel) in enumerate(segments):
             posted, buffers = coming
             self._ranks.settle(posted)
             if position + 1 < len(segments):
-                coming = self._receive(*segments[position + 1])
+                coming = self._receive(segments[position + 1][1])
             total = torch.zeros(numel, dtype=torch.float32, device=self._memory)
             for place, index in enumerate(self._contributors):
                 if index == self._ranks.index:
@@ -78,7 +78,7 @@ class HostReduction:
             kernels.scale(total, self._average)
             yield total
 
-    def _receive(self, offset: int, numel: int) -> tuple[Posted, dict[int, Tensor]]:
+    def _receive(self, numel: int) -> tuple[Posted, dict[int, Tensor]]:
         posted = self._ranks.posted()
         buffers: dict[int, Tensor] = {}
         for index in self._contributors:

@@ -152,11 +152,9 @@ class Queue:
         self._open = None
         return self._last
 
-    def add(
-        self, amounts: Mapping[Resource, float], *, after: Iterable[Event] = (), least_seconds: float = 0.0, priority: int = 0
-    ) -> Event:
+    def add(self, amounts: Mapping[Resource, float], *, after: Iterable[Event] = (), priority: int = 0) -> Event:
         """Begin once it is its turn and `after` have settled; the event settles when it is done."""
-        self._put(dict(amounts), [event for event in after if not event.done()], least_seconds, priority)
+        self._put(dict(amounts), [event for event in after if not event.done()], 0.0, priority)
         return self.last
 
     def append(self, amounts: Mapping[Resource, float]) -> None:

@@ -45,8 +45,8 @@ class Watcher(Protocol):
     def before_update(self, chunk: Chunk) -> None:
         """The chunk's record and values are about to be overwritten. Returns when they may be."""
 
-    def after_update(self, chunk: Chunk) -> None:
-        """The chunk was updated: who waits for its last write finds the new version in its places."""
+    def after_update(self) -> None:
+        """A chunk was updated: who waits for its last write finds the new version in its places."""
 
 
 class Updates:
@@ -364,7 +364,7 @@ class Updates:
         chunk_update.applied = True  # before it is told: `coming` may be asked for between the two
         watcher = self.watcher
         if watcher is not None:
-            watcher.after_update(chunk)
+            watcher.after_update()
         return published
 
     def _step_by_table(self, update: ChunkUpdate, record: Tensor, values: Tensor) -> None:
