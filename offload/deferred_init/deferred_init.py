@@ -178,21 +178,10 @@ def value_of(tensor: Tensor) -> Value | None:
         return _checked_value(tensor) if is_deferred(tensor) else None
 
 
-def materialize_buffers(model: nn.Module) -> None:
-    """Replace the deferred buffers of `model`, and deferred tensors that its modules hold as attributes, by real ones.
-
-    The end of a `deferred_init` block does this by itself for the modules built in it. Buffers which share memory still
-    do afterwards.
-
-    Errors: `InitializerError`, also for a buffer which shares memory with a parameter.
-    """
-    _materialize_held(list(model.modules()))
-
-
 def held_values(modules: list[nn.Module]) -> dict[int, Tensor]:
     """The real tensors that belong in the place of deferred ones which `modules` hold besides parameters, by their ids.
 
-    Errors: as `materialize_buffers`.
+    Those which share memory still do. Errors: `InitializerError`, also for a buffer which shares memory with a parameter.
     """
     held = [tensor for tensor in held_tensors(modules) if is_deferred(tensor)]
     owned = _names_by_memory(modules) if held else {}

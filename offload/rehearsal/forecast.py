@@ -123,15 +123,14 @@ def rehearse(
     tokens: int,
     micro_batches: int = 1,
     trace: Path | None = None,
-    first_steps: int = FIRST_STEPS,
     most_nbytes: float = math.inf,
 ) -> Forecast:
     """Train as `loop` does a few steps on `virtual`, which is new; the last of them is the one that is told of.
 
     `tokens`: of one step, of all ranks, for the rate. `micro_batches`: of one step; where not all are run, the bytes it moves
-    are within a thousandth. `trace`: the file for a trace of that step, of which all are run then. `first_steps`: at most
-    before it, of two micro-batches at most: that there are several is what they need to have seen. `most_nbytes`: of the memory
-    that the model computes on; after micro-batches that took more nothing is run, and what is told of is the peak until then.
+    are within a thousandth. `trace`: the file for a trace of that step, of which all are run then. `most_nbytes`: of the
+    memory that the model computes on; after micro-batches that took more nothing is run, and what is told of is the peak until
+    then.
 
     Raises what `loop` raises: `BudgetError` where no placement fits."""
     with _inside(virtual):
@@ -141,8 +140,8 @@ def rehearse(
             if is_first:  # what was made by now is not looked through for garbage again and again
                 gc.freeze()
             second: _Counters | None = None
-            for index in range(first_steps + 1):
-                is_last, before = index == first_steps, _Mark(virtual)
+            for index in range(FIRST_STEPS + 1):
+                is_last, before = index == FIRST_STEPS, _Mark(virtual)
                 if is_last and trace is not None:
                     engine.profile(trace, steps=1)
                 step = _Step(virtual, micro_batches, is_last, trace is not None, second)

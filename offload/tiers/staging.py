@@ -21,8 +21,6 @@ from offload.device.pending import Pending
 from offload.layout import round_up
 from offload.tiers.memory import PAGE_NBYTES, HostMemory, MemoryLedger, RegisterMemory
 
-_POISON = 0xFF  # NaN in every floating-point dtype
-
 
 @dataclass(slots=True, eq=False)
 class _Buffer:
@@ -89,14 +87,11 @@ class StagingPool:
         ledger: MemoryLedger | None = None,
         register: RegisterMemory | None = None,
         purpose: str = "staging",
-        poison: bool = False,
     ) -> None:
-        """`purpose` is the name on the ledger. `poison` (for tests) fills a buffer with NaN whenever it is handed out,
-        so that reading what an earlier holder left shows."""
+        """`purpose` is the name on the ledger."""
         self._ledger = ledger
         self._register = register
         self._purpose = purpose
-        self._poison = poison
         self._lock = threading.Lock()
         self._consumers: dict[str, _Consumer] = {}
         self._memory: HostMemory | None = None
@@ -206,8 +201,6 @@ class StagingPool:
 
     def _hand_out(self, purpose: str, buffer: _Buffer) -> Lease:
         buffer.last_use = None
-        if self._poison:
-            buffer.tensor.fill_(_POISON)
         return Lease(self, purpose, buffer)
 
     def _take_back(self, purpose: str, buffer: _Buffer) -> None:

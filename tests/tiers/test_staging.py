@@ -114,16 +114,6 @@ def test_a_failed_last_use_is_raised_and_the_buffer_is_not_lost() -> None:
     assert pool.stats.consumers["fetch"].peak_count == 1
 
 
-def test_poison_hides_what_an_earlier_holder_left() -> None:
-    pool = StagingPool(poison=True)
-    pool.reserve("fetch", 1, 4096)
-    pool.freeze()
-    lease = pool.lease("fetch")
-    lease.tensor.fill_(7)
-    lease.release()
-    assert pool.lease("fetch").tensor.eq(0xFF).all()
-
-
 def test_threads_never_hold_the_same_buffer() -> None:
     pool = pool_of(fetch=3)
     failures: list[str] = []
