@@ -316,17 +316,10 @@ class _Mapping:
 class Arena(_Mapping):
     """Zeroed anonymous memory on a 2 MiB boundary; `nbytes`: what was asked for, rounded up to whole pages, no more."""
 
-    def __init__(self, nbytes: int, *, huge_pages: bool = True, prefault: bool = False) -> None:
+    def __init__(self, nbytes: int, *, huge_pages: bool = True) -> None:
         out, mapped = c_void_p(), c_int64()
-        flags = (1 if huge_pages else 0) | (2 if prefault else 0)
-        check(loaded().offload_arena_create(nbytes, flags, byref(out), byref(mapped)), f"Arena of {nbytes} bytes")
+        check(loaded().offload_arena_create(nbytes, int(huge_pages), byref(out), byref(mapped)), f"Arena of {nbytes} bytes")
         self.address, self.nbytes = out.value or 0, mapped.value
-
-    def decommit(self, offset_nbytes: int, nbytes: int) -> None:
-        """Give whole pages back to the system; they read as zeros later."""
-        if offset_nbytes < 0 or nbytes < 0 or offset_nbytes + nbytes > self.nbytes:
-            raise ValueError(f"decommit [{offset_nbytes}, {offset_nbytes + nbytes}) of an arena of {self.nbytes} bytes")
-        check(loaded().offload_arena_decommit(self.address + offset_nbytes, nbytes), f"decommit {nbytes} bytes")
 
     def _unmap(self, library: ctypes.CDLL, address: int, nbytes: int) -> int:
         return int(library.offload_arena_destroy(address, nbytes))

@@ -110,7 +110,6 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "offload_stream": (c_void_p, c_void_p, c_void_p, c_int32, c_void_p, c_void_p, c_int32, c_int64),
     "offload_arena_create": (c_int64, c_int32, POINTER(c_void_p), POINTER(c_int64)),
     "offload_arena_destroy": (c_void_p, c_int64),
-    "offload_arena_decommit": (c_void_p, c_int64),
     "offload_pages_reserve": (c_int64, POINTER(c_void_p)),
     "offload_pages_release": (c_void_p, c_int64),
     "offload_pages_move": (c_void_p, c_void_p, c_int64),

@@ -209,19 +209,15 @@ OFFLOAD_API int offload_stream(offload_threads* threads, const void* const* read
 
 /* ---- memory --------------------------------------------------------------------------------------------------- */
 
-enum { OFFLOAD_ARENA_HUGE_PAGES = 1, OFFLOAD_ARENA_PREFAULT = 2 };
+enum { OFFLOAD_ARENA_HUGE_PAGES = 1 };
 
 /* Anonymous zeroed memory: the base lies on a 2 MiB boundary, the size is nbytes rounded up to whole pages and no
- * more. HUGE_PAGES asks for 2 MiB pages (not an error where the system refuses), PREFAULT makes the pages now, by
- * several threads; -ENOMEM if they cannot be had. Thread-safe. The caller owns the range and destroys it. */
+ * more. HUGE_PAGES asks for 2 MiB pages (not an error where the system refuses). Thread-safe. The caller owns the range and
+ * destroys it. */
 OFFLOAD_API int offload_arena_create(int64_t nbytes, int32_t flags, void** out, int64_t* mapped_nbytes);
 
 /* Unmap a whole arena. Thread-safe; nothing may use the memory any more. */
 OFFLOAD_API int offload_arena_destroy(void* address, int64_t mapped_nbytes);
-
-/* Give whole pages back to the system; they read as zeros later. address and nbytes are multiples of the page size.
- * Thread-safe. */
-OFFLOAD_API int offload_arena_decommit(void* address, int64_t nbytes);
 
 /* Whether offload_pages_move works here (probed once): 1 or 0. Thread-safe. */
 OFFLOAD_API int32_t offload_pages_supported(void);

@@ -3,32 +3,20 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <cstdint>
-#include <exception>
-#include <thread>
-#include <vector>
 
-#include "cpu.h"
 #include "offload.h"
-#include "threads.h"
 
 // Missing in older headers; the kernel decides whether it knows them.
 #if !defined(MREMAP_DONTUNMAP)
 #define MREMAP_DONTUNMAP 4
-#endif
-#if !defined(MADV_POPULATE_WRITE)
-#define MADV_POPULATE_WRITE 23
 #endif
 
 namespace offload {
 namespace {
 
 constexpr int64_t kHugePageNbytes = int64_t{2} << 20;
-// One thread zeroes this much in about 10 ms; less is not worth a second thread.
-constexpr int64_t kPrefaultSliceNbytes = int64_t{64} << 20;
 constexpr int64_t kMappingMax = int64_t{1} << 46;
 
 int64_t page_nbytes() {
@@ -52,41 +40,6 @@ int map_aligned(int64_t nbytes, int protection, int extra_flags, char** out) {
     if (tail_nbytes > 0) munmap(aligned + nbytes, static_cast<size_t>(tail_nbytes));
     *out = aligned;
     return 0;
-}
-
-int populate(char* begin, int64_t nbytes) {
-    while (madvise(begin, static_cast<size_t>(nbytes), MADV_POPULATE_WRITE) != 0) {
-        if (errno == EINTR || errno == EAGAIN) continue;
-        if (errno != EINVAL) return errno == EFAULT ? -ENOMEM : -errno;
-        // A kernel without MADV_POPULATE_WRITE: a write to each page does it.
-        for (int64_t offset = 0; offset < nbytes; offset += page_nbytes()) *static_cast<volatile char*>(begin + offset) = 0;
-        return 0;
-    }
-    return 0;
-}
-
-int populate_in_parallel(char* begin, int64_t nbytes) {
-    const int64_t slice_count = (nbytes + kPrefaultSliceNbytes - 1) / kPrefaultSliceNbytes;
-    std::atomic<int64_t> next_slice{0};
-    std::atomic<int> failure{0};
-    const auto populate_slices = [&] {
-        for (int64_t slice; failure.load() == 0 && (slice = next_slice.fetch_add(1)) < slice_count;) {
-            const int64_t offset = slice * kPrefaultSliceNbytes;
-            const int status = populate(begin + offset, std::min(kPrefaultSliceNbytes, nbytes - offset));
-            if (status != 0) failure.store(status);
-        }
-    };
-    std::vector<std::thread> helpers;
-    const SignalsBlocked blocked;
-    try {
-        const int64_t helper_count = std::min<int64_t>(physical_core_count(), slice_count) - 1;
-        for (int64_t i = 0; i < helper_count; ++i) helpers.emplace_back(populate_slices);
-    } catch (const std::exception&) {
-        // No more threads or memory to be had: the threads there are, and this one, do all of it.
-    }
-    populate_slices();
-    for (std::thread& helper : helpers) helper.join();
-    return failure.load();
 }
 
 int pages_move(void* from, void* to, int64_t nbytes) {
@@ -124,18 +77,13 @@ extern "C" {
 int offload_arena_create(int64_t nbytes, int32_t flags, void** out, int64_t* mapped_nbytes) {
     using namespace offload;
     if (out == nullptr || mapped_nbytes == nullptr || nbytes < 1 || nbytes > kMappingMax) return -EINVAL;
-    if ((flags & ~(OFFLOAD_ARENA_HUGE_PAGES | OFFLOAD_ARENA_PREFAULT)) != 0) return -EINVAL;
+    if ((flags & ~OFFLOAD_ARENA_HUGE_PAGES) != 0) return -EINVAL;
     const int64_t size = (nbytes + page_nbytes() - 1) / page_nbytes() * page_nbytes();
     char* address = nullptr;
-    int status = map_aligned(size, PROT_READ | PROT_WRITE, 0, &address);
+    const int status = map_aligned(size, PROT_READ | PROT_WRITE, 0, &address);
     if (status != 0) return status;
     if ((flags & OFFLOAD_ARENA_HUGE_PAGES) != 0)
         (void)madvise(address, static_cast<size_t>(size), MADV_HUGEPAGE); // advice: a refusal is fine
-    if ((flags & OFFLOAD_ARENA_PREFAULT) != 0) status = populate_in_parallel(address, size);
-    if (status != 0) {
-        munmap(address, static_cast<size_t>(size));
-        return status;
-    }
     *out = address;
     *mapped_nbytes = size;
     return 0;
@@ -144,13 +92,6 @@ int offload_arena_create(int64_t nbytes, int32_t flags, void** out, int64_t* map
 int offload_arena_destroy(void* address, int64_t mapped_nbytes) {
     if (address == nullptr || mapped_nbytes < 1 || !offload::is_multiple(address, offload::page_nbytes())) return -EINVAL;
     return munmap(address, static_cast<size_t>(mapped_nbytes)) == 0 ? 0 : -errno;
-}
-
-int offload_arena_decommit(void* address, int64_t nbytes) {
-    using namespace offload;
-    if (address == nullptr || nbytes < 0 || nbytes % page_nbytes() != 0 || !is_multiple(address, page_nbytes())) return -EINVAL;
-    if (nbytes == 0) return 0;
-    return madvise(address, static_cast<size_t>(nbytes), MADV_DONTNEED) == 0 ? 0 : -errno;
 }
 
 int32_t offload_pages_supported(void) {

@@ -19,9 +19,8 @@ needs_pages = pytest.mark.skipif(not _native.pages_supported(), reason="this ker
 
 @pytest.mark.parametrize("nbytes", [1, 4096, 4097, 3 * HUGE_PAGE_NBYTES + 5000])
 @pytest.mark.parametrize("huge_pages", [True, False])
-@pytest.mark.parametrize("prefault", [True, False])
-def test_an_arena_is_aligned_exact_and_zero(nbytes: int, huge_pages: bool, prefault: bool) -> None:
-    arena = Arena(nbytes, huge_pages=huge_pages, prefault=prefault)
+def test_an_arena_is_aligned_exact_and_zero(nbytes: int, huge_pages: bool) -> None:
+    arena = Arena(nbytes, huge_pages=huge_pages)
     assert arena.address % HUGE_PAGE_NBYTES == 0
     assert arena.nbytes == -(-nbytes // 4096) * 4096
     values = np.frombuffer(arena.buffer(), np.uint8)
@@ -29,19 +28,6 @@ def test_an_arena_is_aligned_exact_and_zero(nbytes: int, huge_pages: bool, prefa
     assert not values.any()
     values[:] = 7
     assert int(values.sum(dtype=np.int64)) == 7 * arena.nbytes
-
-
-def test_prefaulted_memory_is_resident_and_decommitted_memory_is_not() -> None:
-    process, nbytes = psutil.Process(), 64 << 20
-    before = process.memory_info().rss
-    arena = Arena(nbytes, prefault=True)
-    assert process.memory_info().rss - before > 0.9 * nbytes
-    np.frombuffer(arena.buffer(), np.uint8)[:] = 1
-    arena.decommit(0, nbytes)
-    assert process.memory_info().rss - before < 0.1 * nbytes
-    assert not np.frombuffer(arena.buffer(), np.uint8).any()
-    with pytest.raises(ValueError, match="arena of"):
-        arena.decommit(nbytes - 4096, 8192)
 
 
 def test_a_buffer_keeps_its_arena_mapped() -> None:
@@ -80,7 +66,7 @@ def test_pages_move_with_their_contents() -> None:
 @needs_pages
 def test_pages_move_thousands_of_times_in_changing_pairs() -> None:
     nbytes, process = 2 * HUGE_PAGE_NBYTES, psutil.Process()
-    pool = [Arena(nbytes, prefault=True) for _ in range(3)]
+    pool = [Arena(nbytes) for _ in range(3)]
     places = [PageRange(nbytes) for _ in range(7)]
     for index, arena in enumerate(pool):
         np.frombuffer(arena.buffer(), np.uint8)[:] = index + 1
