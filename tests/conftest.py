@@ -12,6 +12,7 @@ from collections.abc import Generator
 import pytest
 
 from tests import warm
+from tests.small_sizes import small_for_good
 
 # A shell starts what it runs in the background with Ctrl-C ignored, and Python leaves it so.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -28,10 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     import torch
 
-    from offload.model import partition
-
     torch.set_num_threads(1)
-    partition.JOINED_NUMEL = 0  # the models of the tests are tiny, and are to have units; test_joined_units.py sets it
+    small_for_good(joined_numel=0)  # the models of the tests are tiny, and are to have units; test_joined_units.py sets it
     try:
         import hypothesis
     except ImportError:  # a machine with a GPU and none of our tools: the tests of tests/gpu need pytest alone

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.build import assembly
+from tests.small_sizes import small
 
 from .models import Setup
 from .speculating import at_once
@@ -64,5 +64,5 @@ def opened(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
 @pytest.fixture
 def speculating(monkeypatch: pytest.MonkeyPatch) -> None:
     """With chunks so small that gradients are spilled."""
-    monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
+    small(monkeypatch, chunk_numel=4096)
     at_once(monkeypatch)

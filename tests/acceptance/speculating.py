@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from offload.step import clip_history
 from offload.step.updates.update import Updates
+from tests.small_sizes import small
 
 from .models import Setup
 
@@ -32,7 +32,7 @@ def at_once(patch: pytest.MonkeyPatch) -> None:
         job.wait()
         return job
 
-    patch.setattr(clip_history, "QUIET_STEPS", 0)
+    small(patch, quiet_steps=0)
     patch.setattr(Updates, "launch", launch_and_run)
 
 

@@ -16,9 +16,9 @@ from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5F
 import offload
 from offload.model.unit import Unit, UnitState
 from offload.planning.trace import Edge, Event
-from offload.step.updates.update import Updates
 from tests.crosses import in_pairs
 from tests.inside import residency_of, units_of
+from tests.updates import before_each_update
 
 from .models import IN_MEMORY, IN_PLACE_IN_BACKWARD, ON_NVME, ON_NVME_IN_PLACE, Setup, adamw
 from .runs import assert_same_bits, digest, refused, run_engine, token_loop
@@ -63,18 +63,17 @@ def test_backward_computes_while_the_unit_behind_it_is_updated(tmp_path: Path, m
     model = blocks()
     with opened_with(model, parameters="device", optimizer_states="cpu") as engine:
         in_memory = train(engine, model)
-    model, run = blocks(), Updates._run
+    model = blocks()
     waited: dict[tuple[int, int], bool] = {}  # an update that is recalled is begun twice
 
-    def run_late(updates: Updates, unit: Unit, update: Any) -> None:
+    def late(unit: Unit, update: Any) -> None:
         index = unit.index - 1  # units 1 to 5 are the blocks 0 to 4
         if index:
             step = update.chunks[0].pieces[0].step
             reached = model[index - 1][1].reached[step - 1].wait(30)
             waited[index, step] = reached and waited.get((index, step), True)
-        run(updates, unit, update)
 
-    monkeypatch.setattr(Updates, "_run", run_late)
+    before_each_update(monkeypatch, late)
     with opened_with(model, parameters="nvme", optimizer_states="nvme", nvme=tmp_path, update="backward") as engine:
         stats = engine.stats()
         two_blocks = 2 * stats["units"][1]["nbytes"]

@@ -16,6 +16,7 @@ import torch
 import offload
 from offload.device import lane
 from offload.device.host_room import HostRoom
+from tests.threads import no_more_threads
 from tests.warm import WarmProcess
 
 from .interrupting import Net, train
@@ -75,16 +76,13 @@ def test_too_many_open_files_in_a_save_and_a_load(tmp_path: Path) -> None:
 
 
 def test_no_more_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     with engine_of(tmp_path) as engine:
         train(engine, 1)
         expected = digest(engine.state_dict())
     monkeypatch.setenv("OFFLOAD_IO", "threads")
     refused = pytest.raises(offload.ConfigError, match=r"refuses a thread .*ulimit -u")
     with engine_of(tmp_path) as engine, monkeypatch.context() as patched, refused:
-        patched.setattr(threading.Thread, "start", refuse)
+        no_more_threads(patched)
         train(engine, 1)
     with engine_of(tmp_path) as engine:
         train(engine, 1)
@@ -126,11 +124,8 @@ def test_refused_memory_names_the_bound_that_is_met(monkeypatch: pytest.MonkeyPa
     ("left", "says"), [(1 << 20, r"1048576 bytes are left, by RLIMIT_AS.*ulimit -v"), (1 << 30, "ulimit -u")]
 )
 def test_a_thread_that_is_refused_names_the_limit_that_is_met(monkeypatch: pytest.MonkeyPatch, left: int, says: str) -> None:
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     bounds = [HostRoom("physical memory", 1 << 40, 1 << 40), HostRoom("RLIMIT_AS", 1 << 33, left, bounds_addresses=True)]
     monkeypatch.setattr(lane, "host_rooms", lambda: bounds)
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    no_more_threads(monkeypatch)
     with pytest.raises(offload.ConfigError, match=says):
         lane.start_thread(threading.Thread(target=print, name="offload-test"))

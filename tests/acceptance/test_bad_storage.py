@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import offload
+from tests.file_systems import free_room, reservations
 
 from . import worker
 from .models import IN_MEMORY, ON_CPU, ON_NVME, ON_NVME_IN_BACKWARD, Setup, adamw, stack
@@ -150,10 +151,8 @@ def test_all_files_together_are_asked_for_before_the_first(nvme: Path, monkeypat
     model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 256))
     optimizer = torch.optim.AdamW(model.parameters())
     config = offload.Config(parameters="nvme", optimizer_states="nvme", nvme=str(nvme))
-    usage = shutil.disk_usage(nvme)
-    room = 2 * 256 * 256 * 4 + 65536
-    monkeypatch.setattr("offload.tiers.scratch.shutil.disk_usage", lambda _: usage._replace(free=room))
-    monkeypatch.setattr("offload.tiers.scratch.create_file", lambda *_, **__: pytest.fail("a file was made"))
+    free_room(monkeypatch, 2 * 256 * 256 * 4 + 65536)
+    reservations(monkeypatch, lambda reserves: pytest.fail("room was reserved for a file"))
     with pytest.raises(offload.ConfigError, match="is too small: the run needs"):
         offload.initialize(model, optimizer, config)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 from offload import _native
 from offload.step.residency.fetching import StagedFetcher
 from tests.inside import residency_of
+from tests.native.paths import at_native_call
+from tests.small_sizes import small
 
 from .models import ON_CPU, ON_CPU_IN_PLACE, ON_NVME, ON_NVME_AT_STEP, Setup, adamw, stack, vector_batches
 from .runs import Run, assert_same_bits, run_engine
@@ -69,22 +72,26 @@ def test_the_budget_is_kept_and_no_bit_changes(opened: Any, setup: Setup) -> Non
     assert_same_bits(*found)
 
 
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    _native.set_thread_count(3)
+    yield
+    _native.set_thread_count(0)
+
+
+@pytest.mark.usefixtures("three_threads")
 @pytest.mark.parametrize("setup", [ON_CPU, ON_CPU_IN_PLACE], ids=lambda setup: setup.name)
 def test_all_cores_add_micro_batches_where_none_computes_the_model(
     opened: Any, setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone, threads = _native.Threads(1), _native.Threads(3)
-    monkeypatch.setattr(_native, "_HANDED_OUT_NUMEL", 0)
-    monkeypatch.setattr(_native, "_caller_alone", alone)
-    monkeypatch.setattr(_native, "_default_threads", threads)
-    added, ingest = list[bool](), _native.gradient_ingest
+    small(monkeypatch, all_cores_numel=0)
+    added: list[bool] = []
 
     def watched(*arguments: Any, all_cores: bool = False) -> None:
         if arguments[4]:  # adds to what is there
-            added.append(_native._threads_for(arguments[2], all_cores=all_cores) is threads)
-        ingest(*arguments, all_cores=all_cores)
+            added.append(_native._threads_for(arguments[2], all_cores=all_cores) is _native.default_threads())
 
-    monkeypatch.setattr(_native, "gradient_ingest", watched)
+    at_native_call(monkeypatch, "gradient_ingest", watched)
     found = []
     for one in (Setup(), setup):
         model = stack(width=64)

@@ -7,7 +7,6 @@ groups and a schedule. The reference is checked against PyTorch in test_against_
 
 from __future__ import annotations
 
-import functools
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ import pytest
 import torch
 
 import offload
-from offload.tiers import stores
 from tests.crosses import in_pairs
+from tests.drives import stripes_of
 
 from . import worker
 from .models import IN_MEMORY, ON_NVME, PLACEMENTS, Setup, llama, two_groups
@@ -163,7 +162,7 @@ def test_two_drives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setup: Setu
         drive.mkdir()
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", setup.accelerator)
     # The whole model would lie in one stripe.
-    monkeypatch.setattr(stores, "NvmeStore", functools.partial(stores.NvmeStore, stripe_nbytes=16384))
+    stripes_of(monkeypatch, 16384)
     model = llama()
     config = offload.Config(**setup.fields(drives, dtype="fp32", max_grad_norm=CLIP))
     with offload.initialize(model, two_groups(model), config) as engine:

@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from offload import _native
-from offload.model import partition
-from offload.step.updates.update import Updates
+from tests.native.paths import at_native_call
+from tests.small_sizes import small
+from tests.updates import before_each_update
 
 from .runs import assert_same_bits
 
@@ -97,8 +97,7 @@ def test_recomputed_blocks_bring_the_same_bits(engine: Any) -> None:
 
 def test_one_native_call_updates_everything_and_no_parameter_has_a_hook(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
-    update_rows = _native.update_rows
-    monkeypatch.setattr(_native, "update_rows", lambda address, count: (counts.append(count), update_rows(address, count)))
+    at_native_call(monkeypatch, "update_rows", lambda address, count: counts.append(count))
     loop(engine, 1, 3)
     assert counts == [BLOCKS * 4] * 3
     for parameter in engine.module.parameters():
@@ -247,14 +246,8 @@ def test_values_that_are_read_without_a_call_wait_for_their_update(
 ) -> None:
     """It runs beside the forward, which was given values of before it, or of its middle."""
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", "cpu")
-    monkeypatch.setattr(partition, "JOINED_NUMEL", 0)
-    run = Updates._run
-
-    def slow(self: Any, *arguments: Any) -> None:
-        time.sleep(0.02)
-        run(self, *arguments)
-
-    monkeypatch.setattr(Updates, "_run", slow)
+    small(monkeypatch, joined_numel=0)
+    before_each_update(monkeypatch, lambda unit, update: time.sleep(0.02))
     found = []
     for fields in ({}, {"parameters": "cpu", "optimizer_states": "nvme", "nvme": str(tmp_path), "update": update}):
         model = Reading()

@@ -8,6 +8,8 @@ take waits out and see training go wrong; with the waits in place the same runs 
 from __future__ import annotations
 
 import contextlib
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,19 +62,23 @@ def goes_wrong(directory: Path, setup: Setup, right: list[Any], steps: int = STE
     return losses != right[0] or not all(torch.equal(weights[name], right[1][name]) for name in weights)
 
 
+def joining(patch: pytest.MonkeyPatch, kind: type, really: Callable[[int], bool]) -> None:
+    """Whether compute waits, asked at each of its waits with the wait's number."""
+    join, numbers = kind.join, itertools.count()  # type: ignore[attr-defined]
+
+    def asked(self: Any, pending: Any) -> Any:
+        return join(self, pending) if really(next(numbers)) else None
+
+    patch.setattr(kind, "join", asked)
+
+
 @some
 def test_the_waits_are_there(
     opened: Any, right: list[Any], accelerator_class: type, monkeypatch: pytest.MonkeyPatch, setup: Setup
 ) -> None:
     """Compute joins fetches in every step, and with all waits in place the numbers are right."""
-    joined: list[Any] = []
-    join = accelerator_class.join
-
-    def counted(self: Any, pending: Any) -> Any:
-        joined.append(pending)
-        return join(self, pending)
-
-    monkeypatch.setattr(accelerator_class, "join", counted)
+    joined: list[int] = []
+    joining(monkeypatch, accelerator_class, lambda number: joined.append(number) is None)
     assert_same_bits(train(opened, setup), right)
     micro_batches = 2 * STEPS  # in each, every block is fetched for forward and, but for the last, for backward again
     fetches = micro_batches * (2 * BLOCKS - 1)
@@ -85,7 +91,7 @@ def test_no_join_at_all(
 ) -> None:
     """H2D: compute that does not wait for its fetches meets poison."""
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", "deferred")
-    monkeypatch.setattr(accelerator_class, "join", lambda self, pending: None)
+    joining(monkeypatch, accelerator_class, lambda number: False)
     assert goes_wrong(nvme, setup, right), "the waits were taken out and the deferred accelerator let it pass"
 
 
@@ -93,18 +99,17 @@ def test_one_join_is_missing(opened: Any, nvme: Path, accelerator_class: type, m
     """One wait among many. Some may be there twice over; most of them must be missed when they are gone."""
     right = train(opened, IN_MEMORY, steps=1)
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", "deferred")
-    join = accelerator_class.join
     passed = []
     for missing in range(10):
         count = 0
 
-        def all_but_one(self: Any, pending: Any, missing: int = missing) -> Any:
+        def all_but_one(number: int, missing: int = missing) -> bool:
             nonlocal count
             count += 1
-            return None if count - 1 == missing else join(self, pending)
+            return number != missing
 
         with monkeypatch.context() as patch:
-            patch.setattr(accelerator_class, "join", all_but_one)
+            joining(patch, accelerator_class, all_but_one)
             if not goes_wrong(nvme, Setup("nvme", "nvme", "deferred"), right, steps=1):
                 passed.append(missing)
         assert count > missing, "fewer joins than this test takes out"

@@ -13,7 +13,7 @@ from torch import nn
 
 import offload
 from offload.model.unit import UnitState
-from offload.step.residency.device_room import DeviceRoom
+from tests.devices import room_beyond_units_in_use
 from tests.inside import accelerator_of, layout_of, residency_of, units_of
 
 from .models import adamw
@@ -74,7 +74,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
 def least(start: Any, rows: list[int]) -> int:
     """The most device memory in use with no unit beyond those in use."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DeviceRoom, "left", lambda room, units: 0)
+        room_beyond_units_in_use(patch, 0)
         engine = start(1 << 40)
         list(play(engine, rows))
         return int(accelerator_of(engine).peak_nbytes())
@@ -127,7 +127,7 @@ def test_memory_that_something_else_took_meanwhile(started: Any, ahead: bool) ->
 def test_without_giving_up_units_memory_would_run_out(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was left for a small batch, kept for a large one."""
     nbytes = least(started, [SMALL, LARGE])
-    monkeypatch.setattr(DeviceRoom, "left", lambda room, units: 1 << 40)
+    room_beyond_units_in_use(monkeypatch, 1 << 40)
     with pytest.raises(torch.OutOfMemoryError, match="deferred device"):
         list(play(started(nbytes), [SMALL, LARGE]))
 

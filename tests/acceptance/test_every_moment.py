@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.step.threads import taking_turns
+from tests.small_sizes import small
 
 from .moments import interrupted_at
 from .runs import digest
@@ -24,7 +24,7 @@ from .runs import digest
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(taking_turns, "PATIENCE_SECONDS", 5.0)
+    small(monkeypatch, patience_seconds=5.0)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

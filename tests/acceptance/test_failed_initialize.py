@@ -22,9 +22,10 @@ from torch import nn
 import offload
 from offload.build.ownership import Taking
 from offload.deferred_init.deferred_init import is_deferred
-from offload.model import weights
 from offload.step.hooks.module_hooks import Hooks
 from offload.tiers import stores
+from tests.drives import drive_is
+from tests.reads import before_each_weight
 from tests.tiers.faulty_io import Fault, FaultyBackend
 
 from .models import IN_MEMORY, ON_CPU, ON_NVME, ON_NVME_IN_PLACE, Setup, adamw, stack, vector_batches
@@ -208,13 +209,13 @@ def test_a_full_disk(nvme: Path, monkeypatch: pytest.MonkeyPatch, build: Callabl
     config = offload.Config(**ON_NVME.fields(nvme))
     expected = trained(*build(), config)
     backend = FaultyBackend()
-    monkeypatch.setattr(stores, "open_backend", lambda **_: backend)
+    drive_is(monkeypatch, backend)
     model, optimizer = build()
     offload.initialize(model, optimizer, config).close()
     model, optimizer = build()
     before, threads = photo(model, optimizer), threading.active_count()
     for index in range(0, backend.submitted_count, 3):
-        backend = FaultyBackend(faults={index: Fault("errno", errno.ENOSPC)})
+        drive_is(monkeypatch, FaultyBackend(faults={index: Fault("errno", errno.ENOSPC)}))
         with refused(offload.StorageError, str(nvme)):
             offload.initialize(model, optimizer, config)
         assert_same_bits(photo(model, optimizer), before)
@@ -236,24 +237,21 @@ def test_weights_that_cannot_be_read(nvme: Path, saved: Path, monkeypatch: pytes
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", setup.accelerator)
     config = offload.Config(**setup.fields(nvme))
     expected = trained(*deferred(), config, weights=saved)
-    load = weights.WeightSource.load
     for build in (in_memory, deferred):
         model, optimizer = build()
         before = photo(model, optimizer)
         for readable_count in (0, 1, 7, 20):
             left = iter(range(readable_count))
 
-            def until_gone(self: Any, name: str, left: Any = left) -> Any:
+            def until_gone(name: str, file: Path, left: Any = left) -> None:
                 if next(left, None) is None:
-                    self._entries[name].file.rename(saved.with_suffix(".gone"))
-                return load(self, name)
+                    file.rename(saved.with_suffix(".gone"))
 
-            monkeypatch.setattr(weights.WeightSource, "load", until_gone)
-            with refused(offload.InitializerError, "model.safetensors"):
+            with monkeypatch.context() as patch, refused(offload.InitializerError, "model.safetensors"):
+                before_each_weight(patch, until_gone)
                 offload.initialize(model, optimizer, config, weights=saved)
             saved.with_suffix(".gone").rename(saved)
             assert_same_bits(photo(model, optimizer), before)
-    monkeypatch.setattr(weights.WeightSource, "load", load)
     assert_same_bits(trained(model, optimizer, config, weights=saved), expected)
 
 
@@ -287,8 +285,7 @@ def test_budgets_and_second_failures(nvme: Path, monkeypatch: pytest.MonkeyPatch
 def test_what_can_be_known_is_refused_before_anything_is_read(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A meta model with a buffer that files of weights do not hold; an optimizer's state that is not whole."""
     read: list[str] = []
-    load = weights.WeightSource.load
-    monkeypatch.setattr(weights.WeightSource, "load", lambda self, name: read.append(name) or load(self, name))
+    before_each_weight(monkeypatch, lambda name, file: read.append(name))
     with torch.device("meta"):
         model = Named()
     with refused(offload.ConfigError, "'scale'", "deferred_init"):

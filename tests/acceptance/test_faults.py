@@ -16,9 +16,9 @@ import pytest
 import torch.nn.functional as F
 
 import offload
-from offload.build import assembly
-from offload.tiers import stores
+from tests.drives import drive_is
 from tests.inside import placement_of
+from tests.small_sizes import small
 from tests.tiers.faulty_io import Fault, FaultyBackend, seeded_faults
 
 from ..scratch_files import scratch_files
@@ -46,7 +46,7 @@ def run(
 ) -> tuple[Any, Any]:
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", setup.accelerator)
     if backend is not None:
-        monkeypatch.setattr(stores, "open_backend", lambda **_: backend)
+        drive_is(monkeypatch, backend)
     model = stack()
     with offload.initialize(model, adamw(model), setup.fields(nvme)) as engine:
         return steps(engine, count), engine.state_dict()
@@ -88,7 +88,7 @@ def test_a_failed_transfer_is_an_error_that_names_it(
     assert whole.submitted_count > 30
     for index in range(whole.submitted_count):
         backend = FaultyBackend(1, {index: Fault("errno", code)})
-        monkeypatch.setattr(stores, "open_backend", lambda backend=backend, **_: backend)
+        drive_is(monkeypatch, backend)
         model = stack()
         try:
             engine = offload.initialize(model, adamw(model), setup.fields(nvme))
@@ -110,14 +110,14 @@ def test_a_failed_transfer_is_an_error_that_names_it(
 @pytest.fixture
 def spilling(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks so small that a block has many, and the gradients of the first layers push those of the last out."""
-    monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
+    small(monkeypatch, chunk_numel=4096)
 
 
 def run_wide(
     nvme: Path, setup: Setup, monkeypatch: pytest.MonkeyPatch, backend: FaultyBackend, width: int = 128, **fields: Any
 ) -> Any:
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", setup.accelerator)
-    monkeypatch.setattr(stores, "open_backend", lambda **_: backend)
+    drive_is(monkeypatch, backend)
     model = stack(width, 2)
     losses = []
     with offload.initialize(model, adamw(model), setup.fields(nvme, max_grad_norm=0.5, **fields)) as engine:
@@ -223,12 +223,13 @@ def test_a_drive_that_fails_behind_an_error_of_the_users_is_told(
 ) -> None:
     """PyTorch makes a warning of what a hook raises behind an error in forward: the next call raises it, as itself."""
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", setup.accelerator)
-    backend = whole = FaultyBackend(1)
-    monkeypatch.setattr(stores, "open_backend", lambda **_: backend)
+    whole = FaultyBackend(1)
+    drive_is(monkeypatch, whole)
     assert told_beside_an_error_of_the_users(nvme, setup, goes_on=goes_on) == ["Boom"]
     seen = []
     for index in range(whole.submitted_count):
         backend = FaultyBackend(1, {index: Fault("errno", errno.EIO)})
+        drive_is(monkeypatch, backend)
         try:
             seen.append(told_beside_an_error_of_the_users(nvme, setup, goes_on=goes_on))
         except offload.StorageError:

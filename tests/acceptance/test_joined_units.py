@@ -15,11 +15,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from offload.model import partition as partitioning
 from offload.model.partition import join_neighbours, partition, uses_of
 from offload.planning.trace import Expected
 from tests.crosses import in_turn
 from tests.inside import units_of
+from tests.small_sizes import small
 
 from .models import (
     IN_MEMORY,
@@ -135,7 +135,7 @@ def trees(draw: st.DrawFn) -> Tree:
 def trained(tree: Tree, setup: Setup, folder: Path, monkeypatch: pytest.MonkeyPatch, joined: int, **fields: Any) -> Any:
     """Losses and weights of a loop with everything in it, and how many units it had."""
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", setup.accelerator)
-    monkeypatch.setattr(partitioning, "JOINED_NUMEL", joined)
+    small(monkeypatch, joined_numel=joined)
     model = copy.deepcopy(tree)
     draw = random.Random(0)
     trainable = [one for one in model.parameters() if one.requires_grad]
@@ -193,7 +193,7 @@ def stacked(count: int) -> Tree:
 
 
 def test_neighbours_in_one_list_are_joined_up_to_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partitioning, "JOINED_NUMEL", 4 * (WIDTH + 1) * WIDTH)
+    small(monkeypatch, joined_numel=4 * (WIDTH + 1) * WIDTH)
     units = join_neighbours(partition(stacked(10)))
     assert [unit.name for unit in units] == ["", "parts.0.0-3", "parts.0.4-7", "parts.0.8-9"]
     assert [len(unit.modules) for unit in units] == [1, 4, 4, 2]
@@ -202,7 +202,7 @@ def test_neighbours_in_one_list_are_joined_up_to_the_bound(monkeypatch: pytest.M
 
 
 def test_of_two_lists_none_are_joined_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partitioning, "JOINED_NUMEL", 1 << 20)
+    small(monkeypatch, joined_numel=1 << 20)
     model = Tree([["plain", "wide"], ["plain", "attention"]], [], shares=False)
     units = join_neighbours(partition(model))
     assert [unit.name for unit in units] == ["", "parts.0.0-1", "parts.1.0-1"]
@@ -210,7 +210,7 @@ def test_of_two_lists_none_are_joined_and_nothing_is_lost(monkeypatch: pytest.Mo
 
 
 def test_lookups_and_what_is_large_stay_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partitioning, "JOINED_NUMEL", 100)
+    small(monkeypatch, joined_numel=100)
     model = nn.Sequential(
         nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(20, 20), nn.Linear(4, 4), nn.Embedding(3, 4), nn.Linear(4, 4)
     )
@@ -221,7 +221,7 @@ def test_lookups_and_what_is_large_stay_alone(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_marked_block_is_a_unit_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partitioning, "JOINED_NUMEL", 1 << 20)
+    small(monkeypatch, joined_numel=1 << 20)
     model = stacked(6)
     assert offload.unit(model.parts["0"][2]) is model.parts["0"][2]
     assert [unit.name for unit in join_neighbours(partition(copy.deepcopy(model)))] == [
@@ -326,7 +326,7 @@ def test_inside_a_call_the_blocks_own_parameters_are_plain_and_the_others_guarde
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", "deferred")
-    monkeypatch.setattr(partitioning, "JOINED_NUMEL", 1 << 20)
+    small(monkeypatch, joined_numel=1 << 20)
     model, seen = stacked(3), list[tuple[bool, bool]]()
     first, second = model.parts["0"][0].mix.weight, model.parts["0"][1].mix.weight
     model.parts["0"][1].mix.register_forward_hook(
@@ -347,7 +347,7 @@ def test_inside_a_call_the_blocks_own_parameters_are_plain_and_the_others_guarde
 
 def test_updates_of_joined_units_begin_in_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", "cpu")
-    monkeypatch.setattr(partitioning, "JOINED_NUMEL", 4 * (WIDTH + 1) * WIDTH)
+    small(monkeypatch, joined_numel=4 * (WIDTH + 1) * WIDTH)
     model = stacked(12)
     with offload.initialize(
         model, torch.optim.AdamW(model.parameters()), offload.Config(**ON_NVME_IN_PLACE.fields(tmp_path))
@@ -363,7 +363,7 @@ def test_a_checkpoint_of_joined_units_is_read_by_separate_ones(tmp_path: Path, m
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", "deferred")
     states = []
     for bound, action in ((1 << 20, "save_checkpoint"), (0, "load_checkpoint"), (BOUND, "load_checkpoint")):
-        monkeypatch.setattr(partitioning, "JOINED_NUMEL", bound)
+        small(monkeypatch, joined_numel=bound)
         model = stacked(5)
         with offload.initialize(
             model, torch.optim.AdamW(model.parameters()), offload.Config(**ON_NVME.fields(tmp_path / "nvme"))

@@ -13,6 +13,7 @@ from torch import nn
 import offload
 from offload import layout
 from tests.inside import layout_of
+from tests.small_sizes import small
 
 from .models import ON_CPU, ON_NVME, ON_NVME_IN_PLACE, Setup, adamw, vector_batches
 from .runs import assert_same_bits
@@ -40,7 +41,7 @@ def trained(setup: Setup, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tupl
 @pytest.mark.parametrize("setup", [ON_CPU, ON_NVME, ON_NVME_IN_PLACE], ids=lambda setup: setup.name)
 def test_larger_chunks_change_no_bit(setup: Setup, nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usual, expected = trained(setup, nvme, monkeypatch)
-    monkeypatch.setattr(layout, "MANY_CHUNKS", 1)
+    small(monkeypatch, many_chunks=1)
     larger, found = trained(setup, nvme, monkeypatch)
     assert (usual, larger) == (layout.CHUNK_NUMEL, 8 * layout.CHUNK_NUMEL)
     assert_same_bits(found, expected)

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
-from offload.build import assembly
-from offload.checkpoint import carry_over
+from tests.file_systems import free_room, scratch_kind
 from tests.inside import accelerator_of, parts_of
+from tests.small_sizes import small
 
 from .models import adamw
 from .runs import assert_same_bits
@@ -44,8 +44,8 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callabl
     """`started(micro_batches=1, **config)`, on a deferred device with room for everything."""
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", "deferred")
     monkeypatch.setenv("OFFLOAD_DEVICE_NBYTES", str(1 << 40))
-    monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
-    monkeypatch.setattr(carry_over, "file_system_of", lambda path: "ext4")
+    small(monkeypatch, chunk_numel=4096)
+    scratch_kind(monkeypatch, "ext4")
     engines = []
 
     def start(micro_batches: int = 1, **fields: Any) -> Any:
@@ -194,9 +194,9 @@ def test_a_forward_that_ran_after_the_step_keeps_its_parts(started: Any) -> None
 @pytest.mark.parametrize("why", ["no room", "a drive in memory"])
 def test_without_a_place_for_what_is_carried_over_all_stays(started: Any, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     if why == "no room":
-        monkeypatch.setattr(carry_over, "free_nbytes", lambda paths: 1000)
+        free_room(monkeypatch, 1000)
     else:
-        monkeypatch.setattr(carry_over, "file_system_of", lambda path: "tmpfs")
+        scratch_kind(monkeypatch, "tmpfs")
     engine, in_memory = started(**BUDGETS["device"]), started(**IN_MEMORY)
     parts = parts_of(engine)
     for number in range(3):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.build import assembly
+from tests.small_sizes import small
 
 from .models import ON_CPU, ON_CPU_IN_PLACE, ON_NVME, ON_NVME_IN_PLACE, Setup, adamw
 
@@ -58,7 +58,7 @@ def lines_counted() -> Iterator[list[int]]:
 def test_twice_the_parameters_take_twice_the_work(
     opened: Any, monkeypatch: pytest.MonkeyPatch, setup: Setup, width: int
 ) -> None:
-    monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096 * (1 if width == 4096 else 64),))
+    small(monkeypatch, chunk_numel=4096 * (1 if width == 4096 else 64))
     lines = []
     for count in COUNTS:
         model = nn.Sequential(Experts(count, width), Experts(count, width))

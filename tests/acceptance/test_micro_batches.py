@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from offload.build import assembly
 from tests.inside import layout_of
+from tests.small_sizes import small
 
 from .models import IN_MEMORY, ON_CPU, ON_CPU_IN_PLACE, ON_NVME, ON_NVME_IN_PLACE, Setup, Stack, adamw, vector_batches
 from .runs import assert_same_bits, refused
@@ -39,7 +39,7 @@ class Later(Stack):
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
+    small(monkeypatch, chunk_numel=4096)
 
 
 def built(opened: Any, setup: Setup, **fields: Any) -> Any:

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from offload.build import assembly
 from tests.crosses import in_pairs
+from tests.small_sizes import small
 
 from .models import (
     IN_MEMORY,
@@ -109,7 +109,7 @@ def test_the_smallest_budget_is_enough(
     build: Callable[[bool], nn.Module],
     loop: Loop,
 ) -> None:
-    monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))  # so that buffers are small, and units count
+    small(monkeypatch, chunk_numel=4096)  # so that buffers are small, and units count
     field = "device_memory" if setup.accelerator == "deferred" else "cpu_memory"
     model = build(reentrant)
     with pytest.raises(offload.BudgetError) as refusal:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 import offload
 from tests.crosses import in_turn
+from tests.small_sizes import small
 
 from .models import IN_MEMORY, ON_CPU, ON_NVME, Setup, llama, stack, two_groups, vector_batches
 from .runs import CLIP, Run, assert_close, assert_same_bits, bitwise_loop, compare, refused, run_engine, simple_loop
@@ -127,9 +128,8 @@ def test_lion_in_every_format(opened: Any, state_format: str) -> None:
 
 def test_chunks_never_show(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stochastic rounding takes its bits by the parameter's element, not by where a chunk begins."""
-    from offload.build import assembly
 
-    monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
+    small(monkeypatch, chunk_numel=4096)
     for state_format in ("bf16", "8bit"):
         _, weights = _train(opened, ON_NVME, state_format)
         assert_same_bits(weights, reference(state_format)[1], "weights")

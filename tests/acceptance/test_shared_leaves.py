@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from offload.build import assembly
 from offload.model.partition import ModuleUnit, fold_for_ranks, partition, uses_of
 from offload.planning.trace import Edge, Use
 from offload.step.hooks import shared_gradients
 from tests.inside import parts_of, residency_of
+from tests.small_sizes import small
 
 from .models import (
     IN_MEMORY,
@@ -384,7 +384,7 @@ def test_a_budget_below_embedding_and_blocks_keeps_the_bits(
     opened: Any, setup: Setup, prefetch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The weight comes for the embedding, goes for the blocks, comes for the head, and goes again."""
-    monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
+    small(monkeypatch, chunk_numel=4096)
     fields: dict[str, Any] = {"max_grad_norm": 0.5, "prefetch": prefetch}
     runs = []
     for where in (IN_MEMORY, setup):

@@ -15,12 +15,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from offload.build import assembly
 from offload.model.taken_gradient import TakenGradient
-from offload.step import parameter_gradients
 from offload.step.gradients.transit import GradientTransit
 from tests.crosses import in_pairs
 from tests.inside import units_of
+from tests.small_sizes import small
 
 from .models import IN_MEMORY, ON_CPU, ON_NVME, Block, Setup, adamw, vector_batches
 from .runs import assert_same_bits
@@ -66,7 +65,7 @@ def built(opened: Any, setup: Setup, recomputes: bool | None = None, **fields: A
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
+    small(monkeypatch, chunk_numel=4096)
 
 
 @pytest.fixture
@@ -196,7 +195,7 @@ def test_no_more_waits_than_is_worth_a_word(
     opened: Any, packed: list[int], setup: Setup, monkeypatch: pytest.MonkeyPatch, most_nbytes: int, at_once: int
 ) -> None:
     """Of units with more the small ones wait, and each of the others leaves by itself, to the same bits."""
-    monkeypatch.setattr(parameter_gradients, "_TOGETHER_NBYTES", most_nbytes)
+    small(monkeypatch, gradients_together_nbytes=most_nbytes)
     weights = []
     for where in (IN_MEMORY, setup):
         engine = built(opened, where)

@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
-from offload.build import assembly
-from offload.step import clip_history
 from offload.step.gradients.buffers import RETAINED
 from offload.step.updates.update import Updates
-from offload.tiers import scratch
 from tests.crosses import in_pairs, in_turn
+from tests.file_systems import free_room
 from tests.inside import layout_of, parts_of
+from tests.small_sizes import small
+from tests.updates import before_each_update
 
 from . import test_working_set
 from .models import IN_MEMORY, Setup, Sometimes, Tied, adamw, gpt2, llama, stack, two_groups, vector_batches
@@ -86,8 +86,7 @@ def test_racing_updates_are_undone_wherever_they_are(
     opened: Any, monkeypatch: pytest.MonkeyPatch, setup: Setup, clip: float
 ) -> None:
     """Not waiting for what has begun: some chunks are updated when they are undone, some are being read, some wait."""
-    monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
-    monkeypatch.setattr(clip_history, "QUIET_STEPS", 0)
+    small(monkeypatch, chunk_numel=4096, quiet_steps=0)
     for _ in range(2):
         model = llama(2, WIDTH)
         engine = opened(model, two_groups(model), setup, dtype="fp32", max_grad_norm=clip)
@@ -271,17 +270,15 @@ def test_what_comes_between_backward_and_step(opened: Any, speculating: None, se
 
 def test_what_was_read_ahead_for_an_undone_update_is_read_again(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The values that it would have updated are written before the step."""
-    monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
-    monkeypatch.setattr(clip_history, "QUIET_STEPS", 0)
-    run, begun, goes_on = Updates._run, list[Any](), threading.Event()
+    small(monkeypatch, chunk_numel=4096, quiet_steps=0)
+    begun, goes_on = list[Any](), threading.Event()
 
-    def run_first(updates: Updates, unit: Any, update: Any) -> None:
+    def after_the_first(unit: Any, update: Any) -> None:
         begun.append(unit)
         if len(begun) > 1:
             goes_on.wait(30)
-        run(updates, unit, update)
 
-    monkeypatch.setattr(Updates, "_run", run_first)
+    before_each_update(monkeypatch, after_the_first)
     results = []
     for setup in (IN_MEMORY, ON_DEFERRED):
         begun.clear()
@@ -312,14 +309,12 @@ def test_what_was_read_ahead_for_an_absent_unit_is_updated_where_it_is_used(
     opened: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The embedding left device memory before its gradient was complete: its update waits for `step` to bring it back."""
-    monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
-    monkeypatch.setattr(clip_history, "QUIET_STEPS", 0)
-    run, recall = Updates._run, Updates.recall
+    small(monkeypatch, chunk_numel=4096, quiet_steps=0)
+    recall = Updates.recall
     all_enqueued, partly_read = threading.Event(), set[str]()
 
-    def run_late(updates: Updates, unit: Any, update: Any) -> None:
+    def late(unit: Any, update: Any) -> None:
         assert unit.name != "model.layers.0" or all_enqueued.wait(30)  # of those launched it is the last
-        run(updates, unit, update)
 
     def recall_late(updates: Updates, units: Any) -> Any:
         all_enqueued.set()
@@ -334,7 +329,7 @@ def test_what_was_read_ahead_for_an_absent_unit_is_updated_where_it_is_used(
                 partly_read.add(unit.name)
         return recall(updates, units)
 
-    monkeypatch.setattr(Updates, "_run", run_late)
+    before_each_update(monkeypatch, late)
     monkeypatch.setattr(Updates, "recall", recall_late)
     results = []
     for setup in (IN_MEMORY, ON_CPU_DEVICE):
@@ -465,7 +460,7 @@ def test_a_drive_has_room_for_a_part(
     needed = {line["purpose"]: line["nbytes"] for line in whole.stats()["planned"] if line["tier"] == "nvme"}
     second = needed.pop("room to undo updates")
     free = (sum(needed.values()) + share * second) / 0.98 + 4096
-    monkeypatch.setattr(scratch, "free_nbytes", lambda paths: int(free))
+    free_room(monkeypatch, free)
     engine, found = run()
     assert_same_bits(found, expected)
     chosen, all_units = early_units(engine), early_units(whole)

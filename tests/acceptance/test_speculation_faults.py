@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 
 import offload
 from offload.step import clip_history
-from offload.tiers import stores
+from tests.drives import drive_is
 from tests.tiers.faulty_io import Fault, FaultyBackend, seeded_faults
 
 from .models import IN_MEMORY, Setup, adamw, stack, vector_batches
@@ -24,7 +24,7 @@ from .speculating import both, counts, one_step
 def run_on(backend: FaultyBackend, nvme: Path, setup: Setup, patch: pytest.MonkeyPatch) -> tuple[Any, tuple[int, int]]:
     """Three steps on that drive: kept, undone, kept; and what they gave."""
     patch.setenv("OFFLOAD_ACCELERATOR", setup.accelerator)
-    patch.setattr(stores, "open_backend", lambda **_: backend)
+    drive_is(patch, backend)
     model = stack(32, 4)
     with offload.initialize(model, adamw(model), setup.fields(nvme, max_grad_norm=1e3)) as engine:
         for step, (x, y) in enumerate(vector_batches(3, 32)):

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
-from offload.build import assembly
 from offload.step.gradients.sums_on_device import SumsOnDevice
-from offload.step.residency.device_room import DeviceRoom
 from tests.crosses import in_turn
+from tests.devices import room_beyond_units_in_use
 from tests.inside import accelerator_of, layout_of, parts_of
+from tests.small_sizes import small
 
 from .models import adamw
 from .runs import assert_same_bits
@@ -39,7 +39,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """`started(device_nbytes, micro_batches=1, tokens=0, **config)`; None: of a device that does not say what it has, where
     sums lie in host memory."""
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", "deferred")
-    monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
+    small(monkeypatch, chunk_numel=4096)
     engines = []
 
     def start(nbytes: int | None, micro_batches: int = 1, tokens: int = 0, **fields: Any) -> Any:
@@ -126,7 +126,7 @@ def test_a_loop_that_says_so_keeps_them_where_one_that_does_not_has_yet_to_learn
 def least(start: Any, rows: list[int]) -> int:
     """The most device memory in use with no unit beyond those in use, and no sum."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DeviceRoom, "left", lambda room, units: 0)
+        room_beyond_units_in_use(patch, 0)
         engine = start(ROOMY)
         for number, count in enumerate(rows):
             step(engine, number, 3, count)

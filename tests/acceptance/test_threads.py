@@ -21,6 +21,7 @@ from offload.planning.route import Memory
 from offload.step.calls import Call
 from offload.step.threads import taking_turns
 from tests.inside import parts_of
+from tests.small_sizes import small
 
 from .models import IN_PLACE_IN_BACKWARD, ON_CPU, ON_NVME_IN_PLACE, Setup, Stack, adamw, stack, vector_batches
 from .runs import Run, assert_close, refused, run_engine, run_plain
@@ -139,7 +140,7 @@ def test_what_one_thread_leaves_halfway_the_other_does_not_wait_for(opened: Any,
 
 
 def test_a_thread_that_stops_in_a_forward_is_told_of(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(taking_turns, "PATIENCE_SECONDS", 0.0)
+    small(monkeypatch, patience_seconds=0.0)
     model = stack()
     engine = opened(model, adamw(model), ON_CPU)
     x, _ = vector_batches(1)[0]
@@ -268,9 +269,11 @@ def test_two_threads_that_hand_an_update_to_the_lane_hand_it_over_once(opened: A
     updates = parts_of(engine).updates
     assert updates is not None
     lane, begun, submitted = updates._lanes[Memory.HOST], threading.Event(), []
-    submit = lane.submit
+    submit, both_at_it = lane.submit, list[Any]()
 
     def slow(job: Any, about: object = None, nbytes: int = 0) -> Any:
+        if not both_at_it:
+            return submit(job, about, nbytes)
         submitted.append(about)
         begun.set()
         begun.clear() if len(submitted) > 1 else threading.Event().wait(0.3)
@@ -281,12 +284,13 @@ def test_two_threads_that_hand_an_update_to_the_lane_hand_it_over_once(opened: A
     def at_once(unit: Any, chunks: Any) -> None:
         enqueue(unit, chunks)
         other = threading.Thread(target=lambda: begun.wait(60) and updates.apply(unit))
-        monkeypatch.setattr(lane, "submit", slow)
+        both_at_it.append(unit)
         other.start()
         updates.launch(unit).wait()
         other.join(60)
-        monkeypatch.setattr(lane, "submit", submit)
+        both_at_it.clear()
 
+    monkeypatch.setattr(lane, "submit", slow)
     monkeypatch.setattr(updates, "enqueue", at_once)
     x, y = vector_batches(1)[0]
     F.mse_loss(model(x), y).backward()

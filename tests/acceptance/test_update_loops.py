@@ -16,7 +16,7 @@ from torch import nn
 
 import offload
 from offload.step.clip_history import QUIET_STEPS
-from offload.tiers import scratch
+from tests.file_systems import free_room
 
 from .models import IN_MEMORY, Setup, stack, two_groups, vector_batches
 from .runs import Run, assert_same_bits, loop_of, run_engine
@@ -347,7 +347,7 @@ def test_room_on_the_drive_is_left_for_two_checkpoints(opened: Any, monkeypatch:
     on_nvme = {line["purpose"]: line["nbytes"] for line in needed if line["tier"] == "nvme"}
     states = on_nvme["parameters"] + on_nvme["optimizer states"]
     for room, begins in ((2 * states - 2**16, update == "backward"), (2 * states, True)):
-        monkeypatch.setattr(scratch, "free_nbytes", lambda paths, room=room: int((sum(on_nvme.values()) + room) / 0.98) + 4096)
+        free_room(monkeypatch, int((sum(on_nvme.values()) + room) / 0.98) + 4096)
         model = stack(WIDTH, 4)
         engine = opened(model, two_groups(model), Setup("nvme", "nvme", "cpu", update))
         assert all(unit["begins_early"] for unit in engine.stats()["units"][1:]) == begins

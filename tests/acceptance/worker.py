@@ -16,6 +16,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from tests.small_sizes import small_for_good
 from tests.warm import READ_WHEN_LOADED, ROOT, WarmProcess
 
 
@@ -94,12 +95,11 @@ def measure_memory(
     import torch.nn.functional as F
 
     import offload
-    from offload.step import clip_history
 
     from .models import Stack
 
     if quiet_steps is not None:
-        clip_history.QUIET_STEPS = quiet_steps
+        small_for_good(quiet_steps=quiet_steps)
 
     def train(count: int, size: int, config: offload.Config) -> dict[str, int]:
         with offload.deferred_init() if deferred else contextlib.nullcontext():
@@ -126,9 +126,7 @@ def measure_memory(
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs the tests in the background may have it ignored
-    from offload.model import partition
-
-    partition.JOINED_NUMEL = 0  # as in tests/conftest.py
+    small_for_good(joined_numel=0)  # as in tests/conftest.py
     asked = json.loads(sys.argv[1])
     measure = measure_memory if asked.pop("kind", "") == "memory" else train_bytes
     print(json.dumps(measure(**asked)), flush=True)

@@ -21,6 +21,7 @@ import torch
 
 import offload
 from offload.device.deferred import DeferredAccelerator
+from tests.devices import before_each_copy
 from tests.warm import WarmProcess
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -147,11 +148,16 @@ def test_tables_and_plots_are_made_of_a_report(module: Any, report: dict[str, An
     assert set(plots) == {"gpu-tiny-rate.svg", "gpu-tiny-loss.svg"} and all("<polyline" in svg for svg in plots.values())
 
 
+def cells_run(monkeypatch: pytest.MonkeyPatch, gpu: Any, code: str) -> None:
+    """In place of their own."""
+    popen = subprocess.Popen
+    monkeypatch.setattr(gpu.subprocess, "Popen", lambda command, **options: popen([sys.executable, "-c", code], **options))
+
+
 def test_a_cell_that_hangs_is_killed_and_keeps_what_it_said(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = module("gpu")
     hanging = 'import time; print(\'{"batch": {"micro_batch": 1}}\', flush=True); time.sleep(60)'
-    popen = subprocess.Popen
-    monkeypatch.setattr(gpu.subprocess, "Popen", lambda command, **options: popen([sys.executable, "-c", hanging], **options))
+    cells_run(monkeypatch, gpu, hanging)
     cell: dict[str, Any] = {"batches": []}
     gpu.run_cell(cell, {}, 2.0, {})
     assert cell == {"batches": [{"micro_batch": 1}], "status": "ok, until the time was up"}
@@ -159,9 +165,7 @@ def test_a_cell_that_hangs_is_killed_and_keeps_what_it_said(module: Any, monkeyp
 
 def test_a_cell_that_dies_says_its_last_words(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = module("gpu")
-    popen = subprocess.Popen
-    dying = "raise RuntimeError('out of luck')"
-    monkeypatch.setattr(gpu.subprocess, "Popen", lambda command, **options: popen([sys.executable, "-c", dying], **options))
+    cells_run(monkeypatch, gpu, "raise RuntimeError('out of luck')")
     cell: dict[str, Any] = {"batches": []}
     gpu.run_cell(cell, {}, 20.0, {})
     assert cell["status"] == "failed (1): RuntimeError: out of luck"
@@ -170,7 +174,6 @@ def test_a_cell_that_dies_says_its_last_words(module: Any, monkeypatch: pytest.M
 def test_a_cell_that_is_killed_says_so_and_leaves_nobody(module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As when host memory ends: it is the first to go, its helpers go with it, and the next cell runs."""
     gpu = module("gpu")
-    popen = subprocess.Popen
     body = (
         "import os, pathlib, signal, subprocess, sys, time\n"
         "helper = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], stdout=subprocess.DEVNULL)\n"
@@ -178,7 +181,7 @@ def test_a_cell_that_is_killed_says_so_and_leaves_nobody(module: Any, monkeypatc
         f"pathlib.Path({str(tmp_path / 'helper')!r}).write_text(str(helper.pid))\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    monkeypatch.setattr(gpu.subprocess, "Popen", lambda command, **options: popen([sys.executable, "-c", body], **options))
+    cells_run(monkeypatch, gpu, body)
     cell: dict[str, Any] = {"batches": []}
     gpu.run_cell(cell, {}, 60.0, {})
     assert cell["status"].startswith("killed")
@@ -221,14 +224,12 @@ def test_memory_that_ends_inside_the_engine_ends_the_cell(
 ) -> None:
     """The engine is unusable then, and says all the same what it had planned and reached."""
     count = itertools.count()
-    copy_in = DeferredAccelerator.copy_in
 
-    def full(self: DeferredAccelerator, destination: torch.Tensor, source: torch.Tensor) -> Any:
+    def full(*_: torch.Tensor) -> None:
         if next(count) >= copies:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
-        return copy_in(self, destination, source)
 
-    monkeypatch.setattr(DeferredAccelerator, "copy_in", full)
+    before_each_copy(monkeypatch, DeferredAccelerator, "copy_in", full)
     module("gpu_report.cell").train("offload", "tiny", None, [1, 2, 4], 4, 100.0)
     assert said["status"] == status and len(said["batches"]) == (status != "out of memory")
     assert said["engine"]["planned"] and said["engine"]["host_peak_nbytes"] > 0
@@ -238,7 +239,7 @@ def test_another_failure_is_no_lack_of_memory(module: Any, monkeypatch: pytest.M
     def broken(*_: Any) -> None:
         raise RuntimeError("a mistake")
 
-    monkeypatch.setattr(DeferredAccelerator, "copy_in", broken)
+    before_each_copy(monkeypatch, DeferredAccelerator, "copy_in", broken)
     with pytest.raises(RuntimeError, match="a mistake"):
         module("gpu_report.cell").train("offload", "tiny", None, [1, 2], 2, 100.0)
 

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
+
+from tests.file_systems import no_syncs
 
 from ..acceptance.conftest import nvme, opened, settled
 
@@ -15,4 +15,4 @@ __all__ = ["nvme", "opened", "settled"]
 @pytest.fixture(autouse=True)
 def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a power failure could tell, and a busy disk takes seconds for each. That they are made: test_durability.py."""
-    monkeypatch.setattr(os, "fsync", lambda fileno: None)
+    no_syncs(monkeypatch)

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
-from offload.checkpoint import state_reading
+from offload.checkpoint import state_reading, unit_file
+from offload.checkpoint.staged_folder import write_failure
 from tests.inside import residency_of, units_of
 
 from .loops import Resumable
@@ -31,6 +33,21 @@ class Held:
             return original(reader, chunk, *given, **named)
 
         monkeypatch.setattr(state_reading.StateReader, "begin", begin)
+
+
+def full_drive(patch: pytest.MonkeyPatch, call: Literal["write", "finish"] = "write", after: int = 0) -> list[Any]:
+    """No room for what a save writes but for so many chunks: at that call of a chunk's copy. Returns those that came so far."""
+    written: list[Any] = []
+    write = getattr(unit_file.ChunkCopy, call)
+
+    def full(copy: Any, *given: Any) -> None:
+        written.append(copy)
+        if len(written) > after:
+            raise write_failure("writing", Path("there"), OSError(errno.ENOSPC, "No space left on device"))
+        write(copy, *given)
+
+    patch.setattr(unit_file.ChunkCopy, call, full)
+    return written
 
 
 def chunk_count(run: Resumable) -> int:

@@ -19,13 +19,12 @@ import torch
 from torch import nn
 
 import offload
-from offload.build import assembly
-from offload.checkpoint import unit_file, writing
-from offload.checkpoint.staged_folder import write_failure
 from offload.device.pending import Pending
-from offload.tiers import stores
 from tests.crosses import in_turn
+from tests.drives import drive_is, drives_from
+from tests.file_systems import free_room
 from tests.inside import finish_updates, parts_of, residency_of, units_of
+from tests.small_sizes import small
 from tests.tiers.faulty_io import Fault, FaultyBackend, seeded_faults
 
 from ..acceptance.models import (
@@ -42,7 +41,7 @@ from ..acceptance.models import (
 )
 from ..acceptance.runs import Run, assert_same_bits, one_step, refused
 from .loops import Resumable, files_of
-from .standing import Held, begun_at_the_end, chunk_count
+from .standing import Held, begun_at_the_end, chunk_count, full_drive
 from .test_memory import CHUNK_NUMEL, OVERHEAD_NBYTES, RECORD_NBYTES, VALUES_NBYTES, least_grown
 
 SETUPS = (
@@ -64,7 +63,7 @@ SETUPS = (
 def test_the_bytes_of_a_save_that_was_waited_for(
     opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setup: Setup, dtype: str
 ) -> None:
-    monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
+    small(monkeypatch, chunk_numel=4096)
     run = Resumable(opened, setup, dtype=dtype)
     losses = run.train(range(2))
     run.save(tmp_path / "waited")
@@ -144,8 +143,8 @@ def test_parameters_without_gradients(opened: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_any_order_of_transfers(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     faults = seeded_faults(seed, 5000, 0.5, (Fault("short"), Fault("delay")))
-    monkeypatch.setattr(stores, "open_backend", lambda **_: FaultyBackend(seed, faults))
-    monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
+    drives_from(monkeypatch, lambda: FaultyBackend(seed, faults))
+    small(monkeypatch, chunk_numel=4096)
     run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
     for n in range(3):
         run.train([n])
@@ -194,15 +193,6 @@ def test_what_is_in_the_way_is_known_at_once(opened: Any, tmp_path: Path) -> Non
 # ---- failures --------------------------------------------------------------------------------------------------------
 
 
-def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No room for anything that the save writes."""
-
-    def finish(copy: Any) -> None:
-        raise write_failure("writing", Path("there"), OSError(errno.ENOSPC, "No space left on device"))
-
-    monkeypatch.setattr(unit_file.ChunkCopy, "finish", finish)
-
-
 HOW_IT_IS_SEEN: dict[str, Callable[[Any, Any, Path], Any]] = {
     "wait": lambda run, save, folder: save.wait(),
     "step": lambda run, save, folder: (save.settle(), run.train(range(3, 4))),
@@ -224,9 +214,9 @@ def test_a_full_disk(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     done = 2
     with monkeypatch.context() as patch:
         held = Held(patch, 1)
-        full_disk(patch)
+        full_drive(patch, "finish")
         if updates_wait:
-            patch.setattr(writing.Snapshot, "_has_room_to_keep", lambda _: False)
+            free_room(patch, 0)
         save = begun_at_the_end(run, tmp_path / "beside", patch)
         assert held.reached.wait(60)
         if updates_wait:
@@ -255,7 +245,7 @@ def test_a_failing_scratch_file_ends_the_save_and_then_the_engine(
     opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = FaultyBackend(1)
-    monkeypatch.setattr(stores, "open_backend", lambda **_: backend)
+    drive_is(monkeypatch, backend)
     run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
     run.train(range(2))
     run.save(tmp_path / "earlier")
@@ -281,7 +271,7 @@ def test_a_failing_scratch_file_ends_the_save_and_then_the_engine(
 @pytest.mark.parametrize("setup", [Setup("nvme", "nvme", "cpu"), ON_CPU_IN_PLACE], ids=lambda setup: setup.name)
 def test_extra_host_memory(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setup: Setup) -> None:
     """84 MB of states saved under a step: beyond what a step takes, one chunk's buffers."""
-    monkeypatch.setattr(assembly, "CHUNK_NUMELS", (CHUNK_NUMEL,))
+    small(monkeypatch, chunk_numel=CHUNK_NUMEL)
     model = stack(width=512, blocks=4)
     engine = opened(model, adamw(model), setup, dtype="bf16")
 

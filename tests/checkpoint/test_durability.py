@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from offload.checkpoint.staged_folder import StagedFolder
+from tests.file_systems import at_call, no_syncs
 
 from ..acceptance.models import ON_CPU, adamw, stack
 
@@ -17,22 +18,9 @@ from ..acceptance.models import ON_CPU, adamw, stack
 def record(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
     """Every fsync, rename and removal from now on, in order, with the path (of a rename: the new one)."""
     done: list[tuple[str, Path]] = []
-    rename, rmdir = os.rename, os.rmdir
-
-    def recorded_fsync(fileno: int) -> None:
-        done.append(("sync", Path(os.readlink(f"/proc/self/fd/{fileno}"))))
-
-    def recorded_rename(source: Any, target: Any, **keywords: Any) -> None:
-        rename(source, target, **keywords)
-        done.append(("rename", Path(target)))
-
-    def recorded_rmdir(path: Any, **keywords: Any) -> None:
-        rmdir(path, **keywords)
-        done.append(("remove", Path(path)))
-
-    monkeypatch.setattr(os, "fsync", recorded_fsync)
-    monkeypatch.setattr(os, "rename", recorded_rename)
-    monkeypatch.setattr(os, "rmdir", recorded_rmdir)
+    no_syncs(monkeypatch, lambda path: done.append(("sync", path)))
+    at_call(monkeypatch, "rename", after=lambda _, source, target, **__: done.append(("rename", Path(target))))
+    at_call(monkeypatch, "rmdir", after=lambda _, path, **__: done.append(("remove", Path(path))))
     return done
 
 
@@ -65,17 +53,16 @@ def test_a_folder_that_is_given_up_takes_what_others_still_make_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of several ranks one removes the folder, while another's file is about to be made in it."""
-    rmdir, late = os.rmdir, ["late.json", "later.json"]
+    late = ["late.json", "later.json"]
 
     def overtaken(path: Path, **rest: Any) -> None:
         if late:
             (Path(path) / late.pop()).touch()
-        rmdir(path, **rest)
 
     folder = StagedFolder(tmp_path / "step-1", replace=True)
     with pytest.raises(ValueError, match="enough"), folder:
         (folder.path / "unit.safetensors").touch()
-        monkeypatch.setattr(os, "rmdir", overtaken)
+        at_call(monkeypatch, "rmdir", before=overtaken)
         raise ValueError("enough")
     assert not late and os.listdir(tmp_path) == []
 
@@ -83,18 +70,16 @@ def test_a_folder_that_is_given_up_takes_what_others_still_make_with_it(
 @pytest.mark.parametrize("call", ["mkdir", "open", "rename"])
 def test_an_interrupt_as_a_folder_is_made_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     """As the call returns, before anything notes what it did."""
-    real = getattr(os, call)
+    left = ["once"]
 
-    def interrupted(path: Any, *arguments: Any, **rest: Any) -> Any:
-        result = real(path, *arguments, **rest)
-        if ".offload-new-" in str(path):
-            monkeypatch.setattr(os, call, real)
+    def interrupt(result: Any, path: Any, *arguments: Any, **rest: Any) -> None:
+        if ".offload-new-" in str(path) and left:
+            left.clear()
             if call == "open":
                 os.close(result)
             raise KeyboardInterrupt
-        return result
 
-    monkeypatch.setattr(os, call, interrupted)
+    at_call(monkeypatch, call, after=interrupt)
     with pytest.raises(KeyboardInterrupt), StagedFolder(tmp_path / "step-1", replace=True):
         pass
     assert os.listdir(tmp_path) == []

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from offload.device.lane import ThreadLane
+from tests.threads import starting_threads
 from tests.warm import WarmProcess
 
 from .interrupting import PLACEMENTS
@@ -55,7 +56,7 @@ def test_one_thread_serves_a_lane_whose_start_was_interrupted(monkeypatch: pytes
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", interrupted_start)
+        starting_threads(patch, interrupted_start)
         with pytest.raises(KeyboardInterrupt):
             lane.submit(lambda: None)
     ran: list[int] = []

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import offload
-from offload.tiers import stores
+from tests.drives import drive_is
 from tests.tiers.faulty_io import Fault, FaultyBackend
 
 from ..acceptance.models import Setup, adamw, stack
@@ -63,7 +63,7 @@ class Runs:
     def train(self, setup: Setup, backend: FaultyBackend, saves: Path) -> dict[str, torch.Tensor]:
         """From the last checkpoint in `saves` to the last step; the weights."""
         self.patch.setenv("OFFLOAD_ACCELERATOR", setup.accelerator)
-        self.patch.setattr(stores, "open_backend", lambda **_: backend)
+        drive_is(self.patch, backend)
         model = stack(width=8, blocks=1)
         engine = offload.initialize(model, adamw(model), setup.fields(self.root / "nvme"))
         try:

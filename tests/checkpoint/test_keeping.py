@@ -4,22 +4,21 @@
 from __future__ import annotations
 
 import errno
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import offload
-from offload.checkpoint.idleness import Idleness
 from offload.step.threads.failure_state import FailureState
-from offload.tiers import second_places, stores
+from tests.drives import drive_is
+from tests.file_systems import free_room, reservations
 from tests.inside import finish_updates, parts_of
 from tests.tiers.faulty_io import Fault, FaultyBackend
+from tests.updates import training_rests
 
 from ..acceptance.models import ON_CPU, Setup
 from ..acceptance.runs import assert_same_bits
@@ -96,13 +95,8 @@ def test_without_room_for_two_updates_wait(opened: Any, tmp_path: Path, monkeypa
     run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
     run.train(range(2))
     run.save(tmp_path / "waited")
-    held, real, before = Held(monkeypatch, 1), os.statvfs, allocated_nbytes(run)
-
-    def nearly_full(path: Any) -> Any:
-        status = real(path)
-        return SimpleNamespace(f_bavail=before // status.f_frsize, f_frsize=status.f_frsize)
-
-    monkeypatch.setattr(os, "statvfs", nearly_full)
+    held, before = Held(monkeypatch, 1), allocated_nbytes(run)
+    free_room(monkeypatch, before)
     save = begun_at_the_end(run, tmp_path / "beside", monkeypatch)
     assert held.reached.wait(60)
     timer = threading.Timer(0.5, held.go.set)
@@ -119,13 +113,13 @@ def test_a_drive_that_fills_up_meanwhile(opened: Any, tmp_path: Path, monkeypatc
     run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
     run.train(range(2))
     run.save(tmp_path / "waited")
-    held, real, given = Held(monkeypatch, 1), second_places.allocate, []
+    held, given = Held(monkeypatch, 1), list[int]()
 
-    def some(file: Any, offset: int, nbytes: int) -> int:
-        given.append(nbytes)
-        return real(file, offset, nbytes) if len(given) % 3 else errno.ENOSPC
+    def some(reserves: bool) -> int | None:
+        given.extend([1] if reserves else [])
+        return errno.ENOSPC if reserves and len(given) % 3 == 0 else None
 
-    monkeypatch.setattr(second_places, "allocate", some)
+    reservations(monkeypatch, some)
     before = allocated_nbytes(run)
     save = begun_at_the_end(run, tmp_path / "beside", monkeypatch)
     assert held.reached.wait(60)
@@ -144,7 +138,7 @@ def test_a_drive_that_fills_up_meanwhile(opened: Any, tmp_path: Path, monkeypatc
 @pytest.fixture
 def never_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long a loaded machine holds this thread up, the save's makes no update in its place."""
-    monkeypatch.setattr(Idleness, "_is_quiet", lambda _: False)
+    training_rests(monkeypatch, always=False)
 
 
 FOLLOWING = (Setup("nvme", "nvme", "cpu"), Setup("nvme", "nvme", "cpu", "backward"), Setup("nvme", "cpu", "cpu"))
@@ -254,7 +248,7 @@ def test_closing_while_the_save_makes_an_update(opened: Any, tmp_path: Path, mon
         return beside(state)
 
     monkeypatch.setattr(FailureState, "failures_beside", held)
-    monkeypatch.setattr(Idleness, "_is_quiet", lambda _: True)
+    training_rests(monkeypatch, always=True)
     save = run.engine.save_checkpoint(tmp_path / "beside", wait=False)
     assert reached.wait(60)
     threading.Timer(0.3, go.set).start()
@@ -270,7 +264,7 @@ def test_closing_while_the_save_makes_an_update(opened: Any, tmp_path: Path, mon
 def test_an_update_that_fails_fails_the_save(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The update that the save is of: nobody is kept waiting for it."""
     backend = FaultyBackend(1)
-    monkeypatch.setattr(stores, "open_backend", lambda **_: backend)
+    drive_is(monkeypatch, backend)
     run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
     run.train(range(2))
     save = run.engine.save_checkpoint(tmp_path / "beside", wait=False)

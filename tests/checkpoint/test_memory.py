@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from offload.build import assembly
 from offload.device.freed_memory import freed_memory
 from tests.inside import parts_of
+from tests.small_sizes import small
 
 from ..acceptance.models import ON_CPU, ON_CPU_IN_PLACE, ON_NVME, adamw, stack
 from ..acceptance.worker import resident_nbytes
@@ -43,7 +43,7 @@ def least_grown(action: Callable[[int], Any]) -> int:
 @pytest.fixture
 def engine(opened: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
     """7 M parameters in units of 1.6 M, with 84 MB of masters and moments."""
-    monkeypatch.setattr(assembly, "CHUNK_NUMELS", (CHUNK_NUMEL,))
+    small(monkeypatch, chunk_numel=CHUNK_NUMEL)
     model = stack(width=512, blocks=4)
     return opened(model, adamw(model), request.param, dtype="bf16")
 

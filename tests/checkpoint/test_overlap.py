@@ -11,16 +11,15 @@ from typing import Any
 import pytest
 
 import offload
-from offload.build import assembly
-from offload.checkpoint import unit_file
-from offload.checkpoint.staged_folder import write_failure
-from offload.tiers import stores
 from tests.crosses import in_turn
+from tests.drives import drive_is
+from tests.small_sizes import small
 
 from ..acceptance.models import Setup
 from ..acceptance.runs import assert_same_bits, refused
 from ..tiers.faulty_io import Fault, FaultyBackend
 from .loops import Resumable, byte_model, files_of
+from .standing import full_drive
 
 SETUP = Setup("nvme", "nvme", "cpu")
 
@@ -50,9 +49,9 @@ class Watched(FaultyBackend):
 
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> Watched:
-    monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
+    small(monkeypatch, chunk_numel=4096)
     made = Watched()
-    monkeypatch.setattr(stores, "open_backend", lambda **_: made)
+    drive_is(monkeypatch, made)
     return made
 
 
@@ -115,7 +114,7 @@ FIELDS: tuple[dict[str, Any], ...] = ({}, {"dtype": "bf16"}, {"dtype": "bf16", "
 def test_the_files_are_those_of_a_save_after_the_updates(
     opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setup: Setup, fields: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
+    small(monkeypatch, chunk_numel=4096)
     later = settled(opened, setup, **fields)
     later.save(tmp_path / "later")
     run = Resumable(opened, setup, **fields)
@@ -130,23 +129,14 @@ def test_the_files_are_those_of_a_save_after_the_updates(
 
 @pytest.mark.parametrize("at", [0, 1])
 def test_no_room_while_updates_are_made(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-    monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
+    small(monkeypatch, chunk_numel=4096)
     later = settled(opened, model=byte_model(width=32))
     losses = later.train(range(1, 3))
     run = Resumable(opened, SETUP, model=byte_model(width=32))
     run.train(range(1))
     assert run.engine.stats()["pending_updates"]
-    written: list[Any] = []
-    write = unit_file.ChunkCopy.write
-
-    def full(copy: Any, *given: Any) -> None:
-        written.append(copy)
-        if len(written) > at:
-            raise write_failure("writing", Path("there"), OSError(errno.ENOSPC, "full"))
-        write(copy, *given)
-
     with monkeypatch.context() as patch, refused(offload.StorageError, "Earlier checkpoints are untouched"):
-        patch.setattr(unit_file.ChunkCopy, "write", full)
+        written = full_drive(patch, after=at)
         run.save(tmp_path / "saved")
     assert len(written) == at + 1, "a save that failed takes nothing more"
     assert [path.name for path in tmp_path.iterdir() if path.name != "nvme"] == []

@@ -17,8 +17,8 @@ from torch import nn
 
 import offload
 from offload.checkpoint.peft_export import Merging
-from offload.checkpoint.state_reading import StateReader
 from offload.cli.main import main
+from tests.reads import before_each_unit
 
 from ..acceptance.models import IN_MEMORY, ON_CPU, ON_NVME, gpt2, llama
 from ..acceptance.runs import assert_close, assert_same_bits, refused
@@ -294,7 +294,6 @@ def test_adapters_are_saved_without_reading_what_is_frozen_elsewhere(
     model = peft_model()
     trained(opened, model, ON_NVME)
     read: list[str] = []
-    pieces = StateReader.pieces
-    monkeypatch.setattr(StateReader, "pieces", lambda self, unit: (read.append(unit.name), pieces(self, unit))[1])
+    before_each_unit(monkeypatch, lambda unit: read.append(unit.name))
     model.save_pretrained(tmp_path / "adapter")
     assert read == [f"base_model.model.model.layers.{number}" for number in range(len(read))] and read

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import offload
-from offload.tiers import stores
+from tests.drives import drives_from
 from tests.tiers.faulty_io import Fault, FaultyBackend
 
 from ..acceptance.models import Setup, adamw, stack
@@ -32,10 +32,10 @@ class Drive:
     """The backend of the next engine, and whether it works."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(stores, "open_backend", self._open)
+        drives_from(patch, self._open)
         self.opened: list[FaultyBackend] = []
 
-    def _open(self, **_: object) -> FaultyBackend:
+    def _open(self) -> FaultyBackend:
         self.opened.append(FaultyBackend(len(self.opened)))
         return self.opened[-1]
 

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
-from offload.build import assembly
+from offload import layout
 from tests.crosses import in_turn
 from tests.inside import parts_of, units_of
+from tests.small_sizes import small
 
 from ..acceptance.models import (
     IN_MEMORY,
@@ -112,16 +113,15 @@ def test_updates_in_backward(opened: Any, tmp_path: Path) -> None:
 
 def test_other_chunks(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Saved in chunks that split parameters, loaded in chunks that hold many, and the other way round."""
-    small = (4096,)
-    usual = assembly.CHUNK_NUMELS
+    few, usual = (4096,), layout.CHUNK_NUMELS
     wide = lambda: stack(width=64)  # noqa: E731 - a weight of 3 chunks
 
     def states(chunks: tuple[int, ...], setup: Setup) -> Any:
-        monkeypatch.setattr(assembly, "CHUNK_NUMELS", chunks)
+        small(monkeypatch, chunk_numels=chunks)
         model = wide()
         return opened(model, adamw(model), setup)
 
-    for first_chunks, second_chunks in ((small, usual), (usual, small)):
+    for first_chunks, second_chunks in ((few, usual), (usual, few)):
         first = states(first_chunks, ON_NVME)
         simple_loop(3, width=64)(Run(first.module, first.optimizer, first))
         first.save_checkpoint(tmp_path / "saved")

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import offload
-from offload.checkpoint.state_reading import StateReader
+from tests.reads import before_each_unit
 
 from ..acceptance.models import ON_CPU, ON_NVME, adamw, byte_batches, gpt2, llama
 from ..acceptance.runs import assert_same_bits, refused
@@ -38,8 +38,7 @@ def test_it_writes_what_it_writes_in_memory(
     engine = trained(opened, model, ON_NVME)
     plain.load_state_dict(engine.state_dict())
     read: list[int] = []
-    pieces = StateReader.pieces
-    monkeypatch.setattr(StateReader, "pieces", lambda self, unit: (read.append(1), pieces(self, unit))[1])
+    before_each_unit(monkeypatch, lambda unit: read.append(1))
     model.save_pretrained(str(tmp_path / "ours"), is_main_process=True, save_function=torch.save)
     assert len(read) > 2
     plain.save_pretrained(tmp_path / "theirs")
@@ -86,11 +85,11 @@ def test_an_export_beside_the_files_of_others(opened: Any, tmp_path: Path, monke
     with refused(offload.CheckpointError, "exists and holds"):
         engine.export(folder)
 
-    def fails(self: Any, unit: Any) -> Any:
+    def fails(unit: Any) -> None:
         raise OSError("the drive is gone")
 
     with monkeypatch.context() as patched, pytest.raises(OSError, match="the drive is gone"):
-        patched.setattr(StateReader, "pieces", fails)
+        before_each_unit(patched, fails)
         engine.export(folder, exist_ok=True)
     assert_same_bits(dict(AutoModelForCausalLM.from_pretrained(folder).state_dict()), before)
     engine.export(folder, exist_ok=True)

@@ -17,13 +17,13 @@ import pytest
 import torch
 
 import offload
-from offload.build import assembly
 from offload.checkpoint.tensor_file import TensorFile
 from offload.checkpoint.unit_file import UnitFile
-from offload.tiers import NvmeStore, second_places
-from offload.tiers.io import reflink
 from tests.crosses import in_turn
+from tests.drives import stripes_of
+from tests.file_systems import reservations, sharing_blocks
 from tests.inside import finish_updates, parts_of, settle_writes, units_of
+from tests.small_sizes import small
 
 from ..acceptance.models import ON_CPU, ON_NVME, ON_NVME_IN_BACKWARD, ON_NVME_IN_PLACE, Setup, adamw, stack
 from ..acceptance.runs import Run, assert_same_bits, one_step, refused
@@ -48,7 +48,7 @@ class Shared:
         self.nbytes, self.written_nbytes, self.calls = 0, 0, 0
         self.refuse: Callable[[str, int], bool] = lambda path, call: False
         self.failure = 0
-        monkeypatch.setattr(reflink, "clone_range", self._clone)
+        sharing_blocks(monkeypatch, self._clone)
         write = TensorFile._write
 
         def counted(file: Any, view: memoryview, offset: int) -> None:
@@ -88,7 +88,7 @@ class Shared:
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> Shared:
-    monkeypatch.setattr(assembly, "CHUNK_NUMELS", (4096,))
+    small(monkeypatch, chunk_numel=4096)
     return Shared(monkeypatch)
 
 
@@ -155,7 +155,7 @@ def test_frozen_parameters_and_other_formats(opened: Any, tmp_path: Path, shared
 
 def test_two_drives_of_which_one_can(opened: Any, tmp_path: Path, shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stripes of 12 KiB cut arrays of 16 anywhere, so some are shared in part: they are written whole over that."""
-    monkeypatch.setitem(NvmeStore.__init__.__kwdefaults__, "stripe_nbytes", 12288)
+    stripes_of(monkeypatch, 12288)
     drives = [tmp_path / "nvme" / name for name in ("a", "b")]
     run = Resumable(opened, ON_NVME_IN_PLACE, nvme=[str(one) for one in drives])
     run.train(range(2))
@@ -212,7 +212,7 @@ def test_what_comes_after_has_its_room(opened: Any, tmp_path: Path, shared: Shar
     run.train(range(2))
     finish_updates(run.engine)
     with monkeypatch.context() as patch:
-        patch.setattr(second_places, "allocate", lambda *_: errno.ENOSPC)
+        reservations(patch, lambda reserves: errno.ENOSPC if reserves else None)
         run.save(tmp_path / "copied")
     assert shared.counts()[0] == 0 and held_nbytes(tmp_path) < OWN_NBYTES
     for _ in range(2):

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.tiers.io import reflink
+from tests.file_systems import sharing_blocks
 from tests.inside import parts_of
 
 from ..acceptance.models import ON_CPU, Setup, adamw
@@ -114,7 +114,7 @@ def test_blocks_are_shared(opened: Any, xfs: Path, monkeypatch: pytest.MonkeyPat
     run.train(2)
     run.settle()
     with monkeypatch.context() as patch:
-        patch.setattr(reflink, "clone_range", lambda *_: False)
+        sharing_blocks(patch, lambda *_: False)
         run.engine.save_checkpoint(xfs / "copied")
     data = data_nbytes(xfs / "copied")
     assert data > 15e6 and all(shared_nbytes(path) == 0 for path in (xfs / "copied").iterdir())

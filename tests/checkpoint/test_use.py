@@ -16,6 +16,7 @@ from torch import nn
 
 import offload
 from offload.checkpoint import restoring
+from tests.file_systems import at_call
 
 from ..acceptance.models import IN_MEMORY, ON_CPU, ON_NVME, ON_NVME_IN_BACKWARD, adamw, stack, two_groups, vector_batches
 from ..acceptance.runs import Run, assert_same_bits, one_step, refused
@@ -260,18 +261,17 @@ def test_a_save_that_fails_leaves_everything_as_it_was(
     folder = tmp_path / "saves"
     folder.mkdir()
     engine.save_checkpoint(folder / "saved", client_state={"n": 0})
-    original, failures = getattr(os, operation), 0
+    failures = 0
     for fail_at in range(100):
         step(engine, fail_at)
         calls = iter(range(1000))
 
-        def failing(*args: Any, calls: Any = calls, fail_at: int = fail_at, **keywords: Any) -> Any:
+        def failing(*_: Any, calls: Any = calls, fail_at: int = fail_at, **__: Any) -> None:
             if next(calls) == fail_at:
                 raise OSError(28, "No space left on device")
-            return original(*args, **keywords)
 
         with monkeypatch.context() as patch:
-            patch.setattr(os, operation, failing)
+            at_call(patch, operation, before=failing)
             try:
                 engine.save_checkpoint(folder / "saved", client_state={"n": fail_at + 1})
                 break

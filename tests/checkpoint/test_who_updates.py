@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from offload.checkpoint.idleness import Idleness
 from offload.device import thread_end
 from offload.step.updates.update import Updates
+from tests.updates import training_rests
 
 from ..acceptance.models import ON_CPU, Setup
 from ..acceptance.runs import assert_same_bits
@@ -54,7 +54,7 @@ class Hands:
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """The save makes updates whenever it may."""
-    monkeypatch.setattr(Idleness, "_is_quiet", lambda _: True)
+    training_rests(monkeypatch, always=True)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from offload.cli.bench import adam_rows
 from offload.cli.info import run as run_info
 from offload.cli.machine import ENVIRONMENT
 from offload.cli.main import build_parser, main
+from tests.file_systems import free_room
 from tests.warm import WarmProcess
 
 from .conftest import LLAMA, Trainer
@@ -101,6 +102,22 @@ def test_a_number_that_is_none_is_said_so(capsys: pytest.CaptureFixture[str], fl
     assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
+@pytest.fixture
+def no_text(tmp_path: Path) -> Path:
+    """Too short to train on, which is told once it is read."""
+    path = tmp_path / "short.txt"
+    path.write_text("x", encoding="utf-8")
+    return path
+
+
+def test_a_text_that_is_too_short_is_refused_once_it_is_read(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, no_text: Path
+) -> None:
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", "cpu")
+    assert main(["train", "--data", str(no_text), *map(str, SMALL)]) == 2
+    assert "the data holds 2 tokens" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flag", "said"),
     [
@@ -110,14 +127,11 @@ def test_a_number_that_is_none_is_said_so(capsys: pytest.CaptureFixture[str], fl
     ],
 )
 def test_a_path_of_another_kind_is_refused_before_the_text_is_read(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: Path, tmp_path: Path, flag: str, said: str
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, no_text: Path, tmp_path: Path, flag: str, said: str
 ) -> None:
-    from offload.cli import train
-
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", "cpu")
-    monkeypatch.setattr(train, "ByteStream", lambda documents: pytest.fail("the text was read"))
-    flags = ["train", "--data", str(text), *map(str, SMALL), "--optimizer-states", "nvme" if flag == "--nvme" else "cpu"]
-    assert main([*flags, flag, str(tmp_path if flag == "--json" else text)]) == 2
+    flags = ["train", "--data", str(no_text), *map(str, SMALL), "--optimizer-states", "nvme" if flag == "--nvme" else "cpu"]
+    assert main([*flags, flag, str(tmp_path if flag == "--json" else no_text)]) == 2
     assert said in capsys.readouterr().err
 
 
@@ -143,12 +157,9 @@ def test_a_size_that_is_none_is_refused_without_a_drive_too(capsys: pytest.Captu
 
 @pytest.mark.parametrize("flag", ["--checkpoints", "--export"])
 def test_a_folder_that_cannot_be_written_is_refused_before_the_text_is_read(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: Path, flag: str
+    capsys: pytest.CaptureFixture[str], no_text: Path, flag: str
 ) -> None:
-    from offload.cli import train
-
-    monkeypatch.setattr(train, "ByteStream", lambda documents: pytest.fail("the text was read"))
-    assert main(["train", "--data", str(text), *map(str, SMALL), flag, "/proc/there/is/none"]) == 2
+    assert main(["train", "--data", str(no_text), *map(str, SMALL), flag, "/proc/there/is/none"]) == 2
     assert f"{flag} '/proc/there/is/none' cannot be written to: '/proc' says" in capsys.readouterr().err
 
 
@@ -255,18 +266,15 @@ def test_steps_of_a_run_become_a_trace_and_the_end_says_what_reads_it(
 
 
 def test_what_cannot_lie_there_is_said_before_the_text_is_read(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: Path, text: Path, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: Path, no_text: Path, tmp_path: Path
 ) -> None:
-    from offload.cli import outline, train
-
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", "cpu")
-    monkeypatch.setattr(train, "ByteStream", lambda documents: pytest.fail("the text was read"))
-    flags = ["train", "--model", str(model), "--data", str(text), "--parameters", "nvme", "--optimizer-states", "nvme"]
+    flags = ["train", "--model", str(model), "--data", str(no_text), "--parameters", "nvme", "--optimizer-states", "nvme"]
     assert main([*flags, "--nvme", str(tmp_path), "--cpu-memory", "1000"]) == 2
     assert "cpu_memory" in capsys.readouterr().err
-    usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr(outline.shutil, "disk_usage", lambda path: usage)
-    assert main([*flags, "--nvme", str(tmp_path / "new")]) == 2
+    with monkeypatch.context() as patch:
+        free_room(patch, 1000)
+        assert main([*flags, "--nvme", str(tmp_path / "new")]) == 2
     assert "are to lie there and 1000 B are free" in capsys.readouterr().err
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "something").touch()

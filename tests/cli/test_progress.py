@@ -14,6 +14,7 @@ import offload
 from offload.build import materialize
 from offload.cli.progress import LOGGERS, ProgressLine
 from tests.acceptance.models import stack
+from tests.small_sizes import small
 
 
 def initialize() -> None:
@@ -27,14 +28,14 @@ def test_the_log_says_how_far_initialize_is(caplog: pytest.LogCaptureFixture, mo
     with caplog.at_level("INFO", "offload"):
         initialize()
         assert "in place" not in caplog.text, "a small model says nothing"
-        monkeypatch.setattr(materialize, "_SAID_EVERY_NBYTES", 1)
+        small(monkeypatch, values_said_every_nbytes=1)
         initialize()
     done = [record.args for record in caplog.records if record.name == materialize.__name__]
     assert len(done) >= 3 and done[-1][0] == done[-1][1] and [one[0] for one in done] == sorted(one[0] for one in done)
 
 
 def test_train_shows_it_and_leaves_the_log_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(materialize, "_SAID_EVERY_NBYTES", 1)
+    small(monkeypatch, values_said_every_nbytes=1)
     stream = io.StringIO()
     progress = ProgressLine(stream)
     before = [(logger.level, list(logger.handlers)) for logger in map(logging.getLogger, LOGGERS)]
@@ -50,7 +51,7 @@ class Terminal(io.StringIO):
 
 
 def test_a_terminal_has_bars(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(materialize, "_SAID_EVERY_NBYTES", 1)
+    small(monkeypatch, values_said_every_nbytes=1)
     monkeypatch.setenv("COLUMNS", "120")
     stream = Terminal()
     progress = ProgressLine(stream)

@@ -379,6 +379,18 @@ def play(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> Detector:
     return _detector
 
 
+def at_registration(monkeypatch: pytest.MonkeyPatch, after: Callable[[int, int], int]) -> None:
+    """Once host memory is registered: with its address and its bytes. Returns the code that is answered."""
+    cudart = torch.cuda.cudart()
+    register = cudart.cudaHostRegister
+
+    def watched(address: int, nbytes: int, flags: int) -> int:
+        assert register(address, nbytes, flags) == 0
+        return after(address, nbytes)
+
+    monkeypatch.setattr(cudart, "cudaHostRegister", watched)
+
+
 def backward_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """`Tensor.backward` runs in a thread of its own, on the stream that was current, as autograd does it for a GPU."""
     backward = torch.Tensor.backward

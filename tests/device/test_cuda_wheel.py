@@ -19,6 +19,7 @@ from offload import _native_library
 from offload.device import compiled_kernels
 from offload.device.compiled_kernels import entry_points
 from tests.device.cubin import Cubin, fatbin_architectures, launched
+from tests.device.kernel_files import kernel_files_under
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,9 +36,9 @@ def test_the_package_of_compiled_kernels_is_looked_into(tmp_path: Path, monkeypa
     monkeypatch.syspath_prepend(tmp_path)
     assert mine in _native_library.installed_paths(mine.name)
     mine.write_bytes(b"")
-    monkeypatch.setattr(_native_library, "__file__", str(tmp_path / "nothing" / "here.py"))
-    if compiled_kernels.compiled_path((98, 0)) is None:  # else one file for all devices was built into this checkout
-        assert compiled_kernels.compiled_path((99, 3)) == mine
+    kernel_files_under(monkeypatch, tmp_path)
+    assert compiled_kernels.compiled_path((98, 0)) is None
+    assert compiled_kernels.compiled_path((99, 3)) == mine
 
 
 @pytest.mark.slow
@@ -53,8 +54,7 @@ def test_what_the_wheel_installs_is_found_and_fits(tmp_path: Path, monkeypatch: 
     (wheel,) = tmp_path.glob("offload_cuda-*-py3-none-any.whl")
     installed = tmp_path / "site-packages"
     zipfile.ZipFile(wheel).extractall(installed)
-    monkeypatch.syspath_prepend(installed)
-    monkeypatch.setattr(_native_library, "__file__", str(tmp_path / "nothing" / "here.py"))
+    kernel_files_under(monkeypatch, installed)
     arguments = launched()
     for major, minor in ((8, 0), (8, 9), (9, 0), (10, 3), (12, 1)):
         path = compiled_kernels.compiled_path((major, minor))

@@ -21,6 +21,7 @@ from offload.device.compiled_kernels import DeviceKernels, Launcher
 from offload.device.driver import DriverError
 from offload.device.optimizer_step import update
 from tests.device.host_kernels import library
+from tests.device.kernel_files import kernel_files_under, no_kernels_loaded
 from tests.native import exact
 from tests.native.adam_cases import HYPER, Case
 
@@ -29,17 +30,19 @@ DEVICE = torch.device("cuda", 1)
 STREAM = (1 << 47) + 16  # an address that 32 bits do not hold
 
 
+def driver_is(patch: pytest.MonkeyPatch, path: str) -> None:
+    patch.setattr(driver, "LIBRARY_NAME", path)
+
+
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ctypes.CDLL]:
     """The library in the driver's place, with one file of kernels beside the package."""
     found = library("fake_driver.cpp")
     found.fake_reset()
     found.fake_log.restype = ctypes.c_char_p
-    (tmp_path / "offload_cuda_kernels.fatbin").write_bytes(b"\x50\xed\x55\xba")
-    monkeypatch.setattr(driver, "LIBRARY_NAME", found._name)
-    monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: found)
-    monkeypatch.setattr(compiled_kernels, "_prepared", {})
-    monkeypatch.setattr(compiled_kernels._native_library, "installed_paths", lambda name: [tmp_path / name])
+    (kernel_files_under(monkeypatch, tmp_path) / "offload_cuda_kernels.fatbin").write_bytes(b"\x50\xed\x55\xba")
+    driver_is(monkeypatch, found._name)
+    no_kernels_loaded(monkeypatch)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: {1: SimpleNamespace(cuda_stream=STREAM)}[index])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     full, empty = torch.full, torch.empty
@@ -132,19 +135,16 @@ def test_prepare_loads_the_file_and_tries_a_kernel(played: ctypes.CDLL, tmp_path
         compiled_kernels.prepare(DEVICE)
     assert compiled_kernels.of(DEVICE) is not None and compiled_kernels.of(torch.device("cpu")) is None
     lines = played.fake_log().decode().splitlines()
-    assert lines[0] == f"load {tmp_path / 'offload_cuda_kernels.fatbin'}"
+    assert lines[0] == f"load {tmp_path / 'offload_cuda' / 'offload_cuda_kernels.fatbin'}"
     assert [line.split()[1] for line in lines[1:]] == ["offload_ingest_0_3"]
 
 
 def test_without_a_driver_or_kernels_it_is_said(played: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def no_driver(name: str) -> None:
-        raise OSError(f"{name}: cannot open shared object file")
-
     with monkeypatch.context() as patch:
-        patch.setattr(driver.ctypes, "CDLL", no_driver)
+        driver_is(patch, "libcuda-of-no-machine.so.1")
         with pytest.warns(RuntimeWarning, match="cannot open shared object file"):
             compiled_kernels.prepare(DEVICE)
-    (tmp_path / "offload_cuda_kernels.fatbin").unlink()
+    (tmp_path / "offload_cuda" / "offload_cuda_kernels.fatbin").unlink()
     compiled_kernels._prepared.clear()
     with pytest.warns(RuntimeWarning, match=r"built without them for compute capability 8\.9"):
         compiled_kernels.prepare(DEVICE)
@@ -153,10 +153,11 @@ def test_without_a_driver_or_kernels_it_is_said(played: ctypes.CDLL, monkeypatch
 
 def test_the_file_for_a_device(played: ctypes.CDLL, tmp_path: Path) -> None:
     """nvcc's file first; of NVRTC's the nearest of the same major that is not later."""
+    folder = tmp_path / "offload_cuda"
     for name in ("sm_80", "sm_86", "sm_90", "sm_120"):
-        (tmp_path / f"offload_cuda_kernels.{name}.cubin").write_bytes(b"")
-    assert compiled_kernels.compiled_path((9, 0)) == tmp_path / "offload_cuda_kernels.fatbin"
-    (tmp_path / "offload_cuda_kernels.fatbin").unlink()
+        (folder / f"offload_cuda_kernels.{name}.cubin").write_bytes(b"")
+    assert compiled_kernels.compiled_path((9, 0)) == folder / "offload_cuda_kernels.fatbin"
+    (folder / "offload_cuda_kernels.fatbin").unlink()
     found = {
         capability: compiled_kernels.compiled_path(capability) for capability in ((8, 9), (8, 0), (12, 1), (7, 5), (10, 0))
     }

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+from types import SimpleNamespace
 from unittest.mock import Mock
 
+import psutil
 import pytest
 
-from offload.device import freed_memory
 from offload.device.freed_memory import LOOK_NBYTES, FreedMemory
 
 MIB = 2**20
@@ -17,12 +19,15 @@ MIB = 2**20
 class Process:
     """Of `needed` bytes in use and `holes` bytes that a trim gives back."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, trims: bool = True) -> None:
+        """`trims`: whether its C library can."""
         self.needed = self.holes = 0
-        self.freed = FreedMemory()
+        self.memory_info = Mock(side_effect=lambda: SimpleNamespace(rss=self.needed + self.holes))
         self.trim = Mock(side_effect=lambda _: setattr(self, "holes", 0))
-        monkeypatch.setattr(self.freed, "_trim", self.trim)
-        monkeypatch.setattr(freed_memory, "_resident_nbytes", lambda: self.needed + self.holes)
+        with monkeypatch.context() as patch:
+            patch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(malloc_trim=self.trim) if trims else object())
+            self.freed = FreedMemory()
+        monkeypatch.setattr(psutil, "Process", lambda: self)
 
 
 def test_small_amounts_are_only_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,19 +62,15 @@ def test_what_is_freed_is_not_counted_as_coming(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_where_the_c_library_has_no_trim_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    process = Process(monkeypatch)
-    monkeypatch.setattr(process.freed, "_trim", None)
-    monkeypatch.setattr(freed_memory, "_resident_nbytes", Mock(side_effect=AssertionError))
+    process = Process(monkeypatch, trims=False)
     process.freed.about_to_allocate(100 * MIB)
     process.freed.give_back()
+    assert not process.memory_info.called
 
 
 def test_a_process_that_may_open_no_file_trims_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
-    refused = OSError(errno.EMFILE, "Too many open files", "/proc/self/stat")
-    monkeypatch.setattr(freed_memory.psutil, "Process", Mock(side_effect=refused))
-    freed = FreedMemory()
-    trim = Mock()
-    monkeypatch.setattr(freed, "_trim", trim)
-    freed.about_to_allocate(LOOK_NBYTES)
-    freed.about_to_allocate(LOOK_NBYTES)
-    assert trim.call_count == 2
+    process = Process(monkeypatch)
+    process.memory_info.side_effect = OSError(errno.EMFILE, "Too many open files", "/proc/self/stat")
+    process.freed.about_to_allocate(LOOK_NBYTES)
+    process.freed.about_to_allocate(LOOK_NBYTES)
+    assert process.trim.call_count == 2

@@ -7,18 +7,17 @@ import ctypes
 import errno
 import os
 import threading
-from typing import Any
 
 import pytest
 import torch
 
 import offload
-from offload.device import cuda, host_pages
+from offload.device import host_pages
 from offload.errors import BudgetError
-from offload.tiers import memory
 from offload.tiers.memory import HostMemory, MemoryLedger
 from tests.acceptance.models import stack
 from tests.device import played_cuda
+from tests.small_sizes import small
 from tests.tiers.test_memory import resident_nbytes
 
 NBYTES = 32 << 20
@@ -27,7 +26,7 @@ NBYTES = 32 << 20
 @pytest.fixture
 def slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four slices and two cores."""
-    monkeypatch.setattr(host_pages, "_SLICE_NBYTES", NBYTES // 4)
+    small(monkeypatch, page_slice_nbytes=NBYTES // 4)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
 
 
@@ -37,11 +36,14 @@ class Madvise:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, code: int = 0, times: int = 1 << 30, *, meets: bool = False) -> None:
         self._code, self._times, self._real = code, times, host_pages._libc.madvise
         self._barrier = threading.Barrier(2) if meets else None
+        self.asked: dict[int, int] = {}
+        """How many bytes from where."""
         monkeypatch.setattr(host_pages, "_libc", self)
 
     def madvise(self, address: int, nbytes: int, advice: int) -> int:
         if self._barrier is not None:
             self._barrier.wait(20.0)
+        self.asked[address] = nbytes
         if self._code and self._times > 0:
             self._times -= 1
             ctypes.set_errno(self._code)
@@ -53,13 +55,13 @@ class Madvise:
 def test_two_threads_make_the_pages_before_they_are_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     played_cuda.play(monkeypatch)
     Madvise(monkeypatch, meets=True)  # would wait for ever for one thread alone
-    register, resident = torch.cuda.cudart().cudaHostRegister, [resident_nbytes()]
+    resident = [resident_nbytes()]
 
-    def noted(*given: Any) -> int:
+    def noted(address: int, nbytes: int) -> int:
         resident.append(resident_nbytes())
-        return int(register(*given))
+        return 0
 
-    monkeypatch.setattr(torch.cuda.cudart(), "cudaHostRegister", noted)
+    played_cuda.at_registration(monkeypatch, noted)
     made = HostMemory(NBYTES, "a test", register=played_cuda.PlayedAccelerator().pin)
     assert resident[1] - resident[0] >= NBYTES and not made.tensor.any()
 
@@ -67,13 +69,14 @@ def test_two_threads_make_the_pages_before_they_are_registered(monkeypatch: pyte
 def test_only_what_is_registered_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Optimizer states that the CPU updates take no memory before they are used."""
     played_cuda.play(monkeypatch)
-    made: dict[int, int] = {}
+    made = Madvise(monkeypatch).asked
     registered: dict[int, int] = {}
-    for module in (cuda, memory):
-        monkeypatch.setattr(module, "populate", lambda address, nbytes: made.update({address: nbytes}))
-    monkeypatch.setattr(
-        torch.cuda.cudart(), "cudaHostRegister", lambda address, nbytes, _: registered.update({address: nbytes}) or 2
-    )
+
+    def refused(address: int, nbytes: int) -> int:
+        registered[address] = nbytes
+        return 2
+
+    played_cuda.at_registration(monkeypatch, refused)
     model = stack(width=16, blocks=3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     config = {"parameters": "cpu", "optimizer_states": "cpu", "dtype": "bf16"}
@@ -103,7 +106,7 @@ def test_memory_that_is_not_there_is_an_error_that_says_what_for(monkeypatch: py
 
 
 def test_what_takes_long_is_announced(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_pages, "_SAID_NBYTES", NBYTES)
+    small(monkeypatch, pages_said_from_nbytes=NBYTES)
     with caplog.at_level("INFO", "offload"):
         HostMemory(NBYTES, "a test", prefault=True)
     assert "taking 0.0 GiB of host memory" in caplog.text

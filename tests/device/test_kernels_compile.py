@@ -16,6 +16,7 @@ import pytest
 from offload.device import compiled_kernels
 from offload.device.compiled_kernels import SOURCE, entry_points
 from tests.device.cubin import Cubin, launched
+from tests.device.kernel_files import kernel_files_under
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = ("sm_80", "sm_90")
@@ -96,10 +97,10 @@ def test_a_build_without_nvcc_makes_the_files_that_are_looked_for(
     assert {"sm_80", "sm_90", "sm_100", "sm_120"} <= set(known) and "sm_86" not in known
     small = tmp_path / "kernels.cu"
     small.write_text('extern "C" __global__ void nothing() {}')
-    assert script.main(str(small), str(tmp_path)) == 0
-    monkeypatch.setattr("offload.device.compiled_kernels._native_library.installed_paths", lambda name: [tmp_path / name])
+    folder = kernel_files_under(monkeypatch, tmp_path)
+    assert script.main(str(small), str(folder)) == 0
     for capability, name in (((9, 0), "sm_90"), ((8, 9), "sm_80"), ((12, 1), "sm_120")):
-        assert compiled_kernels.compiled_path(capability) == tmp_path / f"offload_cuda_kernels.{name}.cubin"
+        assert compiled_kernels.compiled_path(capability) == folder / f"offload_cuda_kernels.{name}.cubin"
 
 
 def test_a_build_without_either_compiler_goes_on(script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ import torch
 import offload
 from offload.device import cuda
 from offload.device.cuda import CudaAccelerator
-from offload.planning import placement
 from offload.step.chunk_stores import ParameterStore
 from offload.step.gradients.arrival import GradientArrival
 from offload.step.gradients.transit import GradientTransit
@@ -29,7 +28,9 @@ from tests.acceptance.chosen import choosing
 from tests.acceptance.models import Stack, stack, vector_batches
 from tests.device import played_cuda
 from tests.device.played_cuda import Race, Stream, Watch, play
+from tests.devices import before_each_copy, gradient_buffers
 from tests.inside import layout_of
+from tests.small_sizes import small
 
 PLACES = ("device", "cpu", "nvme")
 OFTEN = {("cpu", "cpu"), ("cpu", "device"), ("device", "cpu"), ("nvme", "nvme")}
@@ -149,7 +150,7 @@ def test_no_race_where_backward_has_a_thread_of_its_own(
 def test_no_race_with_few_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient waits for its device buffer, on the device."""
     play(monkeypatch)
-    monkeypatch.setattr("offload.planning.placement._transit_buffer_count", lambda *_: 1)
+    gradient_buffers(monkeypatch, lambda _: 1)
     train(tmp_path, "cpu", "cpu")
 
 
@@ -198,7 +199,7 @@ def _now() -> played_cuda.Event:
 
 def test_a_buffer_that_is_packed_while_it_leaves_is_a_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     play(monkeypatch)
-    monkeypatch.setattr("offload.planning.placement._transit_buffer_count", lambda *_: 1)
+    gradient_buffers(monkeypatch, lambda _: 1)
 
     def buffer(self: GradientTransit) -> torch.Tensor:
         if not self._free:
@@ -238,8 +239,7 @@ def test_memory_that_cannot_be_registered_is_said_once_and_used_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     play(monkeypatch)
-    register = torch.cuda.cudart().cudaHostRegister
-    monkeypatch.setattr(torch.cuda.cudart(), "cudaHostRegister", lambda *given: register(*given) + 2)
+    played_cuda.at_registration(monkeypatch, lambda address, nbytes: 2)
     with pytest.warns(RuntimeWarning, match="cudaHostRegister: error 2") as said:
         train(tmp_path, "cpu", "cpu")
     assert len(said) == 1
@@ -248,11 +248,10 @@ def test_memory_that_cannot_be_registered_is_said_once_and_used_all_the_same(
 @pytest.mark.parametrize("share", [1.0, 0.6], ids=["room for two units", "little room"])
 def test_chunks_that_leave_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     """Parameters of many chunks: packed in one launch, copied in one, added chunk by chunk; the bits are the same."""
-    monkeypatch.setattr("offload.build.assembly.CHUNK_NUMELS", (4096,))
+    small(monkeypatch, chunk_numel=4096)
     expected = in_memory(width=96)
     play(monkeypatch)
-    count = placement._transit_buffer_count
-    monkeypatch.setattr(placement, "_transit_buffer_count", lambda *given: int(count(*given) * share))
+    gradient_buffers(monkeypatch, lambda count: int(count * share))
     received: list[int] = []
     receive = GradientArrival.receive_chunks
 
@@ -273,15 +272,11 @@ def test_initialize_makes_the_next_chunk_under_the_last_ones_copy(
 ) -> None:
     """All that it brings to the device comes from registered memory, and no two chunks' copies are waited for in turn."""
     detector = play(monkeypatch)
-    monkeypatch.setattr("offload.build.assembly.CHUNK_NUMELS", (4096,))
+    small(monkeypatch, chunk_numel=4096)
     seen: list[int] = []
-    copy_in, wait = CudaAccelerator.copy_in, played_cuda.Event.synchronize
+    wait = played_cuda.Event.synchronize
 
-    def copy(self: CudaAccelerator, destination: torch.Tensor, source: torch.Tensor) -> Any:
-        seen.append(source.nbytes)
-        return copy_in(self, destination, source)
-
-    monkeypatch.setattr(CudaAccelerator, "copy_in", copy)
+    before_each_copy(monkeypatch, CudaAccelerator, "copy_in", lambda destination, source: seen.append(source.nbytes))
     monkeypatch.setattr(played_cuda.Event, "query", lambda self: False)
     monkeypatch.setattr(played_cuda.Event, "synchronize", lambda self: (seen.append(0), wait(self))[1])
     model = stack(width=64, blocks=3)
@@ -299,15 +294,9 @@ def test_initialize_makes_the_next_chunk_under_the_last_ones_copy(
 def test_a_unit_comes_in_one_copy_for_each_flat(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many chunks it is cut into: on a fast link the call of a copy takes as long as a chunk's bytes."""
     play(monkeypatch)
-    monkeypatch.setattr("offload.build.assembly.CHUNK_NUMELS", (4096,))
+    small(monkeypatch, chunk_numel=4096)
     copied: list[int] = []
-    copy_in = CudaAccelerator.copy_in
-
-    def counted(self: CudaAccelerator, destination: torch.Tensor, source: torch.Tensor) -> Any:
-        copied.append(destination.nbytes)
-        return copy_in(self, destination, source)
-
-    monkeypatch.setattr(CudaAccelerator, "copy_in", counted)
+    before_each_copy(monkeypatch, CudaAccelerator, "copy_in", lambda destination, source: copied.append(destination.nbytes))
     model = stack(width=64, blocks=3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with offload.initialize(model, optimizer, {"parameters": "cpu", "optimizer_states": "cpu"}) as engine:

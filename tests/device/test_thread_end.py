@@ -12,6 +12,7 @@ import pytest
 
 from offload.device.lane import ThreadLane
 from offload.device.thread_end import AwaitedThread, has_ended, start_uninterrupted
+from tests.threads import no_more_threads
 
 
 def test_a_join_after_one_that_was_interrupted_waits() -> None:
@@ -39,10 +40,7 @@ def test_a_join_after_one_that_was_interrupted_waits() -> None:
 
 
 def test_what_starting_a_thread_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(thread: threading.Thread) -> None:
-        raise RuntimeError("no more")
-
-    monkeypatch.setattr(threading.Thread, "start", refused)
+    no_more_threads(monkeypatch, "no more")
     with pytest.raises(RuntimeError, match="no more"):
         start_uninterrupted(threading.Thread(target=lambda: None))
 

@@ -13,6 +13,7 @@ import torch
 
 from offload.device.cuda import CudaAccelerator
 from offload.tiers.memory import HostMemory
+from tests.devices import before_each_copy
 
 from .conftest import Where
 from .loops import train
@@ -57,18 +58,15 @@ def test_every_copy_of_a_step_knows_its_host_memory(
     if not where.is_gpu:
         pytest.skip("tests/device/played_cuda.py has it without a GPU")
     unknown: list[int] = []
-    copy_in, copy_out = CudaAccelerator.copy_in, CudaAccelerator.copy_out
 
-    def into(self: CudaAccelerator, destination: torch.Tensor, source: torch.Tensor) -> Any:
+    def into(destination: torch.Tensor, source: torch.Tensor) -> None:
         unknown.extend([] if source.is_pinned() else [source.nbytes])
-        return copy_in(self, destination, source)
 
-    def out(self: CudaAccelerator, destination: torch.Tensor, source: torch.Tensor) -> Any:
+    def out(destination: torch.Tensor, source: torch.Tensor) -> None:
         unknown.extend([] if destination.is_pinned() else [destination.nbytes])
-        return copy_out(self, destination, source)
 
-    monkeypatch.setattr(CudaAccelerator, "copy_in", into)
-    monkeypatch.setattr(CudaAccelerator, "copy_out", out)
+    before_each_copy(monkeypatch, CudaAccelerator, "copy_in", into)
+    before_each_copy(monkeypatch, CudaAccelerator, "copy_out", out)
     # What initialize copies it waits for.
     train(where, tmp_path, parameters, states, prepare=lambda model: unknown.clear(), dtype="bf16", update=update)
     assert not unknown

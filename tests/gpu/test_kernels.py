@@ -11,6 +11,7 @@ import torch
 
 from offload.device import compiled_kernels, kernels
 from offload.device.optimizer_step import update
+from tests.device.kernel_files import no_kernels_loaded
 from tests.native import exact
 from tests.native.adam_cases import Case, adam
 
@@ -21,7 +22,7 @@ NUMEL = 300_017
 
 @pytest.fixture(params=["compiled", "torch operations"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(compiled_kernels, "_prepared", {})
+    no_kernels_loaded(monkeypatch)
     device = torch.device("cuda", torch.cuda.current_device())
     if request.param == "compiled":
         compiled_kernels.prepare(device)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import Callable
@@ -295,12 +296,17 @@ def test_a_loader_that_begins_again() -> None:
     assert epochs == expected and len(loader) == 2 and loader.epoch == 2
 
 
-def test_memory_is_said_where_it_is_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_said_where_it_is_forced() -> None:
     said: list[str] = []
-    monkeypatch.setattr(deepspeed.utils.logger, "info", said.append)
-    see_memory_usage("quietly")
-    assert not said
-    see_memory_usage("here", force=True)
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    deepspeed.utils.logger.addHandler(handler)
+    try:
+        see_memory_usage("quietly")
+        assert not said
+        see_memory_usage("here", force=True)
+    finally:
+        deepspeed.utils.logger.removeHandler(handler)
     assert len(said) == 1 and said[0].startswith("here | host: ") and "GiB used" in said[0]
 
 

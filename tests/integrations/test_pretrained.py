@@ -19,8 +19,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 
 import offload
 from offload.deferred_init.deferred_init import is_deferred, materialize
-from offload.deferred_init.file_values import FileBytes
-from offload.model.weights import WeightSource
+from tests.reads import before_each_weight, file_bytes
 
 from ..acceptance.conftest import nvme, opened, settled
 from ..acceptance.models import IN_MEMORY, ON_CPU, ON_NVME, ON_NVME_IN_PLACE, byte_batches
@@ -172,8 +171,7 @@ def test_adapters_train_as_on_a_model_in_memory(opened: Any, folders: dict[str, 
 def test_what_is_frozen_is_read_once_and_has_no_states(
     opened: Any, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read: list[int] = []
-    monkeypatch.setattr(FileBytes, "__call__", lambda self, call=FileBytes.__call__: (read.append(self.nbytes), call(self))[1])
+    read = file_bytes(monkeypatch)
     with offload.deferred_init():
         model = adapted(AutoModelForCausalLM.from_pretrained(folders["llama"]))
     engine = opened(model, optimizer_of(model), ON_NVME)
@@ -236,9 +234,7 @@ def test_weights_is_asked_for_each_tensor_once(
     opened: Any, folders: dict[str, Path], nvme: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(
-        WeightSource, "load", lambda self, name, load=WeightSource.load: (asked.append(name), load(self, name))[1]
-    )
+    before_each_weight(monkeypatch, lambda name, file: asked.append(name))
     with offload.deferred_init():
         model = adapted(AutoModelForCausalLM.from_config(CONFIGS["llama"]()))
     with offload.initialize(model, optimizer_of(model), ON_NVME.fields(nvme), weights=folders["llama"]):

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import offload
 from offload.deferred_init.deferred_init import is_deferred
-from offload.deferred_init.file_values import FileBytes
+from tests.reads import file_bytes
 
 from ..acceptance.conftest import nvme, opened, settled
 from ..acceptance.models import IN_MEMORY, ON_CPU, ON_NVME, ON_NVME_IN_PLACE
@@ -99,8 +99,7 @@ def test_a_checkpoint_that_never_was_in_memory(
 ) -> None:
     other = adapted(loaded(folders, settings, packed=packed))
     reference = opened(other, optimizer_of(other), IN_MEMORY)
-    read: list[int] = []
-    monkeypatch.setattr(FileBytes, "__call__", lambda self, call=FileBytes.__call__: (read.append(self.nbytes), call(self))[1])
+    read = file_bytes(monkeypatch)
     bitsandbytes.functional.name2qmap.clear()  # as in a new process
     with offload.deferred_init():
         model = adapted(loaded(folders, settings, packed=packed).to("cuda"))

@@ -6,14 +6,14 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch import Tensor
 
 from offload.device.pending import Pending
-from offload.tiers import stores
 from offload.tiers.io.backend import OpenFile
+from tests.drives import drives_from
+from tests.file_systems import at_call
 from tests.tiers.faulty_io import Fault, FaultyBackend, seeded_faults
 
 from .programs import Setup
@@ -85,24 +85,20 @@ class Drives:
             return
         fails_here = ranks == 1 or setup.failing % ranks == rank
 
-        def opened(**_: Any) -> Drive:
+        def opened() -> Drive:
             self._made.append(Drive(setup, may_fail=fails_here and not (self.is_excused or self.has_struck)))
             return self._made[-1]
 
         if "nvme" in (setup.parameters, setup.states):
-            self._patch.setattr(stores, "open_backend", opened)
+            drives_from(self._patch, opened)
         else:
             opened()
         if setup.drive == "failing" and setup.strikes == "sync" and setup.fault != "flip":
-            self._patch.setattr(os, "fsync", self._fsync(os.fsync))
+            at_call(self._patch, "fsync", before=self._synced)
 
-    def _fsync(self, real: Any) -> Any:
-        def fsync(fileno: int) -> None:
-            if self._made:
-                self._made[-1].synced(os.readlink(f"/proc/self/fd/{fileno}"))
-            real(fileno)
-
-        return fsync
+    def _synced(self, fileno: int) -> None:
+        if self._made:
+            self._made[-1].synced(os.readlink(f"/proc/self/fd/{fileno}"))
 
     @property
     def has_struck(self) -> bool:

@@ -20,11 +20,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 import offload
-from offload.build import assembly
 from offload.device.deferred import DeferredAccelerator
-from offload.model import partition
-from offload.step import clip_history
 from tests.inside import accelerator_of
+from tests.small_sizes import small
 
 from . import refusals
 from .checkpoints import contents_of, position_of
@@ -71,10 +69,9 @@ class EnginePlayer(Player):
         self._patch.undo()
         self._patch.setenv("OFFLOAD_ACCELERATOR", setup.accelerator)
         self._patch.setenv("OFFLOAD_SEED", str(setup.seed))
-        self._patch.setattr(assembly, "CHUNK_NUMELS", (4096,))
-        self._patch.setattr(partition, "JOINED_NUMEL", setup.joined)
+        small(self._patch, chunk_numel=4096, joined_numel=setup.joined)
         if setup.speculates:
-            self._patch.setattr(clip_history, "QUIET_STEPS", 0)
+            small(self._patch, quiet_steps=0)
         if setup.room is None or setup.on_device is not None:  # a budget may be more than such a device has
             self._patch.delenv("OFFLOAD_DEVICE_NBYTES", raising=False)
         else:

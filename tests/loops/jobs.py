@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from offload.build import assembly
+from tests.small_sizes import small_for_good
 
 from .engines import DrawnPlayer, MemoryPlayer
 from .plain import PlainPlayer
@@ -29,7 +29,7 @@ DIED = 3
 
 def settle() -> None:
     """Called in each process before its first job."""
-    assembly.LEAST_UNIT_NUMEL = 0  # the models here are tiny, and are to have units all the same
+    small_for_good(least_unit_numel=0)  # the models here are tiny, and are to have units all the same
 
 
 def rank() -> int:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from offload.build import assembly
 from offload.step.gradients.sums_on_device import SumsOnDevice
+from tests.small_sizes import small
 
 from .drawing import programs
 from .engines import DrawnPlayer
@@ -84,7 +84,7 @@ def test_a_program_keeps_sums_on_the_device_and_gives_them_up(
 
     monkeypatch.setattr(SumsOnDevice, "_begun", counted_begin)
     monkeypatch.setattr(SumsOnDevice, "limit", counted_limit)
-    monkeypatch.setattr(assembly, "LEAST_UNIT_NUMEL", 0)
+    small(monkeypatch, least_unit_numel=0)
     player = DrawnPlayer(KEPT_AND_GIVEN_UP, tmp_path, (0,))
     player.begin()
     for position, operation in enumerate(KEPT_AND_GIVEN_UP.script):

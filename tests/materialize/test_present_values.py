@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from offload.deferred_init import present_values
 from offload.deferred_init.deferred_init import deferred_init, materialize
 from tests.materialize.ordinary import bits_equal
+from tests.small_sizes import small
 
 
 @pytest.fixture(params=[0, 2**20], ids=["remember", "repeat"])
 def threshold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(present_values, "REMEMBERED_NBYTES", request.param)
+    small(monkeypatch, remembered_nbytes=request.param)
 
 
 def _random_program(seed: int) -> tuple[list[float], list[Tensor]]:
@@ -61,7 +62,7 @@ def test_answers_are_those_of_ordinary_construction(seed: int) -> None:
 
 
 def test_questions_in_a_loop_take_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(present_values, "REMEMBERED_NBYTES", 0)
+    small(monkeypatch, remembered_nbytes=0)
     counts: list[int] = []
     execute = present_values.execute
 
@@ -77,7 +78,7 @@ def test_questions_in_a_loop_take_linear_time(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_memory_remembered_is_that_of_the_last_question(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(present_values, "REMEMBERED_NBYTES", 0)
+    small(monkeypatch, remembered_nbytes=0)
     held: list[int] = []
     compute = present_values.PresentValues.compute
 

@@ -3,11 +3,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
+import pytest
+
 from offload import _native
+
+
+def at_native_call(patch: pytest.MonkeyPatch, name: str, before: Callable[..., object]) -> None:
+    """Of the native library: what it is called with goes to `before`."""
+    call = getattr(_native, name)
+
+    def watched(*given: Any, **named: Any) -> Any:
+        before(*given, **named)
+        return call(*given, **named)
+
+    patch.setattr(_native, name, watched)
 
 
 def simd_levels() -> list[str]:

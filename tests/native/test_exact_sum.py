@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import nullcontext
 from fractions import Fraction
 
 import pytest
@@ -12,15 +14,16 @@ from hypothesis import given, settings, strategies as st
 
 from offload import _native
 from offload.device import kernels
+from tests.native.paths import torch_form
 
 UNITS_PER_ONE = 2**1074
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 
 
 @pytest.fixture(params=["native", "numpy"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "numpy":
-        monkeypatch.setattr(_native, "available", lambda: False)
+def path(request: pytest.FixtureRequest) -> Iterator[None]:
+    with torch_form() if request.param == "numpy" else nullcontext():
+        yield
 
 
 def doubles(values: list[float]) -> torch.Tensor:
@@ -39,8 +42,7 @@ def test_sums_are_those_of_rational_numbers(cut: list[list[float]]) -> None:
     arrays = [doubles(values) for values in cut]
     expected = in_rationals([value for values in cut for value in values])
     assert kernels.exact_sum(arrays) == expected
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_native, "available", lambda: False)
+    with torch_form():
         assert kernels.exact_sum(arrays) == expected
 
 

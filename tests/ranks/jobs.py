@@ -24,14 +24,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
-from offload.build import assembly, refitting
+from offload.build import refitting
 from offload.checkpoint.writing import Snapshot
 from offload.device.recording import COLLECTIVES
 from offload.planning.schedule import Verb
 from offload.profiling.trace_events import read_trace
 from offload.ranks.transport import Ranks
-from offload.tiers import stores
+from tests.drives import drive_is
 from tests.inside import layout_of, parts_of, residency_of
+from tests.small_sizes import small_for_good
 
 from ..acceptance.models import adamw, byte_batches, gpt2, llama, vector_batches
 from ..tiers.faulty_io import Fault, FaultyBackend
@@ -39,7 +40,7 @@ from ..tiers.faulty_io import Fault, FaultyBackend
 
 def settle() -> None:
     """Called in each process before its first job."""
-    assembly.LEAST_UNIT_NUMEL = 0  # the models here are tiny, and are to have units all the same
+    small_for_good(least_unit_numel=0)  # the models here are tiny, and are to have units all the same
 
 
 class Experts(nn.Module):
@@ -469,7 +470,7 @@ def staying(fields: dict[str, Any], folder: str, when: str, failing: int) -> lis
     rank, _ = place()
     backend, heard = FaultyBackend(), os.path.join(folder, "heard")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stores, "open_backend", lambda **_: backend)
+        drive_is(patch, backend)
         model = llama(layers=2)
         engine = offload.initialize(model, adamw(model), offload.Config(**fields, nvme=os.path.join(folder, "nvme")))
     _train_on(engine, model, 0, 1)
@@ -770,7 +771,7 @@ def train_to_the_end(fields: dict[str, Any], folder: str, steps: int) -> dict[st
 
 def folded(fields: dict[str, Any], least_numel: int) -> dict[str, Any]:
     """How many messages a step takes when small units join the root."""
-    assembly.LEAST_UNIT_NUMEL = least_numel
+    small_for_good(least_unit_numel=least_numel)
     try:
         rank, world = place()
         torch.manual_seed(4)
@@ -782,7 +783,7 @@ def folded(fields: dict[str, Any], least_numel: int) -> dict[str, Any]:
                 engine.optimizer.zero_grad()
             return {"units": len(engine.stats()["units"]), "reduced": engine.stats()["ranks"]["reduce"]["count"]}
     finally:
-        assembly.LEAST_UNIT_NUMEL = 0
+        small_for_good(least_unit_numel=0)
 
 
 def peft_export(fields: dict[str, Any], folder: str) -> dict[str, str]:

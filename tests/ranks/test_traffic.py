@@ -10,6 +10,7 @@ import pytest
 
 import offload
 from offload.cli import outline
+from tests.small_sizes import small
 
 from ..acceptance.models import adamw, llama
 from .crew import Crew
@@ -72,7 +73,7 @@ def test_the_plan_of_one_rank_is_what_each_takes(
     pair: Crew, monkeypatch: pytest.MonkeyPatch, stage: int, tmp_path: Path
 ) -> None:
     """`python -m offload plan --ranks 2` asks without ranks; the same lines as with them, and the budget they need."""
-    monkeypatch.setattr(outline, "LEAST_UNIT_NUMEL", 0)  # as in the jobs
+    small(monkeypatch, least_unit_numel=0)  # as in the jobs
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", "cpu")
     places = ("cpu" if stage == 3 else "device", "nvme")
     case: dict[str, Any] = {"stage": stage, "parameters": places[0], "optimizer_states": places[1], "nvme": str(tmp_path)}

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from offload.build import assembly
 from offload.cli.forecast import Work, forecast
 from offload.cli.main import main
 from offload.config import Config
@@ -20,6 +19,7 @@ from offload.device.virtual.description import Machine, changed, read_machine, s
 from offload.device.virtual.machine import VirtualMachine
 from offload.device.virtual.operations import CountedOperations, fused_attention
 from offload.profiling.trace_events import read_trace
+from tests.small_sizes import small
 
 from ..acceptance.models import adamw, byte_batches, llama
 from . import jobs
@@ -46,7 +46,7 @@ def virtually(monkeypatch: pytest.MonkeyPatch) -> Any:
         with torch.device("meta"):
             return llama(**shape)
 
-    monkeypatch.setattr(assembly, "LEAST_UNIT_NUMEL", 0)
+    small(monkeypatch, least_unit_numel=0)
     monkeypatch.setattr(jobs, "place", lambda: (0, 2))
     monkeypatch.setattr(jobs, "llama", model)
     monkeypatch.setattr(jobs, "byte_batches", lambda count: [batch.to("meta") for batch in byte_batches(count)])
@@ -96,7 +96,7 @@ def foretold(machine: Machine, count: int, trace: Path | None = None, **fields: 
 
 @pytest.mark.parametrize("name", ["rtx4090", "h100"])
 def test_a_slower_link_between_ranks_is_a_slower_step(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(assembly, "LEAST_UNIT_NUMEL", 0)
+    small(monkeypatch, least_unit_numel=0)
     machine = read_machine(name)
     found = foretold(machine, 2)
     assert found == foretold(machine, 2) and found.fits and found.ranks == 2
@@ -112,7 +112,7 @@ def test_a_slower_link_between_ranks_is_a_slower_step(monkeypatch: pytest.Monkey
 
 def test_without_a_link_of_their_own_it_takes_the_way_through_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """And counts where it goes: the links' own seconds, not the bytes of what is fetched."""
-    monkeypatch.setattr(assembly, "LEAST_UNIT_NUMEL", 0)
+    small(monkeypatch, least_unit_numel=0)
     machine = changed(read_machine("rtx4090"), h2d=1e8, d2h=1e8)
     through, beside = foretold(machine, 2), foretold(changed(machine, peer=1e12), 2)
     assert through.moved_nbytes == beside.moved_nbytes

@@ -17,11 +17,13 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import pytest
 from torch import Tensor
 
 from offload.device.pending import Pending
+from offload.tiers.io import aio
 from offload.tiers.io.backend import IoMeter, IoStats, OpenFile, Priority, Transfer, not_registered
 from offload.tiers.io.failure import transfer_error
 
@@ -39,6 +41,11 @@ class Fault:
     kind: Literal["errno", "short", "delay", "bit_flip"]
     code: int = errno.EIO
     poll_count: int = 16
+
+
+def around_aio(patch: pytest.MonkeyPatch, name: Literal["_preadv", "_pwritev"], made: Callable[[Any], Any]) -> None:
+    """What aiofiles calls for a transfer: `made` of what it would."""
+    patch.setattr(aio, name, made(getattr(aio, name)))
 
 
 def seeded_faults(seed: int, operation_count: int, rate: float, kinds: tuple[Fault, ...]) -> dict[int, Fault]:

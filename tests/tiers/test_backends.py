@@ -21,6 +21,7 @@ from offload.tiers.io.aio import AioBackend
 from tests.warm import WarmProcess
 
 from ..scratch_files import scratch_files
+from .faulty_io import around_aio
 
 
 def test_unknown_name_lists_the_right_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +39,8 @@ def test_the_environment_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
     backend.close()
 
 
-def refusing(*names: str, error: Exception):
+def refuse(patch: pytest.MonkeyPatch, *names: str, error: Exception) -> None:
+    """Backends of these names do not open here."""
     opened = io._open
 
     def open_(name: str, sizes: Mapping[str, int]):
@@ -46,26 +48,26 @@ def refusing(*names: str, error: Exception):
             raise error
         return opened(name, sizes)
 
-    return open_
+    patch.setattr(io, "_open", open_)
 
 
 def test_auto_takes_the_best_that_works_and_says_why_not_the_better(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("OFFLOAD_IO", raising=False)
-    monkeypatch.setattr(io, "_open", refusing("io_uring", "threads", error=OSError(errno.EPERM, "no")))
+    refuse(monkeypatch, "io_uring", "threads", error=OSError(errno.EPERM, "no"))
     with caplog.at_level(logging.INFO, logger="offload.tiers.io"):
         backend = open_backend()
     assert backend.name == "aiofiles"
     assert "io_uring: EPERM" in caplog.text and "threads: EPERM" in caplog.text
     backend.close()
-    monkeypatch.setattr(io, "_open", refusing(*io.BACKEND_NAMES, error=ImportError("it is not installed")))
+    refuse(monkeypatch, *io.BACKEND_NAMES, error=ImportError("it is not installed"))
     with pytest.raises(ConfigError, match=r"no I/O backend works here.*pip install aiofiles"):
         open_backend()
 
 
 def test_a_named_one_that_does_not_work_is_an_error_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(io, "_open", refusing("io_uring", error=OSError(errno.EPERM, "no")))
+    refuse(monkeypatch, "io_uring", error=OSError(errno.EPERM, "no"))
     with pytest.raises(ConfigError, match="asks for io_uring, which does not work here: EPERM"):
         open_backend("io_uring")
 
@@ -118,7 +120,7 @@ def test_aiofiles_starts_urgent_transfers_first(tmp_path: Path, monkeypatch: pyt
             await asyncio.to_thread(gate.wait)
         return await pwritev(fileno, views, offset, **keywords)
 
-    monkeypatch.setattr(aio, "_pwritev", recorded)
+    around_aio(monkeypatch, "_pwritev", lambda _: recorded)
     backend, scratch = AioBackend(queue_depth=1, block_nbytes=4096), ScratchFolder([tmp_path])
     (file,) = scratch.create("states", [65536])
     memory = HostMemory(65536, "test").tensor
@@ -180,7 +182,7 @@ def test_a_backend_that_is_collected_on_a_thread_of_its_own_ends(tmp_path: Path,
         collected_on.append(threading.current_thread().name)
         return os.pwritev(fileno, parts, offset_nbytes)
 
-    monkeypatch.setattr(aio, "_pwritev", wrap(dropping))
+    around_aio(monkeypatch, "_pwritev", lambda _: wrap(dropping))
     pending = backend.write(file, memory, 0, priority=Priority.STATE)
     del backend
     deadline = time.monotonic() + 60

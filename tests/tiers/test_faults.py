@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,8 @@ from offload.tiers.io import aio
 from offload.tiers.io.backend import IoMeter, Transfer
 from offload.tiers.io.failure import CHECKPOINT, SCRATCH, Place, remedy_of
 from tests.tiers.faulty_io import Fault, FaultyBackend, seeded_faults
+
+from .faulty_io import around_aio
 
 KIB = 1024
 STRIPE_NBYTES = 16 * KIB
@@ -217,8 +220,8 @@ def test_short_and_interrupted_calls_of_aiofiles_are_continued(
 
         return call
 
-    monkeypatch.setattr(aio, "_preadv", shortened("read", aio._preadv))
-    monkeypatch.setattr(aio, "_pwritev", shortened("write", aio._pwritev))
+    around_aio(monkeypatch, "_preadv", functools.partial(shortened, "read"))
+    around_aio(monkeypatch, "_pwritev", functools.partial(shortened, "write"))
     backend, scratch = aio.AioBackend(queue_depth=2, block_nbytes=32 * KIB), ScratchFolder(paths3[:1])
     store = NvmeStore("states", EXTENTS, scratch, backend)
     for index, extent in enumerate(EXTENTS):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import struct
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ import torch
 from offload.layout import Extent
 from offload.tiers import CpuStore, NvmeStore, ScratchFolder, Store, open_backend
 from offload.tiers.io import reflink
+from tests.file_systems import clone_calls, raising, sharing_blocks
 
 from ..scratch_files import scratch_files
 
@@ -29,19 +29,13 @@ Aligned = Callable[..., torch.Tensor]
 
 @pytest.mark.parametrize("code", sorted(reflink.CANNOT))
 def test_what_cannot_share(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    def refuse(*_: Any) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(fcntl, "ioctl", refuse)
+    clone_calls(monkeypatch, raising(code))
     assert reflink.clone_range(3, 0, 4096, 4, 0) is False
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EROFS, errno.EBADF])
 def test_what_fails(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    def fail(*_: Any) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(fcntl, "ioctl", fail)
+    clone_calls(monkeypatch, raising(code))
     with pytest.raises(OSError) as caught:
         reflink.clone_range(3, 0, 4096, 4, 0)
     assert caught.value.errno == code
@@ -56,7 +50,7 @@ def test_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
         if len(calls) == 1:
             raise InterruptedError
 
-    monkeypatch.setattr(fcntl, "ioctl", recorded)
+    clone_calls(monkeypatch, recorded)
     assert reflink.clone_range(7, 8192, 4096, 9, 12288) is True
     assert calls == [(9, 0x4020940D, struct.pack("=qQQQ", 7, 8192, 4096, 12288))] * 2
 
@@ -101,7 +95,7 @@ def test_every_byte_that_lies_in_a_file(
         content = Path(f"/proc/self/fd/{source}").read_bytes()[source_offset : source_offset + nbytes]
         return os.pwrite(target, content, target_offset) == nbytes
 
-    monkeypatch.setattr(reflink, "clone_range", copied)
+    sharing_blocks(monkeypatch, copied)
     store = make(kind)
     for extent in EXTENTS:
         for _ in range(2):  # in one place and then in the other
@@ -135,7 +129,7 @@ def test_room_is_held_until_the_next_write(
 ) -> None:
     store, held, target = make("nvme"), 0, SimpleNamespace(fileno=lambda: -1, path=Path("target"))
     for extent in EXTENTS:
-        monkeypatch.setattr(reflink, "clone_range", lambda *_, extent=extent: extent is not EXTENTS[2])
+        sharing_blocks(monkeypatch, lambda *_, extent=extent: extent is not EXTENTS[2])
         for _ in range(2):  # what is shared twice is written once
             snapshot = store.snapshot(extent)
             assert snapshot is not None
@@ -161,7 +155,7 @@ def test_room_is_held_until_the_next_write(
 def test_shared_and_overwritten_before_it_is_dropped(
     make: Callable[[str], Store], aligned: Aligned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reflink, "clone_range", lambda *_: True)
+    sharing_blocks(monkeypatch, lambda *_: True)
     store, target = make("nvme"), SimpleNamespace(fileno=lambda: -1, path=Path("target"))
     for _ in range(2):
         snapshot = store.snapshot(EXTENTS[0])

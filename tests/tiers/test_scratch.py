@@ -16,9 +16,10 @@ from unittest.mock import Mock
 import pytest
 
 from offload.errors import ConfigError, StorageError
-from offload.tiers import ScratchFolder, scratch_file
+from offload.tiers import ScratchFolder
 from offload.tiers.scratch import file_system_of, free_nbytes
 from offload.tiers.scratch_file import give_back
+from tests.file_systems import at_call, free_room, raising, reservations
 from tests.warm import WarmProcess
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -68,14 +69,12 @@ def holder(tmp_path: Path) -> Iterator[WarmProcess]:
 def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files as the system has them, and as it makes them where it has none without a name."""
     if request.param == "unlinked":
-        open_ = os.open
 
-        def open_with_a_name(path: Path, flags: int, *arguments: int, **keywords: int) -> int:
+        def open_with_a_name(path: Path, flags: int, *_: int, **__: int) -> None:
             if flags & os.O_TMPFILE == os.O_TMPFILE:
                 raise OSError(errno.EOPNOTSUPP, "refused")
-            return open_(path, flags, *arguments, **keywords)
 
-        monkeypatch.setattr(os, "open", open_with_a_name)
+        at_call(monkeypatch, "open", before=open_with_a_name)
 
 
 @pytest.mark.usefixtures("either_way")
@@ -172,7 +171,7 @@ def test_a_reservation_that_the_system_refuses(tmp_path: Path) -> None:
 
 
 def test_full_disk_at_reservation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scratch_file, "_fallocate", lambda *_: errno.ENOSPC)
+    reservations(monkeypatch, lambda reserves: errno.ENOSPC)
     scratch = ScratchFolder([tmp_path])
     with pytest.raises(StorageError, match=r"reserve 4096 bytes .*ENOSPC.*free space there"):
         scratch.create("states", [4096])
@@ -181,7 +180,7 @@ def test_full_disk_at_reservation(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_without_fallocate_the_file_has_its_size_and_a_warning_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(scratch_file, "_fallocate", lambda *_: errno.EOPNOTSUPP)
+    reservations(monkeypatch, lambda reserves: errno.EOPNOTSUPP)
     scratch = ScratchFolder([tmp_path])
     (file,) = scratch.create("states", [1 << 20])
     assert os.fstat(file.fileno()).st_size == 1 << 20 and os.fstat(file.fileno()).st_blocks == 0
@@ -197,7 +196,7 @@ def test_blocks_that_stay_taken_are_a_warning_where_blocks_can_be_reserved(
     (file,) = scratch.create("states", [8192])
     taken = os.fstat(file.fileno()).st_blocks
     with monkeypatch.context() as patch:
-        patch.setattr(scratch_file, "_fallocate", lambda *_: code)
+        reservations(patch, lambda reserves: code)
         give_back(file, 4096, 4096)
     assert ("4096 bytes that were reserved stay taken (EIO" in caplog.text) == warns == bool(caplog.text)
     give_back(file, 4096, 4096)
@@ -209,21 +208,17 @@ def test_blocks_that_stay_taken_are_a_warning_where_blocks_can_be_reserved(
 def test_without_direct_io_it_goes_through_the_page_cache_and_warns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusing: str
 ) -> None:
-    def refuse(*arguments: object, **keywords: object) -> int:
-        raise OSError(errno.EINVAL, "refused")
-
     if refusing == "write":
-        monkeypatch.setattr(os, "pwrite", refuse)
+        at_call(monkeypatch, "pwrite", before=raising(errno.EINVAL))
     else:
         open_ = os.open
 
-        def open_without_direct(path: str, flags: int, *arguments: int, **keywords: int) -> int:
+        def open_without_direct(path: str, flags: int, *arguments: int, **keywords: int) -> None:
             if flags & os.O_DIRECT:
                 os.close(open_(path, flags & ~os.O_DIRECT, *arguments, **keywords))  # as some kernels leave it
-                refuse()
-            return open_(path, flags, *arguments, **keywords)
+                raise OSError(errno.EINVAL, "refused")
 
-        monkeypatch.setattr(os, "open", open_without_direct)
+        at_call(monkeypatch, "open", before=open_without_direct)
     with pytest.warns(RuntimeWarning, match="does not support direct I/O") as caught:
         scratch = ScratchFolder([tmp_path])
     assert len(caught) == 1 and str(tmp_path) in str(caught[0].message)
@@ -302,9 +297,9 @@ def test_free_room_is_what_equal_shares_leave(tmp_path: Path, monkeypatch: pytes
     """Two paths on one file system share it; one that is not there yet counts as its folder."""
     status = os.statvfs(tmp_path)
     free = status.f_bavail * status.f_frsize
-    monkeypatch.setattr(os, "statvfs", lambda path: status)
+    free_room(monkeypatch, free)
     assert free_nbytes([tmp_path / "later" / "deeper"]) == free
     assert free - 2 < free_nbytes([tmp_path, tmp_path / "later"]) <= free
     assert free_nbytes([]) == 0
-    monkeypatch.setattr(os, "statvfs", Mock(side_effect=PermissionError))
+    at_call(monkeypatch, "statvfs", before=Mock(side_effect=PermissionError))
     assert free_nbytes([tmp_path]) == 0

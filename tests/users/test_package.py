@@ -23,6 +23,7 @@ import torch.nn.functional as F
 import offload
 from offload import errors
 from tests.acceptance.models import ON_NVME, Setup, adamw, stack, vector_batches
+from tests.file_systems import at_call, raising
 
 ROOT = Path(__file__).parents[2]
 LICENCE = "Apache-2.0"
@@ -171,9 +172,6 @@ def test_an_engine_dropped_without_close_leaves_no_thread(tmp_path: Path, monkey
 def test_neither_does_one_whose_save_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: bool) -> None:
     """And the failure that nobody saw is told when the engine goes, not at the end of the process."""
 
-    def full(fileno: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     def fails() -> None:
         model = stack(blocks=1)
         engine = offload.initialize(model, adamw(model), ON_NVME.fields(tmp_path / "nvme"))
@@ -184,7 +182,7 @@ def test_neither_does_one_whose_save_failed(tmp_path: Path, monkeypatch: pytest.
 
     (tmp_path / "saves").mkdir()
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", "cpu")
-    monkeypatch.setattr(os, "fsync", full)
+    at_call(monkeypatch, "fsync", before=raising(errno.ENOSPC))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         fails()
