@@ -15,12 +15,12 @@ import transformers
 import offload
 from offload.cli.forecast import Work, forecast
 from offload.cli.main import main
-from offload.device.cpu import CpuAccelerator
 from offload.device.deferred import DeferredAccelerator
 from offload.device.virtual.description import described, read_machine
 from offload.device.virtual.machine import CALLS, VirtualMachine
 from offload.device.virtual.operations import CountedOperations
 from offload.rehearsal.forecast import Forecast, Loop, rehearse
+from tests.devices import before_each_copy
 from tests.inside import parts_of
 
 WORK = Work(batch=2, sequence=16, micro_batches=1, checkpointing=False)
@@ -50,45 +50,30 @@ def foretold(work: Work = WORK, machine: Any = MACHINE, **fields: Any) -> Foreca
     return forecast(model, adamw(model), offload.Config(dtype="bf16", nvme=".", **fields), machine, work)
 
 
-class CountedCpu(CpuAccelerator):
-    """Nothing goes to the device and back."""
-
-    moved = {"h2d": 0, "d2h": 0}  # noqa: RUF012
-
-
-class CountedDeferred(DeferredAccelerator):
-    """Counts what goes to the device and back."""
-
-    def __init__(self) -> None:
-        super().__init__(seed=1, nbytes=int(MACHINE.device_nbytes))
-        self.moved = {"h2d": 0, "d2h": 0}
-
-    def copy_in(self, destination: torch.Tensor, source: torch.Tensor) -> Any:
-        self.moved["h2d"] += source.nbytes
-        return super().copy_in(destination, source)
-
-    def copy_out(self, destination: torch.Tensor, source: torch.Tensor) -> Any:
-        self.moved["d2h"] += source.nbytes
-        return super().copy_out(destination, source)
-
-
-def really_moved(folder: Path, monkeypatch: pytest.MonkeyPatch, micro_batches: int, kind: Any, **fields: Any) -> dict[str, int]:
-    """By link, the bytes of one step on that kind of accelerator, after three others: by how much more than those move four."""
-    three, four = (totals(folder, monkeypatch, micro_batches, kind, steps, fields) for steps in (3, 4))
+def really_moved(folder: Path, micro_batches: int, accelerator: str, **fields: Any) -> dict[str, int]:
+    """By link, the bytes of one step on that accelerator, after three others: by how much more than those move four."""
+    three, four = (totals(folder, micro_batches, accelerator, steps, fields) for steps in (3, 4))
     return {link: four[link] - three[link] for link in four}
 
 
-def totals(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, micro_batches: int, kind: Any, steps: int, fields: dict[str, Any]
-) -> dict[str, int]:
-    """Of so many steps, when all that they began is done."""
-    made: list[Any] = []
+def totals(folder: Path, micro_batches: int, accelerator: str, steps: int, fields: dict[str, Any]) -> dict[str, int]:
+    """Of so many steps, when all that they began is done. Nothing goes to the CPU and back."""
+    moved = {"h2d": 0, "d2h": 0}
 
-    def choose() -> Any:
-        made.append(kind())
-        return made[-1]
+    def count(link: str, nbytes: int) -> None:
+        moved[link] += nbytes
 
-    monkeypatch.setattr("offload.build.assembly.choose_accelerator", choose)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OFFLOAD_ACCELERATOR", accelerator)
+        if accelerator == "deferred":
+            patch.setenv("OFFLOAD_DEVICE_NBYTES", str(int(MACHINE.device_nbytes)))
+        before_each_copy(patch, DeferredAccelerator, "copy_in", lambda destination, source: count("h2d", source.nbytes))
+        before_each_copy(patch, DeferredAccelerator, "copy_out", lambda destination, source: count("d2h", source.nbytes))
+        on_nvme = moved_on_nvme(folder, micro_batches, steps, fields)
+    return moved | on_nvme
+
+
+def moved_on_nvme(folder: Path, micro_batches: int, steps: int, fields: dict[str, Any]) -> dict[str, int]:
     model = tiny()
     tokens = torch.zeros(WORK.batch, WORK.sequence, dtype=torch.long)
     config = offload.Config(dtype="bf16", nvme=str(folder), **fields).expecting(micro_batches)
@@ -105,30 +90,24 @@ def totals(
         parts.parameter_store.settle_writes()
         io = engine.stats()["io"]
         read, written = (io.read_nbytes, io.written_nbytes) if io is not None else (0, 0)
-        return {**made[-1].moved, "nvme_read": read, "nvme_write": written}
+        return {"nvme_read": read, "nvme_write": written}
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("case", CASES)
-def test_bytes_moved_are_those_of_a_real_run(
-    case: str, micro_batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_moved_are_those_of_a_real_run(case: str, micro_batches: int, tmp_path: Path) -> None:
     fields = CASES[case]
-    real = really_moved(tmp_path, monkeypatch, micro_batches, CountedDeferred, **fields)
-    monkeypatch.undo()
+    real = really_moved(tmp_path, micro_batches, "deferred", **fields)
     found = foretold(dataclasses.replace(WORK, micro_batches=micro_batches), **fields)
     assert found.moved_nbytes == real
     assert real["h2d"] > 0
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_on_the_cores_nothing_is_copied_and_the_drive_moves_what_a_real_run_moves(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_the_cores_nothing_is_copied_and_the_drive_moves_what_a_real_run_moves(case: str, tmp_path: Path) -> None:
     # An update that begins in backward has the unit's memory until it is over: what is still there then is a matter of time.
     fields = CASES[case] | {"update": "step"}
-    real = really_moved(tmp_path, monkeypatch, 1, CountedCpu, **fields)
-    monkeypatch.undo()
+    real = really_moved(tmp_path, 1, "cpu", **fields)
     found = foretold(machine=dataclasses.replace(UNIFIED, kind="cpu"), **fields)
     assert found.moved_nbytes == real and real["h2d"] == real["d2h"] == 0
     assert found.step_seconds >= found.floor_seconds > 0
