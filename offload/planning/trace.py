@@ -114,6 +114,8 @@ class Recorder:
     def __init__(self) -> None:
         self._codes: list[int] = []
         """Of its events (`code_of`)."""
+        self._since = 0
+        """How many there were at the last `repeat`."""
         self._depth: dict[int, int] = {}
 
     def start(self, unit_index: int) -> None:
@@ -128,6 +130,13 @@ class Recorder:
         self._depth[unit_index] -= 1
         self._codes.append(~unit_index)
 
+    def repeat(self, count: int) -> int:
+        """What came since the last call, or the step's begin, came so many times more. Returns how many events those are."""
+        more = self._codes[self._since :] * count
+        self._codes += more
+        self._since = len(self._codes)
+        return len(more)
+
     def take(self) -> Trace:
         """The trace so far, with uses that are still open ended; the recorder starts anew."""
         closing = [~unit for unit, count in self._depth.items() for _ in range(count)]
@@ -137,4 +146,4 @@ class Recorder:
 
     def begin_anew(self) -> None:
         """Nobody wants to know what was recorded."""
-        self._codes, self._depth = [], {}
+        self._codes, self._since, self._depth = [], 0, {}

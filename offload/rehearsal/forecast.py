@@ -6,8 +6,9 @@
 The loop is the caller's: what is trained, with which settings and on what. Nothing here knows how an engine is made.
 
 Of a step's many micro-batches those between the first ones and the last take as long as each other and move as much: once two
-are seen to, the last is run, and those before it are counted as the two were. Steps repeat, too: where the second micro-batch
-of one takes what it took in the step before, that step goes on and is the last.
+are seen to, the last is run, and those before it are counted as the two were; the engine is told how many those are, since the
+last is where updates begin. Of a step that is not told of two and the last are run. Steps repeat, too: where the second
+micro-batch of one takes what it took in the step before, that step goes on and is the last.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ def rehearse(
 
     `tokens`: of one step, of all ranks, for the rate. `micro_batches`: of one step; where not all are run, the bytes it moves
     are within a thousandth. `trace`: the file for a trace of that step, of which all are run then. `most_nbytes`: of the
-    memory that the model computes on; after micro-batches that took more nothing is run, and what is told of is the peak until
+    memory that the model computes on; after a micro-batch that took more nothing is run, and what is told of is the peak until
     then.
 
     Raises what `loop` raises: `BudgetError` where no placement fits."""
@@ -195,8 +196,8 @@ class _Mark:
 
 @dataclass(slots=True)
 class _Step:
-    """A step as it is run. `is_last`: it is to be told of; of another two micro-batches are enough. `is_whole`: if it is told
-    of, by all of them. `before`: what the second micro-batch of the step before took."""
+    """A step as it is run. `is_last`: it is to be told of; of another two micro-batches and the last are enough. `is_whole`: if
+    it is told of, by all of them. `before`: what the second micro-batch of the step before took."""
 
     virtual: VirtualMachine
     micro_batches: int
@@ -211,18 +212,19 @@ class _Step:
     def run(self, engine: E, loop: Loop[E], most_nbytes: float) -> bool:
         """Whether its micro-batches took no more of the memory that the model computes on than `most_nbytes`; else it is not
         brought to its end."""
-        left = self.micro_batches if self.is_last else min(self.micro_batches, 2)
+        left = self.micro_batches
         while left:
             loop.micro_batch(engine)
             self.marks.append(_Mark(self.virtual))
             left -= 1
-            if not self.is_last and self._repeats():
-                self.is_last, left = True, self.micro_batches - 2
-            period = _period(self.marks) if self.is_last and left > 1 and not self.is_whole else None
-            if period is not None:
-                self.left_out, left = {what: (left - 1) * one for what, one in period.items()}, 1
-        if self.virtual.memory.peak_nbytes > most_nbytes:
-            return False
+            if self.virtual.memory.peak_nbytes > most_nbytes:
+                return False
+            if len(self.marks) + left == self.micro_batches:  # none was left out
+                self.is_last = self.is_last or self._repeats()
+            if left > 1 and (period := self._period()) is not None:
+                self.left_out = {what: (left - 1) * one for what, one in period.items()}
+                self.virtual.leave_out(left - 1)
+                left = 1
         loop.end(engine)
         return True
 
@@ -234,6 +236,13 @@ class _Step:
     def _repeats(self) -> bool:
         second = self.second()
         return not self.is_whole and second is not None and self.before is not None and _alike(self.before, second, _THE_SAME)
+
+    def _period(self) -> _Counters | None:
+        """What each micro-batch takes but the last of those that are left, where they need not be run. Nobody asks in a step
+        that is not told of."""
+        if not self.is_last:
+            return {} if len(self.marks) == 2 else None
+        return _period(self.marks) if not self.is_whole else None
 
 
 def _period(marks: list[_Mark]) -> _Counters | None:

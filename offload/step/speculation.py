@@ -4,7 +4,8 @@
 But with update="step" a unit is updated as soon as backward has left it, while the drive has little else to do. Clipping and
 loss scaling need the norm of all gradients for that, and whatever runs before `step()` is to find the old weights. Mostly the
 norm changes nothing and nothing runs, so where that was so lately (`ClipHistory`) it is taken for granted, and what is needed
-to undo is kept. A loop of several backwards is expected to have as many of them in the next step: updates begin in the last.
+to undo is kept. A loop of several backwards is expected to have as many of them in the next step, and in the first one as many
+as it said (`Config.expecting`): updates begin in the last.
 
     records              written to a second place on NVMe, so that the first is still there (`ChunkStore.undo_write`)
     parameters           likewise; where they lie in memory they are made of the former record's masters
@@ -39,8 +40,11 @@ class Speculation:
     It hears of each unit that backward left, of each that is about to be used, and of the step and what that does.
     """
 
-    def __init__(self, parts: Components, maker: UpdateMaker | None, *, begins_early: bool, norm_counts: bool) -> None:
-        """`maker`: None where nothing is trained. `norm_counts`: whether the norm may change what a step does."""
+    def __init__(
+        self, parts: Components, maker: UpdateMaker | None, *, begins_early: bool, norm_counts: bool, micro_batches: int
+    ) -> None:
+        """`maker`: None where nothing is trained. `norm_counts`: whether the norm may change what a step does. `micro_batches`:
+        of a step, as far as the loop said."""
         self._parameter_store, self._records = parts.parameter_store, parts.records
         self._gradients, self._updates, self._residency = parts.gradients, parts.updates, parts.residency
         self._units, self._accelerator, self._maker, self._late = (
@@ -51,7 +55,7 @@ class Speculation:
         )
         self._homes = Homes(parts)
         self._begins_early = begins_early and maker is not None
-        self._norm_counts = norm_counts
+        self._norm_counts, self._said_count = norm_counts, micro_batches
         self._history = ClipHistory.before_the_first(norm_counts)
         self.begun_units: list[Unit] = []
         """Those that have an `early` update, in the order in which these began."""
@@ -59,8 +63,13 @@ class Speculation:
         """What they go by: (group, numbers)."""
         self._gave_up = False
         """Until the end of the step: something was undone."""
-        self._backward_count = self._expected_count = 0
+        self._backward_count, self._expected_count = 0, micro_batches
         """Outermost backwards of this step so far, and of the last one in all."""
+        self._left, self._left_before = dict[int, int](), dict[int, int]()
+        """By unit, how often this backward and the one before left it: of modules that are one unit each is left by itself, and
+        from the second backward of a step on all of them have gradients before the first is."""
+        self._saw_a_step = False
+        """The loop is known as far as a step shows it."""
         self.speculated_step_count = 0
         """Steps that began updates before the norm was known."""
         self.undone_step_count = 0
@@ -68,15 +77,23 @@ class Speculation:
 
     # ---- before the step -----------------------------------------------------------------------------------------
 
+    def micro_batch_begins(self, left_out: int) -> None:
+        """See `Residency.micro_batch_begins`."""
+        self._backward_count += left_out
+
     def backward_begins(self) -> None:
         """An outermost one."""
+        self._left, self._left_before = {}, self._left if self._backward_count else {}
         self._backward_count += 1
 
     def backward_left(self, unit: Unit, factor: float) -> None:
         """Begin the unit's update if that can be undone and will probably not have to be. `factor` multiplies gradients."""
+        if not self._begins_early:
+            return
+        left = self._left[unit.index] = self._left.get(unit.index, 0) + 1
         # Late units wait for the end of backward: what modules share gets more after one of them is done, and in the root a
         # reentrant checkpoint's backward inside this one may accumulate a second time.
-        if not self._begins_early or unit.index in self._late or not self._may_begin(unit):
+        if unit.index in self._late or left < self._left_before.get(unit.index, 0) or not self._may_begin(unit):
             return
         assert self._gradients is not None and self._updates is not None and self._maker is not None
         if not all(self._gradients.is_complete(chunk) for chunk in unit.trained_chunks):
@@ -126,7 +143,7 @@ class Speculation:
     def norm_is_known(self, *, changes: bool) -> None:
         """`changes`: the step clips, or is left out."""
         self._history.record(changes)
-        self._expected_count = self._backward_count
+        self._expected_count, self._saw_a_step = self._backward_count, True
         if changes:
             self.undo()
 
@@ -163,7 +180,8 @@ class Speculation:
         undone = self._early_updates()
         self._forget()
         self._gave_up = True
-        self._history.record(True)  # whatever the reason: in this loop the next step may have it too
+        if self._saw_a_step:
+            self._history.record(True)  # whatever the reason: in this loop the next step may have it too
         self.undone_step_count += 1
         for _, early in undone:
             for update in early.updates:
@@ -192,7 +210,8 @@ class Speculation:
 
     def restart(self) -> None:
         """Nothing is known of the coming steps."""
-        self._history, self._expected_count = ClipHistory.before_the_first(self._norm_counts), 0
+        self._history, self._saw_a_step = ClipHistory.before_the_first(self._norm_counts), False
+        self._expected_count = self._said_count
 
     def _early_updates(self) -> list[tuple[Unit, EarlyUpdate]]:
         return [(unit, unit.early) for unit in self.begun_units if unit.early is not None]

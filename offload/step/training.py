@@ -58,7 +58,13 @@ class Training(FailureState):
         self._maker = UpdateMaker(parts, hyper_of) if hyper_of is not None and parts.updates is not None else None
         alone = parts.ranks.world_size == 1
         begins_early = config.update != "step" and alone
-        self.speculation = Speculation(parts, self._maker, begins_early=begins_early, norm_counts=config.needs_norm_first)
+        self.speculation = Speculation(
+            parts,
+            self._maker,
+            begins_early=begins_early,
+            norm_counts=config.needs_norm_first,
+            micro_batches=config.micro_batches,
+        )
         self.calls = RunningCalls(self.turn)
         self.uses = Uses(parts.units, parts.residency, self.speculation, self.calls, alone=alone)
         self.lender = Lender(parts, self, self.uses)

@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
+from offload.model.unit import Unit
 from offload.step.gradients.buffers import RETAINED
+from offload.step.speculation import Speculation
 from offload.step.updates.update import Updates
 from tests.crosses import in_pairs, in_turn
 from tests.file_systems import free_room
@@ -428,6 +430,53 @@ def test_steps_that_are_expected_to_be_quiet(opened: Any) -> None:
         one_step(engine, x, y * 1e6 if step == 10 else y)
         begun = [*range(8, 11), *range(19, 20)]
         assert counts(engine) == (sum(1 for one in begun if one <= step), int(step >= 10)), step
+
+
+@pytest.mark.parametrize(("setup", "said", "joined"), in_pairs(BOTH, (1, 4), (0, 1 << 20)))
+def test_of_several_backwards_updates_begin_in_the_last(
+    opened: Any, speculating: None, monkeypatch: pytest.MonkeyPatch, setup: Setup, said: int, joined: int
+) -> None:
+    """Of the first step where the loop says how many it has, and else of those after it; blocks that are one unit together wait
+    for the last of them."""
+    small(monkeypatch, joined_numel=joined)
+    batches, begun, left = vector_batches(4 * STEPS, WIDTH), [set[int]() for _ in range(STEPS)], Speculation.backward_left
+
+    def looked_at(speculation: Speculation, unit: Unit, factor: float) -> None:
+        left(speculation, unit, factor)
+        if unit.early is not None:
+            begun[engine._training.step_count].add(speculation._backward_count)
+
+    monkeypatch.setattr(Speculation, "backward_left", looked_at)
+
+    def loop(run: Run) -> list[float]:
+        losses = []
+        for index, (x, y) in enumerate(batches, 1):
+            loss = F.mse_loss(run.model(x), y)
+            loss.backward()
+            losses.append(loss.item())
+            if index % 4 == 0:
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+        return losses
+
+    results = []
+    for where in (IN_MEMORY, setup):
+        model = stack(WIDTH, 4)
+        engine = opened(model, two_groups(model), where, max_grad_norm=NEVER, micro_batches=said)
+        results.append(run_engine(engine, loop))
+    assert_same_bits(results[1], results[0])
+    assert begun[1:] == [{4}] * (STEPS - 1) and begun[0] == {said}
+    assert counts(engine) == (STEPS, int(said == 1))
+
+
+def test_a_first_step_of_several_backwards_is_no_strike(opened: Any) -> None:
+    """How many there are is known after it."""
+    model = stack(WIDTH, 4)
+    engine = opened(model, adamw(model), ON_CPU_DEVICE)
+    for step, (x, y) in enumerate(vector_batches(4, WIDTH)):
+        F.mse_loss(model(x), y).backward()
+        one_step(engine, x, y)
+        assert counts(engine) == (step + 1, 1)
 
 
 def test_only_where_it_can_be_undone(opened: Any) -> None:

@@ -16,10 +16,13 @@ import offload
 from offload.cli.forecast import Work, forecast
 from offload.cli.main import main
 from offload.device.deferred import DeferredAccelerator
-from offload.device.virtual.description import described, read_machine
+from offload.device.virtual.description import Machine, described, read_machine
 from offload.device.virtual.machine import CALLS, VirtualMachine
 from offload.device.virtual.operations import CountedOperations
+from offload.model.unit import Unit
 from offload.rehearsal.forecast import Forecast, Loop, rehearse
+from offload.step.speculation import Speculation
+from tests.crosses import in_pairs
 from tests.devices import before_each_copy
 from tests.inside import parts_of
 
@@ -30,6 +33,15 @@ CASES = {
     "records on nvme": {"parameters": "cpu", "optimizer_states": "nvme"},
     "nvme": {"parameters": "nvme", "optimizer_states": "nvme"},
 }
+PLACES: dict[str, dict[str, Any]] = {
+    **CASES,
+    "parameters on device": {"parameters": "device", "optimizer_states": "nvme"},
+    "a part kept": CASES["nvme"] | {"cpu_memory": "9MiB"},
+}
+SLOW = dataclasses.replace(
+    MACHINE, name="slow", flops=1e9, launch_seconds=1e-9, call_seconds=1e-9, nvme_read=7e7, nvme_write=5e7, nvme_both=9e7
+)
+"""Where the device is what is waited for."""
 
 
 def tiny() -> transformers.PreTrainedModel:
@@ -129,6 +141,37 @@ def test_of_many_micro_batches_a_few_tell_what_all_take(case: str, machine: Any,
     assert few.moved_nbytes == every.moved_nbytes and few.peak_nbytes == every.peak_nbytes
     assert few.floors == pytest.approx(every.floors, rel=1e-6)
     assert few.step_seconds == pytest.approx(every.step_seconds, rel=1e-3)
+
+
+# What is left out is the micro-batches' matter, and what begins early and when the update's, on either kind of machine.
+@pytest.mark.parametrize(
+    ("machine", "case", "micro_batches", "update"),
+    in_pairs((MACHINE, UNIFIED, SLOW), PLACES, (3, 4, 8), ("auto", "backward")),
+)
+def test_updates_begin_in_the_last_micro_batch_and_all_is_as_if_each_ran(
+    machine: Machine, case: str, micro_batches: int, update: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = dataclasses.replace(WORK, micro_batches=micro_batches, checkpointing=True)
+    fields, begun, left = PLACES[case] | {"update": update, "max_grad_norm": 1.0}, set[int](), Speculation.backward_left
+
+    def looked_at(speculation: Speculation, unit: Unit, factor: float) -> None:
+        left(speculation, unit, factor)
+        if unit.early is not None:
+            begun.add(speculation._backward_count)
+
+    def not_undone(speculation: Speculation) -> None:
+        assert not speculation.begun_units
+
+    monkeypatch.setattr(Speculation, "backward_left", looked_at)
+    monkeypatch.setattr(Speculation, "undo", not_undone)
+    few = foretold(work, machine, **fields)
+    assert begun == ({micro_batches} if any(line["purpose"] == "room to undo updates" for line in few.planned) else set())
+    monkeypatch.setattr("offload.rehearsal.forecast._Step._period", lambda _: None)
+    monkeypatch.setattr("offload.rehearsal.forecast._Step._repeats", lambda _: False)
+    every = foretold(work, machine, **fields)
+    assert few.moved_nbytes == every.moved_nbytes and few.peak_nbytes == every.peak_nbytes
+    assert few.step_seconds == pytest.approx(every.step_seconds, rel=1e-9)
+    assert few.floors == pytest.approx(every.floors, rel=1e-9)
 
 
 class NoEngine:

@@ -60,6 +60,6 @@ def test_what_does_not_fit_ends_where_that_is_seen_and_less_is_granted(mebibytes
 
     monkeypatch.setattr("offload.rehearsal.forecast._Step.run", counted)
     found, granted = forecast_granted(small, config, machine, work)
-    assert steps == [(2, False), (2, True), (2, True), (4, True)], "one step of what does not fit, then all of what does"
+    assert steps == [(1, False), (3, True), (3, True), (4, True)], "of what does not fit what shows it, then all of what does"
     assert found.fits and found.peak_nbytes["device"] <= machine.device_nbytes
     assert found == forecast(*small(), granted, machine, work)

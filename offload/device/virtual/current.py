@@ -39,6 +39,10 @@ class Imagined(Protocol):
         """Read or write so many bytes of NVMe."""
         ...
 
+    def take_left_out(self) -> int:
+        """How many micro-batches of the step, before the one that begins, are counted and not run; each is told of once."""
+        ...
+
     def transferred(self) -> tuple[float, float, float, float]:
         """Bytes read and written, and the seconds in which reads and writes were in flight."""
         ...

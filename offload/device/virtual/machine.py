@@ -61,6 +61,7 @@ class VirtualMachine:
         """How often the engine asked for a copy, a transfer or a pass."""
         self.values_read = 0
         """How often the model asked for a value on the device, which there is none of."""
+        self._left_out = 0
         self._lanes: set[int] = set()
         self._communicating: set[int] = set()
         self._as_written: dict[int, AsWritten] = {}
@@ -93,6 +94,14 @@ class VirtualMachine:
     def stream(self) -> Queue:
         """What the calling thread gives its device work to."""
         return self.collectives if threading.get_ident() in self._communicating else self.compute
+
+    def leave_out(self, micro_batches: int) -> None:
+        """So many of a step, before the next one, are counted and not run."""
+        self._left_out += micro_batches
+
+    def take_left_out(self) -> int:
+        count, self._left_out = self._left_out, 0
+        return count
 
     # ---- work ----------------------------------------------------------------------------------------------------
 

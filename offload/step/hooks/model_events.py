@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from offload.device.virtual.current import imagined
 from offload.errors import UsageError
 from offload.model.flat import ParameterInfo
 from offload.model.unit import Unit
@@ -35,7 +36,12 @@ class ModelEvents:
 
     def forward_begins(self, unit: Unit, inputs: Any) -> None:
         """An outermost one, on these inputs."""
-        self._residency.forward_begins(unit, inputs, recorded=torch.is_grad_enabled())
+        recorded = torch.is_grad_enabled()
+        if recorded and (machine := imagined()) is not None:
+            left_out = machine.take_left_out()
+            self._residency.micro_batch_begins(left_out)
+            self._speculation.micro_batch_begins(left_out)
+        self._residency.forward_begins(unit, inputs, recorded=recorded)
 
     def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The root's inputs, as the root is to see them."""

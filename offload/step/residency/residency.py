@@ -97,6 +97,10 @@ class Residency:
         if self._room is not None:
             self._room.forward_begins(unit.index, inputs, recorded=recorded, units_nbytes=self._taken_nbytes)
 
+    def micro_batch_begins(self, left_out: int) -> None:
+        """Before it so many like the one before went by, which did not run."""
+        self._cursor += self._recorder.repeat(left_out)
+
     def use_starts(self, unit: Unit, *, recorded: bool) -> None:
         """Make the unit resident with the values of the last step. `recorded`: part of a training step, so of its trace."""
         self._reach(unit.index)
