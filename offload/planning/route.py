@@ -8,6 +8,7 @@ leaves the new ones. Where a budget holds a part of the states, routes differ be
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -17,6 +18,8 @@ from itertools import chain, repeat
 from offload.planning.budget import Tier
 from offload.planning.sizes import Footprint, UnitSizes
 from offload.planning.tier_choice import Choice
+
+_GOLDEN = (5**0.5 - 1) / 2
 
 
 class Memory(Enum):
@@ -166,20 +169,17 @@ def routes_of(units: Sequence[UnitSizes], choice: Choice, *, unified: bool, shar
     made: dict[tuple[Tier, Tier, Tier, int, int], Route] = {}
     routes = []
     kept, near = choice.kept, choice.near
-    parameters_left, records_left = kept.parameter_count, kept.record_count
+    parameters_left, kept_records_of = kept.parameter_count, _kept_records(units, choice)
     for unit in units:
         parameters: Tier = "device" if unit.index in near.parameters else choice.parameters
         records: Tier = "device" if unit.index in near.records else choice.states
         gradients: Tier = "device" if unit.index in near.gradients else choice.gradients
-        kept_parameters = kept_records = 0
+        kept_parameters, kept_records = 0, kept_records_of[unit.index]
         if parameters == "nvme":
             kept_parameters = min(parameters_left, len(unit.chunks))
             parameters_left -= kept_parameters
             if unit.index < kept.unit_count:
                 parameters, kept_parameters = "cpu", 0
-        if records == "nvme":
-            kept_records = min(records_left, len(unit.trained))
-            records_left -= kept_records
         told = (parameters, gradients, records, kept_parameters, kept_records)
         route = made.get(told)
         if route is None:
@@ -189,6 +189,28 @@ def routes_of(units: Sequence[UnitSizes], choice: Choice, *, unified: bool, shar
             made[told] = route
         routes.append(route)
     return tuple(routes)
+
+
+def in_turn(units: Sequence[UnitSizes]) -> tuple[tuple[int, int], ...]:
+    """The trained chunks of the units, each as (position of the unit, position in the unit), in an order of which any first
+    part has about the same share of each unit, and the first chunks of it."""
+    return _in_turn(tuple(len(unit.trained) for unit in units))
+
+
+@lru_cache
+def _in_turn(counts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """A unit's chunks come at equal distances. Where each unit's first one comes goes by the fractional parts of the multiples
+    of the golden ratio: any part of them lies evenly among all."""
+    chunks = [(unit, index) for unit, count in enumerate(counts) for index in range(count)]
+    return tuple(sorted(chunks, key=lambda one: (one[1] + one[0] * _GOLDEN % 1.0) / counts[one[0]]))
+
+
+def _kept_records(units: Sequence[UnitSizes], choice: Choice) -> Counter[int]:
+    """By unit, how many of the records that might lie on NVMe lie in host memory."""
+    if choice.states != "nvme" or not choice.kept.record_count:
+        return Counter()
+    waiting = [unit for unit in units if unit.index not in choice.near.records]
+    return Counter(waiting[position].index for position, _ in in_turn(waiting)[: choice.kept.record_count])
 
 
 def alike(footprint: Footprint, routes: Sequence[Route]) -> list[tuple[UnitSizes, Route, int]]:

@@ -10,7 +10,8 @@ from offload.planning.budget import Tier
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What lies in host memory of states whose tier is NVMe: the first chunks in the order of the units.
+    """What lies in host memory of states whose tier is NVMe: of the parameters the first chunks in the order of the units, of
+    the records about the same share of each unit.
 
     Bytes that one byte of memory saves in a step of n micro-batches, and of those while a forward and the updates run:
 
@@ -27,8 +28,12 @@ class Kept:
     the least recently used saves nothing on such a cycle. Passing over the records in alternating direction with a set that
     changes saves the same f (what one pass ends with, the next begins with) and no more, since no policy can hold more than f
     from one pass to the next; it would take the order away from the next forward, which wants the first units first, and would
-    move what a fixed set updates where it lies. The first ones are kept: the forward waits for them first, and the drive has
-    all the time of their updates to bring the others.
+    move what a fixed set updates where it lies.
+
+    Why of all units alike: few records are read ahead (`READ_AHEAD`). While many in a row are updated in memory the drive
+    stands still, and in those that follow it is all that is waited for; one here and there leaves it at work. A unit of which
+    a part lies in memory has no update before `step` (`Route.undoable`): in virtual time that costs less than what it saves.
+    Of the parameters the first are kept: the forward waits for them first.
     """
 
     unit_count: int = 0

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from offload.planning.budget import Tier
 from offload.planning.placement import Placement, Problem, place
 from offload.planning.purposes import OPTIMIZER_STATES, PARAMETERS, StateNames
+from offload.planning.route import in_turn
 from offload.planning.route_bytes import held
 from offload.planning.tier_choice import Choice
 from offload.planning.traffic import spilled_by
@@ -94,13 +95,10 @@ class WorkingSet:
     def _keep_records(self, placement: Placement) -> Placement:
         if placement.optimizer_states != "nvme":
             return placement
-        sizes = [
-            nbytes
-            for unit, route in zip(self.problem.footprint.units, placement.routes, strict=True)
-            if route.records == "nvme"
-            for nbytes in unit.records(route.crosses).chunks
-        ]
-        choice = placement.choice
+        routes, choice = placement.routes, placement.choice
+        on_nvme = [unit for unit in self.problem.footprint.units if routes[unit.index].records == "nvme"]
+        records = [unit.records(routes[unit.index].crosses).chunks for unit in on_nvme]
+        sizes = [records[position][index] for position, index in in_turn(on_nvme)]
 
         def keep(count: int) -> Placement:
             kept = replace(choice.kept, record_count=count, record_nbytes=sum(sizes[:count]))

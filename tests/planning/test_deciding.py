@@ -18,9 +18,11 @@ from offload.device.cpu import CpuAccelerator
 from offload.device.deferred import DeferredAccelerator
 from offload.errors import BudgetError
 from offload.layout import CHUNK_NUMEL, LARGEST_CHUNK_NUMEL, MANY_CHUNKS, ParameterSpec, build_layout, large_chunk_numels
+from offload.planning import route
 from offload.planning.budget import Tier
 from offload.planning.deciding import ABOUT_AS_LONG, PAIRINGS, Decision
-from offload.planning.placement import Placement
+from offload.planning.placement import Placement, place
+from offload.planning.purposes import OPTIMIZER_STATES
 from offload.planning.route import Memory
 from offload.planning.schedule import plan
 from offload.planning.trace import Expected, Use
@@ -29,6 +31,7 @@ from tests.planning.simulation import simulate
 
 NVME = str(Path(__file__).parent)
 """Nothing is made there: what is asked is how much is free."""
+KEPT_RECORDS = OPTIMIZER_STATES.kept
 MOMENTS = ("exp_avg", "exp_avg_sq")
 DTYPES = {"float32": 4, "bfloat16": 2}
 
@@ -128,6 +131,35 @@ def test_more_device_memory_never_moves_more(
         now = moved(decided, placement)
         assert before is None or now <= before
         before = now
+
+
+def one_after_the_other(counts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    return tuple((unit, index) for unit, count in enumerate(counts) for index in range(count))
+
+
+@settings(max_examples=60, deadline=None)
+@given(models(), st.sampled_from(("cpu", "nvme")), SHARES, st.booleans(), st.booleans())
+def test_records_are_kept_until_no_other_fits_and_as_many_bytes_as_in_order(
+    model: Any, parameters: Tier, share: float, accumulates: bool, unified: bool
+) -> None:
+    accelerator: Accelerator = CpuAccelerator() if unified else DeferredAccelerator()
+    budget = int(share * least(model, accelerator, (parameters, "nvme"), "cpu_memory"))
+    placements = []
+    for order in (route._in_turn, one_after_the_other):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(route, "_in_turn", order)
+            decided = decision(model, accelerator, (parameters, "nvme"), accumulates, cpu_memory=budget)
+            placements.append(decided.decide())
+            require_within(decided, placements[-1])
+    evenly, in_order = placements
+    planned = [sum(one.nbytes for one in placement.plan.lines if one.purpose == KEPT_RECORDS) for placement in placements]
+    assert planned[0] == planned[1] == evenly.kept.record_nbytes == in_order.kept.record_nbytes
+    assert sum(one.kept_records for one in evenly.routes) == evenly.kept.record_count
+    if evenly.kept.record_count < sum(len(unit.trained) for unit in decided.problem.footprint.units):
+        one_more = dataclasses.replace(
+            evenly.choice, kept=dataclasses.replace(evenly.kept, record_count=evenly.kept.record_count + 1)
+        )
+        assert decided.problem.excess(place(decided.problem, one_more), with_sums=True) is not None
 
 
 def test_what_is_frozen_stays_where_what_is_trained_would_need_a_master() -> None:
