@@ -22,7 +22,7 @@ from offload.rehearsal.forecast import Forecast, Loop, rehearse
 GRANTED_SHARE = 0.95
 """Of the device's memory, with what the model takes: the rest is for what allocators lose."""
 
-_ATTEMPTS = 4
+_ATTEMPTS = 5
 """To grant what fits."""
 
 Make = Callable[[], tuple[nn.Module, torch.optim.Optimizer]]
@@ -98,7 +98,7 @@ def forecast_granted(
         usable = GRANTED_SHARE * machine.device_nbytes
         own_nbytes, most_nbytes = 0.0, usable
         with contextlib.suppress(BudgetError):  # less than the least, which is not bounded without a budget
-            for _ in range(_ATTEMPTS):
+            for attempt in range(_ATTEMPTS):
                 budget_nbytes = max(int(usable - own_nbytes), 1)
                 granted = replace(config, device_memory=budget_nbytes)
                 found = forecast(*make(), granted, machine, work, trace, most_nbytes=most_nbytes)
@@ -108,4 +108,6 @@ def forecast_granted(
                         return found, granted
                     break
                 own_nbytes, most_nbytes = max(taken - budget_nbytes, own_nbytes), machine.device_nbytes
+                if attempt == _ATTEMPTS - 2:  # places take less than what is granted, so a little less changes none
+                    own_nbytes = max(own_nbytes, found.own_nbytes)
     return forecast(*make(), config, machine, work, trace), config

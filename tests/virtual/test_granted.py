@@ -63,3 +63,16 @@ def test_what_does_not_fit_ends_where_that_is_seen_and_less_is_granted(mebibytes
     assert steps == [(1, False), (3, True), (3, True), (4, True)], "of what does not fit what shows it, then all of what does"
     assert found.fits and found.peak_nbytes["device"] <= machine.device_nbytes
     assert found == forecast(*small(), granted, machine, work)
+
+
+def test_places_that_leave_a_part_of_what_is_granted_are_not_tried_again_and_again() -> None:
+    """All lies on the device and is a little too much with what the model takes: some of it goes elsewhere."""
+    work = Work(batch=8, sequence=512, micro_batches=4, checkpointing=True)
+    config = offload.Config(dtype="bf16", nvme=".", cpu_memory=2**33, state_format="split")
+    large = forecast_granted(small, config, MACHINE, work)[0]
+    assert large.placement["optimizer_states"] == "device" and large.own_nbytes > large.peak_nbytes["device"] / 2
+    machine = dataclasses.replace(MACHINE, device_nbytes=large.peak_nbytes["device"] - 2**18)
+    found, granted = forecast_granted(small, config, machine, work)
+    assert granted.device_memory is not None and found.fits
+    assert any(line["tier"] == "device" and "states" in line["purpose"] for line in found.planned)
+    assert found.step_seconds < forecast(*small(), config, machine, work).step_seconds
