@@ -22,8 +22,7 @@ def floors(report: dict[str, Any]) -> str:
         "of the floor: the seconds in which the model stood still, by what it waited for and what that was a matter of, as "
         "`explain` counts them in the step's trace, and what the ratio would be were that not there to be waited for: the same "
         "step in the same places, run again without clipping, or with a host memory, a drive, a link or Python's calls that "
-        "take no time; together (+), until it is within 1.15 or nothing is left to take away (a link alone: what was in use "
-        "longest meanwhile, of a cell that was not run since). "
+        "take no time; together (+), until it is within 1.15. "
         f"Within 1.15: {near} of {len(fitting)} cells that fit."
     )
     compared = [one for one in fitting if one.get("on_device_seconds")]
@@ -63,8 +62,6 @@ def floors(report: dict[str, Any]) -> str:
 
 def _waits(one: dict[str, Any]) -> str:
     """The longest, until they are what the goal is missed by, or three; and what each of them costs."""
-    if "without" not in one:
-        return one["bound"].replace("_", " ")
     missed, told = one["step_seconds"] - 1.15 * one["floor_seconds"], []
     for name, seconds in list(one["waits"].items())[:3]:
         told.append(f"{name} {seconds:.2f}")

@@ -29,27 +29,24 @@ def key(line: dict[str, Any]) -> tuple[Any, ...]:
     "line",
     [pytest.param(line, id=str(key(line)), marks=() if key(line) in QUICK else (pytest.mark.slow,)) for line in TABLE],
 )
-def test_a_step_is_no_further_from_its_floor_than_the_table_says(line: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_takes_no_longer_than_the_table_says(line: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In seconds: better places may have a lower floor, and be further from it."""
     monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
     found = importlib.import_module("floors").Cell(*key(line)).run()
     assert found.fits == line["fits"]
     if found.fits:
-        ratio = found.step_seconds / found.floor_seconds
-        assert 1.0 <= ratio <= max(GOAL, line["ratio"] * 1.005)
+        assert found.floor_seconds <= found.step_seconds <= line["step_seconds"] * 1.005
 
 
 def test_cells_beyond_the_goal_say_what_bounds_them() -> None:
+    """What they wait for is longer than what they miss it by, and without that, alone or together, they are within it."""
     assert {key(line) for line in TABLE} >= QUICK
     for line in TABLE:
         if line["fits"] and line["ratio"] > GOAL:
             assert line["exposed"][line["bound"]] > 0
-        if line["fits"] and line["ratio"] > GOAL and "waits" in line:
             missed = line["step_seconds"] - GOAL * line["floor_seconds"]
             assert sum(line["waits"].values()) >= missed, key(line)
-        if line["fits"] and line["ratio"] > GOAL and "without" in line:
-            ways, all_of_them = line["without"], {what for way in line["without"] for what in way["without"]}
-            assert min(way["ratio"] for way in ways) < line["ratio"], key(line)
-            assert min(way["ratio"] for way in ways) <= GOAL or set(ways[-1]["without"]) == all_of_them, key(line)
+            assert min(way["ratio"] for way in line["without"]) <= GOAL, key(line)
 
 
 def test_7_b_on_the_h100_is_near_the_same_with_everything_in_device_memory() -> None:
