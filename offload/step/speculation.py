@@ -142,6 +142,8 @@ class Speculation:
 
     def norm_is_known(self, *, changes: bool) -> None:
         """`changes`: the step clips, or is left out."""
+        if self._gave_up and not self._saw_a_step and self._backward_count <= self._expected_count:
+            self._history.record(True)  # what undid it was no backward more than was known of
         self._history.record(changes)
         self._expected_count, self._saw_a_step = self._backward_count, True
         if changes:
