@@ -169,7 +169,7 @@ def routes_of(units: Sequence[UnitSizes], choice: Choice, *, unified: bool, shar
     made: dict[tuple[Tier, Tier, Tier, int, int], Route] = {}
     routes = []
     kept, near = choice.kept, choice.near
-    parameters_left, kept_records_of = kept.parameter_count, _kept_records(units, choice)
+    parameters_left, kept_records_of = kept.parameter_count, _kept_records(units, choice, unified)
     for unit in units:
         parameters: Tier = "device" if unit.index in near.parameters else choice.parameters
         records: Tier = "device" if unit.index in near.records else choice.states
@@ -191,6 +191,16 @@ def routes_of(units: Sequence[UnitSizes], choice: Choice, *, unified: bool, shar
     return tuple(routes)
 
 
+def kept_first(units: Sequence[UnitSizes], *, unified: bool) -> tuple[tuple[int, int], ...]:
+    """The trained chunks of units whose records might lie on NVMe, in the order in which these are kept in host memory: each as
+    (position of the unit, position in the unit). `unified`: the model computes where host memory lies. There one unit after the
+    other: those behind lie on NVMe as a whole, so that their updates begin in backward (`Route.undoable`), whose processor has
+    nothing to spare for them later."""
+    if unified:
+        return tuple((position, index) for position, unit in enumerate(units) for index in range(len(unit.trained)))
+    return in_turn(units)
+
+
 def in_turn(units: Sequence[UnitSizes]) -> tuple[tuple[int, int], ...]:
     """The trained chunks of the units, each as (position of the unit, position in the unit), in an order of which any first
     part has about the same share of each unit, and the first chunks of it."""
@@ -205,12 +215,12 @@ def _in_turn(counts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(chunks, key=lambda one: (one[1] + one[0] * _GOLDEN % 1.0) / counts[one[0]]))
 
 
-def _kept_records(units: Sequence[UnitSizes], choice: Choice) -> Counter[int]:
+def _kept_records(units: Sequence[UnitSizes], choice: Choice, unified: bool) -> Counter[int]:
     """By unit, how many of the records that might lie on NVMe lie in host memory."""
     if choice.states != "nvme" or not choice.kept.record_count:
         return Counter()
     waiting = [unit for unit in units if unit.index not in choice.near.records]
-    return Counter(waiting[position].index for position, _ in in_turn(waiting)[: choice.kept.record_count])
+    return Counter(waiting[position].index for position, _ in kept_first(waiting, unified=unified)[: choice.kept.record_count])
 
 
 def alike(footprint: Footprint, routes: Sequence[Route]) -> list[tuple[UnitSizes, Route, int]]:

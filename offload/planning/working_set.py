@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from offload.planning.budget import Tier
 from offload.planning.placement import Placement, Problem, place
 from offload.planning.purposes import OPTIMIZER_STATES, PARAMETERS, StateNames
-from offload.planning.route import in_turn
+from offload.planning.route import kept_first
 from offload.planning.route_bytes import held
 from offload.planning.tier_choice import Choice
 from offload.planning.traffic import spilled_by
@@ -98,7 +98,8 @@ class WorkingSet:
         routes, choice = placement.routes, placement.choice
         on_nvme = [unit for unit in self.problem.footprint.units if routes[unit.index].records == "nvme"]
         records = [unit.records(routes[unit.index].crosses).chunks for unit in on_nvme]
-        sizes = [records[position][index] for position, index in in_turn(on_nvme)]
+        order = kept_first(on_nvme, unified=self.problem.accelerator.unified)
+        sizes = [records[position][index] for position, index in order]
 
         def keep(count: int) -> Placement:
             kept = replace(choice.kept, record_count=count, record_nbytes=sum(sizes[:count]))

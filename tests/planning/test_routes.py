@@ -68,6 +68,17 @@ def test_records_are_kept_of_all_units_alike(chunk_counts: list[int], kept: int,
             assert abs(count - chunk_counts[index] * min(kept / possible, 1.0)) < 1.5
 
 
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=40), st.integers(0, 120))
+def test_on_the_cpu_records_are_kept_of_one_unit_after_the_other(chunk_counts: list[int], kept: int) -> None:
+    """So that those behind lie on NVMe as a whole, and their updates can be undone."""
+    units = [replace(UNIT, index=index, trained=(1,) * count) for index, count in enumerate(chunk_counts)]
+    choice = Choice("cpu", "nvme", "cpu", kept=Kept(record_count=kept))
+    counts = [route.kept_records for route in routes_of(units, choice, unified=True, sharded=False)]
+    assert sum(counts) == min(kept, sum(chunk_counts))
+    parts = [count for count, of in zip(counts, chunk_counts, strict=True) if 0 < count < of]
+    assert len(parts) <= 1 and [bool(count) for count in counts] == sorted((bool(count) for count in counts), reverse=True)
+
+
 @pytest.mark.parametrize("count", [1, 2, 7, 40, 83])
 def test_where_there_are_fewer_than_units_they_lie_evenly_among_them(count: int) -> None:
     """Units that have none are nowhere more in a row than three times what they are on average; the first has one."""
