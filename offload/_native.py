@@ -16,7 +16,7 @@ import errno
 import os
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from ctypes import byref, c_int32, c_int64, c_uint64, c_void_p
 from typing import NamedTuple
 
@@ -236,7 +236,7 @@ class IngestParts:
         self._parts = (IngestPartStructure * self._count)(*(IngestPartStructure(*part) for part in parts))
         self._sources = (c_void_p * self._count)()
 
-    def ingest(self, dst: Values, sources: Sequence[int]) -> None:
+    def ingest(self, dst: Values, sources: Iterable[int]) -> None:
         """`gradient_ingest` of all into `dst`, in whose dtype they are (`offload_gradients_ingest`)."""
         self._sources[:] = list(sources)
         pool = _threads_for(self._most, all_cores=False)

@@ -53,7 +53,7 @@ class IngestTable:
             if dst.dtype != self._dtype or dst.numel() < self._stop_index - self._first_index or not dst.is_contiguous():
                 raise AssertionError(f"a buffer of {self._stop_index - self._first_index} contiguous {self._dtype} is needed")
             self._known.add(address := dst.data_ptr())
-        self._parts.ingest(_native.Values(address, DTYPE_CODES[self._dtype]), list(map(Tensor.data_ptr, sources)))
+        self._parts.ingest(_native.Values(address, DTYPE_CODES[self._dtype]), map(Tensor.data_ptr, sources))
 
     def ingest_some(self, dst: Tensor, sources: Sequence[Tensor], which: Sequence[int]) -> None:
         """The same of the parts at these positions, one by one; of any dtype that gradients have."""

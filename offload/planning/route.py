@@ -196,22 +196,22 @@ def kept_first(units: Sequence[UnitSizes], *, unified: bool) -> tuple[tuple[int,
     (position of the unit, position in the unit). `unified`: the model computes where host memory lies. There one unit after the
     other: those behind lie on NVMe as a whole, so that their updates begin in backward (`Route.undoable`), whose processor has
     nothing to spare for them later."""
-    if unified:
-        return tuple((position, index) for position, unit in enumerate(units) for index in range(len(unit.trained)))
-    return in_turn(units)
+    counts = tuple(len(unit.trained) for unit in units)
+    return _one_after_the_other(counts) if unified else _in_turn(counts)
 
 
-def in_turn(units: Sequence[UnitSizes]) -> tuple[tuple[int, int], ...]:
-    """The trained chunks of the units, each as (position of the unit, position in the unit), in an order of which any first
-    part has about the same share of each unit, and the first chunks of it."""
-    return _in_turn(tuple(len(unit.trained) for unit in units))
+@lru_cache
+def _one_after_the_other(counts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """`counts`: of each unit's trained chunks."""
+    return tuple((unit, index) for unit, count in enumerate(counts) for index in range(count))
 
 
 @lru_cache
 def _in_turn(counts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """A unit's chunks come at equal distances. Where each unit's first one comes goes by the fractional parts of the multiples
-    of the golden ratio: any part of them lies evenly among all."""
-    chunks = [(unit, index) for unit, count in enumerate(counts) for index in range(count)]
+    """An order of which any first part has about the same share of each unit, and the first chunks of it. A unit's chunks come
+    at equal distances. Where each unit's first one comes goes by the fractional parts of the multiples of the golden ratio: any
+    part of them lies evenly among all."""
+    chunks = _one_after_the_other(counts)
     return tuple(sorted(chunks, key=lambda one: (one[1] + one[0] * _GOLDEN % 1.0) / counts[one[0]]))
 
 

@@ -221,7 +221,7 @@ class _Step:
                 return False
             if len(self.marks) + left == self.micro_batches:  # none was left out
                 self.is_last = self.is_last or self._repeats()
-            if left > 1 and (period := self._period()) is not None:
+            if left > 1 and (period := self._each_left_out()) is not None:
                 self.left_out = {what: (left - 1) * one for what, one in period.items()}
                 self.virtual.leave_out(left - 1)
                 left = 1
@@ -237,7 +237,7 @@ class _Step:
         second = self.second()
         return not self.is_whole and second is not None and self.before is not None and _alike(self.before, second, _THE_SAME)
 
-    def _period(self) -> _Counters | None:
+    def _each_left_out(self) -> _Counters | None:
         """What each micro-batch takes but the last of those that are left, where they need not be run. Nobody asks in a step
         that is not told of."""
         if not self.is_last:

@@ -83,14 +83,15 @@ class ParameterGradients:
         """By unit and id of a module, where that has a part of the unit to itself: those left there, if they fill chunks."""
         made = {}
         for unit in units if self._gradients is not None else ():
-            parts: dict[int | None, list[ParameterInfo]] = {None: self.left.get(unit.index, [])}
-            if unit.has_parts:
-                parts = {id(module): self._left_of_part[id(module)] for module in unit.modules}
-            for module_id, infos in parts.items():
+            for module_id in map(id, unit.modules) if unit.has_parts else (None,):
                 assert self._gradients is not None
-                if (filling := self._gradients.filling(infos)) is not None:
+                if (filling := self._gradients.filling(self.left_of(unit, module_id))) is not None:
                     made[unit.index, module_id] = filling
         return made
+
+    def left_of(self, unit: Unit, module_id: int | None) -> list[ParameterInfo]:
+        """Of `left` those that a call of the module uses (`Unit.part_of`)."""
+        return self._left_of_part.get(module_id, self.left.get(unit.index, []))
 
     # ---- backward ------------------------------------------------------------------------------------------------
 
@@ -135,7 +136,7 @@ class ParameterGradients:
             return filling.nbytes
         lists: Collection[Collection[ParameterInfo]] = self.left.values()
         if unit is not None:
-            lists = [self._left_of_part.get(module_id, self.left.get(unit.index, ()))]
+            lists = [self.left_of(unit, module_id)]
         with unguarded():
             if set(map(type, map(_GRADIENT_OF, chain.from_iterable(lists)))) <= _NOT_ASSIGNED:
                 return 0

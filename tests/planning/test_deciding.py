@@ -133,10 +133,6 @@ def test_more_device_memory_never_moves_more(
         before = now
 
 
-def one_after_the_other(counts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    return tuple((unit, index) for unit, count in enumerate(counts) for index in range(count))
-
-
 @settings(max_examples=60, deadline=None)
 @given(models(), st.sampled_from(("cpu", "nvme")), SHARES, st.booleans(), st.booleans())
 def test_records_are_kept_until_no_other_fits_and_as_many_bytes_as_in_order(
@@ -145,7 +141,7 @@ def test_records_are_kept_until_no_other_fits_and_as_many_bytes_as_in_order(
     accelerator: Accelerator = CpuAccelerator() if unified else DeferredAccelerator()
     budget = int(share * least(model, accelerator, (parameters, "nvme"), "cpu_memory"))
     placements = []
-    for order in (route._in_turn, one_after_the_other):
+    for order in (route._in_turn, route._one_after_the_other):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(route, "_in_turn", order)
             decided = decision(model, accelerator, (parameters, "nvme"), accumulates, cpu_memory=budget)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from offload.planning.route import FetchPath, Memory, Route, ValuePath, in_turn, routes_of
+from offload.planning.route import FetchPath, Memory, Route, ValuePath, kept_first, routes_of
 from offload.planning.sizes import RecordSizes, UnitSizes
 from offload.planning.tier_choice import Choice, Kept, Near
 
@@ -84,6 +84,6 @@ def test_where_there_are_fewer_than_units_they_lie_evenly_among_them(count: int)
     """Units that have none are nowhere more in a row than three times what they are on average; the first has one."""
     units = [replace(UNIT, index=index, trained=(1,) * 3) for index in range(count)]
     for taken in range(1, count + 1):
-        places = sorted(position for position, _ in in_turn(units)[:taken])
+        places = sorted(position for position, _ in kept_first(units, unified=False)[:taken])
         gaps = [later - earlier for earlier, later in pairwise([*places, count])]
         assert places[0] == 0 and max(gaps) <= 3 * count / taken

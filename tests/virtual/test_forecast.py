@@ -166,7 +166,7 @@ def test_updates_begin_in_the_last_micro_batch_and_all_is_as_if_each_ran(
     monkeypatch.setattr(Speculation, "undo", not_undone)
     few = foretold(work, machine, **fields)
     assert begun == ({micro_batches} if any(line["purpose"] == "room to undo updates" for line in few.planned) else set())
-    monkeypatch.setattr("offload.rehearsal.forecast._Step._period", lambda _: None)
+    monkeypatch.setattr("offload.rehearsal.forecast._Step._each_left_out", lambda _: None)
     monkeypatch.setattr("offload.rehearsal.forecast._Step._repeats", lambda _: False)
     every = foretold(work, machine, **fields)
     assert few.moved_nbytes == every.moved_nbytes and few.peak_nbytes == every.peak_nbytes

@@ -130,6 +130,10 @@ class ModelEvents:
                 self._accelerator.about_to_free(nbytes)
         return nbytes > 0
 
+    def left_of(self, unit: Unit, module_id: int) -> list[ParameterInfo]:
+        """See `ParameterGradients`."""
+        return self._gradients.left_of(unit, module_id)
+
     def backward_ended(self) -> None:
         """An outermost backward is over."""
         self._training.loss_is_scaled = False

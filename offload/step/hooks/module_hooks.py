@@ -342,8 +342,7 @@ class Hooks:
     def _hear_parameters(self, unit: Unit, module_id: int) -> None:
         """The gradients of a module's parameters, the last of which ends a use of it, are told of from now on."""
         with self._training.failures():
-            left = {info.index for info in self._events.left_parameters.get(unit.index, ())}
-            left.intersection_update(info.index for info in unit.part_of(module_id))
+            left = {info.index for info in self._events.left_of(unit, module_id)}
             for position, info in enumerate(unit.parameters):
                 if info.index in left:
                     self._hook_parameter(unit.index, position, info, is_left=True)
