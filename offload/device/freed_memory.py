@@ -3,9 +3,10 @@
 
 glibc takes blocks of up to 32 MiB from its heap. Each tensor that is computed and freed leaves a hole there, which the
 next small object makes too small for the next tensor: the resident size would grow towards that of the whole model.
-`malloc_trim` returns the pages of such holes, at a millisecond or more a call. So it is called where the process would
-otherwise grow beyond what it was seen to need; below that, holes cost nobody anything. Other C libraries return large
-blocks by themselves.
+`malloc_trim` returns the pages of all holes, at a millisecond or more a call, and each page that is used again costs a fault.
+So it is called where the process would otherwise grow beyond what it was seen to need, or beyond what it had reached when it
+was seen to need that: between two looks, at the end of a forward, more may be in use than at either of them. Below that, holes
+cost nobody anything. Other C libraries return large blocks by themselves.
 
 Thread-safety: any thread; an update of the counts that is lost to a race only moves the next trim.
 """
@@ -19,6 +20,8 @@ from typing import Any
 import psutil
 
 LOOK_NBYTES = 16 * 2**20
+_REACHED = 8
+"""What was reached counts up to this part more than what is needed: the rest is left from before, and nobody will need it."""
 
 
 class FreedMemory:
@@ -29,6 +32,7 @@ class FreedMemory:
         self._nbytes = 0
         self._needed_nbytes = 0
         """The largest resident size without holes that was seen."""
+        self._allowed_nbytes = 0
 
     def about_to_allocate(self, nbytes: int) -> None:
         """To be called before `nbytes` bytes of tensors are allocated."""
@@ -52,10 +56,16 @@ class FreedMemory:
         resident_nbytes = _resident_nbytes()
         if resident_nbytes is None:
             self._trim(0)
-        elif resident_nbytes + coming_nbytes > self._needed_nbytes:
+        elif resident_nbytes + coming_nbytes > self._allowed_nbytes:
             self._trim(0)
-            left_nbytes = _resident_nbytes() or resident_nbytes
-            self._needed_nbytes = max(self._needed_nbytes, left_nbytes + coming_nbytes)
+            self._learn(resident_nbytes, (_resident_nbytes() or resident_nbytes) + coming_nbytes)
+
+    def _learn(self, reached_nbytes: int, needed_nbytes: int) -> None:
+        """`reached_nbytes` were resident before a trim; `needed_nbytes` are after it and what comes."""
+        if needed_nbytes > self._needed_nbytes:
+            self._needed_nbytes = needed_nbytes
+            reached_nbytes = min(reached_nbytes, needed_nbytes + needed_nbytes // _REACHED)
+            self._allowed_nbytes = max(self._allowed_nbytes, needed_nbytes, reached_nbytes)
 
 
 def _resident_nbytes() -> int | None:

@@ -340,16 +340,12 @@ class ParameterGradients:
 
 def left_parameters(parts: Components) -> dict[int, list[ParameterInfo]]:
     """By unit the parameters into whose `grad` PyTorch accumulates undisturbed, as the engine would. They are taken over
-    together, at the end of backward where the tensors that autograd made are kept; else when backward leaves their unit. What
-    waits for that is no more than is worth a word or, where it is taken in one pass, than one gradient may take. Of a unit with
-    more those are taken over so that go to a device's buffers and are small. Of a shared parameter the engine adds the parts
-    itself."""
+    together: at the end of backward where the tensors that autograd made are kept, else when backward leaves their unit. What
+    waits for that takes no more memory than is worth a word: of a unit with more the small ones wait. Of a shared parameter the
+    engine adds the parts itself."""
     gradients = parts.gradients
     if gradients is None or parts.ranks.world_size > 1:
         return {}
-    most = _TOGETHER_NBYTES
-    if gradients.are_taken_in_one_pass:
-        most = max(most, *(unit.largest_gradient_nbytes for unit in parts.units))
     found = {}
     for unit in parts.units:
         trained = [info for info in unit.parameters if info.trainable]
@@ -357,9 +353,9 @@ def left_parameters(parts: Components) -> dict[int, list[ParameterInfo]]:
             continue
         if parts.stays:
             found[unit.index] = [info for info in trained if gradients.adopts(info) and info.dtype == torch.float32]
-        elif max(sum(_nbytes(info) for info in part if info.trainable) for part in unit.parts) <= most:
+        elif max(sum(_nbytes(info) for info in part if info.trainable) for part in unit.parts) <= _TOGETHER_NBYTES:
             found[unit.index] = trained
-        elif not gradients.are_taken_in_one_pass and not unit.has_parts:
+        elif not unit.has_parts:
             found[unit.index] = _small_ones(trained)
     return found
 

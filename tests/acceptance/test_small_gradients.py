@@ -21,7 +21,7 @@ from tests.crosses import in_pairs
 from tests.inside import units_of
 from tests.small_sizes import small
 
-from .models import IN_MEMORY, ON_CPU, ON_NVME, Block, Setup, adamw, vector_batches
+from .models import IN_MEMORY, ON_CPU, ON_NVME, ON_NVME_IN_PLACE, Block, Setup, adamw, vector_batches
 from .runs import assert_same_bits
 from .speculating import at_once
 
@@ -203,6 +203,19 @@ def test_no_more_waits_than_is_worth_a_word(
         weights.append(engine.state_dict())
     assert max(packed) == at_once
     assert_same_bits(weights[1], weights[0])
+
+
+@pytest.mark.parametrize("setup", (ON_NVME, ON_NVME_IN_PLACE), ids=lambda setup: setup.name)
+def test_large_gradients_do_not_wait_for_each_other(opened: Any, setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits takes no more memory than is worth a word, however large the gradients of other units are."""
+    small(monkeypatch, gradients_together_nbytes=1000)
+    engine, waiting = built(opened, setup), list[int]()
+    parameters = list(engine.module.parameters())
+    for parameter in parameters:
+        parameter.register_hook(lambda _: waiting.append(sum(p.grad.nbytes for p in parameters if _is_there(p.grad))))
+    several_each(engine)
+    assert max(p.nbytes for p in parameters) > 10 * 1000
+    assert 0 < max(waiting) <= 1000
 
 
 class Towers(nn.Module):

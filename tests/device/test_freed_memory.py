@@ -52,6 +52,45 @@ def test_holes_stay_as_long_as_they_are_below_what_was_needed_once(monkeypatch: 
     assert process.trim.call_count == 2 and process.holes == 0
 
 
+def test_holes_stay_below_what_was_reached_between_two_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More was in use before the first look than at it: holes of so much take nothing that was not taken before."""
+    process = Process(monkeypatch)
+    process.needed, process.holes = 300 * MIB, 30 * MIB
+    process.freed.about_to_free(LOOK_NBYTES)
+    assert process.trim.call_count == 1
+    process.holes = 30 * MIB
+    process.freed.about_to_free(LOOK_NBYTES)
+    assert process.trim.call_count == 1
+    process.holes = 31 * MIB
+    process.freed.about_to_free(LOOK_NBYTES)
+    assert process.trim.call_count == 2
+
+
+def test_holes_alone_raise_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(monkeypatch)
+    process.needed = 300 * MIB
+    process.freed.about_to_free(LOOK_NBYTES)
+    for count in range(2, 12):  # ever more of them
+        process.holes = count * MIB
+        process.freed.about_to_free(LOOK_NBYTES)
+        assert process.trim.call_count == count
+    process.holes = MIB
+    process.freed.about_to_free(LOOK_NBYTES)
+    assert process.trim.call_count == 12
+
+
+def test_what_was_left_before_training_is_not_what_was_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(monkeypatch)
+    process.needed, process.holes = 320 * MIB, 1000 * MIB
+    process.freed.about_to_free(LOOK_NBYTES)
+    process.holes = 40 * MIB
+    process.freed.about_to_free(LOOK_NBYTES)
+    assert process.trim.call_count == 1
+    process.holes = 41 * MIB
+    process.freed.about_to_free(LOOK_NBYTES)
+    assert process.trim.call_count == 2
+
+
 def test_what_is_freed_is_not_counted_as_coming(monkeypatch: pytest.MonkeyPatch) -> None:
     process = Process(monkeypatch)
     process.needed = 300 * MIB

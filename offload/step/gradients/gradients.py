@@ -95,11 +95,6 @@ class Gradients:
         """Whether autograd's own tensor is kept as the parameter's first gradient of a step."""
         return all(self._arrival.adopts(chunk) for chunk, _ in info.pieces)
 
-    @property
-    def are_taken_in_one_pass(self) -> bool:
-        """Whether `take` is one: gradients are computed where they are summed."""
-        return self._arrival.is_direct
-
     def take(self, found: Iterable[tuple[ParameterInfo, torch.Tensor]]) -> None:
         """`add` of several parameters' gradients, one rank's: the first of a step, which nobody else will write to. What was
         there of these parameters before is dropped."""
