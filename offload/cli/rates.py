@@ -30,7 +30,7 @@ Direction = Literal["read", "write", "both"]
 DIRECTIONS: tuple[Direction, ...] = ("read", "write", "both")
 
 
-def seconds_per_call(call: Callable[[], None], budget_seconds: float) -> float:
+def seconds_per_call(call: Callable[[], object], budget_seconds: float) -> float:
     """The median time of a call, over as many as fit into the budget (at least three, after one to warm up)."""
     call()
     times: list[float] = []

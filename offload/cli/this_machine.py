@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -14,13 +15,14 @@ from torch import Tensor, nn
 
 import offload
 from offload.cli.operation_rates import operation_rates
-from offload.cli.rates import DIRECTIONS, Drive, link_rates, stream_bytes_per_second
+from offload.cli.rates import DIRECTIONS, Drive, link_rates, seconds_per_call, stream_bytes_per_second
 from offload.device.host_room import host_room
 from offload.device.virtual.description import Machine, changed
 from offload.device.virtual.machine import VirtualMachine
 from offload.rehearsal.forecast import Loop, rehearse
 from offload.tiers.io import open_backend
 from offload.tiers.scratch import free_nbytes
+from offload.tiers.verification import checksum, verification_is_on
 
 _WIDTH, _TOKENS = 1024, 256
 _DRIVE_NBYTES = 512 * 2**20
@@ -137,20 +139,33 @@ def _drive_numbers(paths: Sequence[str], seconds: float) -> tuple[dict[str, floa
     """Drives are used in equal shares, so that the slowest decides."""
     room = float(max(free_nbytes(paths or ["."]), 1))
     if not paths:
-        rates = dict.fromkeys(("nvme_read", "nvme_write", "nvme_both"), _UNMEASURED_DRIVE)
+        rates = dict.fromkeys(("nvme_read", "nvme_write", "nvme_both"), _UNMEASURED_DRIVE) | {"nvme_core": math.inf}
         return {**rates, "nvme_nbytes": room}, "not measured, no --nvme: 3 GB/s assumed; what is free in this folder"
     slowest: dict[str, float] = {}
+    core_seconds, moved_nbytes = 0.0, 0
     for path in paths:
         with Drive(path, _DRIVE_NBYTES) as drive:
             backend = open_backend(paths=[path])
             try:
+                start = time.process_time()
                 for direction in DIRECTIONS:
                     rate = drive.bytes_per_second(backend, direction, seconds)
                     slowest[direction] = min(slowest.get(direction, rate), rate)
+                core_seconds += time.process_time() - start
+                moved_nbytes += backend.stats().read_nbytes + backend.stats().written_nbytes
             finally:
                 backend.close()
     rates = {f"nvme_{direction}": len(paths) * rate for direction, rate in slowest.items()}
+    rates["nvme_core"] = 1.0 / (core_seconds / moved_nbytes + _checksum_seconds())
     return {**rates, "nvme_nbytes": room}, f"measured at {', '.join(paths)}"
+
+
+def _checksum_seconds() -> float:
+    """A byte, where checksums are kept."""
+    if not verification_is_on():
+        return 0.0
+    memory = torch.ones(_DRIVE_NBYTES // 8, dtype=torch.uint8, device="cpu")  # more than caches have
+    return seconds_per_call(lambda: checksum(memory), 0.02) / memory.nbytes
 
 
 # ---- the engine's own calls ------------------------------------------------------------------------------------------

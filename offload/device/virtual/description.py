@@ -48,6 +48,9 @@ class Machine:
     nvme_write: float
     nvme_both: float
     """Reads and writes at once, together."""
+    nvme_core: float
+    """What one core hands to the drives and takes from them, checksums included; it counts where the model computes on the
+    cores. A file may leave it out: then that takes no time."""
     nvme_drives: float
     """How many drives those rates and `nvme_nbytes` are of."""
     nvme_endurance: float
@@ -118,7 +121,7 @@ def read_machine(name: str, **overrides: float | None) -> Machine:
     kind = content.get("kind", "gpu")
     if kind not in KINDS:
         raise ConfigError(f"{str(path)!r}: kind is {kind!r}, expected {', '.join(KINDS)}.")
-    assumed = {"peer": 0.0, **(dict.fromkeys(_OF_A_DEVICE, math.inf) if kind != "gpu" else {})}
+    assumed = {"peer": 0.0, "nvme_core": math.inf, **(dict.fromkeys(_OF_A_DEVICE, math.inf) if kind != "gpu" else {})}
     numbers = {
         field: assumed[field] if field in assumed and field not in content else _number(content.get(field), path, field)
         for field in NUMBERS

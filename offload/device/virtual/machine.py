@@ -20,7 +20,8 @@ from offload.device.virtual.simulation import Event, Simulation
 RESOURCES = ("h2d", "d2h", "nvme_read", "nvme_write", "nvme_both", "memory_bandwidth", "device_bandwidth", "flops")
 """Those fields of `Machine` that are rates, but for `flops_32`."""
 CORES = "cores"
-"""Where they compute the model, too: seconds of all of them."""
+"""Where they compute the model, too: seconds of all of them. What else takes one of them holds up all: the model's operations
+are over when the last core is through with its part."""
 CALLS = "calls"
 """What the engine's own Python takes."""
 _UNBOUND = 1e12
@@ -108,7 +109,10 @@ class VirtualMachine:
     def call(self) -> None:
         """The calling thread asked for something."""
         self.calls += 1
-        self.simulation.spend(self._call_seconds)
+        if self.machine.kind == "cpu" and threading.get_ident() in self._lanes:
+            self.sharing.start(self.amounts({CORES: self._call_seconds})).wait()
+        else:
+            self.simulation.spend(self._call_seconds)
 
     def launch(self, flops: float, nbytes: float, *, wide: bool = False) -> None:
         """One operation of the model, behind those before it. `wide`: in 32 bits."""
@@ -148,7 +152,10 @@ class VirtualMachine:
     def transfer(self, nbytes: int, *, is_write: bool, priority: int) -> Event:
         self.call()
         direction, queue = ("nvme_write", self.writes) if is_write else ("nvme_read", self.reads)
-        return queue.add(self.amounts({direction: nbytes, "nvme_both": nbytes, "memory_bandwidth": nbytes}), priority=priority)
+        amounts: dict[str, float] = {direction: nbytes, "nvme_both": nbytes, "memory_bandwidth": nbytes}
+        if self.machine.kind == "cpu":
+            amounts[CORES] = nbytes / self.machine.nvme_core
+        return queue.add(self.amounts(amounts), priority=priority)
 
     def exchange(self, nbytes: float) -> Event:
         """Send the other ranks so many bytes, and receive as many."""
