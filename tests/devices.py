@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import torch
 
+from offload.build import assembly
+from offload.device.accelerator import Accelerator
+from offload.device.pending import Pending
 from offload.planning import placement
 from offload.step.residency.device_room import DeviceRoom
 
@@ -24,17 +27,27 @@ def gradient_buffers(patch: pytest.MonkeyPatch, of: Callable[[int], int]) -> Non
     patch.setattr(placement, "_transit_buffer_count", lambda *given: of(count(*given)))
 
 
+def computed_on(
+    patch: pytest.MonkeyPatch, kind: type[Accelerator], made: Callable[[type[Accelerator]], type[Accelerator]]
+) -> None:
+    """Engines that are opened from now on are on what `made` makes of that kind of device, where they would be on one."""
+    patch.setattr(assembly, kind.__name__, made(getattr(assembly, kind.__name__)))
+
+
 def before_each_copy(
     patch: pytest.MonkeyPatch,
-    kind: type,
+    kind: type[Accelerator],
     way: Literal["copy_in", "copy_out"],
     before: Callable[[torch.Tensor, torch.Tensor], object],
 ) -> None:
-    """Of accelerators of that kind, with the destination and the source."""
-    copy = getattr(kind, way)
+    """On such a device, with the destination and the source."""
 
-    def watched(self: Any, destination: torch.Tensor, source: torch.Tensor) -> Any:
-        before(destination, source)
-        return copy(self, destination, source)
+    def made(inner: type[Accelerator]) -> type[Accelerator]:
+        def copy(device: Accelerator, destination: torch.Tensor, source: torch.Tensor) -> Pending:
+            before(destination, source)
+            copied: Pending = getattr(inner, way)(device, destination, source)
+            return copied
 
-    patch.setattr(kind, way, watched)
+        return type(inner.__name__, (inner,), {way: copy})
+
+    computed_on(patch, kind, made)

@@ -9,6 +9,7 @@ from offload.layout import Layout
 from offload.model.unit import Unit
 from offload.planning.placement import Placement
 from offload.step.components import Components
+from offload.step.gradients.sums_on_device import SumsOnDevice
 from offload.step.residency.residency import Residency
 
 
@@ -35,6 +36,13 @@ def placement_of(engine: Engine) -> Placement:
 def accelerator_of(engine: Engine) -> Accelerator:
     """What it computes on."""
     return parts_of(engine).accelerator
+
+
+def sums_on_device_of(engine: Engine) -> SumsOnDevice:
+    """What stays there of several micro-batches."""
+    gradients = parts_of(engine).gradients
+    assert gradients is not None and gradients.kept_on_device is not None
+    return gradients.kept_on_device
 
 
 def residency_of(engine: Engine) -> Residency:

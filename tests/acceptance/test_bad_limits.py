@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import threading
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ import torch
 
 import offload
 from offload.device import lane
-from offload.device.host_room import HostRoom
+from offload.tiers.memory import HostMemory
 from tests.threads import no_more_threads
 from tests.warm import WarmProcess
 
@@ -110,22 +111,35 @@ def test_an_address_space_that_is_too_small(tier: str, tmp_path: Path) -> None:
     assert "RLIMIT_AS" in done.stdout and "ulimit -v" in done.stdout, done.stdout + done.stderr
 
 
-def test_refused_memory_names_the_bound_that_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    from offload.device import host_room
+@contextmanager
+def mapped_at_most(limit: int, field: str, more_nbytes: int) -> Iterator[None]:
+    """So much beyond what is mapped now, which the system counts as `field`."""
+    before, status = resource.getrlimit(limit), Path("/proc/self/status").read_text()
+    mapped_nbytes = 1024 * int(re.findall(rf"^{field}:\s*(\d+) kB$", status, re.MULTILINE)[0])
+    resource.setrlimit(limit, (mapped_nbytes + more_nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(limit, before)
 
-    monkeypatch.setattr(host_room, "host_room", lambda: HostRoom("RLIMIT_DATA", 1 << 30, 77))
-    said = str(host_room.refused_memory(4096, "gradients", OSError(12, "Cannot allocate memory")))
-    assert (
-        "4096 bytes" in said and "for gradients" in said and "77 bytes are left, by RLIMIT_DATA" in said and "ulimit -d" in said
-    )
+
+def left_nbytes(said: str, limit: str) -> int:
+    return int(re.findall(rf"(\d+) bytes are left, by {limit}\b", said)[0])
 
 
-@pytest.mark.parametrize(
-    ("left", "says"), [(1 << 20, r"1048576 bytes are left, by RLIMIT_AS.*ulimit -v"), (1 << 30, "ulimit -u")]
-)
-def test_a_thread_that_is_refused_names_the_limit_that_is_met(monkeypatch: pytest.MonkeyPatch, left: int, says: str) -> None:
-    bounds = [HostRoom("physical memory", 1 << 40, 1 << 40), HostRoom("RLIMIT_AS", 1 << 33, left, bounds_addresses=True)]
-    monkeypatch.setattr(lane, "host_rooms", lambda: bounds)
+def test_refused_memory_names_the_bound_that_is_met() -> None:
+    with mapped_at_most(resource.RLIMIT_DATA, "VmData", 16 << 20), pytest.raises(offload.BudgetError) as refused:
+        HostMemory(1 << 30, "gradients")
+    said = str(refused.value)
+    assert "1073741824 bytes" in said and "for gradients" in said and "ulimit -d" in said
+    assert 0 <= left_nbytes(said, "RLIMIT_DATA") <= 16 << 20
+
+
+def test_a_thread_that_is_refused_names_the_limit_that_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
     no_more_threads(monkeypatch)
-    with pytest.raises(offload.ConfigError, match=says):
-        lane.start_thread(threading.Thread(target=print, name="offload-test"))
+    for more_nbytes, remedy in ((16 << 20, "ulimit -v"), (1 << 30, "ulimit -u")):
+        with mapped_at_most(resource.RLIMIT_AS, "VmSize", more_nbytes), pytest.raises(offload.ConfigError) as refused:
+            lane.start_thread(threading.Thread(target=print, name="offload-test"))
+        said = str(refused.value)
+        assert remedy in said and ("RLIMIT_AS" in said) == (remedy == "ulimit -v")
+        assert remedy == "ulimit -u" or 0 <= left_nbytes(said, "RLIMIT_AS") <= more_nbytes

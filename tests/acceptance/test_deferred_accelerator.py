@@ -17,6 +17,9 @@ import pytest
 import torch
 
 import offload
+from offload.device.deferred import DeferredAccelerator
+from offload.device.pending import Pending
+from tests.devices import computed_on
 
 from .models import IN_MEMORY, Setup, llama, two_groups
 from .runs import CLIP, assert_same_bits, bitwise_loop, run_engine
@@ -30,13 +33,6 @@ some = pytest.mark.parametrize("setup", SETUPS, ids=lambda s: s.name)
 @pytest.fixture
 def right(opened: Any) -> list[Any]:
     return train(opened, IN_MEMORY)
-
-
-@pytest.fixture
-def accelerator_class() -> type:
-    from offload.device.deferred import DeferredAccelerator
-
-    return DeferredAccelerator
 
 
 def train(opened: Any, setup: Setup, steps: int = STEPS) -> list[Any]:
@@ -62,23 +58,23 @@ def goes_wrong(directory: Path, setup: Setup, right: list[Any], steps: int = STE
     return losses != right[0] or not all(torch.equal(weights[name], right[1][name]) for name in weights)
 
 
-def joining(patch: pytest.MonkeyPatch, kind: type, really: Callable[[int], bool]) -> None:
+def joining(patch: pytest.MonkeyPatch, really: Callable[[int], bool]) -> None:
     """Whether compute waits, asked at each of its waits with the wait's number."""
-    join, numbers = kind.join, itertools.count()  # type: ignore[attr-defined]
+    numbers = itertools.count()
 
-    def asked(self: Any, pending: Any) -> Any:
-        return join(self, pending) if really(next(numbers)) else None
+    class Joining(DeferredAccelerator):
+        def join(self, pending: Any) -> None:
+            if really(next(numbers)):
+                super().join(pending)
 
-    patch.setattr(kind, "join", asked)
+    computed_on(patch, DeferredAccelerator, lambda _: Joining)
 
 
 @some
-def test_the_waits_are_there(
-    opened: Any, right: list[Any], accelerator_class: type, monkeypatch: pytest.MonkeyPatch, setup: Setup
-) -> None:
+def test_the_waits_are_there(opened: Any, right: list[Any], monkeypatch: pytest.MonkeyPatch, setup: Setup) -> None:
     """Compute joins fetches in every step, and with all waits in place the numbers are right."""
     joined: list[int] = []
-    joining(monkeypatch, accelerator_class, lambda number: joined.append(number) is None)
+    joining(monkeypatch, lambda number: joined.append(number) is None)
     assert_same_bits(train(opened, setup), right)
     micro_batches = 2 * STEPS  # in each, every block is fetched for forward and, but for the last, for backward again
     fetches = micro_batches * (2 * BLOCKS - 1)
@@ -86,16 +82,14 @@ def test_the_waits_are_there(
 
 
 @some
-def test_no_join_at_all(
-    nvme: Path, right: list[Any], accelerator_class: type, monkeypatch: pytest.MonkeyPatch, setup: Setup
-) -> None:
+def test_no_join_at_all(nvme: Path, right: list[Any], monkeypatch: pytest.MonkeyPatch, setup: Setup) -> None:
     """H2D: compute that does not wait for its fetches meets poison."""
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", "deferred")
-    joining(monkeypatch, accelerator_class, lambda number: False)
+    joining(monkeypatch, lambda number: False)
     assert goes_wrong(nvme, setup, right), "the waits were taken out and the deferred accelerator let it pass"
 
 
-def test_one_join_is_missing(opened: Any, nvme: Path, accelerator_class: type, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_join_is_missing(opened: Any, nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One wait among many. Some may be there twice over; most of them must be missed when they are gone."""
     right = train(opened, IN_MEMORY, steps=1)
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", "deferred")
@@ -109,7 +103,7 @@ def test_one_join_is_missing(opened: Any, nvme: Path, accelerator_class: type, m
             return number != missing
 
         with monkeypatch.context() as patch:
-            joining(patch, accelerator_class, all_but_one)
+            joining(patch, all_but_one)
             if not goes_wrong(nvme, Setup("nvme", "nvme", "deferred"), right, steps=1):
                 passed.append(missing)
         assert count > missing, "fewer joins than this test takes out"
@@ -125,21 +119,23 @@ def test_the_host_does_not_wait_for_gradients(
     nvme: Path, right: list[Any], monkeypatch: pytest.MonkeyPatch, setup: Setup
 ) -> None:
     """D2H: a host that reads gradients before their copy settled gets what lay there before."""
-    import offload.device.deferred as deferred
-    from offload.device.pending import Pending
-
-    kinds = [
-        kind
-        for kind in vars(deferred).values()
-        if isinstance(kind, type) and issubclass(kind, Pending) and kind.__module__ == deferred.__name__
-    ]
-    assert kinds, "the deferred accelerator has no completion of its own"
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", "deferred")
     waited: list[Any] = []
+
+    class Untrue(Pending):
+        def wait(self) -> None:
+            waited.append(self)
+
+        def done(self) -> bool:
+            return True  # who polls is told the same untruth
+
+    class Hasty(DeferredAccelerator):
+        def copy_out(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
+            super().copy_out(destination, source)
+            return Untrue()
+
     with monkeypatch.context() as patch:
-        for kind in kinds:
-            patch.setattr(kind, "wait", lambda self: waited.append(self))
-            patch.setattr(kind, "done", lambda self: True)  # who polls is told the same untruth
+        computed_on(patch, DeferredAccelerator, lambda _: Hasty)
         assert goes_wrong(nvme, setup, right), "the host's waits were taken out and training went right"
     assert waited, "the host waited for no copy: this run does not exercise the waits"
 

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import errno
-import linecache
 import random
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -20,18 +18,15 @@ from safetensors.torch import save_file
 from torch import nn
 
 import offload
-from offload.build.ownership import Taking
 from offload.deferred_init.deferred_init import is_deferred
-from offload.step.hooks.module_hooks import Hooks
-from offload.tiers import stores
 from tests.drives import drive_is
 from tests.reads import before_each_weight
 from tests.tiers.faulty_io import Fault, FaultyBackend
 
+from .ctrl_c import Interrupting
 from .models import IN_MEMORY, ON_CPU, ON_NVME, ON_NVME_IN_PLACE, Setup, adamw, stack, vector_batches
 from .runs import assert_same_bits, refused
 
-PACKAGE = str(Path(offload.__file__).parent)
 SETUPS = pytest.mark.parametrize("setup", (IN_MEMORY, ON_CPU, ON_NVME, ON_NVME_IN_PLACE), ids=lambda setup: setup.name)
 
 
@@ -111,48 +106,6 @@ def trained(model: nn.Module, optimizer: Any, config: Any, **given: Any) -> Any:
         return losses, engine.state_dict()
 
 
-def _is_finalizing(frame: Any) -> bool:
-    while frame is not None:
-        if frame.f_code.co_name in ("__del__", "_freed"):
-            return True
-        frame = frame.f_back
-    return False
-
-
-class Interrupting:
-    """Raises KeyboardInterrupt before one line of the package that this thread comes to, as Ctrl-C could.
-
-    `within`: of functions of this name alone.
-    """
-
-    def __init__(self, at: int = 0, within: str | None = None) -> None:
-        self._at, self._within, self.line_count = at, within, 0
-
-    def __enter__(self) -> Interrupting:
-        sys.settrace(self._called)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-    def _called(self, frame: Any, event: str, argument: Any) -> Any:
-        # Python swallows what a finalizer raises, and when one runs is chance.
-        return self._line if frame.f_code.co_filename.startswith(PACKAGE) and not _is_finalizing(frame) else None
-
-    def _line(self, frame: Any, event: str, argument: Any) -> Any:
-        # At the end of a with-block Python comes to its first line again, where no signal is ever handled.
-        is_meant = self._within in (None, frame.f_code.co_name)
-        if (
-            event == "line"
-            and is_meant
-            and not linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
-        ):
-            self.line_count += 1
-            if self.line_count == self._at:
-                raise KeyboardInterrupt
-        return self._line
-
-
 @pytest.mark.parametrize(
     ("setup", "build"),
     [(IN_MEMORY, in_memory), (ON_CPU, deferred), (ON_NVME, in_memory), (ON_NVME_IN_PLACE, deferred)],
@@ -174,21 +127,13 @@ def test_an_interrupt_anywhere(nvme: Path, monkeypatch: pytest.MonkeyPatch, setu
     before = photo(model, optimizer)
     draw = random.Random(7)
     moments = [*range(last - 460, last, 46), *draw.sample(range(1, last), 8)]
-    undo = Taking._undo
-    second: list[Interrupting] = []
-
-    def undo_interrupted(self: Any, hooks: Any) -> None:
-        if second:
-            with second.pop():
-                return undo(self, hooks)
-        return undo(self, hooks)
-
-    monkeypatch.setattr(Taking, "_undo", undo_interrupted)
+    again = 0
     for position, at in enumerate(moments):
-        second[:] = [Interrupting(draw.randrange(1, 150))] if position % 2 else []
-        with pytest.raises(KeyboardInterrupt), Interrupting(at):
+        with pytest.raises(KeyboardInterrupt), Interrupting(at, undoing_at=draw.randrange(1, 150) * (position % 2)) as coming:
             offload.initialize(model, optimizer, config)
+        again += coming.came_again
         assert_same_bits(photo(model, optimizer), before, f"line {at}")
+    assert again > 1
     assert_same_bits(trained(model, optimizer, config), expected)
 
 
@@ -263,19 +208,18 @@ def test_budgets_and_second_failures(nvme: Path, monkeypatch: pytest.MonkeyPatch
         offload.initialize(model, optimizer, offload.Config(parameters="cpu", optimizer_states="cpu", cpu_memory=1000))
     assert_same_bits(photo(model, optimizer), before)
 
-    def fail(self: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise MemoryError("no room for hooks")
 
-    close = stores.NvmeStore.close
-
-    def close_badly(self: Any) -> None:
-        close(self)
-        raise OSError(errno.EIO, "closing")
+    class ClosesBadly(FaultyBackend):
+        def close(self) -> None:
+            super().close()
+            raise OSError(errno.EIO, "closing")
 
     config = offload.Config(**ON_NVME.fields(nvme))
     with monkeypatch.context() as patch:
-        patch.setattr(Hooks, "install", fail)
-        patch.setattr(stores.NvmeStore, "close", close_badly)
+        patch.setattr(nn.LSTM, "register_forward_pre_hook", fail)
+        drive_is(patch, ClosesBadly())
         with pytest.raises(MemoryError, match="no room"), pytest.warns(RuntimeWarning, match="closing"):
             offload.initialize(model, optimizer, config)
     assert_same_bits(photo(model, optimizer), before)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import threading
 import time
 from pathlib import Path
@@ -13,7 +15,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.step.threads.timeline import Timeline
+from offload.device.pending import Latch
 from tests.inside import finish_updates, residency_of, units_of
 from tests.small_sizes import small
 from tests.updates import before_each_update
@@ -35,23 +37,22 @@ def backward(engine: Any) -> None:
 
 
 def test_it_is_woken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    waiting, waits, asked = Timeline.waiting, list[str](), threading.Event()
-
-    def told(self: Timeline, what: str, about: object = None) -> Any:
-        waits.append(what)
-        asked.set()
-        return waiting(self, what, about)
+    own, asks = threading.get_ident(), threading.Event()
 
     def late(unit: Any, update: Any) -> None:
-        assert asked.wait(20)
-        time.sleep(0.01)  # who waits for each finds none of them over
+        assert asks.wait(20)
+        while sys._current_frames()[own].f_code is not Latch.wait.__code__:
+            time.sleep(0.001)  # who waits for each finds none of them over
 
     before_each_update(monkeypatch, late)
     with opened(tmp_path, parameters="device") as engine:
         backward(engine)
         engine.step()
-        monkeypatch.setattr(Timeline, "waiting", told)
-        finish_updates(engine)
+        with engine.profile(tmp_path / "trace.json"):
+            asks.set()
+            finish_updates(engine)
+        told = [one for one in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if one["ph"] == "X"]
+        waits = [one["args"]["op"] for one in told if one["cat"] == "wait" and one["args"]["row"] == "main thread"]
         assert waits == ["update"] and not any(unit.update for unit in units_of(engine))
 
 

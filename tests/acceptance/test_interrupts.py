@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from offload import engagement
-from offload.device import deferred
 from tests.warm import WarmProcess
 
+from .ctrl_c import Interrupting
 from .interrupting import Net, train
 from .runs import digest
 from .worker import finish
@@ -116,37 +116,32 @@ def test_an_interrupt_of_a_copy_in_close_stays_one(at_copy: int, tmp_path: Path,
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", "deferred")
     engine = engine_of(Net(), "cpu", tmp_path)
     train(engine, 1)
-    copy, copies = deferred._copy, 0
 
-    def interrupted(destination: torch.Tensor, source: torch.Tensor) -> None:
-        nonlocal copies
-        copies += 1
-        if copies == at_copy + 1:
-            raise KeyboardInterrupt
-        copy(destination, source)
+    class Interrupting(TorchDispatchMode):
+        left = at_copy
 
-    monkeypatch.setattr(deferred, "_copy", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is torch.ops.aten.copy_.default:
+                self.left -= 1
+                if self.left == -1:
+                    raise KeyboardInterrupt
+            return function(*args, **(kwargs or {}))
+
+    with pytest.raises(KeyboardInterrupt), Interrupting():
         engine.close()
     assert engine.closed
 
 
-def test_an_interrupt_as_a_load_makes_a_failed_engine_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_as_a_load_makes_a_failed_engine_anew(tmp_path: Path) -> None:
     """The model is taken by then: it says what failed, and the next load has it whole."""
-
-    def interrupted(model: nn.Module) -> None:
-        raise KeyboardInterrupt
-
     torch.manual_seed(0)
     with engine_of(Net(), "nvme", tmp_path) as engine:
         engine.save_checkpoint(tmp_path / "step-1")
         train(engine, 1)
         expected = digest(engine.state_dict())
         engine._training.fail(RuntimeError("the drive"))
-        with monkeypatch.context() as patch:
-            patch.setattr(engagement, "library_models", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                engine.load_checkpoint(tmp_path / "step-1")
+        with pytest.raises(KeyboardInterrupt), Interrupting(1, "library_models"):
+            engine.load_checkpoint(tmp_path / "step-1")
         with pytest.raises(offload.EngineFailedError, match="the drive"):
             engine.module(torch.ones(2, 64))
         engine.load_checkpoint(tmp_path / "step-1")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,9 +15,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
+from tests.drives import drive_is, drives_from
 from tests.file_systems import free_room, scratch_kind
-from tests.inside import accelerator_of, parts_of
+from tests.inside import accelerator_of, finish_updates, parts_of, settle_writes
 from tests.small_sizes import small
+from tests.tiers.faulty_io import Fault, FaultyBackend
 
 from .models import adamw
 from .runs import assert_same_bits
@@ -207,31 +210,44 @@ def test_without_a_place_for_what_is_carried_over_all_stays(started: Any, monkey
 def test_what_fails_on_the_way_leaves_all_as_it_was(
     started: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine, in_memory = started(**BUDGETS["device"]), started(**IN_MEMORY)
-    before = routes(engine)
+    engine, in_memory = started(**BUDGETS["both"]), started(**IN_MEMORY)
+    before, opened = routes(engine), list[FaultyBackend | None]()
 
-    def refuse(*args: Any) -> None:
-        raise offload.StorageError("the drive is full")
+    def made() -> FaultyBackend:
+        opened.append(None if not opened else FaultyBackend())
+        if opened[-1] is None:
+            raise offload.StorageError("the drive is full")
+        return opened[-1]
 
-    monkeypatch.setattr("offload.succession.refitted", refuse)
+    assert_same_bits(step(engine, 0), step(in_memory, 0))
+    drives_from(monkeypatch, made)  # those of the parts that are made anew
     with caplog.at_level(logging.WARNING, "offload.succession"):
-        for number in range(3):
+        for number in range(1, 3):
             assert_same_bits(step(engine, number), step(in_memory, number))
-    assert routes(engine) == before and "the drive is full" in caplog.text
+    assert routes(engine) == before and "the drive is full" in caplog.text and len(opened) == 2
     assert_same_bits(engine.state_dict(), in_memory.state_dict())
 
 
-def test_a_drive_that_fails_then_is_told_by_its_own_error(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = started(**BUDGETS["device"])
+def test_a_drive_that_fails_then_is_told_by_its_own_error(
+    started: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Drive(FaultyBackend):
+        fails_next = False
+
+        def read(self, *given: Any, **named: Any) -> Any:
+            if self.fails_next:
+                self.faults[self.submitted_count], self.fails_next = Fault("errno", errno.EIO), False
+            return super().read(*given, **named)
+
+    backend = Drive()
+    drive_is(monkeypatch, backend)
+    engine = started(**BUDGETS["both"])
     step(engine, 0)
-
-    def fail(*args: Any) -> None:
-        failure = offload.StorageError("the drive has lost a record")
-        with engine._training.failures():
-            raise failure
-
-    monkeypatch.setattr("offload.succession.routes_for", fail)
-    with pytest.raises(offload.StorageError, match="has lost a record"):
+    finish_updates(engine)
+    settle_writes(engine)
+    backend.fails_next = True  # as all is saved that is carried over
+    with caplog.at_level(logging.INFO, "offload.succession"), pytest.raises(offload.StorageError, match="Input/output error"):
         step(engine, 1)
-    with pytest.raises(offload.EngineFailedError, match="has lost a record"):
+    assert "are decided anew" in caplog.text
+    with pytest.raises(offload.EngineFailedError, match="Input/output error"):
         step(engine, 1)

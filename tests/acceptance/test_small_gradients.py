@@ -4,8 +4,7 @@ that they have one at a time, and that training in memory has."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,9 +14,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
+from offload.device.deferred import DeferredAccelerator
 from offload.model.taken_gradient import TakenGradient
 from offload.step.gradients.transit import GradientTransit
 from tests.crosses import in_pairs
+from tests.devices import before_each_copy
 from tests.inside import units_of
 from tests.small_sizes import small
 
@@ -280,27 +281,19 @@ def _is_there(gradient: torch.Tensor | None) -> bool:
     return gradient is not None and not isinstance(gradient, TakenGradient)
 
 
-@contextlib.contextmanager
-def _failing_at(monkeypatch: pytest.MonkeyPatch, count: int) -> Iterator[None]:
-    calls, fill = 0, GradientTransit.fill
-
-    def fails(self: GradientTransit, *arguments: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == count:
-            raise MemoryError("of the device")
-        fill(self, *arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(GradientTransit, "fill", fails)
-        yield
-
-
 @beside_a_device
 def test_what_fails_as_they_leave_fails_the_engine(opened: Any, setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int] = []
+
+    def fails(_: torch.Tensor, __: torch.Tensor) -> None:
+        if left and left.pop() == 0:
+            raise MemoryError("of the device")
+
+    before_each_copy(monkeypatch, DeferredAccelerator, "copy_out", fails)
     engine = built(opened, setup)
     one_each(engine)
-    with _failing_at(monkeypatch, 3), pytest.raises(MemoryError):
+    left += range(3)
+    with pytest.raises(MemoryError):
         backward(engine, 0)
     with pytest.raises(offload.EngineFailedError, match="of the device"):
         engine.step()

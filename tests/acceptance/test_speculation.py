@@ -18,13 +18,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
-from offload.model.unit import Unit
 from offload.step.gradients.buffers import RETAINED
-from offload.step.speculation import Speculation
 from offload.step.updates.update import Updates
 from tests.crosses import in_pairs, in_turn
 from tests.file_systems import free_room
-from tests.inside import layout_of, parts_of
+from tests.inside import layout_of, parts_of, units_of
 from tests.small_sizes import small
 from tests.updates import before_each_update
 
@@ -439,20 +437,14 @@ def test_of_several_backwards_updates_begin_in_the_last(
     """Of the first step where the loop says how many it has, and else of those after it; blocks that are one unit together wait
     for the last of them."""
     small(monkeypatch, joined_numel=joined)
-    batches, begun, left = vector_batches(4 * STEPS, WIDTH), [set[int]() for _ in range(STEPS)], Speculation.backward_left
-
-    def looked_at(speculation: Speculation, unit: Unit, factor: float) -> None:
-        left(speculation, unit, factor)
-        if unit.early is not None:
-            begun[engine._training.step_count].add(speculation._backward_count)
-
-    monkeypatch.setattr(Speculation, "backward_left", looked_at)
+    batches, begun = vector_batches(4 * STEPS, WIDTH), [list[bool]() for _ in range(STEPS)]
 
     def loop(run: Run) -> list[float]:
         losses = []
         for index, (x, y) in enumerate(batches, 1):
             loss = F.mse_loss(run.model(x), y)
             loss.backward()
+            begun[(index - 1) // 4].append(any(unit.early is not None for unit in units_of(run.engine)))
             losses.append(loss.item())
             if index % 4 == 0:
                 run.optimizer.step()
@@ -463,9 +455,13 @@ def test_of_several_backwards_updates_begin_in_the_last(
     for where in (IN_MEMORY, setup):
         model = stack(WIDTH, 4)
         engine = opened(model, two_groups(model), where, max_grad_norm=NEVER, micro_batches=said)
+        for one in begun:
+            one.clear()
         results.append(run_engine(engine, loop))
     assert_same_bits(results[1], results[0])
-    assert begun[1:] == [{4}] * (STEPS - 1) and begun[0] == {said}
+    in_the_last = [False, False, False, True]
+    assert begun[1:] == [in_the_last] * (STEPS - 1)
+    assert begun[0] == (in_the_last if said == 4 else [True, False, False, False])
     assert counts(engine) == (STEPS, int(said == 1))
 
 

@@ -16,7 +16,7 @@ import offload
 from offload.step.gradients.sums_on_device import SumsOnDevice
 from tests.crosses import in_turn
 from tests.devices import room_beyond_units_in_use
-from tests.inside import accelerator_of, layout_of, parts_of
+from tests.inside import accelerator_of, layout_of, parts_of, sums_on_device_of
 from tests.small_sizes import small
 
 from .models import adamw
@@ -78,12 +78,6 @@ def whole_nbytes(engine: Any) -> int:
     return 4 * sum(flat.numel for flat in layout_of(engine).flats)
 
 
-def kept(engine: Any) -> SumsOnDevice:
-    gradients = parts_of(engine).gradients
-    assert gradients is not None and gradients.kept_on_device is not None
-    return gradients.kept_on_device
-
-
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_from_the_second_step_on_sums_leave_the_device_once(started: Any, dtype: str) -> None:
     """As fp32, however many micro-batches there are, where there was a copy for each of them; the bits are those without."""
@@ -99,8 +93,8 @@ def test_from_the_second_step_on_sums_leave_the_device_once(started: Any, dtype:
         assert_same_bits(*losses)
         several = number > 1  # learned in the step before
         assert moved[0] - moved[1] == ((micro_batches * itemsize - 4) * numel if several else 0), number
-        assert (kept(engine).peak_nbytes > 0) == several
-    assert kept(engine).peak_nbytes == whole_nbytes(engine)
+        assert (sums_on_device_of(engine).peak_nbytes > 0) == several
+    assert sums_on_device_of(engine).peak_nbytes == whole_nbytes(engine)
     assert_same_bits(engine.state_dict(), elsewhere.state_dict())
 
 
@@ -117,8 +111,8 @@ def test_a_loop_that_says_so_keeps_them_where_one_that_does_not_has_yet_to_learn
             within.step()
         else:
             step(engine, 1, 3)
-    assert kept(within).peak_nbytes == whole_nbytes(within)
-    assert kept(told).peak_nbytes == kept(learning).peak_nbytes == 0  # the last step had one
+    assert sums_on_device_of(within).peak_nbytes == whole_nbytes(within)
+    assert sums_on_device_of(told).peak_nbytes == sums_on_device_of(learning).peak_nbytes == 0  # the last step had one
     for engine in (told, within, learning):
         assert_same_bits(engine.state_dict(), elsewhere.state_dict())
 
@@ -141,9 +135,9 @@ def test_sums_are_given_up_as_batches_grow(started: Any) -> None:
     elsewhere, engine = started(None), started(least(started, GROWING))
     held = []
     for number, rows in enumerate(GROWING):
-        kept(engine).peak_nbytes = 0
+        sums_on_device_of(engine).peak_nbytes = 0
         assert_same_bits(step(engine, number, 3, rows), step(elsewhere, number, 3, rows))
-        held.append(kept(engine).peak_nbytes)
+        held.append(sums_on_device_of(engine).peak_nbytes)
     assert held[0] == 0 < held[1] and held[4] == held[5] == 0 < held[7]
     assert_same_bits(engine.state_dict(), elsewhere.state_dict())
 
@@ -159,9 +153,9 @@ def test_sums_that_begin_go_when_a_larger_micro_batch_follows(started: Any) -> N
         for seed, count in enumerate(rows):
             backward(one, count, seed)
             if one is engine and seed == 1:
-                assert kept(engine).nbytes > 0
+                assert sums_on_device_of(engine).nbytes > 0
             if one is engine and seed == 2:
-                assert kept(engine).nbytes == 0
+                assert sums_on_device_of(engine).nbytes == 0
         one.step()
     assert_same_bits(engine.state_dict(), elsewhere.state_dict())
 
@@ -244,7 +238,7 @@ def test_between_two_micro_batches(started: Any, tmp_path: Path, between: Any, c
             engine.zero_grad()
             thaws(engine, tmp_path)
         found.append((said, engine.grad_norm, engine.state_dict()))
-    assert kept(engine).peak_nbytes == 0
+    assert sums_on_device_of(engine).peak_nbytes == 0
     assert_same_bits(*found)
 
 
@@ -277,7 +271,7 @@ def test_updates_that_begin_in_backward_and_are_undone(
         losses = [step(engine, number, count) for number, count in enumerate([2, 2, 3, 2, 1, 4])]
         found.append((losses, engine.state_dict()))
         if nbytes is not None:
-            assert kept(engine).peak_nbytes > 0
+            assert sums_on_device_of(engine).peak_nbytes > 0
             assert (engine.stats()["undone_steps"] > 0) == (update == "auto")
     assert_same_bits(*found)
 
@@ -298,7 +292,7 @@ def test_within_a_budget_for_the_device(started: Any, spare: float, micro_batche
         assert_same_bits(step(engine, number, 3), step(elsewhere, number, 3))
     assert_same_bits(engine.state_dict(), elsewhere.state_dict())
     planned = sum(line["nbytes"] for line in engine.stats()["planned"] if line["tier"] == "device")
-    sums = kept(engine).peak_nbytes if parts_of(engine).gradients.kept_on_device is not None else 0
+    sums = sums_on_device_of(engine).peak_nbytes if parts_of(engine).gradients.kept_on_device is not None else 0
     assert planned + sums <= budget
 
 

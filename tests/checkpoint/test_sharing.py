@@ -17,11 +17,12 @@ import pytest
 import torch
 
 import offload
-from offload.checkpoint.tensor_file import TensorFile
-from offload.checkpoint.unit_file import UnitFile
+from offload.device.pending import Pending
+from offload.tiers import open_backend
+from offload.tiers.io.backend import IoBackend, OpenFile, Priority
 from tests.crosses import in_turn
-from tests.drives import stripes_of
-from tests.file_systems import reservations, sharing_blocks
+from tests.drives import drives_from, stripes_of
+from tests.file_systems import at_call, path_of, reservations, sharing_blocks
 from tests.inside import finish_updates, parts_of, settle_writes, units_of
 from tests.small_sizes import small
 
@@ -41,6 +42,20 @@ SETUPS = (
 )
 
 
+class _Told:
+    """A drive; `writes` is told of each file that is written to, of how many bytes and where."""
+
+    def __init__(self, drive: IoBackend, writes: Callable[[Path, int, int], None]) -> None:
+        self._drive, self._writes = drive, writes
+
+    def write(self, file: OpenFile, source: torch.Tensor, offset_nbytes: int, *, priority: Priority) -> Pending:
+        self._writes(file.path, source.nbytes, offset_nbytes)
+        return self._drive.write(file, source, offset_nbytes, priority=priority)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drive, name)
+
+
 class Shared:
     """The call's stand-in. `refuse(path of the scratch file, number of the call)`: whether it says that it cannot."""
 
@@ -49,21 +64,11 @@ class Shared:
         self.refuse: Callable[[str, int], bool] = lambda path, call: False
         self.failure = 0
         sharing_blocks(monkeypatch, self._clone)
-        write = TensorFile._write
+        at_call(monkeypatch, "pwrite", after=lambda written, fileno, _, offset: self._writes(path_of(fileno), written, offset))
+        drives_from(monkeypatch, lambda: _Told(open_backend(), self._writes))
 
-        def counted(file: Any, view: memoryview, offset: int) -> None:
-            self.written_nbytes += len(view) if file.name.startswith("unit") and offset else 0
-            write(file, view, offset)
-
-        monkeypatch.setattr(TensorFile, "_write", counted)
-        write_directly = UnitFile.write_directly
-
-        def directly(file: Any, chunk: Any, kind: str, array: Any, *given: Any) -> Any:
-            transfer = write_directly(file, chunk, kind, array, *given)
-            self.written_nbytes += array.nbytes if transfer is not None else 0
-            return transfer
-
-        monkeypatch.setattr(UnitFile, "write_directly", directly)
+    def _writes(self, path: Path, nbytes: int, offset: int) -> None:
+        self.written_nbytes += nbytes if path.name.startswith("unit") and offset else 0
 
     def _clone(self, source: int, source_offset: int, nbytes: int, target: int, target_offset: int) -> bool:
         path = os.readlink(f"/proc/self/fd/{source}")
@@ -75,7 +80,7 @@ class Shared:
             raise OSError(self.failure, os.strerror(self.failure))
         with open(f"/proc/self/fd/{source}", "rb") as file:
             file.seek(source_offset)
-            assert os.pwrite(target, file.read(nbytes), target_offset) == nbytes
+            assert os.pwritev(target, [file.read(nbytes)], target_offset) == nbytes
         self.nbytes += nbytes
         return True
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -15,8 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
-from offload.checkpoint import restoring
-from tests.file_systems import at_call
+from tests.file_systems import at_call, path_of
 
 from ..acceptance.models import IN_MEMORY, ON_CPU, ON_NVME, ON_NVME_IN_BACKWARD, adamw, stack, two_groups, vector_batches
 from ..acceptance.runs import Run, assert_same_bits, one_step, refused
@@ -241,15 +241,22 @@ def test_no_checkpoint(opened: Any, tmp_path: Path) -> None:
 def test_a_load_that_fails_half_way(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make(opened, IN_MEMORY)
     engine.save_checkpoint(tmp_path / "saved")
-    monkeypatch.setattr(restoring.StoredParameter, "_read_stored", _fail)
-    with pytest.raises(OSError, match="drive is gone"):
+    read: list[Path] = []
+
+    def last_fails(fileno: int, *_: Any) -> None:
+        read.append(path_of(fileno))
+        if len(read) == 2 * count:
+            raise OSError(errno.EIO, "the drive is gone")
+
+    count = 0
+    at_call(monkeypatch, "preadv", before=last_fails)
+    engine.load_checkpoint(tmp_path / "saved")
+    count = len(read)
+    with refused(offload.CheckpointError, str(read[-1]), "drive is gone"):
         engine.load_checkpoint(tmp_path / "saved")
+    assert read[count:] == read[:count]
     with refused(offload.EngineFailedError, "drive is gone", "last checkpoint"):
         engine.module(X)
-
-
-def _fail(*_: Any) -> None:
-    raise OSError("the drive is gone")
 
 
 @pytest.mark.parametrize("operation", ["pwrite", "fsync", "rename", "mkdir"])

@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 import offload
 from offload.cli.forecast import Work, forecast_granted
@@ -23,7 +24,6 @@ from offload.cli.main import main
 from offload.cli.outline import Outline
 from offload.device.virtual.description import changed, read_machine, share_of
 from offload.device.virtual.machine import VirtualMachine
-from offload.rehearsal import forecast
 
 from .conftest import LLAMA, run
 from .measured import measured_once
@@ -222,22 +222,19 @@ def unfrozen() -> Iterator[None]:
     gc.freeze()
 
 
-def test_the_engine_runs_on_one_core_beside_no_garbage_and_the_process_has_all_again(
-    monkeypatch: pytest.MonkeyPatch, unfrozen: None
-) -> None:
+def test_the_engine_runs_on_one_core_beside_no_garbage_and_the_process_has_all_again(unfrozen: None) -> None:
     if not hasattr(os, "sched_setaffinity"):
         pytest.skip("this system binds no threads to cores")
     before = os.sched_getaffinity(0)
-    cores, frozen, real = list[set[int]](), list[int](), forecast._Step.run
+    cores, frozen = list[set[int]](), list[int]()
 
-    def watched(*arguments: Any) -> bool:
+    def look(*_: Any) -> None:
         cores.append(os.sched_getaffinity(0))
         frozen.append(gc.get_freeze_count())
-        return real(*arguments)
 
-    monkeypatch.setattr(forecast._Step, "run", watched)
     shape = ["--hidden", "64", "--layers", "2", "--vocabulary", "256", "--dtype", "bf16", "--sequence", "16"]
-    assert main(["plan", *shape, "--machine", "rtx4090", "--json"]) == 0
+    with register_module_forward_pre_hook(look):
+        assert main(["plan", *shape, "--machine", "rtx4090", "--json"]) == 0
     assert cores and all(len(one) == 1 and one <= before for one in cores)
     assert all(count > 10_000 for count in frozen), "torch alone has more objects than that"
     assert os.sched_getaffinity(0) == before and gc.get_freeze_count() == 0

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,6 @@ def kernel_files_under(patch: pytest.MonkeyPatch, folder: Path) -> Path:
     return own
 
 
-def no_kernels_loaded(patch: pytest.MonkeyPatch) -> None:
-    """As in a new process."""
-    patch.setattr(compiled_kernels, "_prepared", {})
+def no_kernels_loaded(patch: pytest.MonkeyPatch, missing: Iterable[int] = ()) -> None:
+    """As in a new process. `missing`: devices for which there are none, as was said."""
+    patch.setattr(compiled_kernels, "_prepared", dict.fromkeys(missing))

@@ -13,8 +13,8 @@ the caching allocator: at once, in the order of the compute stream and of no oth
 from __future__ import annotations
 
 import contextlib
+import mmap
 import random
-import sys
 import threading
 import time
 import weakref
@@ -28,20 +28,20 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from offload.device import compiled_kernels, kernels, optimizer_step
+from offload.device import kernels, optimizer_step
 from offload.device.cuda import CudaAccelerator
 from offload.device.ingest_table import IngestTable
 from offload.device.lane import HostLane, ThreadLane
-from offload.device.pending import Latch, Pending
+from offload.device.pending import Pending
 from offload.device.step_table import StepTable
 from offload.model.taken_gradient import TakenGradient
-from offload.tiers import memory
+from tests.device.kernel_files import no_kernels_loaded
+from tests.devices import computed_on
 
 Clock = dict[Any, int]
 _GRANULE_NBYTES = 64
 _REGION_GRANULES = 4096
 _ACTORS_MOST = 24
-_map = memory._map
 _lock_type, _rlock_type = threading.Lock, threading.RLock
 
 
@@ -248,18 +248,40 @@ def _memories(value: Any) -> Iterator[torch.Tensor]:
             yield leaf
 
 
+class _Followed(Pending):
+    """Whoever sees that a job is over comes after what it did, also where no lock was taken."""
+
+    def __init__(self, job: Pending, after: Clock) -> None:
+        self._job, self._after = job, after
+
+    def wait(self) -> None:
+        try:
+            self._job.wait()
+        finally:
+            join(_detector.thread(), self._after)
+
+    def done(self) -> bool:
+        found = self._job.done()
+        if found:
+            join(_detector.thread(), self._after)
+        return found
+
+
 class _WatchedLane(ThreadLane):
     """A lane's thread is watched too, and what happened before a job was handed over happened before it."""
 
     def submit(self, job: Callable[[], None], about: object = None, nbytes: int = 0) -> Pending:
-        before = _detector.snapshot()
+        before, after = _detector.snapshot(), Clock()
 
         def watched() -> None:
             join(_detector.thread(), before)
-            with Watch():
-                job()
+            try:
+                with Watch():
+                    job()
+            finally:
+                after.update(_detector.snapshot())
 
-        return super().submit(watched, about, nbytes)
+        return _Followed(super().submit(watched, about, nbytes), after)
 
 
 class PlayedAccelerator(CudaAccelerator):
@@ -320,32 +342,9 @@ class _TrackedLock:
         return getattr(self._lock, name)
 
 
-def _watch_latches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever sees a latch set comes after who set it, also where no lock was taken."""
-    set_, wait, is_set = Latch.set, Latch.wait, Latch.is_set
-    clocks: weakref.WeakKeyDictionary[Latch, Clock] = weakref.WeakKeyDictionary()
-
-    def watched_set(self: Latch) -> None:
-        clocks[self] = _detector.snapshot()
-        set_(self)
-
-    def watched_wait(self: Latch) -> None:
-        wait(self)
-        join(_detector.thread(), clocks[self])
-
-    def watched_is_set(self: Latch) -> bool:
-        found = is_set(self)
-        if found:
-            join(_detector.thread(), clocks[self])
-        return found
-
-    monkeypatch.setattr(Latch, "set", watched_set)
-    monkeypatch.setattr(Latch, "wait", watched_wait)
-    monkeypatch.setattr(Latch, "is_set", watched_is_set)
-
-
-def play(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> Detector:
-    """Put everything in place until the test ends. Returns the detector; enter `Watch()` around the training."""
+def play(monkeypatch: pytest.MonkeyPatch, seed: int = 0, kind: type[PlayedAccelerator] = PlayedAccelerator) -> Detector:
+    """Put everything in place until the test ends. Returns the detector; enter `Watch()` around the training. `kind`: of the
+    accelerator."""
     global _detector
     _detector = Detector(seed)
     cudart = SimpleNamespace(cudaHostRegister=_register, cudaHostUnregister=_unregister)
@@ -368,13 +367,10 @@ def play(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> Detector:
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: _detector.kept.append(self.untyped_storage()))
     monkeypatch.setattr(threading, "Lock", lambda: _TrackedLock(_lock_type()))
     monkeypatch.setattr(threading, "RLock", lambda: _TrackedLock(_rlock_type()))
-    monkeypatch.setattr(compiled_kernels, "prepare", lambda device: None)
-    for module in [module for name, module in sys.modules.items() if name.startswith("offload.")]:
-        if getattr(module, "CudaAccelerator", None) is CudaAccelerator and module.__name__ != "offload.device.cuda":
-            monkeypatch.setattr(module, "CudaAccelerator", PlayedAccelerator)
-    monkeypatch.setattr(memory, "_map", _noted_map)
+    no_kernels_loaded(monkeypatch, missing=[0])
+    computed_on(monkeypatch, CudaAccelerator, lambda _: kind)
+    monkeypatch.setattr(mmap, "mmap", _NotedMemory)
     _watch_kernels(monkeypatch)
-    _watch_latches(monkeypatch)
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", "cuda")
     return _detector
 
@@ -428,12 +424,15 @@ def run_elsewhere(work: Callable[[], None]) -> None:
         raise failures[0]
 
 
-def _noted_map(nbytes: int, **options: bool) -> Any:
-    mapping, start = _map(nbytes, **options)
-    address = torch.frombuffer(mapping, dtype=torch.uint8, count=1, offset=start).data_ptr()
-    _detector.host[address] = nbytes
-    weakref.finalize(mapping, _detector.host.pop, address, None)
-    return mapping, start
+class _NotedMemory(mmap.mmap):
+    """The host memory there is: nobody maps any but the engine."""
+
+    def __new__(cls, fileno: int, nbytes: int, **how: Any) -> _NotedMemory:
+        made = super().__new__(cls, fileno, nbytes, **how)
+        address = torch.frombuffer(made, dtype=torch.uint8, count=1).data_ptr()
+        _detector.host[address] = nbytes
+        weakref.finalize(made, _detector.host.pop, address, None)
+        return made
 
 
 def _register(address: int, nbytes: int, flags: int) -> int:

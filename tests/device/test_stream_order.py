@@ -19,15 +19,15 @@ import torch
 
 import offload
 from offload.device import cuda
+from offload.device.accelerator import UnitMemory
 from offload.device.cuda import CudaAccelerator
-from offload.step.chunk_stores import ParameterStore
-from offload.step.gradients.arrival import GradientArrival
+from offload.device.pending import Pending
 from offload.step.gradients.transit import GradientTransit
 from offload.tiers.memory import HostMemory
 from tests.acceptance.chosen import choosing
 from tests.acceptance.models import Stack, stack, vector_batches
 from tests.device import played_cuda
-from tests.device.played_cuda import Race, Stream, Watch, play
+from tests.device.played_cuda import PlayedAccelerator, Race, Stream, Watch, play
 from tests.devices import before_each_copy, gradient_buffers
 from tests.inside import layout_of
 from tests.small_sizes import small
@@ -154,15 +154,62 @@ def test_no_race_with_few_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     train(tmp_path, "cpu", "cpu")
 
 
-Taken = tuple[str, type, str, Any, tuple[str, str]]
-_TAKEN: list[Taken] = [
-    ("fill", cuda._StreamOrderedMemory, "_after_compute", lambda self: None, ("cpu", "cpu")),
-    ("join", CudaAccelerator, "join", lambda self, pending: None, ("cpu", "cpu")),
-    ("copies into parameters", CudaAccelerator, "copy_in_after_compute", lambda self: None, ("device", "cpu")),
-    ("copies out of a store", ParameterStore, "settle_copies", lambda self, chunk: None, ("cpu", "cpu")),
-    ("the host's wait", cuda._EventPending, "wait", lambda self: None, ("cpu", "cpu")),
-    ("the end of initialize", CudaAccelerator, "wait_for_all", lambda self: None, ("device", "cpu")),
-]
+class Unordered(PlayedAccelerator):
+    """A unit's memory is filled beside earlier compute."""
+
+    def unit_memory(self, nbytes: int) -> UnitMemory:
+        return _Unordered(nbytes, self.device, self._fetch)
+
+
+class _Unordered(cuda._StreamOrderedMemory):
+    def _after_compute(self) -> None:
+        pass
+
+
+class Unjoined(PlayedAccelerator):
+    def join(self, pending: Pending) -> None:
+        pass
+
+
+class CopyingAtOnce(PlayedAccelerator):
+    def copy_in_after_compute(self) -> None:
+        pass
+
+
+class _Unawaited(cuda._EventPending):
+    def wait(self) -> None:
+        pass
+
+
+class UnawaitedIn(PlayedAccelerator):
+    """The host does not wait for copies to the device before it writes where they come from."""
+
+    def copy_in(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
+        super().copy_in(destination, source)
+        return _Unawaited(self._fetch, source)
+
+
+class UnawaitedOut(PlayedAccelerator):
+    """Nor for those from it before it reads them."""
+
+    def copy_out(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
+        super().copy_out(destination, source)
+        return _Unawaited(self._drain, destination)
+
+
+class NeverDone(PlayedAccelerator):
+    def wait_for_all(self) -> None:
+        pass
+
+
+_TAKEN: dict[str, tuple[type[PlayedAccelerator], tuple[str, str]]] = {
+    "fill": (Unordered, ("cpu", "cpu")),
+    "join": (Unjoined, ("cpu", "cpu")),
+    "copies into parameters": (CopyingAtOnce, ("device", "cpu")),
+    "copies out of a store": (UnawaitedIn, ("cpu", "cpu")),
+    "the host's wait": (UnawaitedOut, ("cpu", "cpu")),
+    "the end of initialize": (NeverDone, ("device", "cpu")),
+}
 
 
 def race(nvme: Path, parameters: str, states: str, *, side_stream: bool = False) -> str:
@@ -176,25 +223,21 @@ def race(nvme: Path, parameters: str, states: str, *, side_stream: bool = False)
     return found
 
 
-@pytest.mark.parametrize("taken", _TAKEN, ids=lambda taken: taken[0])
-def test_an_order_taken_out_is_a_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: Taken) -> None:
-    _, owner, name, instead, (parameters, states) = taken
-    play(monkeypatch)
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, instead)
-        assert "is not ordered after" in race(tmp_path, parameters, states, side_stream=name == "wait_for_all")
+@pytest.mark.parametrize("taken", _TAKEN)
+def test_an_order_taken_out_is_a_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: str) -> None:
+    kind, (parameters, states) = _TAKEN[taken]
+    play(monkeypatch, kind=kind)
+    assert "is not ordered after" in race(tmp_path, parameters, states, side_stream=kind is NeverDone)
 
 
 def test_a_copy_out_that_does_not_wait_for_compute_is_a_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    play(monkeypatch)
-    wait = Stream.wait_stream
-    monkeypatch.setattr(Stream, "wait_stream", lambda self, other: None if other is played_cuda.DEFAULT else wait(self, other))
-    monkeypatch.setattr(cuda._StreamOrderedMemory, "_after_compute", lambda self: self._fetch.wait_event(_now()))
+    class Hasty(PlayedAccelerator):
+        def copy_out(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
+            with played_cuda.stream(Stream("one that computes nothing")):
+                return super().copy_out(destination, source)
+
+    play(monkeypatch, kind=Hasty)
     assert "aten.copy_" in race(tmp_path, "device", "cpu")
-
-
-def _now() -> played_cuda.Event:
-    return played_cuda.current_stream().record_event()
 
 
 def test_a_buffer_that_is_packed_while_it_leaves_is_a_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,16 +296,10 @@ def test_chunks_that_leave_together(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     play(monkeypatch)
     gradient_buffers(monkeypatch, lambda count: int(count * share))
     received: list[int] = []
-    receive = GradientArrival.receive_chunks
-
-    def counted(self: GradientArrival, chunks: list[Any], *given: Any) -> Any:
-        received.append(len(chunks))
-        return receive(self, chunks, *given)
-
-    monkeypatch.setattr(GradientArrival, "receive_chunks", counted)
+    before_each_copy(monkeypatch, CudaAccelerator, "copy_out", lambda destination, _: received.append(destination.numel()))
     losses, weights = train(tmp_path, "cpu", "cpu", width=96)
     assert losses == expected[0] and all(torch.equal(weights[name], expected[1][name]) for name in weights)
-    assert max(received) > (3 if share == 1.0 else 1)
+    assert max(received) > 4096 * (3 if share == 1.0 else 1)
 
 
 @pytest.mark.parametrize(("parameters", "states"), [("device", "device"), ("device", "cpu"), ("nvme", "device")])

@@ -13,10 +13,10 @@ from offload.model.chunk import ChunkGradient
 from offload.step.gradients.spill_order import SpillOrder
 
 
-def state_of(pieces: int) -> ChunkGradient:
+def state_of(pieces: int, kind: type[ChunkGradient] = ChunkGradient) -> ChunkGradient:
     chunk: Any = SimpleNamespace(pieces=[None] * pieces)
     narrow: Any = None
-    return ChunkGradient(chunk, narrow, narrower=False)
+    return kind(chunk, narrow, narrower=False)
 
 
 def by_definition(states: list[ChunkGradient], besides: ChunkGradient, at_leisure: bool) -> ChunkGradient | None:
@@ -71,25 +71,24 @@ def test_the_order_is_as_said(seed: int) -> None:
     assert {(True, True), (True, False)} <= found
 
 
-def test_a_question_goes_through_few_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    order, states = SpillOrder(), [state_of(1) for _ in range(1000)]
+def test_a_question_goes_through_few_of_many() -> None:
+    asked = 0
+
+    class Counted(ChunkGradient):
+        def __getattribute__(self, name: str) -> Any:
+            nonlocal asked
+            asked += name == "opened"
+            return super().__getattribute__(name)
+
+    order, states = SpillOrder(), [state_of(1, Counted) for _ in range(1000)]
     for index, state in enumerate(states):
         state.live.add(0)
         state.held = index % 3 == 0
         state.applied = index % 6 == 0
         order.put(state)
-    asked = 0
-    opened = ChunkGradient.opened
-
-    def counted(state: ChunkGradient) -> bool:
-        nonlocal asked
-        asked += 1
-        return bool(opened.__get__(state))
-
-    monkeypatch.setattr(ChunkGradient, "opened", property(counted))
     left = list(states)
     while left:
         leaving = order.needed_last(states[-1], at_leisure=False) or states[-1]
         order.remove(leaving)
         left.remove(leaving)
-    assert asked < 5 * len(states)
+    assert len(states) <= asked < 5 * len(states)

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
-from offload.step.gradients.sums_on_device import SumsOnDevice
+from tests.inside import sums_on_device_of
 from tests.small_sizes import small
 
 from .drawing import programs
@@ -67,28 +69,23 @@ def test_a_program_keeps_sums_on_the_device_and_gives_them_up(
 ) -> None:
     verdict = stage.verdict(KEPT_AND_GIVEN_UP)
     assert verdict is None, verdict
-    begun, left = 0, 0
-    begin, limit = SumsOnDevice._begun, SumsOnDevice.limit
-
-    def counted_begin(sums: SumsOnDevice, chunk: Any) -> Any:
-        nonlocal begun
-        made = begin(sums, chunk)
-        begun += made is not None
-        return made
-
-    def counted_limit(sums: SumsOnDevice, nbytes: int) -> None:
-        nonlocal left
-        before = len(sums._sums)
-        limit(sums, nbytes)
-        left += before - len(sums._sums)
-
-    monkeypatch.setattr(SumsOnDevice, "_begun", counted_begin)
-    monkeypatch.setattr(SumsOnDevice, "limit", counted_limit)
     small(monkeypatch, least_unit_numel=0)
     player = DrawnPlayer(KEPT_AND_GIVEN_UP, tmp_path, (0,))
     player.begin()
-    for position, operation in enumerate(KEPT_AND_GIVEN_UP.script):
-        player.position = position
-        assert player.take(operation)["is"] in ("ok", "nothing")
-    player.finish()
-    assert begun > 0 and left > 0
+    script = KEPT_AND_GIVEN_UP.script
+    after_crowding = next(position for position, one in enumerate(script) if one.values.get("batch") == 3)
+    found: list[list[int]] = []
+    """Of each forward then, the first in the middle of a step, the bytes of the sums as each of its modules begins."""
+
+    def look(module: nn.Module, _: Any) -> None:
+        if player.position == after_crowding:
+            if module is player.model:
+                found.append([])
+            found[-1].append(sums_on_device_of(player.engine).nbytes)
+
+    with register_module_forward_pre_hook(look):
+        for position, operation in enumerate(script):
+            player.position = position
+            assert player.take(operation)["is"] in ("ok", "nothing")
+        player.finish()
+    assert found[0][0] > found[0][-1], found

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,7 +25,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
-from offload.build import refitting
 from offload.checkpoint.writing import Snapshot
 from offload.device.recording import COLLECTIVES
 from offload.planning.schedule import Verb
@@ -503,7 +503,7 @@ def dying_in_refit(fields: dict[str, Any], where: str) -> None:
         engine.optimizer.zero_grad()
         model.model.layers[0].requires_grad_(True)
         if rank == 1:
-            place_of_death = dist if where == "new_group" else refitting
+            place_of_death = dist if where == "new_group" else psutil
             setattr(place_of_death, where, lambda *_, **__: _fail("dies"))
         model(input_ids=batch, labels=batch)
 

@@ -95,7 +95,7 @@ def test_a_rank_that_fails_and_lives_on(fresh: Callable[..., Crew], tmp_path: Pa
     assert time.monotonic() - began < 60
 
 
-@pytest.mark.parametrize("where", ["new_group", "lay_out_together"])
+@pytest.mark.parametrize("where", ["new_group", "virtual_memory"])
 def test_a_rank_that_dies_where_states_are_made_room_for(fresh: Callable[..., Crew], where: str) -> None:
     """It is seen at once, not when connecting anew has taken the group's time."""
     crew = fresh(2, seconds=200)

@@ -16,8 +16,9 @@ from aiofiles.os import wrap
 from offload.errors import ConfigError
 from offload.layout import Extent
 from offload.tiers import HostMemory, NvmeStore, Priority, ScratchFolder, io, open_backend, striped_nbytes
-from offload.tiers.io import aio, native
+from offload.tiers.io import aio
 from offload.tiers.io.aio import AioBackend
+from tests.acceptance.ctrl_c import Interrupting
 from tests.warm import WarmProcess
 
 from ..scratch_files import scratch_files
@@ -94,17 +95,11 @@ def test_close_settles_everything_and_then_refuses(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["io_uring", "threads"])
-def test_a_close_that_goes_on_after_an_interrupt_keeps_the_totals(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_close_that_goes_on_after_an_interrupt_keeps_the_totals(name: str) -> None:
     """`engine.stats()` of an engine that failed asks for them."""
     backend = open_backend(name)
-
-    def interrupted(engine: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(native, "_settle_all", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            backend.close()
+    with pytest.raises(KeyboardInterrupt), Interrupting(1, "_settle_all"):
+        backend.close()
     backend.close()
     assert backend.stats().read_nbytes == 0
 

@@ -18,13 +18,11 @@ from offload.cli.main import main
 from offload.device.deferred import DeferredAccelerator
 from offload.device.virtual.description import Machine, described, read_machine
 from offload.device.virtual.machine import CALLS, VirtualMachine
-from offload.device.virtual.operations import CountedOperations
-from offload.model.unit import Unit
+from offload.device.virtual.operations import CountedOperations, fused_attention
 from offload.rehearsal.forecast import Forecast, Loop, rehearse
-from offload.step.speculation import Speculation
 from tests.crosses import in_pairs
 from tests.devices import before_each_copy
-from tests.inside import parts_of
+from tests.inside import parts_of, units_of
 
 WORK = Work(batch=2, sequence=16, micro_batches=1, checkpointing=False)
 MACHINE, UNIFIED = read_machine("rtx4090"), read_machine("gb10")
@@ -56,10 +54,11 @@ def adamw(model: torch.nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def foretold(work: Work = WORK, machine: Any = MACHINE, **fields: Any) -> Forecast:
+def foretold(work: Work = WORK, machine: Any = MACHINE, trace: Path | None = None, **fields: Any) -> Forecast:
+    """`trace`: a file, which makes it run every micro-batch."""
     with torch.device("meta"):
         model = tiny()
-    return forecast(model, adamw(model), offload.Config(dtype="bf16", nvme=".", **fields), machine, work)
+    return forecast(model, adamw(model), offload.Config(dtype="bf16", nvme=".", **fields), machine, work, trace)
 
 
 def really_moved(folder: Path, micro_batches: int, accelerator: str, **fields: Any) -> dict[str, int]:
@@ -127,17 +126,13 @@ def test_on_the_cores_nothing_is_copied_and_the_drive_moves_what_a_real_run_move
 
 @pytest.mark.parametrize("machine", [MACHINE, UNIFIED], ids=["rtx4090", "gb10"])
 @pytest.mark.parametrize("case", CASES)
-def test_of_many_micro_batches_a_few_tell_what_all_take(case: str, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_micro_batches_a_few_tell_what_all_take(case: str, machine: Any, tmp_path: Path) -> None:
     """To the byte, and in time but for rounding."""
     work = dataclasses.replace(WORK, micro_batches=24)
-    few, seen = foretold(work, machine, **CASES[case]), list[int]()
-
-    def all_differ(marks: list[Any]) -> None:
-        seen.append(len(marks))
-
-    monkeypatch.setattr("offload.rehearsal.forecast._period", all_differ)
-    every = foretold(work, machine, **CASES[case])
-    assert max(seen) == work.micro_batches - 2, "all but the last are looked at, and none is left out"
+    few, few_steps = looked_at(work, machine, **CASES[case])
+    every, steps = looked_at(work, machine, tmp_path / "trace.json", **CASES[case])
+    assert len(few_steps[-1]) < len(steps[-1]) == work.micro_batches, "some are left out, unless all are asked for"
+    assert few == foretold(work, machine, **CASES[case])
     assert few.moved_nbytes == every.moved_nbytes and few.peak_nbytes == every.peak_nbytes
     assert few.floors == pytest.approx(every.floors, rel=1e-6)
     assert few.step_seconds == pytest.approx(every.step_seconds, rel=1e-3)
@@ -149,29 +144,48 @@ def test_of_many_micro_batches_a_few_tell_what_all_take(case: str, machine: Any,
     in_pairs((MACHINE, UNIFIED, SLOW), PLACES, (3, 4, 8), ("auto", "backward")),
 )
 def test_updates_begin_in_the_last_micro_batch_and_all_is_as_if_each_ran(
-    machine: Machine, case: str, micro_batches: int, update: str, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, case: str, micro_batches: int, update: str, tmp_path: Path
 ) -> None:
     work = dataclasses.replace(WORK, micro_batches=micro_batches, checkpointing=True)
-    fields, begun, left = PLACES[case] | {"update": update, "max_grad_norm": 1.0}, set[int](), Speculation.backward_left
-
-    def looked_at(speculation: Speculation, unit: Unit, factor: float) -> None:
-        left(speculation, unit, factor)
-        if unit.early is not None:
-            begun.add(speculation._backward_count)
-
-    def not_undone(speculation: Speculation) -> None:
-        assert not speculation.begun_units
-
-    monkeypatch.setattr(Speculation, "backward_left", looked_at)
-    monkeypatch.setattr(Speculation, "undo", not_undone)
-    few = foretold(work, machine, **fields)
-    assert begun == ({micro_batches} if any(line["purpose"] == "room to undo updates" for line in few.planned) else set())
-    monkeypatch.setattr("offload.rehearsal.forecast._Step._each_left_out", lambda _: None)
-    monkeypatch.setattr("offload.rehearsal.forecast._Step._repeats", lambda _: False)
-    every = foretold(work, machine, **fields)
+    fields = PLACES[case] | {"update": update, "max_grad_norm": 1.0}
+    few, few_steps = looked_at(work, machine, **fields)
+    every, steps = looked_at(work, machine, tmp_path / "trace.json", **fields)
+    begins = any(line["purpose"] == "room to undo updates" for line in few.planned)
+    begun_in = {tuple(one) for one in (*few_steps, *steps)}
+    assert all(not any(before) for *before, _ in begun_in) and any(last for *_, last in begun_in) == begins
+    assert [len(one) for one in steps] == [*(len(one) for one in steps[:-1]), micro_batches]
     assert few.moved_nbytes == every.moved_nbytes and few.peak_nbytes == every.peak_nbytes
     assert few.step_seconds == pytest.approx(every.step_seconds, rel=1e-9)
     assert few.floors == pytest.approx(every.floors, rel=1e-9)
+
+
+def looked_at(work: Work, machine: Machine, trace: Path | None = None, **fields: Any) -> tuple[Forecast, list[list[bool]]]:
+    """As `foretold`; and by step and micro-batch that was run, whether updates were under way after it. None is undone."""
+    steps: list[list[bool]] = []
+    with torch.device("meta"):
+        model = tiny()
+    if work.checkpointing:
+        model.gradient_checkpointing_enable()
+
+    def begin() -> offload.Engine:
+        config = offload.Config(dtype="bf16", nvme=".", **fields)
+        steps.append([])
+        return offload.initialize(model, adamw(model), config.expecting(work.micro_batches, work.batch * work.sequence))
+
+    def micro_batch(engine: offload.Engine) -> None:
+        tokens = torch.zeros(work.batch, work.sequence, dtype=torch.long, device="meta")
+        engine.backward(model(input_ids=tokens, labels=tokens).loss)
+        steps[-1].append(any(unit.early is not None for unit in units_of(engine)))
+
+    def end(engine: offload.Engine) -> None:
+        engine.step()
+        engine.zero_grad()
+        assert engine.stats()["undone_steps"] == 0
+        steps.append([])
+
+    loop = Loop(begin, micro_batch, end)
+    found = rehearse(VirtualMachine(machine), loop, tokens=work.tokens, micro_batches=work.micro_batches, trace=trace)
+    return found, steps[:-1]
 
 
 class NoEngine:
@@ -181,7 +195,7 @@ class NoEngine:
         return {"planned": [], "host_peak_nbytes": 0, "placement": {}, "decision": None, "resident_peak_nbytes": 0}
 
     def profile(self, path: Path, steps: int) -> None:
-        raise AssertionError("nobody asked")
+        """It has nothing to tell."""
 
     def close(self) -> None:
         pass
@@ -202,9 +216,9 @@ def test_micro_batches_that_differ_are_all_run() -> None:
     assert end - before == 12 and found.step_seconds >= sum(range(before + 1, end + 1)) * 1e12 / MACHINE.flops
 
 
-def waited_for(micro_batches: int, growth: float) -> tuple[Forecast, int]:
+def waited_for(micro_batches: int, growth: float, trace: Path | None = None) -> tuple[Forecast, int]:
     """Of a loop that waits for the device after each micro-batch, whose steps grow by that share of the first; and how many
-    steps were run."""
+    steps were run. `trace`: as of `foretold`."""
     virtual, ends = VirtualMachine(MACHINE), list[None]()
 
     def micro_batch(_: NoEngine) -> None:
@@ -212,14 +226,13 @@ def waited_for(micro_batches: int, growth: float) -> tuple[Forecast, int]:
         virtual.compute.last.wait()
 
     loop = Loop(NoEngine, micro_batch, lambda _: ends.append(None))
-    return rehearse(virtual, loop, tokens=1, micro_batches=micro_batches), len(ends)
+    return rehearse(virtual, loop, tokens=1, micro_batches=micro_batches, trace=trace), len(ends)
 
 
 @pytest.mark.parametrize("micro_batches", [2, 3, 24])
-def test_a_step_that_repeats_the_one_before_is_the_last(micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_repeats_the_one_before_is_the_last(micro_batches: int, tmp_path: Path) -> None:
     found, step_count = waited_for(micro_batches, growth=0.0)
-    monkeypatch.setattr("offload.rehearsal.forecast._Step._repeats", lambda _: False)
-    later, all_count = waited_for(micro_batches, growth=0.0)
+    later, all_count = waited_for(micro_batches, growth=0.0, trace=tmp_path / "trace.json")
     assert (step_count, all_count) == (2, 3)
     assert found.step_seconds == pytest.approx(later.step_seconds)
     assert found.step_seconds >= micro_batches * 1e12 / MACHINE.flops
@@ -420,12 +433,45 @@ def test_what_waiting_for_a_resource_costs_is_the_same_step_without_it() -> None
         run(slow, ("nvme",))
 
 
-def test_an_operation_that_was_seen_before_is_the_same_one(monkeypatch: pytest.MonkeyPatch) -> None:
+class Forgetful(CountedOperations):
+    """Looks at each operation as if it were the first of its kind."""
+
+    def _learn(self, *_: Any) -> None:
+        self.operations = getattr(self, "operations", 0) + 1
+
+
+def on_virtual(kind: type[CountedOperations], **fields: Any) -> tuple[CountedOperations, list[Any]]:
+    """What two steps take of a machine whose operations are counted so."""
+    virtual, found = VirtualMachine(MACHINE), list[Any]()
+    with torch.device("meta"):
+        model = tiny()
+    model.gradient_checkpointing_enable()
+    tokens = torch.zeros(WORK.batch, WORK.sequence, dtype=torch.long, device="meta")
+    config = offload.Config(dtype="bf16", nvme=".", **fields).expecting(2)
+    with (
+        virtual.running(),
+        kind(virtual) as counted,
+        fused_attention(),
+        offload.initialize(model, adamw(model), config) as engine,
+    ):
+        for _ in range(2):
+            for _ in range(2):
+                engine.backward(model(input_ids=tokens, labels=tokens).loss)
+            engine.step()
+            engine.zero_grad()
+            virtual.compute.last.wait()
+            found += [virtual.simulation.now, virtual.compute_seconds, virtual.moved(), virtual.memory.peak_nbytes]
+            found += [(one.moved, one.busy_seconds, one.hidden_seconds) for one in virtual.resources.values()]
+        found.append(engine.stats()["host_peak_nbytes"])
+    return counted, found
+
+
+@pytest.mark.parametrize("fields", [CASES["cpu"], CASES["nvme"] | {"max_grad_norm": 1.0}], ids=["cpu", "nvme"])
+def test_an_operation_that_was_seen_before_is_the_same_one(fields: dict[str, Any]) -> None:
     """Its results, its time and its memory: nothing is known by what it could differ in."""
-    cases = [CASES["cpu"], CASES["nvme"] | {"max_grad_norm": 1.0}]
-    known = [foretold(dataclasses.replace(WORK, micro_batches=2, checkpointing=True), **fields) for fields in cases]
-    monkeypatch.setattr(CountedOperations, "_learn", lambda *_: None)
-    assert known == [foretold(dataclasses.replace(WORK, micro_batches=2, checkpointing=True), **fields) for fields in cases]
+    (counted, known), (forgetful, anew) = (on_virtual(kind, **fields) for kind in (CountedOperations, Forgetful))
+    assert known == anew
+    assert not forgetful._known and 0 < 4 * len(counted._known) < forgetful.operations  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ctrl-C at one moment of the engine's work, named by a count of lines or by a function."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from pathlib import Path
+from typing import Any
+
+import offload
+
+PACKAGE = str(Path(offload.__file__).parent)
+_FINALIZING = ("__del__", "_freed")
+
+
+def _is_in(frame: Any, *names: str) -> bool:
+    """Whether a function of one of these names is running."""
+    while frame is not None:
+        if frame.f_code.co_name in names:
+            return True
+        frame = frame.f_back
+    return False
+
+
+class Interrupting:
+    """Raises KeyboardInterrupt before one line of the package that this thread comes to, as Ctrl-C could.
+
+    `within`: of functions of this name alone. `undoing_at`: and once more, at so many calls while what was taken is given back.
+    """
+
+    def __init__(self, at: int = 0, within: str | None = None, undoing_at: int = 0) -> None:
+        self._at, self._within, self.line_count = at, within, 0
+        self._undoing_left, self.came_again = undoing_at, False
+
+    def __enter__(self) -> Interrupting:
+        sys.settrace(self._called)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+        sys.setprofile(None)
+
+    def _called(self, frame: Any, event: str, argument: Any) -> Any:
+        # Python swallows what a finalizer raises, and when one runs is chance.
+        return self._line if frame.f_code.co_filename.startswith(PACKAGE) and not _is_in(frame, *_FINALIZING) else None
+
+    def _line(self, frame: Any, event: str, argument: Any) -> Any:
+        # At the end of a with-block Python comes to its first line again, where no signal is ever handled.
+        is_meant = self._within in (None, frame.f_code.co_name)
+        if (
+            event == "line"
+            and is_meant
+            and not linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
+        ):
+            self.line_count += 1
+            if self.line_count == self._at:
+                sys.setprofile(self._undoing if self._undoing_left else None)  # what raises here ends the tracing
+                raise KeyboardInterrupt
+        return self._line
+
+    def _undoing(self, frame: Any, event: str, argument: Any) -> None:
+        if event in ("call", "c_call") and _is_in(frame, "_undo") and not _is_in(frame, *_FINALIZING):
+            self._undoing_left -= 1
+            if self._undoing_left == 0:
+                self.came_again = True
+                raise KeyboardInterrupt
