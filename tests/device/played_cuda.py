@@ -13,6 +13,7 @@ the caching allocator: at once, in the order of the compute stream and of no oth
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import random
 import threading
@@ -28,15 +29,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from offload.device import kernels, optimizer_step
+from offload import _native
+from offload._native_library import UpdateSegmentStructure
+from offload.device import kernels
 from offload.device.cuda import CudaAccelerator
-from offload.device.ingest_table import IngestTable
+from offload.device.encoding import SCALE_GROUP
+from offload.device.flat import DTYPE_CODES
 from offload.device.lane import HostLane, ThreadLane
 from offload.device.pending import Pending
-from offload.device.step_table import StepTable
 from offload.model.taken_gradient import TakenGradient
 from tests.device.kernel_files import no_kernels_loaded
 from tests.devices import computed_on
+from tests.native.paths import at_library_call
 
 Clock = dict[Any, int]
 _GRANULE_NBYTES = 64
@@ -446,47 +450,64 @@ def _unregister(address: int) -> int:
 
 def _watch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The native kernels are no torch operations: say what they touch."""
-    update, ingest, convert = optimizer_step.update, kernels.ingest_async, kernels.convert
 
-    def watched_update(segments: Any) -> None:
-        for segment in segments:
-            states = list(segment.arrays.values())
-            weights = [] if segment.values is None else [segment.values]
-            read = weights if segment.state_format.is_split else []
-            _detector.operation("update", [segment.grad, *states, *read], [*states, *weights])
-        with torch.utils._python_dispatch._disable_current_modes():
-            update(segments)
+    def ingest(_: Any, dst: int | None, dtype: int, src: int, source_dtype: int, *given: Any) -> None:
+        numel, start, accumulate, sums = given
+        target = _memory(dst, numel * _ITEMSIZES[dtype])
+        found = _memory(sums, 8 * kernels.touched_block_count(start, numel))
+        reads = [*_memory(src, numel * _ITEMSIZES[source_dtype]), *(target if accumulate else [])]
+        _kernel("ingest", reads, [*target, *found])
 
-    step_chunk = StepTable.update
+    def ingest_all(_: Any, dst: int, dtype: int, first: int, parts: Any, sources: Any, count: int) -> None:
+        for part, source in zip(parts[:count], sources[:count], strict=True):
+            nbytes, low = part.numel * _ITEMSIZES[dtype], (part.start_index - first) * _ITEMSIZES[dtype]
+            found = _memory(part.block_sums, 8 * kernels.touched_block_count(part.start_index, part.numel))
+            _kernel("ingest", _memory(source, nbytes), [*_memory(dst + low, nbytes), *found])
 
-    def watched_step(self: StepTable, which: Any, record: Any, values: Any, gradients: Any, *numbers: Any) -> None:
-        states = record[: self.record_nbytes]
-        read = [gradients] if isinstance(gradients, torch.Tensor) else gradients
-        _detector.operation("update", [*read, states, *([values] if self.reads_values else [])], [states, values])
-        with torch.utils._python_dispatch._disable_current_modes():
-            step_chunk(self, which, record, values, gradients, *numbers)
+    def convert(_: Any, dst: int, dtype: int, src: int, source_dtype: int, numel: int) -> None:
+        reads, writes = _memory(src, numel * _ITEMSIZES[source_dtype]), _memory(dst, numel * _ITEMSIZES[dtype])
+        _kernel("convert", reads, writes)
 
-    def watched_ingest(dst: Any, src: Any, start: int, accumulate: bool, sums: Any = None, **how: Any) -> Any:
-        with torch.utils._python_dispatch._disable_current_modes():
-            result = ingest(dst, src, start, accumulate, sums, **how)
-        written = [*([] if dst is None else [dst]), *([] if sums is None else [sums])]
-        _detector.operation("ingest", [src], written)
-        return result
+    def update(_: Any, segments: Any, count: int) -> None:
+        of_segments = UpdateSegmentStructure * count
+        for one in of_segments.from_address(segments) if isinstance(segments, int) else segments:
+            master, moment = _STATE_ITEMSIZES[one.state_format]
+            states = [*_memory(one.master, one.numel * master)]
+            for address, nbytes in ((one.exp_avg, moment), (one.exp_avg_sq, moment)):
+                states += _memory(address, one.numel * nbytes)
+            for address in (one.exp_avg_scale, one.exp_avg_sq_scale):
+                states += _memory(address, -(-one.numel // SCALE_GROUP))
+            values = _memory(one.values, one.numel * _ITEMSIZES[one.values_dtype])
+            gradient = _memory(one.grad, one.numel * _ITEMSIZES[one.grad_dtype])
+            _kernel("update", [*gradient, *states, *(values if master == 2 else [])], [*states, *values])
 
-    fill = IngestTable.ingest
+    names = ("gradient_ingest", "gradients_ingest", "convert", "update")
+    watches = zip(names, (ingest, ingest_all, convert, update), strict=True)
+    at_library_call(monkeypatch, {f"offload_{name}": watch for name, watch in watches})
 
-    def watched_fill(self: IngestTable, dst: Any, sources: Any) -> None:
-        with torch.utils._python_dispatch._disable_current_modes():
-            fill(self, dst, sources)
-        _detector.operation("ingest", list(sources), [dst, self._sums])
 
-    def watched_convert(dst: Any, src: Any, **how: Any) -> None:
-        _detector.operation("convert", [src], [dst])
-        with torch.utils._python_dispatch._disable_current_modes():
-            convert(dst, src, **how)
+_ITEMSIZES = {code: dtype.itemsize for dtype, code in DTYPE_CODES.items()}
+_STATE_ITEMSIZES = {
+    _native.STATE_FORMATS[name]: sizes
+    for name, sizes in (
+        ("fp32", (4, 4)),
+        ("split", (2, 4)),
+        ("bf16", (2, 2)),
+        ("8bit", (2, 1)),
+    )
+}
+"""By the code of a format: of the master, or its lower half beside the values, and of a moment."""
 
-    monkeypatch.setattr(optimizer_step, "update", watched_update)
-    monkeypatch.setattr(StepTable, "update", watched_step)
-    monkeypatch.setattr(kernels, "ingest_async", watched_ingest)
-    monkeypatch.setattr(IngestTable, "ingest", watched_fill)
-    monkeypatch.setattr(kernels, "convert", watched_convert)
+
+def _kernel(what: str, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
+    """A kernel is the device's or the host's; of one on host memory what else it touches is PyTorch's own, and its thread's."""
+    on_host = any(_detector.is_host(one.data_ptr()) for one in (*reads, *writes))
+    kept = [[one for one in some if not on_host or _detector.is_host(one.data_ptr())] for some in (reads, writes)]
+    _detector.operation(what, *kept)
+
+
+def _memory(address: int | None, nbytes: int) -> list[torch.Tensor]:
+    """What lies there, if anything does."""
+    if not address or not nbytes:
+        return []
+    return [torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)]

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,36 @@ def at_native_call(patch: pytest.MonkeyPatch, name: str, before: Callable[..., o
         return call(*given, **named)
 
     patch.setattr(_native, name, watched)
+
+
+def at_library_call(
+    patch: pytest.MonkeyPatch,
+    before: Mapping[str, Callable[..., object]] = MappingProxyType({}),
+    after: Mapping[str, Callable[..., object]] = MappingProxyType({}),
+) -> None:
+    """Of the functions of the library itself, by their names in C: what they are called with, and with the result in front."""
+    library = _native.loaded()
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            function = getattr(library, name)
+            if name not in before and name not in after:
+                return function
+
+            def call(*given: Any) -> Any:
+                before.get(name, _nothing)(*given)
+                result = function(*given)
+                after.get(name, _nothing)(result, *given)
+                return result
+
+            return call
+
+    watched: Any = Watched()
+    patch.setattr(_native, "loaded", lambda: watched)
+
+
+def _nothing(*_: object) -> None:
+    pass
 
 
 def simd_levels() -> list[str]:

@@ -10,13 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from offload import _native
 from offload._native_io import PRIORITY_BACKGROUND, PRIORITY_HIGH, PRIORITY_LOW, IoEngine, Ticket
+from tests.native.paths import at_library_call
 from tests.warm import WarmProcess
 
 pytestmark = pytest.mark.skipif(not _native.available(), reason="the native library is not built")
@@ -154,23 +154,13 @@ def test_a_result_can_be_had_again(engine: IoEngine, fd: int) -> None:
 def test_an_interrupt_right_after_a_call_of_the_library_loses_nothing(
     engine: IoEngine, fd: int, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library = _native.loaded()
-
-    class Interrupting:
-        def __getattr__(self, name: str) -> Any:
-            function = getattr(library, name)
-
-            def interrupted(*arguments: Any) -> int:
-                status = function(*arguments)
-                if name == call and status == 0:
-                    raise KeyboardInterrupt
-                return int(status)
-
-            return interrupted
+    def interrupted(status: int, *_: object) -> None:
+        if status == 0:
+            raise KeyboardInterrupt
 
     data, ticket = _noise(100), Ticket()
     with monkeypatch.context() as patched:
-        patched.setattr(_native, "loaded", Interrupting)
+        at_library_call(patched, after={call: interrupted})
         with pytest.raises(KeyboardInterrupt):
             engine.submit("write", fd, data.ctypes.data, 100, 0, ticket=ticket)
             while engine.poll(ticket) is None if call == "offload_io_poll" else engine.wait(ticket):
