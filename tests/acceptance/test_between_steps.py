@@ -12,7 +12,7 @@ import torch
 from offload import _native
 from offload.step.residency.fetching import StagedFetcher
 from tests.inside import residency_of
-from tests.native.paths import at_native_call
+from tests.native.paths import at_library_call
 from tests.small_sizes import small
 
 from .models import ON_CPU, ON_CPU_IN_PLACE, ON_NVME, ON_NVME_AT_STEP, Setup, adamw, stack, vector_batches
@@ -87,11 +87,11 @@ def test_all_cores_add_micro_batches_where_none_computes_the_model(
     small(monkeypatch, all_cores_numel=0)
     added: list[bool] = []
 
-    def watched(*arguments: Any, all_cores: bool = False) -> None:
-        if arguments[4]:  # adds to what is there
-            added.append(_native._threads_for(arguments[2], all_cores=all_cores) is _native.default_threads())
+    def watched(threads: int, *arguments: Any) -> None:
+        if arguments[6]:  # adds to what is there
+            added.append(threads == _native.default_threads().pointer)
 
-    at_native_call(monkeypatch, "gradient_ingest", watched)
+    at_library_call(monkeypatch, {"offload_gradient_ingest": watched})
     found = []
     for one in (Setup(), setup):
         model = stack(width=64)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from tests.native.paths import at_native_call
+from tests.native.paths import at_library_call
 from tests.small_sizes import small
 from tests.updates import before_each_update
 
@@ -97,7 +97,7 @@ def test_recomputed_blocks_bring_the_same_bits(engine: Any) -> None:
 
 def test_one_native_call_updates_everything_and_no_parameter_has_a_hook(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
-    at_native_call(monkeypatch, "update_rows", lambda address, count: counts.append(count))
+    at_library_call(monkeypatch, {"offload_update": lambda _, rows, count: counts.append(count)})
     loop(engine, 1, 3)
     assert counts == [BLOCKS * 4] * 3
     for parameter in engine.module.parameters():

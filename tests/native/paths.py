@@ -14,17 +14,6 @@ import pytest
 from offload import _native
 
 
-def at_native_call(patch: pytest.MonkeyPatch, name: str, before: Callable[..., object]) -> None:
-    """Of the native library: what it is called with goes to `before`."""
-    call = getattr(_native, name)
-
-    def watched(*given: Any, **named: Any) -> Any:
-        before(*given, **named)
-        return call(*given, **named)
-
-    patch.setattr(_native, name, watched)
-
-
 def at_library_call(
     patch: pytest.MonkeyPatch,
     before: Mapping[str, Callable[..., object]] = MappingProxyType({}),

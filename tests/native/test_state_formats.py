@@ -21,7 +21,7 @@ from offload.device.records import RecordFormat
 from offload.device.rules import MOMENTS, Hyper, Rule
 from offload.device.segment import Segment, StateFormat
 from tests.native import exact
-from tests.native.paths import at_native_call, simd_levels, torch_form
+from tests.native.paths import at_library_call, simd_levels, torch_form
 
 SPLIT_FORMATS = [StateFormat.SPLIT, StateFormat.BF16, StateFormat.EIGHT_BIT]
 ADAMW = Hyper(Rule.ADAM, 1e-3, 0.9, 0.999, 1e-8, 0.1, decoupled=True)
@@ -148,7 +148,7 @@ def test_the_native_library_splits_and_gives_the_bits_of_the_torch_form(monkeypa
     with torch_form():
         expected = encoding.upper_half(values), encoding.remainder(values)
     used: list[int] = []
-    at_native_call(monkeypatch, "update", lambda segments: used.append(sum(one.numel for one in segments)))
+    at_library_call(monkeypatch, {"offload_update": lambda _, segments, count: used.append(sum(one.numel for one in segments))})
     for level, count in itertools.product(simd_levels(), (1, 3)):
         _native.set_simd_level(level)
         _native.set_thread_count(count)
