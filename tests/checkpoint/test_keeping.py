@@ -13,11 +13,12 @@ import pytest
 import torch
 
 import offload
+from offload.step.threads.failure_state import FailureState
 from tests.drives import drive_is
 from tests.file_systems import free_room, reservations
 from tests.inside import finish_updates, parts_of
 from tests.tiers.faulty_io import Fault, FaultyBackend
-from tests.updates import before_each_update, training_rests
+from tests.updates import training_rests
 
 from ..acceptance.models import ON_CPU, Setup
 from ..acceptance.runs import assert_same_bits
@@ -239,13 +240,14 @@ def test_closing_while_the_save_makes_an_update(opened: Any, tmp_path: Path, mon
     """The thread of the model closes the engine just as the save's, taking it for idle, begins an update in its place."""
     run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
     run.train(range(2))
-    reached, go = threading.Event(), threading.Event()
+    beside, reached, go = FailureState.failures_beside, threading.Event(), threading.Event()
 
-    def held(unit: Any, update: Any) -> None:
+    def held(state: FailureState) -> Any:
         reached.set()
         assert go.wait(60)
+        return beside(state)
 
-    before_each_update(monkeypatch, held)
+    monkeypatch.setattr(FailureState, "failures_beside", held)
     training_rests(monkeypatch, always=True)
     save = run.engine.save_checkpoint(tmp_path / "beside", wait=False)
     assert reached.wait(60)

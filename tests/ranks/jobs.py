@@ -25,12 +25,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
-from offload.checkpoint.writing import Snapshot
 from offload.device.recording import COLLECTIVES
 from offload.planning.schedule import Verb
 from offload.profiling.trace_events import read_trace
 from offload.ranks.transport import Ranks
 from tests.drives import drive_is
+from tests.file_systems import at_call, path_of
 from tests.inside import layout_of, parts_of, residency_of
 from tests.small_sizes import small_for_good
 
@@ -695,29 +695,26 @@ def killed_in_a_save(fields: dict[str, Any], folder: str, wait: bool) -> None:
 def given_up_save(fields: dict[str, Any], folder: str, wait: bool, first_writes: bool) -> list[str]:
     """The first rank gives a save up and removes its folder before the other writes (`first_writes`: its manifest, else its
     files). Returns this rank's error; training goes on, and so do saves."""
-    copy = Snapshot.copy
 
-    def failing(self: Snapshot, *_: Any) -> None:
+    def failing(*_: Any) -> None:
         raise ValueError("enough")
 
-    def late(self: Snapshot, *arguments: Any) -> None:
-        if first_writes:
-            copy(self, *arguments)
-        while os.path.exists(self._folder):
+    def late(fileno: int, *_: Any) -> None:
+        while path_of(fileno).parent.exists():
             time.sleep(0.01)
-        if not first_writes:
-            copy(self, *arguments)
 
     model = llama(layers=2)
     with offload.initialize(model, adamw(model), offload.Config(**fields)) as engine:
         _train_on(engine, model, 0, 1)
-        Snapshot.copy = [failing, late][place()[0]]  # type: ignore[method-assign]
-        try:
-            engine.save_checkpoint(os.path.join(folder, "step-1"), wait=wait).wait()
-        except Exception as error:
-            said = [type(error).__name__, str(error)]
-        finally:
-            Snapshot.copy = copy  # type: ignore[method-assign]
+        with pytest.MonkeyPatch.context() as patch:
+            if place()[0] == 0:
+                at_call(patch, "pwrite", before=failing)
+            else:  # what is written is made durable before the manifest
+                at_call(patch, "fsync" if first_writes else "pwrite", before=late)
+            try:
+                engine.save_checkpoint(os.path.join(folder, "step-1"), wait=wait).wait()
+            except Exception as error:
+                said = [type(error).__name__, str(error)]
         _train_on(engine, model, 1, 2)
         engine.save_checkpoint(os.path.join(folder, "step-2"), wait=wait).wait()
         return said

@@ -5,20 +5,22 @@ import asyncio
 import errno
 import logging
 import os
+import sys
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from aiofiles.os import wrap
 
+from offload._native_io import IO_KINDS
 from offload.errors import ConfigError
 from offload.layout import Extent
 from offload.tiers import HostMemory, NvmeStore, Priority, ScratchFolder, io, open_backend, striped_nbytes
 from offload.tiers.io import aio
 from offload.tiers.io.aio import AioBackend
 from tests.acceptance.ctrl_c import Interrupting
+from tests.native.paths import at_library_call
 from tests.warm import WarmProcess
 
 from ..scratch_files import scratch_files
@@ -40,35 +42,34 @@ def test_the_environment_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
     backend.close()
 
 
-def refuse(patch: pytest.MonkeyPatch, *names: str, error: Exception) -> None:
-    """Backends of these names do not open here."""
-    opened = io._open
+def refuse(patch: pytest.MonkeyPatch, *names: str) -> None:
+    """The system does not let the native library open backends of these names."""
 
-    def open_(name: str, sizes: Mapping[str, int]):
-        if name in names:
-            raise error
-        return opened(name, sizes)
+    def forbidden(kind: int, *_: object) -> None:
+        if kind in [IO_KINDS[name] for name in names]:
+            raise OSError(errno.EPERM, "no")
 
-    patch.setattr(io, "_open", open_)
+    at_library_call(patch, {"offload_io_create": forbidden})
 
 
 def test_auto_takes_the_best_that_works_and_says_why_not_the_better(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("OFFLOAD_IO", raising=False)
-    refuse(monkeypatch, "io_uring", "threads", error=OSError(errno.EPERM, "no"))
+    refuse(monkeypatch, "io_uring", "threads")
     with caplog.at_level(logging.INFO, logger="offload.tiers.io"):
         backend = open_backend()
     assert backend.name == "aiofiles"
     assert "io_uring: EPERM" in caplog.text and "threads: EPERM" in caplog.text
     backend.close()
-    refuse(monkeypatch, *io.BACKEND_NAMES, error=ImportError("it is not installed"))
+    monkeypatch.delitem(sys.modules, "offload.tiers.io.aio")
+    monkeypatch.setitem(sys.modules, "aiofiles.os", None)
     with pytest.raises(ConfigError, match=r"no I/O backend works here.*pip install aiofiles"):
         open_backend()
 
 
 def test_a_named_one_that_does_not_work_is_an_error_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse(monkeypatch, "io_uring", error=OSError(errno.EPERM, "no"))
+    refuse(monkeypatch, "io_uring")
     with pytest.raises(ConfigError, match="asks for io_uring, which does not work here: EPERM"):
         open_backend("io_uring")
 
