@@ -29,8 +29,8 @@ from offload.step.residency.device_room import DeviceRoom
 from offload.step.residency.fetching import DirectFetcher, Fetcher, HomeFetcher, StagedFetcher
 from offload.step.residency.residency import Capacity, Residency
 from offload.step.threads.timeline import Timeline
-from offload.step.updates.means import Means
 from offload.step.updates.record_paths import record_accesses
+from offload.step.updates.tools import UpdateTools
 from offload.step.updates.update import Updates
 from offload.step.updates.value_paths import value_accesses
 from offload.tiers.memory import MemoryLedger
@@ -91,9 +91,9 @@ class Building:
         gradients = updates = None
         if records is not None:
             gradients = self._gradients([chunk for chunk, _, _ in trained], pool, averaged=of_ranks.averages_gradients)
-            means = Means(accelerator, pool, records, parameter_store, timeline)
+            tools = UpdateTools(accelerator, pool, records, parameter_store, timeline)
             updates = of_ranks.updates(
-                records, gradients, record_accesses(means), value_accesses(means, self._routes), accelerator, timeline
+                records, gradients, record_accesses(tools), value_accesses(tools, self._routes), accelerator, timeline
             )
             self._made.extend((gradients, updates))
         own_fetcher = self._fetcher(parameter_store, pool, updates)

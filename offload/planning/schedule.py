@@ -111,7 +111,7 @@ def apart_nbytes(trace: Trace, unit_nbytes: Sequence[int]) -> int:
 
 WORTHWHILE = 6
 """Bytes of fetches that a byte of memory must save in a step to be taken without being asked for: twice what keeping
-parameters saves (`offload.planning.budget.Kept`)."""
+parameters saves (`offload.planning.tier_choice.Kept`)."""
 
 
 def worthwhile_nbytes(expected: Expected, unit_nbytes: Sequence[int], prefetch: int) -> int:

@@ -1,1 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
+"""The group of ranks (of one, or of a machine in numbers): transport, agreement, the rendezvous, averages."""

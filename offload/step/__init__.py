@@ -1,1 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
+"""One training step.
+
+    hooks       what the model and autograd tell
+    residency   units fetched for it, and let go of
+    gradients   from autograd to the update
+    updates     the optimizer step
+    values      whole values by name, between steps
+    threads     who may go through the model, and what stops it
+
+`training` drives them; `uses` counts who needs which unit; `speculation` begins updates that may be undone.
+"""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `p.grad` holds: a token in place of each gradient that the engine took over (`offload.model.taken_gradient`).
 
-left     where nothing is copied PyTorch accumulates undisturbed; what backward left there is taken over at its end. What it
-         adds to a token after that comes here by itself
+waiting  small gradients, and where nothing is copied all: PyTorch accumulates undisturbed, and what waits in `p.grad` is
+         taken over together. What is added to a token after that comes here by itself
 coming   PyTorch is about to accumulate into it: an earlier gradient's token is taken out
 arrived  PyTorch accumulated: the gradient is taken over, and a token put in its place
 adopt    a gradient that another rank computed counts here too
@@ -62,10 +62,10 @@ class ParameterGradients:
         self._require_scaled_loss, self._failures = require_scaled_loss, failures
         self.micro_batches = MicroBatches(parts, narrow=narrow_sums)
         self.clipping = TokenClipping(parts.parameters, self.live, measure, self._accumulate)
-        self.left = left_parameters(parts)
+        self.waiting = waiting_parameters(parts)
         """The parameters into whose `grad` PyTorch accumulates undisturbed, by unit."""
-        indices = {info.index for infos in self.left.values() for info in infos}
-        self._left_of_part: dict[int | None, list[ParameterInfo]] = {
+        indices = {info.index for infos in self.waiting.values() for info in infos}
+        self._waiting_of_part: dict[int | None, list[ParameterInfo]] = {
             id(module): [info for info in unit.part_of(id(module)) if info.index in indices]
             for unit in parts.units
             if unit.has_parts
@@ -80,18 +80,18 @@ class ParameterGradients:
         comes is dropped, and whatever would use the sum raises (`require_new`)."""
 
     def _made_fillings(self, units: Iterable[Unit]) -> dict[tuple[int, int | None], Filling]:
-        """By unit and id of a module, where that has a part of the unit to itself: those left there, if they fill chunks."""
+        """By unit and id of a module, where that has a part of the unit to itself: those that wait there, if they fill chunks."""
         made = {}
         for unit in units if self._gradients is not None else ():
             for module_id in map(id, unit.modules) if unit.has_parts else (None,):
                 assert self._gradients is not None
-                if (filling := self._gradients.filling(self.left_of(unit, module_id))) is not None:
+                if (filling := self._gradients.filling(self.waiting_of(unit, module_id))) is not None:
                     made[unit.index, module_id] = filling
         return made
 
-    def left_of(self, unit: Unit, module_id: int | None) -> list[ParameterInfo]:
-        """Of `left` those that a call of the module uses (`Unit.part_of`)."""
-        return self._left_of_part.get(module_id, self.left.get(unit.index, []))
+    def waiting_of(self, unit: Unit, module_id: int | None) -> list[ParameterInfo]:
+        """Of `waiting` those that a call of the module uses (`Unit.part_of`)."""
+        return self._waiting_of_part.get(module_id, self.waiting.get(unit.index, []))
 
     # ---- backward ------------------------------------------------------------------------------------------------
 
@@ -129,14 +129,14 @@ class ParameterGradients:
         self._take_over(unit, info, gradient, owned=True)
         return gradient
 
-    def take_left(self, unit: Unit | None = None, module_id: int | None = None) -> int:
-        """Backward left a module of the unit, or (None) is over: take over what it left in `p.grad`. Returns its bytes."""
+    def take_waiting(self, unit: Unit | None = None, module_id: int | None = None) -> int:
+        """Backward left a module of the unit, or (None) is over: take over what waits in `p.grad`. Returns its bytes."""
         filling = self._fillings.get((unit.index, module_id if unit.has_parts else None)) if unit is not None else None
         if filling is not None and self._fill(filling):
             return filling.nbytes
-        lists: Collection[Collection[ParameterInfo]] = self.left.values()
+        lists: Collection[Collection[ParameterInfo]] = self.waiting.values()
         if unit is not None:
-            lists = [self.left_of(unit, module_id)]
+            lists = [self.waiting_of(unit, module_id)]
         with unguarded():
             if set(map(type, map(_GRADIENT_OF, chain.from_iterable(lists)))) <= _NOT_ASSIGNED:
                 return 0
@@ -156,7 +156,7 @@ class ParameterGradients:
         return sum([_nbytes(info) for info, _ in found])
 
     def _fill(self, filling: Filling) -> bool:
-        """`take_left` of all its parameters, if each has a first gradient."""
+        """`take_waiting` of all its parameters, if each has a first gradient."""
         with unguarded():
             gradients = filling.gradients()
             if gradients is None:
@@ -169,7 +169,7 @@ class ParameterGradients:
         return True
 
     def _expect(self, coming: Mapping[int, ParameterInfo], unit_indices: Iterable[int]) -> None:
-        """First gradients of these parameters of these units. Raises where they may not come: then what was left is dropped."""
+        """First gradients of these parameters of these units. Raises where they may not come: then what waits is dropped."""
         try:
             self._require_scaled_loss()
             for unit_index in unit_indices:
@@ -179,11 +179,11 @@ class ParameterGradients:
                 unit.shard.become(ShardState.REDUCING)
             self.micro_batches.first_gradients_coming(coming)
         except BaseException:
-            self._drop_left()
+            self._drop_waiting()
             raise
 
-    def _drop_left(self) -> None:
-        for info in chain.from_iterable(self.left.values()):
+    def _drop_waiting(self) -> None:
+        for info in chain.from_iterable(self.waiting.values()):
             if _is_new(info.parameter.grad):
                 info.parameter.grad = None
 
@@ -200,11 +200,11 @@ class ParameterGradients:
             self._intake.arrive(info, gradient, owned=False, is_part=self.micro_batches.adds_part(info))
 
     def _further_coming(self, info: ParameterInfo, *, is_second: bool) -> None:
-        """See `MicroBatches.gradient_coming`. Without room what the backward has left goes with the rest."""
+        """See `MicroBatches.gradient_coming`. Without room what waits goes with the rest."""
         try:
             self.micro_batches.gradient_coming(info, is_second=is_second)
         except BudgetError:
-            self._drop_left()
+            self._drop_waiting()
             raise
 
     def _take_over(self, unit: Unit, info: ParameterInfo, gradient: torch.Tensor, *, owned: bool) -> None:
@@ -338,7 +338,7 @@ class ParameterGradients:
                 info.parameter.grad = zeros
 
 
-def left_parameters(parts: Components) -> dict[int, list[ParameterInfo]]:
+def waiting_parameters(parts: Components) -> dict[int, list[ParameterInfo]]:
     """By unit the parameters into whose `grad` PyTorch accumulates undisturbed, as the engine would. They are taken over
     together: at the end of backward where the tensors that autograd made are kept, else when backward leaves their unit. What
     waits for that takes no more memory than is worth a word: of a unit with more the small ones wait. Of a shared parameter the

@@ -17,9 +17,10 @@ as it said (`Config.expecting`): updates begin in the last.
 wherever anything would see that an update came too early (a forward before `step`, a further gradient, `zero_grad`, a learning
 rate that changed), all of it is undone, and everything goes on as if it never was.
 
-Only units are updated so whose records lie on NVMe altogether, and whose parameters do or are rounded masters: what lies in
-memory is updated fast enough at `step`, and a copy of it to undo with would take memory. Parameters that stay where the model
-computes may be read at any time, and a graph keep what was read: those of a unit that were wait for `step` (`Unit.was_read`).
+A unit is updated early only if all its records lie on NVMe, and its parameters lie there too or are rounded masters: what
+lies in memory is updated fast enough at `step`, and a copy of it to undo with would take memory. Parameters that stay where the
+model computes may be read at any time, and a graph may keep what was read: a unit of which any were read waits for `step`
+(`Unit.was_read`).
 """
 
 from __future__ import annotations

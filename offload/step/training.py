@@ -137,7 +137,7 @@ class Training(FailureState):
         except BaseException:
             if self.failure is None:
                 with self.failures():
-                    self.gradients.take_left()  # what the backward that was cut short brought is scaled too
+                    self.gradients.take_waiting()  # what the backward that was cut short brought is scaled too
             raise
         finally:
             self.loss_is_scaled = before

@@ -41,7 +41,9 @@ def test_it_is_woken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
     def late(unit: Any, update: Any) -> None:
         assert asks.wait(20)
+        until = time.monotonic() + 20
         while sys._current_frames()[own].f_code is not Latch.wait.__code__:
+            assert time.monotonic() < until, "nobody waits"
             time.sleep(0.001)  # who waits for each finds none of them over
 
     before_each_update(monkeypatch, late)

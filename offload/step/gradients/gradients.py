@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients between the backward that computes them and the update that consumes them.
 
-    gradient_arrival   what becomes of a gradient that backward brings, on its way into its chunks' buffers
-    gradient_buffers   where the buffers lie, and what leaves them for the store when they run out
-    extents            the stores, and who has which extent there
+    arrival   what becomes of a gradient that backward brings, on its way into its chunks' buffers
+    buffers   where the buffers lie, and what leaves them for the store when they run out
+    extents   the stores, and who has which extent there
 
 Here is which of them count for the coming step, and who may read them. An update that may have to be undone
 (`offload.step.speculation`) does not consume what it reads: `hold` keeps it, until `drop_held` drops it or `take_back` makes

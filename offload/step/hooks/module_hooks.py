@@ -98,7 +98,7 @@ class Hooks:
         for unit in self._units:
             for module in _use_modules(unit, unit is self._units[0]):
                 self._hook_module(unit, module)
-            left = {info.index for info in self._events.left_parameters.get(unit.index, ())}
+            left = {info.index for info in self._events.waiting_parameters.get(unit.index, ())}
             for position, info in enumerate(unit.parameters):
                 if (info.parameter.requires_grad or info.trainable) and info.index not in left:
                     self._hook_parameter(unit.index, position, info)
@@ -342,7 +342,7 @@ class Hooks:
     def _hear_parameters(self, unit: Unit, module_id: int) -> None:
         """The gradients of a module's parameters, the last of which ends a use of it, are told of from now on."""
         with self._training.failures():
-            left = {info.index for info in self._events.left_of(unit, module_id)}
+            left = {info.index for info in self._events.waiting_of(unit, module_id)}
             for position, info in enumerate(unit.parameters):
                 if info.index in left:
                     self._hook_parameter(unit.index, position, info, is_left=True)

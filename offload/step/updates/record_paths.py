@@ -15,7 +15,7 @@ from offload.model.update import ChunkUpdate
 from offload.planning.purposes import RECORDS, RECORDS_ON_DEMAND
 from offload.planning.route import RecordPath
 from offload.step.threads.timeline import RECORD_WRITES
-from offload.step.updates.means import Means
+from offload.step.updates.tools import UpdateTools
 
 
 class RecordAccess(ABC):
@@ -45,8 +45,8 @@ class RecordAccess(ABC):
 class RecordsInPlace(RecordAccess):
     """The kernel addresses the record where it lies."""
 
-    def __init__(self, means: Means) -> None:
-        self._records = means.records
+    def __init__(self, tools: UpdateTools) -> None:
+        self._records = tools.records
 
     def begin(self, update: ChunkUpdate) -> Tensor:
         record = self._records.view(update.chunk)
@@ -59,8 +59,8 @@ class RecordsFromFile(RecordAccess):
 
     reads_ahead = True
 
-    def __init__(self, means: Means) -> None:
-        self._records, self._pool, self._timeline = means.records, means.pool, means.timeline
+    def __init__(self, tools: UpdateTools) -> None:
+        self._records, self._pool, self._timeline = tools.records, tools.pool, tools.timeline
 
     def reserve(self, update: ChunkUpdate, *, now: bool) -> bool:
         update.lease = self._pool.try_lease(RECORDS)
@@ -93,6 +93,6 @@ class RecordsFromFile(RecordAccess):
         lease.release(after=self._records.write(update.chunk, record[: self._records.nbytes(update.chunk)]))
 
 
-def record_accesses(means: Means) -> dict[RecordPath, RecordAccess]:
+def record_accesses(tools: UpdateTools) -> dict[RecordPath, RecordAccess]:
     """One for each path."""
-    return {RecordPath.IN_PLACE: RecordsInPlace(means), RecordPath.FILE: RecordsFromFile(means)}
+    return {RecordPath.IN_PLACE: RecordsInPlace(tools), RecordPath.FILE: RecordsFromFile(tools)}

@@ -27,7 +27,7 @@ from offload.planning.budget import READ_AHEAD
 from offload.planning.purposes import EMITTED
 from offload.planning.route import Memory, Route, ValuePath
 from offload.step.chunk_stores import ParameterStore
-from offload.step.updates.means import Means
+from offload.step.updates.tools import UpdateTools
 from offload.tiers.staging import Lease, StagingPool
 
 _OVER = Settled()
@@ -274,9 +274,9 @@ class ValuesCopiedOut(ValueAccess):
         return Settled()
 
 
-def value_accesses(means: Means, routes: Iterable[Route]) -> dict[tuple[ValuePath, Memory], ValueAccess]:
+def value_accesses(tools: UpdateTools, routes: Iterable[Route]) -> dict[tuple[ValuePath, Memory], ValueAccess]:
     """One for each path of these routes, in each memory that their updates compute in."""
-    accelerator, pool, parameter_store = means.accelerator, means.pool, means.parameter_store
+    accelerator, pool, parameter_store = tools.accelerator, tools.pool, tools.parameter_store
     ahead = ReadAhead(pool)
     made: dict[ValuePath, Callable[[], ValueAccess]] = {
         ValuePath.IN_PLACE: ValuesInPlace,

@@ -37,7 +37,7 @@ class Priority(IntEnum):
 
 
 class OpenFile(Protocol):
-    """An open file as the backends see it (`offload.tiers.scratch.ScratchFile` is one)."""
+    """An open file as the backends see it (`offload.tiers.scratch_file.ScratchFile` is one)."""
 
     @property
     def path(self) -> Path: ...

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ways of records and values work with: all that any of them may need, so that a new one is only written."""
+"""What records and values are brought to their update with: one object, so that another way changes no constructor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offload.tiers.staging import StagingPool
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class UpdateTools:
     """One engine's."""
 
     accelerator: Accelerator
