@@ -80,7 +80,7 @@ class ParameterGradients:
         comes is dropped, and whatever would use the sum raises (`require_new`)."""
 
     def _made_fillings(self, units: Iterable[Unit]) -> dict[tuple[int, int | None], Filling]:
-        """By unit and id of a module, where that has a part of the unit to itself: those that wait there, if they fill chunks."""
+        """By unit and id of a module, where that has a part of the unit to itself: those that wait, if they fill chunks."""
         made = {}
         for unit in units if self._gradients is not None else ():
             for module_id in map(id, unit.modules) if unit.has_parts else (None,):
