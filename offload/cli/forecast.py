@@ -61,6 +61,15 @@ def forecast(
     `unbound`: as of `VirtualMachine`. `most_nbytes`: as of `rehearse`.
 
     Raises `BudgetError` where nothing fits."""
+    virtual = VirtualMachine(share_of(machine, work.ranks), work.ranks, unbound)
+    loop, count = training_loop(model, optimizer, config, work), work.micro_batches
+    return rehearse(virtual, loop, tokens=work.tokens, micro_batches=count, trace=trace, most_nbytes=most_nbytes)
+
+
+def training_loop(
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: offload.Config, work: Work
+) -> Loop[offload.Engine]:
+    """A causal language model's, on tokens of which only the number counts. If `work` checkpoints, `model` does from now on."""
     if work.checkpointing:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of its name, which older versions know alone
@@ -79,9 +88,7 @@ def forecast(
         engine.step()
         engine.zero_grad()
 
-    virtual = VirtualMachine(share_of(machine, work.ranks), work.ranks, unbound)
-    loop, count = Loop(begin, micro_batch, end), work.micro_batches
-    return rehearse(virtual, loop, tokens=work.tokens, micro_batches=count, trace=trace, most_nbytes=most_nbytes)
+    return Loop(begin, micro_batch, end)
 
 
 def forecast_granted(

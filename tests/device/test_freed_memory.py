@@ -52,16 +52,20 @@ def test_holes_stay_as_long_as_they_are_below_what_was_needed_once(monkeypatch: 
     assert process.trim.call_count == 2 and process.holes == 0
 
 
-def test_holes_stay_below_what_was_reached_between_two_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More was in use before the first look than at it: holes of so much take nothing that was not taken before."""
+@pytest.mark.parametrize(
+    ("needed", "before", "allowed"), [(300, 30, 30), (320, 1000, 40)], ids=["of between two looks", "left from before training"]
+)
+def test_holes_stay_below_what_was_reached(monkeypatch: pytest.MonkeyPatch, needed: int, before: int, allowed: int) -> None:
+    """More was in use before the first look than at it: holes of so much take nothing that was not taken before. Far more was
+    left by something else."""
     process = Process(monkeypatch)
-    process.needed, process.holes = 300 * MIB, 30 * MIB
+    process.needed, process.holes = needed * MIB, before * MIB
     process.freed.about_to_free(LOOK_NBYTES)
     assert process.trim.call_count == 1
-    process.holes = 30 * MIB
+    process.holes = allowed * MIB
     process.freed.about_to_free(LOOK_NBYTES)
     assert process.trim.call_count == 1
-    process.holes = 31 * MIB
+    process.holes = (allowed + 1) * MIB
     process.freed.about_to_free(LOOK_NBYTES)
     assert process.trim.call_count == 2
 
@@ -77,18 +81,6 @@ def test_holes_alone_raise_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     process.holes = MIB
     process.freed.about_to_free(LOOK_NBYTES)
     assert process.trim.call_count == 12
-
-
-def test_what_was_left_before_training_is_not_what_was_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    process = Process(monkeypatch)
-    process.needed, process.holes = 320 * MIB, 1000 * MIB
-    process.freed.about_to_free(LOOK_NBYTES)
-    process.holes = 40 * MIB
-    process.freed.about_to_free(LOOK_NBYTES)
-    assert process.trim.call_count == 1
-    process.holes = 41 * MIB
-    process.freed.about_to_free(LOOK_NBYTES)
-    assert process.trim.call_count == 2
 
 
 def test_what_is_freed_is_not_counted_as_coming(monkeypatch: pytest.MonkeyPatch) -> None:

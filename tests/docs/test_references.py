@@ -40,20 +40,20 @@ def has(found: object, names: list[str]) -> bool:
     return True
 
 
-def lacking(pattern: re.Pattern[str]) -> Iterator[tuple[str, str]]:
+def named_in_pages(pattern: re.Pattern[str]) -> Iterator[tuple[str, str]]:
     for path in PAGES:
         for name in pattern.findall(path.read_text(encoding="utf-8")):
             yield str(path.relative_to(ROOT)), name
 
 
 def test_what_is_named_in_backticks_is_there() -> None:
-    names = list(lacking(NAMED))
+    names = list(named_in_pages(NAMED))
     assert len(names) > 100
     assert not [one for one in names if not is_there(one[1])]
 
 
 def test_files_that_are_named_are_there() -> None:
-    names = list(lacking(FILES))
+    names = list(named_in_pages(FILES))
     assert len(names) > 50
     assert not [
         (where, name)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,12 +11,12 @@ import torch
 import transformers
 
 import offload
-from offload.cli.forecast import Work, forecast
+from offload.cli.forecast import Work, forecast, training_loop
 from offload.device.virtual.description import read_machine
 from offload.device.virtual.machine import VirtualMachine
 from offload.errors import ConfigError
 from offload.planning.deciding import PAIRINGS
-from offload.rehearsal.forecast import Loop, rehearse
+from offload.rehearsal.forecast import rehearse
 
 WORK = Work(batch=1, sequence=2048, micro_batches=1, checkpointing=False)
 LIMIT = 1.05
@@ -38,21 +39,14 @@ def seconds(**fields: Any) -> tuple[float, bool] | None:
     """Of a step, and whether several micro-batches would find room for their sums; None where it does not fit."""
     model, has_room = small(), set[bool]()
     config = offload.Config(dtype="bf16", nvme=".", max_grad_norm=1.0, **fields)
-
-    def begin() -> offload.Engine:
-        return offload.initialize(model, torch.optim.AdamW(model.parameters()), config.expecting(1, WORK.tokens))
-
-    def micro_batch(engine: offload.Engine) -> None:
-        tokens = torch.zeros(WORK.batch, WORK.sequence, dtype=torch.long, device="meta")
-        engine.backward(model(input_ids=tokens, labels=tokens).loss)
+    loop = training_loop(model, torch.optim.AdamW(model.parameters()), config, WORK)
 
     def end(engine: offload.Engine) -> None:
-        engine.step()
-        engine.zero_grad()
+        loop.end(engine)
         has_room.add(engine.stats()["decision"]["room_for_micro_batches"])
 
     try:
-        found = rehearse(VirtualMachine(read_machine("rtx4090")), Loop(begin, micro_batch, end), tokens=WORK.tokens)
+        found = rehearse(VirtualMachine(read_machine("rtx4090")), replace(loop, end=end), tokens=WORK.tokens)
     except ConfigError:
         return None
     return found.step_seconds, has_room.pop()

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 import offload
-from offload.cli.forecast import Work, forecast
+from offload.cli.forecast import Work, forecast, training_loop
 from offload.cli.main import main
 from offload.device.deferred import DeferredAccelerator
 from offload.device.virtual.description import Machine, described, read_machine
@@ -164,27 +164,23 @@ def looked_at(work: Work, machine: Machine, trace: Path | None = None, **fields:
     steps: list[list[bool]] = []
     with torch.device("meta"):
         model = tiny()
-    if work.checkpointing:
-        model.gradient_checkpointing_enable()
+    loop = training_loop(model, adamw(model), offload.Config(dtype="bf16", nvme=".", **fields), work)
 
     def begin() -> offload.Engine:
-        config = offload.Config(dtype="bf16", nvme=".", **fields)
         steps.append([])
-        return offload.initialize(model, adamw(model), config.expecting(work.micro_batches, work.batch * work.sequence))
+        return loop.begin()
 
     def micro_batch(engine: offload.Engine) -> None:
-        tokens = torch.zeros(work.batch, work.sequence, dtype=torch.long, device="meta")
-        engine.backward(model(input_ids=tokens, labels=tokens).loss)
+        loop.micro_batch(engine)
         steps[-1].append(any(unit.early is not None for unit in units_of(engine)))
 
     def end(engine: offload.Engine) -> None:
-        engine.step()
-        engine.zero_grad()
+        loop.end(engine)
         assert engine.stats()["undone_steps"] == 0
         steps.append([])
 
-    loop = Loop(begin, micro_batch, end)
-    found = rehearse(VirtualMachine(machine), loop, tokens=work.tokens, micro_batches=work.micro_batches, trace=trace)
+    watched = Loop(begin, micro_batch, end)
+    found = rehearse(VirtualMachine(machine), watched, tokens=work.tokens, micro_batches=work.micro_batches, trace=trace)
     return found, steps[:-1]
 
 
@@ -445,20 +441,13 @@ def on_virtual(kind: type[CountedOperations], **fields: Any) -> tuple[CountedOpe
     virtual, found = VirtualMachine(MACHINE), list[Any]()
     with torch.device("meta"):
         model = tiny()
-    model.gradient_checkpointing_enable()
-    tokens = torch.zeros(WORK.batch, WORK.sequence, dtype=torch.long, device="meta")
-    config = offload.Config(dtype="bf16", nvme=".", **fields).expecting(2)
-    with (
-        virtual.running(),
-        kind(virtual) as counted,
-        fused_attention(),
-        offload.initialize(model, adamw(model), config) as engine,
-    ):
+    work = dataclasses.replace(WORK, micro_batches=2, checkpointing=True)
+    loop = training_loop(model, adamw(model), offload.Config(dtype="bf16", nvme=".", **fields), work)
+    with virtual.running(), kind(virtual) as counted, fused_attention(), loop.begin() as engine:
         for _ in range(2):
             for _ in range(2):
-                engine.backward(model(input_ids=tokens, labels=tokens).loss)
-            engine.step()
-            engine.zero_grad()
+                loop.micro_batch(engine)
+            loop.end(engine)
             virtual.compute.last.wait()
             found += [virtual.simulation.now, virtual.compute_seconds, virtual.moved(), virtual.memory.peak_nbytes]
             found += [(one.moved, one.busy_seconds, one.hidden_seconds) for one in virtual.resources.values()]

@@ -144,18 +144,18 @@ class VirtualMachine:
             self._pass_on_host(nbytes)
 
     def _pass_on_host(self, nbytes: float) -> None:
-        amounts = {"memory_bandwidth": nbytes}
-        if self.machine.kind == "cpu":
-            amounts[CORES] = nbytes / self.machine.memory_bandwidth
+        amounts = {"memory_bandwidth": nbytes} | self._cores(nbytes / self.machine.memory_bandwidth)
         self.sharing.start(self.amounts(amounts)).wait()
+
+    def _cores(self, seconds: float) -> dict[str, float]:
+        """What host work of so many seconds takes of the cores that compute the model, where they do."""
+        return {CORES: seconds} if self.machine.kind == "cpu" else {}
 
     def transfer(self, nbytes: int, *, is_write: bool, priority: int) -> Event:
         self.call()
         direction, queue = ("nvme_write", self.writes) if is_write else ("nvme_read", self.reads)
         amounts: dict[str, float] = {direction: nbytes, "nvme_both": nbytes, "memory_bandwidth": nbytes}
-        if self.machine.kind == "cpu":
-            amounts[CORES] = nbytes / self.machine.nvme_core
-        return queue.add(self.amounts(amounts), priority=priority)
+        return queue.add(self.amounts(amounts | self._cores(nbytes / self.machine.nvme_core)), priority=priority)
 
     def exchange(self, nbytes: float) -> Event:
         """Send the other ranks so many bytes, and receive as many."""

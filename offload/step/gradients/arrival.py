@@ -109,7 +109,7 @@ class GradientArrival:
         return self._spilling_count > 0
 
     @property
-    def is_direct(self) -> bool:
+    def _is_direct(self) -> bool:
         """Whether gradients are computed where they are summed."""
         return not self._reduced and self._transit is None and self._device_sums is None
 
@@ -178,7 +178,7 @@ class GradientArrival:
 
     def arrive_together(self, found: Iterable[tuple[ParameterInfo, torch.Tensor]]) -> None:
         """`arrive` of several parameters' first gradients, those of one chunk in one pass. Under the lock."""
-        if not self.is_direct:
+        if not self._is_direct:
             self._send_together(found)
             return
         moves: dict[Chunk, list[tuple[int, Piece, torch.Tensor]]] = {}

@@ -98,9 +98,9 @@ class Hooks:
         for unit in self._units:
             for module in _use_modules(unit, unit is self._units[0]):
                 self._hook_module(unit, module)
-            left = {info.index for info in self._events.waiting_parameters.get(unit.index, ())}
+            waiting = {info.index for info in self._events.waiting_parameters.get(unit.index, ())}
             for position, info in enumerate(unit.parameters):
-                if (info.parameter.requires_grad or info.trainable) and info.index not in left:
+                if (info.parameter.requires_grad or info.trainable) and info.index not in waiting:
                     self._hook_parameter(unit.index, position, info)
         for module in self._root.modules():
             if module._parameters:
@@ -119,8 +119,8 @@ class Hooks:
         self._removers.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
         self._removers.append(module.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
 
-    def _hook_parameter(self, unit_index: int, position: int, info: ParameterInfo, *, is_left: bool = False) -> None:
-        """`is_left`: its gradient stays in `p.grad`; that it came is told all the same."""
+    def _hook_parameter(self, unit_index: int, position: int, info: ParameterInfo, *, waits: bool = False) -> None:
+        """`waits`: its gradient stays in `p.grad`; that it came is told all the same."""
         # The hooks of a parameter lie where Python's collector does not look: what they hold strongly, and lead back to the
         # parameter, would never be freed. The hooks of the modules keep the passes alive as long as the model lives.
         reference = weakref.ref(self._backwards)
@@ -135,11 +135,11 @@ class Hooks:
             passes = reference()
             if passes is not None:
                 unit = passes.units[unit_index]
-                (passes.accumulated if is_left else passes.after_accumulation)(unit, unit.parameters[position])
+                (passes.accumulated if waits else passes.after_accumulation)(unit, unit.parameters[position])
 
         is_frozen = not info.parameter.requires_grad  # for now: PyTorch takes hooks of what requires a gradient alone
         info.parameter.requires_grad_(True)
-        if not is_left:
+        if not waits:
             self._removers.append(info.parameter.register_hook(Uncompiled(before_accumulation)).remove)
         self._removers.append(info.parameter.register_post_accumulate_grad_hook(Uncompiled(after_accumulation)).remove)
         info.parameter.requires_grad_(not is_frozen)
@@ -342,10 +342,10 @@ class Hooks:
     def _hear_parameters(self, unit: Unit, module_id: int) -> None:
         """The gradients of a module's parameters, the last of which ends a use of it, are told of from now on."""
         with self._training.failures():
-            left = {info.index for info in self._events.waiting_of(unit, module_id)}
+            waiting = {info.index for info in self._events.waiting_of(unit, module_id)}
             for position, info in enumerate(unit.parameters):
-                if info.index in left:
-                    self._hook_parameter(unit.index, position, info, is_left=True)
+                if info.index in waiting:
+                    self._hook_parameter(unit.index, position, info, waits=True)
             self._heard.add((unit.index, module_id))
 
     def _report_writes(self, unit: Unit) -> None:
