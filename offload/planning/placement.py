@@ -16,22 +16,14 @@ from offload.device.records import RecordFormat
 from offload.device.segment import StateFormat
 from offload.layout import EXTENT_ALIGN, round_up
 from offload.planning import purposes
-from offload.planning.budget import (
-    FETCH_BUFFERS,
-    IN_WRITING,
-    LANDING_BUFFERS,
-    READ_AHEAD,
-    MemoryLine,
-    MemoryPlan,
-    Tier,
-)
+from offload.planning.budget import LANDING_BUFFERS, MemoryLine, MemoryPlan, Tier
 from offload.planning.free_memory import FreeMemory
 from offload.planning.link_seconds import Cost
 from offload.planning.purposes import StateNames
-from offload.planning.route import Memory, Route, ValuePath, alike, routes_of, with_undo
-from offload.planning.route_bytes import held
+from offload.planning.route import Memory, Route, alike, routes_of, with_undo
+from offload.planning.route_bytes import held, staged
 from offload.planning.schedule import apart_nbytes, expected_nbytes, worthwhile_nbytes
-from offload.planning.sizes import Footprint, UnitSizes, gradient_buffer_nbytes, least_gradient_buffers
+from offload.planning.sizes import Footprint, UnitSizes, least_gradient_buffers
 from offload.planning.tier_choice import NOTHING_NEAR, Choice, Kept
 from offload.planning.trace import Expected
 
@@ -319,49 +311,17 @@ def _sum_lines(units: Sequence[UnitSizes], choice: Choice, routes: Sequence[Rout
 
 def _staging(problem: Problem, choice: Choice, routed: Sequence[tuple[UnitSizes, Route]]) -> dict[str, tuple[int, int]]:
     """Host buffers: purpose -> (count, nbytes). `routed`: units with their routes, alike ones once."""
-    footprint, unified = problem.footprint, problem.accelerator.unified
-    trained = [(unit, route) for unit, route in routed if unit.trained]
+    footprint = problem.footprint
     buffers: dict[str, tuple[int, int]] = {}
-    record = max((max(unit.records(route.crosses).chunks) for unit, route in trained if _reads_records(unit, route)), default=0)
-    if record:
-        # read ahead, in the update's hands, in writing
-        buffers[purposes.RECORDS] = (READ_AHEAD + 1 + IN_WRITING, record)
-        # one for a unit whose turn comes before that of those read ahead
-        buffers[purposes.RECORDS_ON_DEMAND] = (1, record)
-    spilling = [unit for unit, route in trained if route.gradients_in is None]
-    brought = [unit for unit, route in trained if route.brings_gradients]
-    if spilling and choice.retained:
-        buffers[purposes.RETAINED] = (choice.retained, gradient_buffer_nbytes(spilling))
-    if (spilling and choice.retained) or brought:
-        # a gradient comes back with each record that is read ahead, in hand, or out of order
-        back = [*(spilling if choice.retained else []), *brought]
-        buffers[purposes.RELOADED] = (READ_AHEAD + 1 + IN_WRITING + 1, gradient_buffer_nbytes(back))
+    for unit, route in routed:
+        for purpose, count, nbytes in staged(unit, route, choice.retained, footprint.parameter_buffer):
+            most, largest = buffers.get(purpose, (0, 0))
+            buffers[purpose] = max(most, count), max(largest, nbytes)
     if problem.packs_gradients:
-        if any(unit.trained and route.gradients_in is not Memory.DEVICE for unit, route in routed):
+        if any(unit.trained and route.gradients_leave_device for unit, route in routed):
             buffers[purposes.LANDING] = (LANDING_BUFFERS, footprint.parameter_buffer)
         buffers[purposes.SUMS] = (1, footprint.square_sums)
-    emits = [
-        (unit, route)
-        for unit, route in trained
-        if route.value_path is ValuePath.COPY_IN
-        or (_passes_through(unit, route) and route.value_path is not ValuePath.RESIDENT)
-    ]
-    ahead = [any(unit.records(route.crosses).read) for unit, route in emits]
-    if emits:
-        # updated parameters on their way home, and where the update reads them too, those read ahead
-        buffers[purposes.EMITTED] = ((READ_AHEAD if any(ahead) else 0) + 1 + IN_WRITING, footprint.parameter_buffer)
-    if not unified and any(_passes_through(unit, route) for unit, route in routed):
-        buffers[purposes.FETCHED] = (FETCH_BUFFERS, footprint.parameter_buffer)
     return buffers
-
-
-def _reads_records(unit: UnitSizes, route: Route) -> bool:
-    return route.records == "nvme" and route.kept_records < len(unit.trained)
-
-
-def _passes_through(unit: UnitSizes, route: Route) -> bool:
-    """Whether parameters come from NVMe and go there."""
-    return route.parameters == "nvme" and route.kept_parameters < len(unit.chunks)
 
 
 def _summed_outside(units: Sequence[UnitSizes], routes: Sequence[Route]) -> list[tuple[UnitSizes, Route]]:

@@ -60,7 +60,6 @@ class UnitSizes:
     gradients_nbytes: int
     gradients_kept: int
     sums: int
-    largest_trained_numel: int
     open_chunk_count: int
 
     def records(self, crosses: bool) -> RecordSizes:
@@ -92,7 +91,6 @@ class UnitSizes:
             gradients_nbytes=sum(gradients),
             gradients_kept=sum(wide if wide_gradients else gradients),
             sums=0 if wide_gradients else sum(flat.updated_numel * MASTER_ITEMSIZE for flat in narrow),
-            largest_trained_numel=max((chunk.numel for flat in trained for chunk in flat.chunks), default=0),
             open_chunk_count=sum(flat.open_chunk_count for flat in trained),
         )
 
@@ -157,11 +155,6 @@ class Footprint:
     @property
     def is_trained(self) -> bool:
         return any(unit.trained for unit in self.units)
-
-
-def gradient_buffer_nbytes(units: Iterable[UnitSizes]) -> int:
-    """Bytes of a buffer that holds any chunk's gradient, accumulated in fp32."""
-    return max((unit.largest_trained_numel for unit in units), default=0) * MASTER_ITEMSIZE
 
 
 def least_gradient_buffers(units: Iterable[UnitSizes]) -> int:

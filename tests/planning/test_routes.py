@@ -23,8 +23,7 @@ NO_RECORDS = RecordSizes(chunks=(), read=(), nbytes=0)
 
 UNIT = UnitSizes(
     index=0, whole=1, home=1, chunks=(1,), trained=(1,), trained_positions=(0,), beside=NO_RECORDS, across=NO_RECORDS,
-    gradients=(1,), gradients_wide=(1,), gradients_nbytes=1, gradients_kept=1, sums=0, largest_trained_numel=1,
-    open_chunk_count=1,
+    gradients=(1,), gradients_wide=(1,), gradients_nbytes=1, gradients_kept=1, sums=0, open_chunk_count=1,
 )  # fmt: skip
 
 
