@@ -19,9 +19,6 @@ from offload.tiers.staging import StagingPool
 from offload.tiers.store import Store
 from offload.tiers.stores import Stores
 
-_HOST_ONLY = frozenset({OPTIMIZER_STATES.furthest, OPTIMIZER_STATES.kept, ACCUMULATED})
-"""Of what lies in host memory, what no copy to or from the device touches."""
-
 
 class Allocation:
     """Makes what the placement decided; whatever it makes is added to `made`, to be closed in reverse order."""
@@ -48,7 +45,9 @@ class Allocation:
         return self._made_store(PARAMETERS, self._placement.parameters, tier, extents)
 
     def records(self, tier: Tier, extents: Iterable[Extent]) -> Store:
-        return self._made_store(OPTIMIZER_STATES, self._placement.optimizer_states, tier, extents)
+        updated_in = {route.update_in for route in self._placement.routes if route.records_in is Memory.HOST}
+        is_copied = Memory.DEVICE in updated_in
+        return self._made_store(OPTIMIZER_STATES, self._placement.optimizer_states, tier, extents, is_copied=is_copied)
 
     def gradients(self, tier: Tier, extents: Iterable[Extent]) -> Store:
         extents = list(extents)
@@ -58,12 +57,14 @@ class Allocation:
         return store
 
     def sums(self, tier: Tier, extents: Iterable[Extent]) -> Store:
-        """Of micro-batches."""
-        return self._added(self._store(tier, ACCUMULATED, extents))
+        """Of micro-batches, which only the host touches."""
+        return self._added(self._stores.make(tier, ACCUMULATED, extents, is_copied=False))
 
-    def _made_store(self, names: StateNames, furthest: Tier, tier: Tier, extents: Iterable[Extent]) -> Store:
-        """A store of what lies in `tier`, of a state that may lie as far as `furthest`."""
-        return self._added(self._store(tier, names.of(tier, furthest), extents))
+    def _made_store(
+        self, names: StateNames, furthest: Tier, tier: Tier, extents: Iterable[Extent], *, is_copied: bool = True
+    ) -> Store:
+        """A store of what lies in `tier`, of a state that may lie as far as `furthest`. `is_copied`: as of `Stores.make`."""
+        return self._added(self._stores.make(tier, names.of(tier, furthest), extents, is_copied=is_copied))
 
     def _added(self, store: Store) -> Store:
         self._made.append(store)
@@ -91,9 +92,6 @@ class Allocation:
             self._made.append(self._home)
         offset, self._home_offset_nbytes = self._home_offset_nbytes, self._home_offset_nbytes + nbytes
         return HomeMemory(self._home.tensor[offset : offset + nbytes])
-
-    def _store(self, tier: Tier, name: str, extents: Iterable[Extent]) -> Store:
-        return self._stores.make(tier, name, extents, is_copied=name not in _HOST_ONLY)
 
     def _register_staging(self, address: int, nbytes: int) -> Callable[[], None]:
         """Staging memory is pinned for the device and registered for file I/O."""
