@@ -131,9 +131,13 @@ class ChunkStore(ABC):
         _turn(place)
         assert place.extent is not None
         pending = _OfChunk(place.store.write(place.extent, source), self._purpose, chunk)
-        with self._lock:
-            place.write = self._writing[chunk] = pending
+        self.writing(chunk, pending)
         return pending
+
+    def writing(self, chunk: Chunk, pending: Pending) -> None:
+        """`pending` writes the chunk where it lies in the store: whoever reads it, or writes there, waits for that."""
+        with self._lock:
+            self._place(chunk).write = self._writing[chunk] = pending
 
     def undo_write(self, chunk: Chunk) -> None:
         """The chunk, whose route must be undoable, is again what it was before its last write. Nobody may be reading it."""

@@ -231,6 +231,8 @@ class ValuesCopiedOut(ValueAccess):
         self._accelerator = accelerator
         self._parameter_store = parameter_store
         self._pool = pool
+        self._leaving: Pending = _OVER
+        """The last copy home, while the next values are updated."""
 
     def begin(self, chunk: Chunk, old: ValuesNeeded) -> torch.Tensor:
         values = torch.empty(chunk.numel, dtype=chunk.flat.dtype, device=self._accelerator.device)
@@ -268,10 +270,17 @@ class ValuesCopiedOut(ValueAccess):
         for piece in pieces:
             low, high = piece.start - start, piece.stop - start
             last = self._accelerator.copy_out(home[low:high], values[low:high])
-        last.wait()
-        if lease is not None:
+        if lease is None:
+            self._parameter_store.writing(chunk, last)
+            before, self._leaving = self._leaving, last
+            before.wait()
+        else:
+            last.wait()
             lease.release(after=self._parameter_store.write(chunk, lease.tensor[:nbytes]))
-        return Settled()
+        return _OVER
+
+    def close(self) -> None:
+        self._leaving = _OVER  # it keeps the memory
 
 
 def value_accesses(tools: UpdateTools, routes: Iterable[Route]) -> dict[tuple[ValuePath, Memory], ValueAccess]:
