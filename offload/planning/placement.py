@@ -21,7 +21,7 @@ from offload.planning.free_memory import FreeMemory
 from offload.planning.link_seconds import Cost
 from offload.planning.purposes import StateNames
 from offload.planning.route import Memory, Route, alike, routes_of, with_undo
-from offload.planning.route_bytes import held, staged
+from offload.planning.route_bytes import held, passed_through
 from offload.planning.schedule import apart_nbytes, expected_nbytes, worthwhile_nbytes
 from offload.planning.sizes import Footprint, UnitSizes, least_gradient_buffers
 from offload.planning.tier_choice import NOTHING_NEAR, Choice, Kept
@@ -236,7 +236,7 @@ def place(problem: Problem, choice: Choice) -> Placement:
     capacity = _capacity(problem, choice, routes)
     nbytes = Counter[tuple[StateNames, Tier]]()
     kinds = alike(footprint, routes)
-    staging = _staging(problem, choice, [(unit, route) for unit, route, _ in kinds])
+    buffers = _buffers(problem, choice, [(unit, route) for unit, route, _ in kinds])
     for unit, route, times in kinds:
         for names, tier, count in held(unit, route):
             nbytes[names, tier] += times * count
@@ -255,14 +255,14 @@ def place(problem: Problem, choice: Choice) -> Placement:
         routes = with_undo(routes, {unit.index for unit in undoable})
     undo_nbytes = sum(_undo_nbytes(unit, routes[unit.index]) for unit in undoable)
     lines.append(MemoryLine("nvme", "room to undo updates", undo_nbytes))
-    lines.extend(MemoryLine("cpu", purpose, count * nbytes) for purpose, (count, nbytes) in staging.items())
+    lines.extend(MemoryLine(tier, purpose, count * nbytes) for (tier, purpose), (count, nbytes) in buffers.items())
     transit = 0
     if problem.packs_gradients:
-        lines.append(MemoryLine("device", "gradient sums", footprint.square_sums))
         leaving = [unit for unit, _ in _summed_outside(footprint.units, routes)]
         if leaving:
             transit = _transit_buffer_count(problem, leaving, MemoryPlan(tuple(lines)).total_nbytes("device"))
             lines.append(MemoryLine("device", "gradients on their way", transit * footprint.parameter_buffer))
+    staging = {purpose: size for (tier, purpose), size in buffers.items() if tier == "cpu"}
     return Placement(
         choice, routes, staging, capacity, MemoryPlan(tuple(line for line in lines if line.nbytes)), problem.bounds_units,
         tuple(sums), transit_buffer_count=transit,
@@ -309,18 +309,22 @@ def _sum_lines(units: Sequence[UnitSizes], choice: Choice, routes: Sequence[Rout
 # ---- buffers ---------------------------------------------------------------------------------------------------------
 
 
-def _staging(problem: Problem, choice: Choice, routed: Sequence[tuple[UnitSizes, Route]]) -> dict[str, tuple[int, int]]:
-    """Host buffers: purpose -> (count, nbytes). `routed`: units with their routes, alike ones once."""
+_Buffers = dict[tuple[Tier, str], tuple[int, int]]
+"""(tier, purpose) -> (count, nbytes)."""
+
+
+def _buffers(problem: Problem, choice: Choice, routed: Sequence[tuple[UnitSizes, Route]]) -> _Buffers:
+    """`routed`: units with their routes, alike ones once."""
     footprint = problem.footprint
-    buffers: dict[str, tuple[int, int]] = {}
+    buffers: _Buffers = {}
     for unit, route in routed:
-        for purpose, count, nbytes in staged(unit, route, choice.retained, footprint.parameter_buffer):
-            most, largest = buffers.get(purpose, (0, 0))
-            buffers[purpose] = max(most, count), max(largest, nbytes)
+        for tier, purpose, count, nbytes in passed_through(unit, route, choice.retained, footprint.parameter_buffer):
+            most, largest = buffers.get((tier, purpose), (0, 0))
+            buffers[tier, purpose] = max(most, count), max(largest, nbytes)
     if problem.packs_gradients:
         if any(unit.trained and route.gradients_leave_device for unit, route in routed):
-            buffers[purposes.LANDING] = (LANDING_BUFFERS, footprint.parameter_buffer)
-        buffers[purposes.SUMS] = (1, footprint.square_sums)
+            buffers["cpu", purposes.LANDING] = LANDING_BUFFERS, footprint.parameter_buffer
+        buffers["cpu", purposes.SUMS] = buffers["device", purposes.SUMS] = 1, footprint.square_sums
     return buffers
 
 

@@ -96,26 +96,29 @@ def held(unit: UnitSizes, route: Route) -> Iterator[tuple[StateNames, Tier, int]
     yield GRADIENTS, route.gradients, unit.gradients_kept
 
 
-def staged(unit: UnitSizes, route: Route, retained: int, parameter_buffer: int) -> Iterator[tuple[str, int, int]]:
-    """Host buffers that its states pass through, which all units share: purpose, how many, bytes of each. `retained`: of those
+def passed_through(unit: UnitSizes, route: Route, retained: int, parameter_buffer: int) -> Iterator[tuple[Tier, str, int, int]]:
+    """Buffers that its states pass through, which all units share: tier, purpose, how many, bytes of each. `retained`: how many
     for gradients on their way to NVMe. `parameter_buffer`: bytes of one for any chunk's parameters."""
     comes_from_file = route.parameters == "nvme" and route.kept_parameters < len(unit.chunks)
     if comes_from_file and route.model_in is Memory.DEVICE:
-        yield FETCHED, FETCH_BUFFERS, parameter_buffer
+        yield "cpu", FETCHED, FETCH_BUFFERS, parameter_buffer
     if not unit.trained:
         return
     sizes, gradient = unit.records(route.crosses), max(unit.gradients_wide)
     if route.records == "nvme" and route.kept_records < len(unit.trained) and sizes.nbytes:
         # read ahead, in the update's hands, in writing
-        yield RECORDS, READ_AHEAD + 1 + IN_WRITING, max(sizes.chunks)
+        yield "cpu", RECORDS, READ_AHEAD + 1 + IN_WRITING, max(sizes.chunks)
         # one for a unit whose turn comes before that of those read ahead
-        yield RECORDS_ON_DEMAND, 1, max(sizes.chunks)
+        yield "cpu", RECORDS_ON_DEMAND, 1, max(sizes.chunks)
     spills = route.gradients_in is None and retained > 0
     if spills:
-        yield RETAINED, retained, gradient
+        yield "cpu", RETAINED, retained, gradient
     if spills or route.brings_gradients:
         # a gradient comes back with each record that is read ahead, in hand, or out of order
-        yield RELOADED, READ_AHEAD + 1 + IN_WRITING + 1, gradient
+        yield "cpu", RELOADED, READ_AHEAD + 1 + IN_WRITING + 1, gradient
     if route.value_path is ValuePath.COPY_IN or (comes_from_file and route.value_path is not ValuePath.RESIDENT):
         # updated parameters on their way home, and where the update reads them too, those read ahead
-        yield EMITTED, (READ_AHEAD if any(sizes.read) else 0) + 1 + IN_WRITING, parameter_buffer
+        yield "cpu", EMITTED, (READ_AHEAD if any(sizes.read) else 0) + 1 + IN_WRITING, parameter_buffer
+    if route.value_path is ValuePath.COPY_OUT:
+        # in the update's hands, on its way home
+        yield "device", EMITTED, 2, parameter_buffer

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,14 @@ import pytest
 import torch
 
 import offload
+from offload.model.chunk import Chunk
+from offload.planning.purposes import EMITTED
 from offload.planning.route import Memory
 from offload.planning.tier_choice import Kept
+from offload.step.updates.value_paths import ValuesCopiedOut, ValuesNeeded
 from tests.crosses import in_turn
 from tests.inside import placement_of, units_of
+from tests.small_sizes import small
 
 from .chosen import choosing
 from .models import IN_MEMORY, Setup, llama, two_groups
@@ -104,6 +109,30 @@ def test_values_are_read_and_written_wherever_they_lie(opened: Any, case: str) -
         weights.append(engine.state_dict())
         engine.close()
     assert_same_bits(weights[0], weights[1])
+
+
+def test_new_values_take_no_more_of_the_device_on_their_way_home_than_the_plan_says(
+    opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small(monkeypatch, chunk_numel=4096)
+    there: list[int] = []
+    most = 0
+    begin = ValuesCopiedOut.begin
+
+    def counted(self: ValuesCopiedOut, chunk: Chunk, old: ValuesNeeded) -> torch.Tensor:
+        nonlocal most
+        values = begin(self, chunk, old)
+        there.append(values.nbytes)
+        weakref.finalize(values.untyped_storage(), there.remove, values.nbytes)
+        most = max(most, sum(there))
+        return values
+
+    monkeypatch.setattr(ValuesCopiedOut, "begin", counted)
+    model = llama(LAYERS)
+    engine = opened(model, two_groups(model), Setup("cpu", "device", "deferred"), dtype="bf16")
+    run_engine(engine, lambda run: bitwise_loop(run, 2))
+    [line] = [line for line in engine.stats()["planned"] if (line["tier"], line["purpose"]) == ("device", EMITTED)]
+    assert most == line["nbytes"]
 
 
 def test_a_newly_trained_parameter_finds_its_place(opened: Any) -> None:
