@@ -143,8 +143,7 @@ class Speculation:
 
     def norm_is_known(self, *, changes: bool) -> None:
         """`changes`: the step clips, or is left out."""
-        if self._gave_up and not self._saw_a_step and self._backward_count <= self._expected_count:
-            self._history.record(True)  # what undid it was no backward more than was known of
+        self._judge(steps=True)
         self._history.record(changes)
         self._expected_count, self._saw_a_step = self._backward_count, True
         if changes:
@@ -165,11 +164,24 @@ class Speculation:
             unit.was_read = False
             if not unit.uses.count:
                 unit.close_off()
-        self.end_step()
+        self._end_step()
         return {info.index for info in updated}, recalled
 
-    def end_step(self) -> None:
-        """The next step may begin updates again."""
+    def drop(self) -> None:
+        """There will be no step of what came so far."""
+        self.undo()
+        self._judge(steps=False)
+        self._end_step()
+
+    def _judge(self, *, steps: bool) -> None:
+        """Whether it is a strike if something was undone: whatever the reason, in this loop the next step may have it too. Of a
+        first step nothing was known: there it is one if the loop `steps` after no backward more than it said."""
+        tells = self._saw_a_step or (steps and self._backward_count <= self._expected_count)
+        if self._gave_up and tells:
+            self._history.record(True)
+
+    def _end_step(self) -> None:
+        """The next one may begin updates again."""
         self._forget()
         self._gave_up, self._backward_count = False, 0
 
@@ -183,8 +195,6 @@ class Speculation:
         undone = self._early_updates()
         self._forget()
         self._gave_up = True
-        if self._saw_a_step:
-            self._history.record(True)  # whatever the reason: in this loop the next step may have it too
         self.undone_step_count += 1
         for _, early in undone:
             for update in early.updates:

@@ -177,8 +177,7 @@ class Training(FailureState):
         with self.failures():
             self._intake.settle()
             self.gradients.adopt()
-            self.speculation.undo()
-            self.speculation.end_step()
+            self.speculation.drop()
             if not set_to_none:
                 self._residency.finish_updates()
                 self._settle_shards()
