@@ -153,7 +153,7 @@ class BackwardPasses:
 
     def __init__(self, units: Sequence[Unit], training: Training, events: ModelEvents) -> None:
         self.units, self._training, self._uses, self._events = units, training, training.uses, events
-        self.turn = training.turn
+        self.turn, self._waiting = training.turn, training.gradients.waiting
         self._clock = itertools.count(1)
         self._open: dict[BackwardUse, None] = {}
         self._graph_tasks: dict[int, weakref.ref[_GraphTaskEnd]] = {}
@@ -177,7 +177,7 @@ class BackwardPasses:
     def forward_begins(self) -> None:
         """A new outermost forward: nothing of an earlier backward that was cut short is still going on."""
         if self._graph_tasks and not self._events.all_stays:
-            self._events.take_waiting()  # before another backward's come to them
+            self._events.waiting_arrived()  # before another backward's come to them
         self._open.clear()
         self._graph_tasks.clear()
         self._left_early.clear()
@@ -239,7 +239,7 @@ class BackwardPasses:
             if self._events.all_stays:
                 self._uses.uncover()
             else:
-                self._events.take_waiting()
+                self._events.waiting_arrived()
             self._left_early.clear()
             self._coming.clear()
             self.second_order.abandon()
@@ -262,7 +262,7 @@ class BackwardPasses:
             with self._training.failures():
                 if self._events.all_stays:
                     self._uses.uncover()
-                self._accumulates = self._events.take_waiting() or self._accumulates
+                self._accumulates = self._events.waiting_arrived() or self._accumulates
                 while self._left_early:
                     self._events.backward_leaves(self._left_early.popitem()[1])
                 if self._accumulates:  # else it is `torch.autograd.grad`'s or a transform's, no part of the step
@@ -321,7 +321,7 @@ class BackwardPasses:
         if use.told is not None:
             use.told()
         unit = self.units[use.unit_index]
-        if self._events.waiting_parameters.get(unit.index) and self._events.take_waiting(unit, use.module_id):
+        if self._waiting.get(unit.index) and self._events.waiting_arrived(unit, use.module_id):
             self._accumulates = True
         if use.reads_values and use.epoch == self._uses.epoch:
             self._uses.end(unit, recorded=True, then=lambda: self._left(unit))

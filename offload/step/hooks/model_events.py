@@ -27,7 +27,7 @@ class ModelEvents:
         self._training, self._gradients, self._speculation = training, training.gradients, training.speculation
         self._residency, self._intake, self._updates = parts.residency, parts.intake, parts.updates
         self._accelerator, self._timeline = parts.accelerator, parts.timeline
-        self.all_stays, self.waiting_parameters = parts.stays, self._gradients.waiting
+        self.all_stays = parts.stays
         self.memory_is_short = any(unit.route.has_store for unit in parts.units) or parts.placement.uses_nvme
         self._is_alone, self._trains = parts.ranks.world_size == 1, parts.gradients is not None
         self._homes, self._input_dtype = Homes(parts), input_dtype
@@ -120,8 +120,9 @@ class ModelEvents:
             self._intake.leave(unit)
             self._speculation.backward_left(unit, 1.0 / self._training.loss_scale.value)
 
-    def take_waiting(self, unit: Unit | None = None, module_id: int | None = None) -> bool:
-        """Backward is about to leave a module of the unit, or (None) to be over. Whether gradients waited in parameters."""
+    def waiting_arrived(self, unit: Unit | None = None, module_id: int | None = None) -> bool:
+        """Backward is about to leave a module of the unit, or (None) to be over: what waited in parameters has arrived. Whether
+        any did."""
         with self._timeline.working("gradients"):
             nbytes = self._gradients.take_waiting(unit, module_id)
         if nbytes and unit is not None:
@@ -129,10 +130,6 @@ class ModelEvents:
             if self.memory_is_short:
                 self._accelerator.about_to_free(nbytes)
         return nbytes > 0
-
-    def waiting_of(self, unit: Unit, module_id: int) -> list[ParameterInfo]:
-        """See `ParameterGradients`."""
-        return self._gradients.waiting_of(unit, module_id)
 
     def backward_ended(self) -> None:
         """An outermost backward is over."""
