@@ -23,9 +23,9 @@ PIP   := $(PY) -m pip --disable-pip-version-check
 CUDA  ?=
 STAMP := $(VENV)/.offload-installed$(if $(CUDA),-cuda)
 BUILD_INPUTS := pyproject.toml $(wildcard offload/__init__.py) native/CMakeLists.txt native/cuda_kernels.cmake native/compile_kernels.py native/exports.map $(wildcard native/src/*) $(wildcard native/include/*) \
-  $(wildcard offload/device/cuda_kernels/*)
+  $(wildcard offload/device/arithmetic/cuda_kernels/*)
 CXX_SOURCES  := $(wildcard native/fuzz/*.cpp) $(wildcard native/src/*.cpp) $(wildcard native/src/*.h) $(wildcard native/src/*.inc) $(wildcard native/include/*.h) \
-  $(wildcard offload/device/cuda_kernels/*.cu) $(wildcard tests/device/*.cpp)
+  $(wildcard offload/device/arithmetic/cuda_kernels/*.cu) $(wildcard tests/device/*.cpp)
 
 .PHONY: help install demo test test-matrix test-sdist wheel wheel-cuda sdist check-dist test-bare docs in-place test-gpu test-deepspeed test-scripts check sanitize fuzz soak zoo canary bench predicted gpu-report clean
 

@@ -91,10 +91,10 @@ def our_call(memory: Memory, name: str, grads: list[Any]) -> Callable[[], None]:
     """One update of the whole memory in a state format."""
     import torch
 
-    from offload.device.optimizer_step import update
-    from offload.device.records import Record, RecordFormat
-    from offload.device.rules import Hyper, Rule
-    from offload.device.segment import Segment, StateFormat
+    from offload.device.arithmetic.optimizer_step import update
+    from offload.device.arithmetic.records import Record, RecordFormat
+    from offload.device.arithmetic.rules import Hyper, Rule
+    from offload.device.arithmetic.segment import Segment, StateFormat
 
     state_format = StateFormat("fp32" if name == "mixed" else name)
     record_format = RecordFormat(state_format)
@@ -177,7 +177,7 @@ def whole_calls(
     on `fp32`: (masters, gradients)."""
     import torch
 
-    from offload.device import kernels
+    from offload.device.arithmetic import kernels
 
     masters, grads32 = fp32
     parameters16 = [torch.empty_like(grad) for grad in grads16]

@@ -27,7 +27,7 @@ from typing import Any
 
 from train_step import SHAPES, VOCABULARY, build, describe_machine, memory_rate, nvme_rates, status_nbytes
 
-from offload.device.host_room import host_room
+from offload.device.host_memory.host_room import host_room
 
 SEQUENCE = 128
 CASES = ("offload", "torch.save", "offload, waiting", "deepspeed", "offload, not verified")

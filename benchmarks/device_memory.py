@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.cli.outline import Outline
+from offload.cli.plans.outline import Outline
 
 BLOCKS, WIDTH, STEPS = 12, 128, 3
 CASES = (("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"))

@@ -23,7 +23,7 @@ import torch
 import transformers
 
 import offload
-from offload.cli.forecast import Work, forecast, forecast_granted
+from offload.cli.plans.forecast import Work, forecast, forecast_granted
 from offload.device.recording import D2H, H2D, NVME_READ, NVME_WRITE
 from offload.device.virtual.description import Machine, changed, read_machine
 from offload.device.virtual.machine import CALLS

@@ -206,7 +206,7 @@ def available_nbytes() -> int:
 def describe_machine() -> dict[str, Any]:
     import torch
 
-    from offload.device.host_room import host_rooms
+    from offload.device.host_memory.host_room import host_rooms
 
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     found: dict[str, Any] = {

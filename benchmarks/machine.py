@@ -13,7 +13,7 @@ def describe_machine() -> dict[str, Any]:
     """Processor, cores, memory, versions."""
     import torch
 
-    from offload.device.host_room import host_rooms
+    from offload.device.host_memory.host_room import host_rooms
 
     model = next(
         (

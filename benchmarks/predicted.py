@@ -37,8 +37,8 @@ import transformers
 from machine import describe_machine
 
 import offload
-from offload.cli.forecast import Work, forecast
-from offload.cli.this_machine import measure_machine
+from offload.cli.plans.forecast import Work, forecast
+from offload.cli.plans.this_machine import measure_machine
 from offload.device.virtual.description import read_machine, write_machine
 from offload.step.clip_history import QUIET_STEPS
 

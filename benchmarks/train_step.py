@@ -86,7 +86,7 @@ def memory_limits(shape: str, nvme: str) -> dict[str, int]:
     import torch
 
     import offload
-    from offload.cli.outline import Outline
+    from offload.cli.plans.outline import Outline
 
     with offload.deferred_init():
         model = build(shape)
@@ -244,8 +244,8 @@ def floor(result: dict[str, Any], compute: float, memory: float, nvme: dict[str,
 
 def record_nbytes(case: str) -> tuple[float, float]:
     """Of a parameter: of its values, and of its optimizer record."""
-    from offload.device.records import RecordFormat
-    from offload.device.segment import StateFormat
+    from offload.device.arithmetic.records import RecordFormat
+    from offload.device.arithmetic.segment import StateFormat
 
     if "bf16" not in case:
         return 4.0, RecordFormat(StateFormat.FP32, own_master=False).nbytes(64) / 64

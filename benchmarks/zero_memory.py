@@ -29,7 +29,7 @@ def measured(ranks: tuple[int, ...] = RANKS) -> dict[str, Any]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import offload
-    from offload.cli.outline import Outline
+    from offload.cli.plans.outline import Outline
 
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=False))

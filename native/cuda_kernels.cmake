@@ -2,7 +2,7 @@
 # The kernels for GPUs: compiled here, so that nothing is compiled at run time. By nvcc; where there is none, by NVRTC, which
 # CUDA builds of torch bring along. OFFLOAD_CUDA_DESTINATION: the package that they are installed into.
 set(OFFLOAD_CUDA_DESTINATION offload CACHE STRING "The package that the CUDA kernels are installed into")
-set(offload_kernels_source ${CMAKE_CURRENT_LIST_DIR}/../offload/device/cuda_kernels/kernels.cu)
+set(offload_kernels_source ${CMAKE_CURRENT_LIST_DIR}/../offload/device/arithmetic/cuda_kernels/kernels.cu)
 find_program(OFFLOAD_NVCC nvcc HINTS ENV CUDA_HOME ENV CUDA_PATH PATHS /usr/local/cuda PATH_SUFFIXES bin)
 if(OFFLOAD_NVCC)
   set(offload_kernels ${CMAKE_CURRENT_BINARY_DIR}/offload_cuda_kernels.fatbin)

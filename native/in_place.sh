@@ -7,7 +7,7 @@ python=$1
 library=offload/liboffload_native.so
 
 built() {
-    [ -e "$library" ] && [ -z "$(find native offload/device/cuda_kernels -type f -newer "$library" | head -n 1)" ]
+    [ -e "$library" ] && [ -z "$(find native offload/device/arithmetic/cuda_kernels -type f -newer "$library" | head -n 1)" ]
 }
 
 with_cmake() {
@@ -40,7 +40,7 @@ with_compiler_alone() {
     esac
     for source in $sources; do $cxx $flags $define -c "$source" -o "$objects/$(basename "$source").o"; done
     $cxx -shared -pthread -Wl,--version-script=native/exports.map -Wl,--no-undefined "$objects"/*.o -o "$library.new"
-    kernels=offload/device/cuda_kernels/kernels.cu
+    kernels=offload/device/arithmetic/cuda_kernels/kernels.cu
     nvcc=$(command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null || true)
     if [ -n "$nvcc" ]; then
         "$nvcc" -fatbin -arch=all-major -std=c++17 -fmad=false -ftz=false -prec-div=true -prec-sqrt=true -allow-unsupported-compiler \

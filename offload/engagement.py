@@ -18,11 +18,11 @@ from offload.build.assembly import DTYPES
 from offload.build.ownership import Taking, disown
 from offload.build.refitting import NewlyTrained
 from offload.checkpoint.checkpoint import Checkpointing
-from offload.checkpoint.exporting import Exporting
-from offload.checkpoint.values import read_values
+from offload.checkpoint.export.exports import Exporting
+from offload.checkpoint.format.values import read_values
 from offload.config import Config
 from offload.deferred_init.held_tensors import Slot
-from offload.device.host_room import host_room
+from offload.device.host_memory.host_room import host_room
 from offload.device.recording import MAIN, WORK
 from offload.errors import ParameterAccessError, UsageError
 from offload.model.fingerprint import ModelFingerprint

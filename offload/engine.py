@@ -16,9 +16,9 @@ from torch import nn
 
 from offload.build.assembly import DTYPES
 from offload.checkpoint.checkpoint import Checkpointing
-from offload.checkpoint.numbering import checked_folder
+from offload.checkpoint.format.numbering import checked_folder
 from offload.checkpoint.preemption import Preemption
-from offload.checkpoint.saving import Save
+from offload.checkpoint.saving.saves import Save
 from offload.config import Config, parse_nbytes
 from offload.deferred_init.held_tensors import Slot
 from offload.engagement import Engagement

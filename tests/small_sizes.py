@@ -18,15 +18,18 @@ _PLACES = {
     "chunk_numels": ("offload.build.assembly.CHUNK_NUMELS",),
     "many_chunks": ("offload.layout.MANY_CHUNKS",),  # from so many on, chunks are larger
     "joined_numel": ("offload.model.partition.JOINED_NUMEL",),  # neighbours are one unit up to it
-    "least_unit_numel": ("offload.build.assembly.LEAST_UNIT_NUMEL", "offload.cli.outline.LEAST_UNIT_NUMEL"),  # of several ranks
+    "least_unit_numel": (
+        "offload.build.assembly.LEAST_UNIT_NUMEL",
+        "offload.cli.plans.outline.LEAST_UNIT_NUMEL",
+    ),  # of several ranks
     "gradients_together_nbytes": ("offload.step.parameter_gradients._TOGETHER_NBYTES",),
     "quiet_steps": ("offload.step.clip_history.QUIET_STEPS",),  # before updates begin early
     "patience_seconds": ("offload.step.threads.taking_turns.PATIENCE_SECONDS",),
     "all_cores_numel": ("offload._native._HANDED_OUT_NUMEL",),
     "remembered_nbytes": ("offload.deferred_init.present_values.REMEMBERED_NBYTES",),
     "values_said_every_nbytes": ("offload.build.materialize._SAID_EVERY_NBYTES",),
-    "pages_said_from_nbytes": ("offload.device.host_pages._SAID_NBYTES",),
-    "page_slice_nbytes": ("offload.device.host_pages._SLICE_NBYTES",),
+    "pages_said_from_nbytes": ("offload.device.host_memory.host_pages._SAID_NBYTES",),
+    "page_slice_nbytes": ("offload.device.host_memory.host_pages._SLICE_NBYTES",),
 }
 
 

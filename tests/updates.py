@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from offload.checkpoint.idleness import Idleness
+from offload.checkpoint.saving.idleness import Idleness
 from offload.model.unit import Unit
 from offload.step.updates.update import Updates
 

@@ -13,12 +13,12 @@ import torch
 
 from offload import _native
 from offload.build.assembly import choose_accelerator
-from offload.cli.rates import Drive
-from offload.device import optimizer_step
+from offload.cli.plans.rates import Drive
 from offload.device.accelerator import Accelerator
+from offload.device.arithmetic import optimizer_step
+from offload.device.arithmetic.records import StateFormat
+from offload.device.arithmetic.rules import Hyper, Rule
 from offload.device.pending import Pending
-from offload.device.records import StateFormat
-from offload.device.rules import Hyper, Rule
 from offload.errors import OffloadError
 from offload.tiers.io import open_backend
 from offload.tiers.memory import HostMemory

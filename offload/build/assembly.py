@@ -23,7 +23,7 @@ from offload.device.accelerator import Accelerator
 from offload.device.cpu import CpuAccelerator
 from offload.device.cuda import CudaAccelerator
 from offload.device.deferred import DeferredAccelerator
-from offload.device.host_room import host_room
+from offload.device.host_memory.host_room import host_room
 from offload.device.virtual.accelerator import accelerator_on
 from offload.device.virtual.current import imagined
 from offload.device.virtual.machine import VirtualMachine

@@ -10,7 +10,7 @@ from offload.build.materialize import InitialValues, Materializer
 from offload.build.rank_parts import Making, rank_parts
 from offload.config import Config
 from offload.device.accelerator import Accelerator, UnitMemory
-from offload.device.records import RecordFormat
+from offload.device.arithmetic.records import RecordFormat
 from offload.device.virtual.current import imagined
 from offload.layout import Layout, UnitLayout
 from offload.model.chunk import Chunk
@@ -49,7 +49,7 @@ class Building:
         ranks: Group,
         moments: tuple[str, ...],
     ) -> None:
-        """`moments`: what the optimizer keeps (`offload.device.rules.MOMENTS`)."""
+        """`moments`: what the optimizer keeps (`offload.device.arithmetic.rules.MOMENTS`)."""
         self._accelerator, self._layout, self._placement, self._config = accelerator, layout, placement, config
         self._ranks, self._moments = ranks, moments
         self._routes = placement.routes

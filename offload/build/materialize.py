@@ -20,9 +20,9 @@ from torch import nn
 from offload.deferred_init.deferred_init import held_values, materialize, value_of
 from offload.deferred_init.recording import Value
 from offload.device.accelerator import Accelerator
+from offload.device.arithmetic.records import Record
+from offload.device.arithmetic.segment import MASTER, REMAINDER
 from offload.device.pending import AllOf
-from offload.device.records import Record
-from offload.device.segment import MASTER, REMAINDER
 from offload.model.chunk import Chunk
 from offload.model.flat import ParameterInfo
 from offload.model.optimizer_kinds import InitialState

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checkpoint through which an engine's state passes while its parts are made anew.
 
-It lies in a folder that is written and never gets a name (`offload.checkpoint.staged_folder`): what a kill leaves of it, the
-next such checkpoint there removes, or the next start.
+It lies in a folder that is written and never gets a name (`offload.checkpoint.format.staged_folder`): what a kill leaves
+of it, the next such checkpoint there removes, or the next start.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from offload.checkpoint.staged_folder import PREFIX, StagedFolder, remove_leftovers
+from offload.checkpoint.format.staged_folder import PREFIX, StagedFolder, remove_leftovers
 from offload.config import Config
 from offload.errors import RankError
 from offload.ranks.group import Group, Meeting

@@ -19,15 +19,15 @@ import torch
 from torch import nn
 
 from offload.checkpoint.client_state import checked_client_state
-from offload.checkpoint.manifest import LossScaleEntry, Manifest, ModelEntry, OptimizerEntry
+from offload.checkpoint.format.manifest import LossScaleEntry, Manifest, ModelEntry, OptimizerEntry
+from offload.checkpoint.format.numbering import check_keep_last, checked_target, highest_number, numbered
+from offload.checkpoint.format.opened import OpenedCheckpoint
 from offload.checkpoint.matching import Matching, StatesMissing
 from offload.checkpoint.model_names import buffers_once, kept_fqn, model_configs
-from offload.checkpoint.numbering import check_keep_last, checked_target, highest_number, numbered
-from offload.checkpoint.opened import OpenedCheckpoint
 from offload.checkpoint.param_groups import group_numbers, restore_group_numbers
 from offload.checkpoint.random_state import CPU, DEVICE, put_random_state
 from offload.checkpoint.restoring import StateWriter, StoredParameter
-from offload.checkpoint.saving import Save, Saver
+from offload.checkpoint.saving.saves import Save, Saver
 from offload.errors import CheckpointError, EngineFailedError, OffloadError, RankError, StorageError, UsageError, words_of
 from offload.model.optimizer import OffloadOptimizer
 from offload.ranks.next_transfers import MeetingPoint

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.checkpoint.consistency import Inconsistent, check_parameter, check_range, moments_of
-from offload.checkpoint.manifest import BufferEntry, Manifest, ParameterEntry, TensorEntry
+from offload.checkpoint.format.consistency import Inconsistent, check_parameter, check_range, moments_of
+from offload.checkpoint.format.manifest import BufferEntry, Manifest, ParameterEntry, TensorEntry
 from offload.checkpoint.model_names import buffers_once
 from offload.checkpoint.random_state import CPU, DEVICE, take_random_state
 from offload.errors import CheckpointError

@@ -11,12 +11,12 @@ import logging
 
 import torch
 
-from offload.checkpoint.consistency import same_order
-from offload.checkpoint.manifest import VALUE, ParameterEntry, TensorEntry
-from offload.checkpoint.opened import OpenedCheckpoint
+from offload.checkpoint.format.consistency import same_order
+from offload.checkpoint.format.manifest import VALUE, ParameterEntry, TensorEntry
+from offload.checkpoint.format.opened import OpenedCheckpoint
 from offload.checkpoint.state_reading import ChunkBuffers
-from offload.device.rounding import round_into
-from offload.device.segment import MASTER
+from offload.device.arithmetic.rounding import round_into
+from offload.device.arithmetic.segment import MASTER
 from offload.layout import Piece
 from offload.model.chunk import Chunk
 from offload.model.file_dtypes import DTYPES

@@ -16,10 +16,10 @@ from types import MappingProxyType
 
 import torch
 
-from offload.checkpoint.manifest import VALUE
+from offload.checkpoint.format.manifest import VALUE
+from offload.device.arithmetic.records import Record
+from offload.device.arithmetic.segment import MASTER, StateFormat
 from offload.device.pending import AllOf, Pending
-from offload.device.records import Record
-from offload.device.segment import MASTER, StateFormat
 from offload.model.chunk import Chunk
 from offload.model.flat import ParameterInfo
 from offload.model.unit import Unit

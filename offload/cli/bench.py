@@ -18,13 +18,13 @@ import torch
 
 from offload import _native
 from offload.cli.arguments import add_drive_arguments, check_is_folder, positive, positive_number
-from offload.cli.rates import DIRECTIONS, Drive, in_turns
+from offload.cli.plans.rates import DIRECTIONS, Drive, in_turns
 from offload.cli.text import format_count, format_nbytes, format_rate, format_seconds, table
 from offload.config import parse_nbytes
-from offload.device.host_room import host_rooms
-from offload.device.optimizer_step import update
-from offload.device.rules import Hyper, Rule
-from offload.device.segment import Segment
+from offload.device.arithmetic.optimizer_step import update
+from offload.device.arithmetic.rules import Hyper, Rule
+from offload.device.arithmetic.segment import Segment
+from offload.device.host_memory.host_room import host_rooms
 from offload.errors import ConfigError
 from offload.tiers.io import open_backend
 from offload.tiers.memory import HostMemory

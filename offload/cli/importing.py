@@ -17,7 +17,7 @@ import argparse
 import os
 from pathlib import Path
 
-from offload.checkpoint.staged_folder import require_replaceable
+from offload.checkpoint.format.staged_folder import require_replaceable
 from offload.cli.arguments import check_can_be_written, looking_at_paths
 from offload.cli.progress import ProgressLine
 from offload.cli.text import format_count

@@ -12,8 +12,8 @@ import torch
 
 from offload import _native
 from offload.cli.text import format_nbytes
-from offload.device import compiled_kernels
-from offload.device.host_room import host_rooms
+from offload.device.arithmetic import compiled_kernels
+from offload.device.host_memory.host_room import host_rooms
 from offload.errors import ConfigError
 from offload.tiers.io import BACKEND_NAMES, open_backend
 

@@ -17,7 +17,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import offload
-from offload.cli import bench, explain, export, importing, info, plan, probe, train
+from offload.cli import bench, explain, export, importing, info
+from offload.cli.plans import plan, probe
+from offload.cli.training import train
 from offload.errors import ConfigError, InitializerError, OffloadError, UsageError
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130

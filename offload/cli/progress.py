@@ -22,9 +22,9 @@ _TERMINAL_EVERY_SECONDS = 0.1
 _BEGINS = " ..."
 
 LOGGERS = (
-    *("offload.build.materialize", "offload.device.host_pages"),
-    *("offload.checkpoint.writing", "offload.checkpoint.restoring", "offload.checkpoint.export"),
-    *("offload.checkpoint.universal_export", "offload.importing.converting"),
+    *("offload.build.materialize", "offload.device.host_memory.host_pages"),
+    *("offload.checkpoint.saving.writing", "offload.checkpoint.restoring", "offload.checkpoint.export.weights"),
+    *("offload.checkpoint.export.universal", "offload.importing.converting"),
 )
 """What says how far `initialize`, a save, a load, an export and an import are."""
 

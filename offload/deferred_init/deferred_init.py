@@ -48,7 +48,7 @@ from offload.deferred_init.parameter_names import ModuleWatch, Note, ParameterNo
 from offload.deferred_init.recording import Memory, Operation, Output, Registry, Value, next_index, view_over
 from offload.deferred_init.replay import plain_torch, replay
 from offload.deferred_init.tape import Tape
-from offload.device.freed_memory import freed_memory
+from offload.device.host_memory.freed_memory import freed_memory
 from offload.errors import InitializerError, UsageError
 
 _registry = Registry()

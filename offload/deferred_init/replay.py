@@ -35,7 +35,7 @@ from offload.deferred_init.recording import (
     tensor_leaves,
     touched_memories,
 )
-from offload.device.freed_memory import freed_memory
+from offload.device.host_memory.freed_memory import freed_memory
 from offload.errors import InitializerError
 
 _NOTHING: Mapping[Value, Callable[[], Tensor]] = MappingProxyType({})

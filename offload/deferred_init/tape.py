@@ -40,7 +40,7 @@ from offload.deferred_init.recording import (
     view_over,
 )
 from offload.deferred_init.replay import generator_of, needed_operations, plain_torch, replay, with_generator
-from offload.device.freed_memory import freed_memory
+from offload.device.host_memory.freed_memory import freed_memory
 from offload.errors import InitializerError
 
 aten = torch.ops.aten

@@ -6,10 +6,10 @@ from __future__ import annotations
 import torch
 
 from offload.device.accelerator import Accelerator, UnitMemory
-from offload.device.freed_memory import freed_memory
+from offload.device.host_memory.freed_memory import freed_memory
+from offload.device.host_memory.mapped import MappedMemory
+from offload.device.host_memory.pages import PagePool, pages_supported
 from offload.device.lane import HostLane, InlineLane, LaneRow, ThreadLane
-from offload.device.mapped import MappedMemory
-from offload.device.pages import PagePool, pages_supported
 from offload.device.pending import Pending, Settled
 from offload.device.recording import D2H, H2D, TRANSFER
 

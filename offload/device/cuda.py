@@ -50,9 +50,9 @@ from typing import Any
 
 import torch
 
-from offload.device import compiled_kernels
 from offload.device.accelerator import Accelerator, MemoryUse, ResizedMemory, UnitMemory
-from offload.device.host_pages import populate
+from offload.device.arithmetic import compiled_kernels
+from offload.device.host_memory.host_pages import populate
 from offload.device.lane import HostLane, Job, LaneRow, ThreadLane
 from offload.device.pending import Pending
 from offload.device.recording import COLLECTIVES, D2H, H2D, Stamp

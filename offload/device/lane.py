@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from offload.device.host_room import host_rooms
+from offload.device.host_memory.host_room import host_rooms
 from offload.device.pending import Latch, Pending
 from offload.device.recording import WORK, OpRecorder, lane_row
 from offload.device.thread_end import AwaitedThread, start_uninterrupted

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from offload.checkpoint.consistency import row_major
-from offload.checkpoint.manifest import (
+from offload.checkpoint.format.consistency import row_major
+from offload.checkpoint.format.manifest import (
     MOMENTS,
     BufferEntry,
     FileEntry,
@@ -25,9 +25,9 @@ from offload.checkpoint.manifest import (
     TensorEntry,
     encode,
 )
-from offload.checkpoint.staged_folder import MANIFEST_NAME, StagedFolder
-from offload.checkpoint.tensor_file import METADATA, TensorFile, TensorSpec, known_dtype, write_file
-from offload.device.rounding import round_into
+from offload.checkpoint.format.staged_folder import MANIFEST_NAME, StagedFolder
+from offload.checkpoint.format.tensor_file import METADATA, TensorFile, TensorSpec, known_dtype, write_file
+from offload.device.arithmetic.rounding import round_into
 from offload.errors import CheckpointError
 from offload.importing import deepspeed_universal, deepspeed_zero, torch_distributed
 from offload.importing.source import Source, SourceParameter, SourceTensor, check_source, reading, refused

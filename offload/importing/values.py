@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import torch
 
-from offload.checkpoint import values as own
-from offload.checkpoint.numbering import checked_folder
-from offload.checkpoint.staged_folder import MANIFEST_NAME
-from offload.checkpoint.universal_export import export_universal
+from offload.checkpoint.export.universal import export_universal
+from offload.checkpoint.format import values as own
+from offload.checkpoint.format.numbering import checked_folder
+from offload.checkpoint.format.staged_folder import MANIFEST_NAME
 from offload.importing.converting import import_checkpoint as convert, open_source
 from offload.importing.source import SourceTensor
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from offload.device.arithmetic.step_table import StepTable
 from offload.device.pending import Pending
-from offload.device.step_table import StepTable
 from offload.layout import ChunkLayout, Extent, Piece
 from offload.planning.route import RecordPath, Route
 from offload.tiers.staging import Lease

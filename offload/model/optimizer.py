@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from offload.device.rules import Hyper
+from offload.device.arithmetic.rules import Hyper
 from offload.errors import UsageError
 from offload.model.optimizer_kinds import check_group, hyper_of_group, kind_name, moments_of, state_names
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from offload.device.rules import MOMENTS, Hyper, Rule
+from offload.device.arithmetic.rules import MOMENTS, Hyper, Rule
 from offload.errors import ConfigError, UsageError
 from offload.model.lion import Lion
 from offload.model.own_optimizer import own_optimizer

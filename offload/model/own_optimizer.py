@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from offload.device.rules import MOMENTS
+from offload.device.arithmetic.rules import MOMENTS
 from offload.errors import ConfigError
 
 _SHAPE, _CUT, _STEPS = (48, 1024), 20_000, 3

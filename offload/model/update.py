@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+from offload.device.arithmetic.rules import Hyper
 from offload.device.pending import Pending
-from offload.device.rules import Hyper
 from offload.layout import Piece
 from offload.model.chunk import Chunk
 from offload.model.flat import ParameterInfo

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offload.device.accelerator import Accelerator
-from offload.device.host_room import HostRoom, host_room, host_rooms
+from offload.device.host_memory.host_room import HostRoom, host_room, host_rooms
 from offload.planning.budget import MemoryLine, Tier
 from offload.tiers import scratch
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from offload.config import Config
 from offload.device.accelerator import Accelerator
+from offload.device.arithmetic.records import RecordFormat
+from offload.device.arithmetic.segment import StateFormat
 from offload.device.rates import Rates
-from offload.device.records import RecordFormat
-from offload.device.segment import StateFormat
 from offload.layout import EXTENT_ALIGN, round_up
 from offload.planning import purposes
 from offload.planning.budget import LANDING_BUFFERS, MemoryLine, MemoryPlan, Tier

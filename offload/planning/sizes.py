@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 
-from offload.device.records import RecordFormat
+from offload.device.arithmetic.records import RecordFormat
 from offload.layout import EXTENT_ALIGN, FlatLayout, Layout, UnitLayout, round_up
 from offload.planning.budget import MASTER_ITEMSIZE, SPILLING_BUFFERS, SUM_BLOCK, UNREDUCED_UNITS
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload.device import kernels
+from offload.device.arithmetic import kernels
 from offload.layout import ChunkLayout, FlatLayout
 from offload.ranks.transport import DATA, Posted, Ranks
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from offload.device.arithmetic.records import Record, RecordFormat
 from offload.device.pending import AllOf, Pending, Settled
-from offload.device.records import Record, RecordFormat
 from offload.errors import StorageError
 from offload.layout import Extent, ExtentAllocator
 from offload.model.chunk import Chunk, Place

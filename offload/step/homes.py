@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from offload.device.segment import MASTER
+from offload.device.arithmetic.segment import MASTER
 from offload.layout import Piece
 from offload.model.chunk import Chunk
 from offload.model.flat import ParameterInfo

@@ -25,7 +25,7 @@ model computes may be read at any time, and a graph may keep what was read: a un
 
 from __future__ import annotations
 
-from offload.device.rules import Hyper
+from offload.device.arithmetic.rules import Hyper
 from offload.model.taken_gradient import TakenGradient
 from offload.model.unit import ShardState, Unit
 from offload.model.update import ChunkUpdate, EarlyUpdate

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 from operator import add, attrgetter
 
-from offload.device.rules import Hyper
+from offload.device.arithmetic.rules import Hyper
 from offload.model.flat import ParameterInfo
 from offload.model.unit import ShardState, Unit
 from offload.model.update import ChunkUpdate, chunk_updates

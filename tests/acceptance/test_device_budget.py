@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
-from offload.cli.outline import Outline
+from offload.cli.plans.outline import Outline
 from tests.inside import accelerator_of, parts_of
 
 from .models import adamw, vector_batches

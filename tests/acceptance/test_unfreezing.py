@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
-from offload.checkpoint import staged_folder
 from offload.checkpoint.carry_over import passing_checkpoint
+from offload.checkpoint.format import staged_folder
 from offload.ranks.group import Alone, NoMeeting
 from tests.warm import WarmProcess
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
-from offload.cli.outline import Outline
+from offload.cli.plans.outline import Outline
 from tests.inside import parts_of, placement_of
 
 from .models import IN_MEMORY, Setup, adamw, llama, two_groups, vector_batches

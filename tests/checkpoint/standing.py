@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 import pytest
 
-from offload.checkpoint import state_reading, unit_file
-from offload.checkpoint.staged_folder import write_failure
+from offload.checkpoint import state_reading
+from offload.checkpoint.format.staged_folder import write_failure
+from offload.checkpoint.saving import unit_file
 from tests.inside import residency_of, units_of
 
 from .loops import Resumable

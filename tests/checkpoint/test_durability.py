@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from offload.checkpoint.staged_folder import StagedFolder
+from offload.checkpoint.format.staged_folder import StagedFolder
 from tests.file_systems import at_call, no_syncs
 
 from ..acceptance.models import ON_CPU, adamw, stack

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import offload
-from offload.checkpoint.manifest import encode
-from offload.checkpoint.manifest_decoding import decode
+from offload.checkpoint.format.manifest import encode
+from offload.checkpoint.format.manifest_decoding import decode
 
 from ..acceptance.models import IN_MEMORY, ON_CPU, ON_NVME, Setup
 from ..acceptance.runs import assert_same_bits

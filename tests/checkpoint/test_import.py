@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import offload
-from offload.checkpoint.manifest_decoding import decode
+from offload.checkpoint.format.manifest_decoding import decode
 from offload.cli.main import main
 from offload.importing.converting import import_checkpoint
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import offload
-from offload.checkpoint.staged_folder import StagedFolder, remove_leftovers, take_back
+from offload.checkpoint.format.staged_folder import StagedFolder, remove_leftovers, take_back
 from tests.warm import WarmProcess
 
 from ..acceptance.models import ON_CPU, adamw, stack
@@ -140,7 +140,7 @@ def test_leftovers_with_files_of_others_stay(saves: Path) -> None:
 
 
 def test_a_checkpoint_that_is_being_read_is_not_removed(saves: Path, opened: Any) -> None:
-    from offload.checkpoint.opened import OpenedCheckpoint
+    from offload.checkpoint.format.opened import OpenedCheckpoint
 
     model = stack(blocks=1)
     engine = opened(model, adamw(model), ON_CPU)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from offload.device.freed_memory import freed_memory
+from offload.device.host_memory.freed_memory import freed_memory
 from tests.inside import parts_of
 from tests.small_sizes import small
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.checkpoint.offline_export import export_checkpoint
+from offload.checkpoint.export.offline import export_checkpoint
 from offload.cli.main import main
 from tests.file_systems import at_call, path_of
 from tests.warm import WarmProcess

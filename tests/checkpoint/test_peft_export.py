@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import offload
-from offload.checkpoint.peft_export import Merging
+from offload.checkpoint.export.peft import Merging
 from offload.cli.main import main
 from tests.reads import before_each_unit
 
@@ -183,7 +183,7 @@ def test_what_is_refused(opened: Any, tmp_path: Path) -> None:
     engine = trained(opened, peft_model(), ON_CPU)
     engine.save_checkpoint(tmp_path / "saved")
     with refused(offload.CheckpointError, "saved", "PEFT", "merged=True"):
-        from offload.checkpoint.offline_export import export_checkpoint
+        from offload.checkpoint.export.offline import export_checkpoint
 
         export_checkpoint(tmp_path / "saved", tmp_path / "out", None, 1 << 30)
     assert main(["export", str(tmp_path / "saved"), str(tmp_path / "out")]) == 2

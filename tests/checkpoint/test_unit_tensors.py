@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from hypothesis import given, strategies as st
 
-from offload.checkpoint.manifest import VALUE
-from offload.checkpoint.tensor_file import METADATA, lay_out
-from offload.checkpoint.unit_tensors import UnitTensors, tensor_name
-from offload.device.records import MOMENTS, RecordFormat
-from offload.device.segment import MASTER, StateFormat
+from offload.checkpoint.format.manifest import VALUE
+from offload.checkpoint.format.tensor_file import METADATA, lay_out
+from offload.checkpoint.format.unit_tensors import UnitTensors, tensor_name
+from offload.device.arithmetic.records import MOMENTS, RecordFormat
+from offload.device.arithmetic.segment import MASTER, StateFormat
 from offload.layout import BLOCK, EXTENT_ALIGN, Layout, ParameterSpec, build_layout
 from offload.model.chunk import Chunk
 

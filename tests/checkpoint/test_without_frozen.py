@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.checkpoint.manifest_decoding import decode
+from offload.checkpoint.format.manifest_decoding import decode
 from offload.errors import CheckpointError
 
 PLACES = [{}, {"parameters": "cpu", "optimizer_states": "cpu"}, {"parameters": "nvme", "optimizer_states": "nvme"}]

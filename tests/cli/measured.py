@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from offload.cli import plan_on_machine
-from offload.cli.this_machine import MeasuredMachine, measure_machine
+from offload.cli.plans import on_machine as plan_on_machine
+from offload.cli.plans.this_machine import MeasuredMachine, measure_machine
 
 _KNOWN: dict[int, MeasuredMachine] = {}
 """By the number of drives."""

@@ -12,7 +12,7 @@ import torch
 import offload
 from offload import _native
 from offload.cli.main import main
-from offload.cli.rates import Drive
+from offload.cli.plans.rates import Drive
 from offload.tiers.io import open_backend
 
 from .conftest import is_empty, run

@@ -19,9 +19,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 import offload
-from offload.cli.forecast import Work, forecast_granted
 from offload.cli.main import main
-from offload.cli.outline import Outline
+from offload.cli.plans.forecast import Work, forecast_granted
+from offload.cli.plans.outline import Outline
 from offload.device.virtual.description import changed, read_machine, share_of
 from offload.device.virtual.machine import VirtualMachine
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import offload
-from offload.cli.outline import Outline
+from offload.cli.plans.outline import Outline
 from tests.warm import WarmProcess
 
 from .conftest import LLAMA, TEXT, TIMEOUT_SECONDS, Trainer, command, is_empty, run

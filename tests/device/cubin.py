@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from offload.device.compiled_kernels import DeviceKernels
+from offload.device.arithmetic.compiled_kernels import DeviceKernels
 from tests.native.adam_cases import HYPER, Case
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The part of libcuda.so.1 that offload/device/driver.py calls, played on the host: kernels run there, at their launch, and
+// The part of libcuda.so.1 that offload/device/arithmetic/driver.py calls, played on the host: kernels run there, at their launch, and
 // calls that a real driver would refuse, or that were asked to fail, return its codes. Compiled by tests/device/test_driver.py.
 #include "host_cuda.cpp"
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs offload/device/cuda_kernels/kernels.cu on the host, thread by thread: the same source as C++, with CUDA's built-in
+// Runs offload/device/arithmetic/cuda_kernels/kernels.cu on the host, thread by thread: the same source as C++, with CUDA's built-in
 // variables, operations and warp exchange in place. Compiled by tests/device/host_kernels.py with -ffp-contract=off.
 #include <cmath>
 #include <condition_variable>

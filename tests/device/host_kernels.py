@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offload.device.compiled_kernels import SOURCE, DeviceKernels
+from offload.device.arithmetic.compiled_kernels import SOURCE, DeviceKernels
 
 THREADS = 64
 """Of a block: two warps, and few enough for one host thread each."""

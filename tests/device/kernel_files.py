@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from offload import _native_library
-from offload.device import compiled_kernels
+from offload.device.arithmetic import compiled_kernels
 
 
 def kernel_files_under(patch: pytest.MonkeyPatch, folder: Path) -> Path:

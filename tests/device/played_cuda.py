@@ -31,10 +31,10 @@ from torch.utils._pytree import tree_leaves
 
 from offload import _native
 from offload._native_library import UpdateSegmentStructure
-from offload.device import kernels
+from offload.device.arithmetic import kernels
+from offload.device.arithmetic.encoding import SCALE_GROUP
+from offload.device.arithmetic.flat import DTYPE_CODES
 from offload.device.cuda import CudaAccelerator
-from offload.device.encoding import SCALE_GROUP
-from offload.device.flat import DTYPE_CODES
 from offload.device.lane import HostLane, ThreadLane
 from offload.device.pending import Pending
 from offload.model.taken_gradient import TakenGradient

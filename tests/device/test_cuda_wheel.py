@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from offload import _native_library
-from offload.device import compiled_kernels
-from offload.device.compiled_kernels import entry_points
+from offload.device.arithmetic import compiled_kernels
+from offload.device.arithmetic.compiled_kernels import entry_points
 from tests.device.cubin import Cubin, fatbin_architectures, launched
 from tests.device.kernel_files import kernel_files_under
 

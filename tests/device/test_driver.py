@@ -16,10 +16,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from offload.device import compiled_kernels, driver, kernels
-from offload.device.compiled_kernels import DeviceKernels, Launcher
-from offload.device.driver import DriverError
-from offload.device.optimizer_step import update
+from offload.device.arithmetic import compiled_kernels, driver, kernels
+from offload.device.arithmetic.compiled_kernels import DeviceKernels, Launcher
+from offload.device.arithmetic.driver import DriverError
+from offload.device.arithmetic.optimizer_step import update
 from tests.device.host_kernels import library
 from tests.device.kernel_files import kernel_files_under, no_kernels_loaded
 from tests.native import exact

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
-from offload.device.freed_memory import LOOK_NBYTES, FreedMemory
+from offload.device.host_memory.freed_memory import LOOK_NBYTES, FreedMemory
 
 MIB = 2**20
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import offload
-from offload.device import host_pages
+from offload.device.host_memory import host_pages
 from offload.errors import BudgetError
 from offload.tiers.memory import HostMemory, MemoryLedger
 from tests.acceptance.models import stack

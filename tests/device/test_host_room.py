@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.device.host_room import HostRoom, host_room, host_rooms
+from offload.device.host_memory.host_room import HostRoom, host_room, host_rooms
 
 MIB = 1 << 20
 
@@ -150,7 +150,7 @@ SCRIPT = """
 import os, resource, sys
 import torch, offload
 from torch import nn
-from offload.device.host_room import host_room
+from offload.device.host_memory.host_room import host_room
 
 torch.set_num_threads(1)
 

@@ -9,8 +9,8 @@ import math
 import torch
 from hypothesis import given, settings, strategies as st
 
-from offload.device import compiled_kernels, kernels
-from offload.device.optimizer_step import update
+from offload.device.arithmetic import compiled_kernels, kernels
+from offload.device.arithmetic.optimizer_step import update
 from tests.device.host_kernels import host_kernels
 from tests.native import exact
 from tests.native.adam_cases import HYPER, Case, adam, segment

@@ -13,8 +13,8 @@ from types import ModuleType
 
 import pytest
 
-from offload.device import compiled_kernels
-from offload.device.compiled_kernels import SOURCE, entry_points
+from offload.device.arithmetic import compiled_kernels
+from offload.device.arithmetic.compiled_kernels import SOURCE, entry_points
 from tests.device.cubin import Cubin, launched
 from tests.device.kernel_files import kernel_files_under
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from offload.device import compiled_kernels, kernels
-from offload.device.optimizer_step import update
+from offload.device.arithmetic import compiled_kernels, kernels
+from offload.device.arithmetic.optimizer_step import update
 from tests.device.kernel_files import no_kernels_loaded
 from tests.native import exact
 from tests.native.adam_cases import Case, adam

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from offload.device import compiled_kernels
+from offload.device.arithmetic import compiled_kernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")]
 WIDTH, BLOCKS, ROWS = 2048, 8, 64

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from offload.device.rules import Hyper, Rule
-from offload.device.segment import Segment
+from offload.device.arithmetic.rules import Hyper, Rule
+from offload.device.arithmetic.segment import Segment
 from tests.native import exact
 
 

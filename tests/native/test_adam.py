@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from offload import _native
-from offload.device.optimizer_step import update
+from offload.device.arithmetic.optimizer_step import update
 from tests.native import exact
 from tests.native.adam_cases import HYPER, Case, adam, segment
 from tests.native.paths import simd_levels, torch_form

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from offload import _native, _native_library
-from offload.device.optimizer_step import update
-from offload.device.rules import Hyper, Rule
-from offload.device.segment import Segment
+from offload.device.arithmetic.optimizer_step import update
+from offload.device.arithmetic.rules import Hyper, Rule
+from offload.device.arithmetic.segment import Segment
 
 needs_library = pytest.mark.skipif(not _native.available(), reason="the native library is not built")
 HEADER = Path(__file__).parents[2] / "native" / "include" / "offload.h"
@@ -62,7 +62,7 @@ def test_without_the_library_there_is_one_warning_and_the_math_goes_on() -> None
     code = """
 import warnings, torch
 from offload import _native
-from offload.device import kernels
+from offload.device.arithmetic import kernels
 assert not _native.available()
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")

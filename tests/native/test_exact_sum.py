@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from offload import _native
-from offload.device import kernels
+from offload.device.arithmetic import kernels
 from tests.native.paths import torch_form
 
 UNITS_PER_ONE = 2**1074

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from offload import _native
-from offload.device import kernels
-from offload.device.ingest_table import IngestTable
+from offload.device.arithmetic import kernels
+from offload.device.arithmetic.ingest_table import IngestTable
 from tests.native import exact
 from tests.native.paths import simd_levels, torch_form
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import offload
-from offload.device.optimizer_step import update
-from offload.device.rules import Hyper, Rule
-from offload.device.segment import Segment
+from offload.device.arithmetic.optimizer_step import update
+from offload.device.arithmetic.rules import Hyper, Rule
+from offload.device.arithmetic.segment import Segment
 from offload.model.optimizer_kinds import hyper_of_group
 from tests.native import exact
 

@@ -14,12 +14,12 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from offload import _native
-from offload.device import encoding
-from offload.device.encoding import AVERAGE, CODES, ROOT, SCALE_GROUP, Code
-from offload.device.optimizer_step import update
-from offload.device.records import RecordFormat
-from offload.device.rules import MOMENTS, Hyper, Rule
-from offload.device.segment import Segment, StateFormat
+from offload.device.arithmetic import encoding
+from offload.device.arithmetic.encoding import AVERAGE, CODES, ROOT, SCALE_GROUP, Code
+from offload.device.arithmetic.optimizer_step import update
+from offload.device.arithmetic.records import RecordFormat
+from offload.device.arithmetic.rules import MOMENTS, Hyper, Rule
+from offload.device.arithmetic.segment import Segment, StateFormat
 from tests.native import exact
 from tests.native.paths import at_library_call, simd_levels, torch_form
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from offload import _native
-from offload.device.optimizer_step import update
-from offload.device.records import RecordFormat
-from offload.device.rules import MOMENTS, Hyper, Rule
-from offload.device.segment import MASTER, Segment, StateFormat
-from offload.device.step_table import Span, StepTable
+from offload.device.arithmetic.optimizer_step import update
+from offload.device.arithmetic.records import RecordFormat
+from offload.device.arithmetic.rules import MOMENTS, Hyper, Rule
+from offload.device.arithmetic.segment import MASTER, Segment, StateFormat
+from offload.device.arithmetic.step_table import Span, StepTable
 
 pytestmark = pytest.mark.skipif(not _native.available(), reason="the table is the native library's")
 

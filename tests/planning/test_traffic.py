@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.cli.outline import Outline
+from offload.cli.plans.outline import Outline
 from tests.inside import parts_of
 
 PLACES = [("nvme", "nvme"), ("nvme", "cpu"), ("nvme", "device"), ("cpu", "nvme"), ("device", "nvme")]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import offload
-from offload.cli import outline
+from offload.cli.plans import outline
 from tests.small_sizes import small
 
 from ..acceptance.models import adamw, llama

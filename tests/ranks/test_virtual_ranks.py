@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from offload.cli.forecast import Work, forecast
 from offload.cli.main import main
+from offload.cli.plans.forecast import Work, forecast
 from offload.config import Config
 from offload.device.recording import COLLECTIVES
 from offload.device.virtual.description import Machine, changed, read_machine, share_of

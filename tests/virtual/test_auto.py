@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import offload
-from offload.cli.forecast import Work, forecast, training_loop
+from offload.cli.plans.forecast import Work, forecast, training_loop
 from offload.device.virtual.description import read_machine
 from offload.device.virtual.machine import VirtualMachine
 from offload.errors import ConfigError

@@ -13,8 +13,8 @@ import torch
 import transformers
 
 import offload
-from offload.cli.forecast import Work, forecast, training_loop
 from offload.cli.main import main
+from offload.cli.plans.forecast import Work, forecast, training_loop
 from offload.device.deferred import DeferredAccelerator
 from offload.device.virtual.description import Machine, described, read_machine
 from offload.device.virtual.machine import CALLS, VirtualMachine

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import offload
-from offload.cli.forecast import Work, forecast, forecast_granted
+from offload.cli.plans.forecast import Work, forecast, forecast_granted
 from tests.virtual.test_forecast import MACHINE, UNIFIED, WORK, adamw, tiny
 
 

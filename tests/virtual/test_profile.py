@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import offload
-from offload.cli.forecast import forecast
 from offload.cli.main import main
+from offload.cli.plans.forecast import forecast
 from offload.device.recording import D2H, H2D
 from offload.profiling.explanation import explain
 from offload.profiling.trace_events import read_trace

@@ -12,8 +12,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from offload.device.accelerator import Accelerator, MemoryUse, UnitMemory
+from offload.device.host_memory.pages import PAGE_NBYTES
 from offload.device.lane import HostLane, InlineLane, Job, LaneJob, LaneRow
-from offload.device.pages import PAGE_NBYTES
 from offload.device.pending import Pending, Settled
 from offload.device.rates import Rates
 from offload.device.recording import COLLECTIVES, D2H, H2D, Stamp
@@ -38,7 +38,7 @@ class _VirtualMemory(UnitMemory):
 
 
 class _FreePages:
-    """Pages that a process on the CPU keeps for the next unit (`offload.device.pages`)."""
+    """Pages that a process on the CPU keeps for the next unit (`offload.device.host_memory.pages`)."""
 
     def __init__(self, memory: DeviceMemory) -> None:
         self._memory, self._nbytes = memory, 0

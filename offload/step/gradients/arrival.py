@@ -19,8 +19,8 @@ from operator import is_not
 
 import torch
 
-from offload.device import kernels
 from offload.device.accelerator import Accelerator
+from offload.device.arithmetic import kernels
 from offload.device.lane import HostLane
 from offload.device.pending import Pending, Settled
 from offload.layout import Piece, Slot

@@ -17,8 +17,8 @@ from operator import attrgetter
 
 import torch
 
-from offload.device import kernels
 from offload.device.accelerator import Accelerator
+from offload.device.arithmetic import kernels
 from offload.layout import Piece
 from offload.model.chunk import Chunk, ChunkGradient
 from offload.model.flat import ParameterInfo

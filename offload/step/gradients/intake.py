@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
-from offload.device.kernels import exact_sum
+from offload.device.arithmetic.kernels import exact_sum
 from offload.model.flat import ParameterInfo
 from offload.model.unit import Unit
 from offload.ranks.next_transfers import MeetingPoint

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from torch import Tensor
 
-from offload.device.kernels import exact_sum
+from offload.device.arithmetic.kernels import exact_sum
 from offload.ranks.transport import Ranks
 
 _UNITS_PER_ONE = 1 << 1074

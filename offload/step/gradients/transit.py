@@ -25,9 +25,9 @@ from typing import Protocol
 
 import torch
 
-from offload.device import kernels
 from offload.device.accelerator import Accelerator
-from offload.device.ingest_table import IngestTable
+from offload.device.arithmetic import kernels
+from offload.device.arithmetic.ingest_table import IngestTable
 from offload.device.lane import HostLane
 from offload.device.pending import Pending
 from offload.layout import Piece, Slot

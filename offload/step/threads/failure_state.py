@@ -97,7 +97,7 @@ class FailureState:
     """See the module. The part of `Training` that takes failures in.
 
     turn  whose turn it is: of the thread that drives the model while it is in it or the engine is at work for it, and of who
-          does some of that work while it does nothing (`offload.checkpoint.idleness`)
+          does some of that work while it does nothing (`offload.checkpoint.saving.idleness`)
     """
 
     def __init__(self, meeting: Meeting, turn: Turn) -> None:

@@ -20,14 +20,14 @@ from typing import Protocol
 
 from torch import Tensor
 
-from offload.device import optimizer_step
 from offload.device.accelerator import Accelerator
-from offload.device.flat import uses_native
+from offload.device.arithmetic import optimizer_step
+from offload.device.arithmetic.flat import uses_native
+from offload.device.arithmetic.records import Record
+from offload.device.arithmetic.segment import MASTER, Segment
+from offload.device.arithmetic.step_table import JoinedTable, Numbers, Span, StepTable
 from offload.device.lane import HostLane, InlineLane, LaneRow
 from offload.device.pending import Pending
-from offload.device.records import Record
-from offload.device.segment import MASTER, Segment
-from offload.device.step_table import JoinedTable, Numbers, Span, StepTable
 from offload.model.chunk import Chunk
 from offload.model.unit import Unit
 from offload.model.update import ChunkUpdate, PieceUpdate, UnitUpdate

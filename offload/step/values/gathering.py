@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.device.segment import MASTER
+from offload.device.arithmetic.segment import MASTER
 from offload.model.chunk import Chunk
 from offload.model.flat import Flat, ParameterInfo
 from offload.model.unit import Unit

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from offload.device.rounding import round_into
+from offload.device.arithmetic.rounding import round_into
 from offload.errors import UsageError
 from offload.model.chunk import Chunk
 from offload.model.file_dtypes import converts

@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exports of one engine: its weights for others, the adapters of a PEFT model, or the base model with them merged into it.
+
+Everything is read unit by unit. On several ranks all of them gather, and the first writes.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.checkpoint.checkpoint import Checkpointing
+from offload.checkpoint.export.peft import AdapterFile, Merging, Skeleton, adapter_files, computed_parameters
+from offload.checkpoint.export.unpacking import Unpacking
+from offload.checkpoint.export.weights import AdapterExporter, Exporter
+from offload.checkpoint.format.consistency import row_major
+from offload.checkpoint.model_names import buffers_once, kept_fqn, model_configs
+from offload.checkpoint.state_reading import StateReader
+from offload.config import parse_nbytes
+from offload.device.arithmetic.rounding import round_into
+from offload.errors import RankError, UsageError
+from offload.model.flat import ParameterInfo
+from offload.model.peft_names import is_peft, is_peft_model, library_models
+from offload.ranks.next_transfers import MeetingPoint
+from offload.step.components import Components
+from offload.step.training import Training
+from offload.step.values.gathering import Gathering
+
+_SAVE_OPTIONS = ("max_shard_size", "safe_serialization", "is_main_process", "save_function", "save_peft_format", "token")
+"""Of a Hugging Face model's `save_pretrained`: what an export has too, or has no need of."""
+_UNFINISHED, _WEIGHTS = ".offload-export", "model*.safetensors*"
+Pieces = Iterable[tuple[ParameterInfo, torch.Tensor]]
+"""Of each parameter all elements in slot order, in any number of parts."""
+
+
+class Exporting:
+    """See the module. Owned by the thread that drives the model."""
+
+    def __init__(
+        self, parts: Components, training: Training, gathering: Gathering, checkpointing: Checkpointing, model: nn.Module
+    ) -> None:
+        self._parts, self._training, self._model = parts, training, model
+        self._gathering, self._checkpointing = gathering, checkpointing
+
+    def export(
+        self, path: Path, dtype: torch.dtype | None, max_shard_nbytes: int, *, merged: bool, exist_ok: bool = False
+    ) -> None:
+        """See `Engine.export`."""
+        model = self._model
+        if merged and not is_peft(model):
+            adapted = [one for one in library_models(model).values() if is_peft(one)]
+            if len(adapted) != 1:
+                raise UsageError("export(merged=True) was called, but the model has no PEFT adapters to merge: leave it out.")
+            model = adapted[0]
+        self._prepare("export")
+        if not merged and is_peft(model):
+            self._export_adapters(_Place(path, exist_ok), dtype)
+        else:
+            self._export_whole(model, _Place(path, exist_ok), dtype, max_shard_nbytes, merged=merged)
+
+    def _export_whole(
+        self, model: nn.Module, place: _Place, dtype: torch.dtype | None, max_shard_nbytes: int, *, merged: bool
+    ) -> None:
+        infos = self._infos_of(model)
+
+        def write(pieces: Pieces) -> None:
+            with place:
+                exporter = Exporter(place.written, dtype, max_shard_nbytes)
+                if merged:
+                    self._export_merged(model, infos, exporter, dtype, iter(pieces))
+                else:
+                    self._export(model, infos, exporter, pieces)
+
+        self._write(write, {info.index for info in infos})
+
+    def _infos_of(self, model: nn.Module) -> list[ParameterInfo]:
+        """The parameters of one of the model's modules, by its own names."""
+        path = next(path for path, module in self._model.named_modules() if module is model)
+        start = f"{path}." if path else ""
+        found = []
+        for info in self._parts.parameters:
+            names = tuple(fqn.removeprefix(start) for fqn in info.fqns if fqn.startswith(start))
+            if names:
+                found.append(replace(info, fqns=names))
+        return found
+
+    def save_adapters(self, own: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        """What `own`, the `save_pretrained` of a PEFT model, does: on a skeleton of the model in which the values are that it
+        saves. Collective; the first rank writes."""
+        self._training.check()
+        if keywords.get("state_dict") is not None or self._training.lender.lends_any:
+            return own(*args, **keywords)
+        self._prepare("save_pretrained")
+        model: Any = own.__self__  # type: ignore[attr-defined]
+        skeleton, adapters = self._adapters(model, None, keywords.get("save_embedding_layers", "auto"))
+        wanted = {held for adapter in adapters for held in adapter.content.values() if isinstance(held, int)}
+
+        def write(pieces: Pieces) -> None:
+            _fill(skeleton, wanted, pieces)
+            type(model).save_pretrained(skeleton.model, *args, **keywords)
+
+        self._write(write, wanted)
+
+    def save_whole(self, own: Callable[..., Any], save_directory: Any, *args: Any, **keywords: Any) -> Any:
+        """What `own`, the `save_pretrained` of a Hugging Face model, does: unit by unit, in the place of an earlier save.
+        Collective; the first rank writes. What an export cannot do (a `variant`, the hub) is left to `own`."""
+        self._training.check()
+        others = {name: value for name, value in keywords.items() if name not in _SAVE_OPTIONS and value not in (None, False)}
+        if args or others or not keywords.get("safe_serialization", True) or self._training.lender.lends_any:
+            return own(save_directory, *args, **keywords)
+        shard_size = parse_nbytes(keywords.get("max_shard_size", "5GB"), "max_shard_size")
+        self._prepare("save_pretrained")
+        model: Any = own.__self__  # type: ignore[attr-defined]
+        place = _Place(Path(save_directory), exist_ok=True)
+        if is_peft(model):
+            self._export_adapters(place, None, model)
+        else:
+            self._export_whole(model, place, None, shard_size, merged=False)
+
+    def replaced_methods(self, model: nn.Module) -> dict[str, Callable[..., Any]]:
+        """Methods of one of `library_models` that are called in another way, by name: as `TakenMethods` has them."""
+        return {"save_pretrained": self.save_adapters if is_peft_model(model) else self.save_whole}
+
+    # ---- what is written -----------------------------------------------------------------------------------------
+
+    def _adapters(
+        self, model: nn.Module, dtype: torch.dtype | None, save_embedding_layers: Any = "auto"
+    ) -> tuple[Skeleton, list[AdapterFile]]:
+        skeleton = Skeleton(model, self._infos_of(model), dtype)
+        computed = computed_parameters(skeleton)
+        if computed:
+            self._write(lambda pieces: _fill(skeleton, computed, pieces), computed)
+        return skeleton, adapter_files(skeleton, save_embedding_layers)
+
+    def _export_adapters(self, place: _Place, dtype: torch.dtype | None, model: nn.Module | None = None) -> None:
+        skeleton, adapters = self._adapters(model if model is not None else self._model, dtype)
+        exporter, places = AdapterExporter(place.written, dtype, adapters), dict[int, list[str]]()
+        buffers: list[tuple[str, torch.Tensor]] = []
+        for adapter in adapters:
+            for key, held in adapter.content.items():
+                name = exporter.name_of(adapter, key)
+                if isinstance(held, int):
+                    exporter.add_copy(adapter, key, skeleton.infos[held])
+                    places.setdefault(held, []).append(name)
+                else:
+                    exporter.add_buffer_copy(adapter, key, held)
+                    buffers.append((name, held))
+
+        def write(pieces: Pieces) -> None:
+            with place, exporter:
+                for info, values in pieces:
+                    for name in places.get(info.index, ()):
+                        exporter.append(name, values)
+                for name, buffer in buffers:
+                    exporter.append(name, buffer.detach().cpu().contiguous().reshape(-1))
+                exporter.commit_adapters()
+
+        self._write(write, places)
+
+    @staticmethod
+    def _export_merged(
+        model: nn.Module, infos: Sequence[ParameterInfo], exporter: Exporter, dtype: torch.dtype | None, pieces: Iterator[Any]
+    ) -> None:
+        unpacking = Unpacking(infos)
+        skeleton = Skeleton(model, unpacking.infos, dtype)
+        merging = Merging(skeleton)
+        names = {index: kept_fqn(skeleton.base, found) for index, found in merging.names.items()}
+        for index, name in names.items():
+            info = skeleton.infos[index]
+            stride = row_major(info.shape) if merging.is_merged(index) else info.stride
+            exporter.add(name, info.shape, stride, info.dtype)
+        for fqn, buffer in merging.buffers():
+            exporter.add_buffer(fqn, buffer.shape, buffer.dtype)
+        with exporter:
+            for index, values in merging.merged(unpacking.unpacked(pieces)):
+                exporter.append(names[index], values)
+            for fqn, buffer in merging.buffers():
+                exporter.append(fqn, buffer.detach().cpu().contiguous().reshape(-1))
+            configs = merging.configs(model_configs(skeleton.base, as_packed=not unpacking.any))
+            exporter.commit(type(skeleton.base).__name__, configs)
+
+    @staticmethod
+    def _export(model: nn.Module, infos: Sequence[ParameterInfo], exporter: Exporter, pieces: Pieces) -> None:
+        unpacking = Unpacking(infos)
+        parameters = unpacking.infos
+        names = {info.index: kept_fqn(model, info.fqns) for info in parameters}
+        for info in parameters:
+            exporter.add(names[info.index], info.shape, info.stride, info.dtype)
+        for fqn, buffer in buffers_once(model):
+            exporter.add_buffer(fqn, buffer.shape, buffer.dtype)
+        with exporter:
+            for info, values in unpacking.unpacked(pieces):
+                exporter.append(names[info.index], values)
+            for fqn, buffer in buffers_once(model):
+                exporter.append(fqn, buffer.detach().cpu().contiguous().reshape(-1))
+            exporter.commit(type(model).__name__, model_configs(model, as_packed=not unpacking.any))
+
+    # ---- where it comes from -------------------------------------------------------------------------------------
+
+    def _prepare(self, what: str) -> None:
+        self._training.check()
+        self._checkpointing.saver.finish()
+        self._checkpointing.require_outside(what)
+        with self._training.failures():
+            self._training.settle()
+
+    def _write(self, write: Callable[[Iterator[Any]], None], wanted: Collection[int] | None = None) -> None:
+        """`wanted`: the parameters, by index, that are enough; None: all."""
+
+        def write_wanted(pieces: Iterator[Any]) -> None:
+            write(piece for piece in pieces if wanted is None or piece[0].index in wanted)
+
+        if self._parts.ranks.world_size == 1:
+            write_wanted(self._own_pieces(wanted))
+        else:
+            self._write_first(write_wanted)
+
+    def _own_pieces(self, wanted: Collection[int] | None) -> Iterator[tuple[ParameterInfo, torch.Tensor]]:
+        with closing(StateReader(self._parts, self._training.failures)) as reader:
+            for unit in self._parts.units:
+                if wanted is None or any(info.index in wanted for info in unit.parameters):
+                    for state in reader.pieces(unit):
+                        yield state.info, state.value
+
+    def _write_first(self, write: Callable[[Iterator[Any]], None]) -> None:
+        """On several ranks: all of them gather unit by unit, the first writes."""
+        ranks = self._parts.ranks
+        gathered = self._gathering.values_by_unit(MeetingPoint.EXPORTING)
+        failure: Exception | None = None
+        if ranks.index == 0:
+            try:
+                write(gathered)
+            except Exception as error:
+                if self._training.has_failed:
+                    raise  # nobody is met any more
+                failure = error
+        for _ in gathered:
+            pass  # the other ranks, and this one after a failure: the gathers are everybody's
+        said = f"{type(failure).__name__}: {failure}".encode() if failure is not None else b""
+        word = self._gathering.meet(MeetingPoint.EXPORTING, lambda: ranks.exchange_bytes(said))[0]
+        if failure is not None:
+            raise failure
+        if word:
+            raise RankError(f"rank 0 could not write the export: {word.decode()}")
+
+
+def _fill(skeleton: Skeleton, wanted: Collection[int], pieces: Pieces) -> None:
+    """Give parameters of the skeleton their values."""
+    infos = {index: skeleton.infos[index] for index in sorted(wanted)}
+    values = {index: torch.empty(info.numel, dtype=skeleton.twins[index].dtype, device="cpu") for index, info in infos.items()}
+    arrived = dict.fromkeys(values, 0)
+    for info, part in pieces:
+        if info.index in wanted:
+            start = arrived[info.index]
+            arrived[info.index] = stop = start + part.numel()
+            round_into(values[info.index][start:stop], part)
+    for index, value in values.items():
+        skeleton.fill(index, value)
+
+
+class _Place:
+    """Where an export is written, and then moved to. The context is the first rank's."""
+
+    def __init__(self, path: Path, exist_ok: bool) -> None:
+        self._path, self._exist_ok = path, exist_ok
+        self.written = path / _UNFINISHED if exist_ok else path
+
+    def __enter__(self) -> None:
+        if self._exist_ok and self.written.exists():  # of a process that was killed
+            shutil.rmtree(self.written)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._exist_ok and kind is None:
+            self._move_up()
+
+    def _move_up(self) -> None:
+        """Over an earlier export, of which no weights stay: they would be loaded instead, as they are until all others are
+        there."""
+        found = sorted(self.written.rglob("*"))
+        names = {path.name for path in found}
+        for path in found:
+            target = self._path / path.relative_to(self.written)
+            if path.is_dir():
+                target.mkdir(exist_ok=True)
+            else:
+                path.replace(target)
+        if any(fnmatch(name, _WEIGHTS) for name in names):
+            for path in self._path.glob(_WEIGHTS):
+                if path.name not in names:
+                    path.unlink()
+        shutil.rmtree(self.written)

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a checkpoint's folder to safetensors shards, without the model: byte ranges in, byte ranges out.
+
+Only the weights are read, not the moments; their checksums are compared on the way, and the export gets its name only
+after the last of them. Host memory: 4 MiB that are read, 1 Mi elements that are rounded, and one tensor where its
+elements do not lie row by row.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import torch
+
+from offload.checkpoint.export.weights import Exporter
+from offload.checkpoint.format.consistency import Inconsistent, check_parameter, check_range, moments_of
+from offload.checkpoint.format.manifest import BufferEntry, Manifest, ModelEntry, ParameterEntry
+from offload.checkpoint.format.opened import OpenedCheckpoint
+from offload.checkpoint.format.staged_folder import MANIFEST_NAME
+from offload.checkpoint.model_names import CONFIGS
+from offload.errors import CheckpointError
+from offload.model.file_dtypes import DTYPES
+
+
+def check_exportable(source: Path) -> None:
+    """What can be told before the files are read. Raises `CheckpointError` where the folder holds no checkpoint that can be
+    exported without its model."""
+    with OpenedCheckpoint(source) as opened:
+        _require_whole(opened.manifest, source)
+
+
+def export_checkpoint(source: Path, target: Path, dtype: torch.dtype | None, max_shard_nbytes: int) -> int:
+    """Write what `Engine.export(target, dtype)` of the run that saved `source` would have; returns the number of tensors.
+
+    Raises `CheckpointError` where the checkpoint is damaged or `target` is in the way, `StorageError` where writing fails.
+    """
+    with OpenedCheckpoint(source) as opened:
+        manifest = opened.manifest
+        _require_whole(manifest, source)
+        try:
+            names = _check(manifest)
+        except Inconsistent as clause:
+            raise opened.damaged(MANIFEST_NAME, str(clause)) from clause
+        opened.check_files()
+        opened.check_headers()
+        exporter = Exporter(target, dtype, max_shard_nbytes)
+        for name, parameter in zip(names, manifest.parameters, strict=True):
+            exporter.add(name, parameter.shape, parameter.stride, DTYPES[parameter.dtype])
+        for buffer in manifest.buffers:
+            exporter.add_buffer(buffer.fqn, buffer.shape, DTYPES[buffer.data.dtype])
+        with exporter:
+            for name, parameter in zip(names, manifest.parameters, strict=True):
+                _append_parameter(opened, exporter, name, parameter)
+            for buffer in manifest.buffers:
+                _append_buffer(opened, exporter, buffer)
+            exporter.commit(manifest.model.kind, manifest.model.configs)
+        return len(names) + len(manifest.buffers)
+
+
+def kept_name(parameter: ParameterEntry, model: ModelEntry) -> str:
+    """The one name that a file of weights holds the parameter under."""
+    return next((fqn for fqn in parameter.fqns if fqn in model.kept_fqns), parameter.fqns[0])
+
+
+def _require_whole(manifest: Manifest, source: Path) -> None:
+    _require_no_adapters(manifest, source)
+    if any(manifest.leaves_out(one) for one in manifest.parameters):
+        raise CheckpointError(
+            f"the checkpoint {str(source)!r} was saved without frozen parameters: load it into an engine of the model, and "
+            "call engine.export(dir)."
+        )
+
+
+def _require_no_adapters(manifest: Manifest, source: Path) -> None:
+    """A checkpoint knows neither an adapter's configuration nor the factor it is merged with."""
+    names = [fqn for parameter in manifest.parameters for fqn in parameter.fqns]
+    injected = any(".base_layer." in name for name in names) and any(".lora_" in name for name in names)
+    if manifest.model.kind.startswith("Peft") or injected:
+        raise CheckpointError(
+            f"the checkpoint {str(source)!r} is of a PEFT model ({manifest.model.kind}), and does not hold the configuration "
+            "of its adapters: load it into an engine of that model, and call engine.export(dir) for the adapters, or "
+            "engine.export(dir, merged=True)."
+        )
+
+
+def _append_parameter(opened: OpenedCheckpoint, exporter: Exporter, name: str, parameter: ParameterEntry) -> None:
+    for piece in sorted(parameter.pieces, key=lambda piece: piece.start):
+        for slab in opened.checked_slabs(f"value of {parameter.fqns[0]!r}", piece.value):
+            exporter.append(name, slab)
+
+
+def _append_buffer(opened: OpenedCheckpoint, exporter: Exporter, buffer: BufferEntry) -> None:
+    for slab in opened.checked_slabs(f"buffer {buffer.fqn!r}", buffer.data):
+        exporter.append(buffer.fqn, slab)
+
+
+def _check(manifest: Manifest) -> list[str]:
+    """The parameters' names in the export, after everything that no engine is here to check. Raises `Inconsistent`."""
+    for parameter in manifest.parameters:
+        check_parameter(parameter, moments_of(manifest))
+    for buffer in manifest.buffers:
+        check_range(f"buffer {buffer.fqn!r}", buffer.data, math.prod(buffer.shape), buffer.data.dtype)
+    names = [kept_name(parameter, manifest.model) for parameter in manifest.parameters]
+    written = [*names, *(buffer.fqn for buffer in manifest.buffers)]
+    if len(set(written)) != len(written) or "__metadata__" in written:
+        raise Inconsistent("two of its tensors have one name, or one that safetensors does not allow")
+    for attribute, text in manifest.model.configs.items():
+        if attribute not in CONFIGS or not _is_json_object(text):
+            raise Inconsistent(f"its model configuration {attribute!r} is unknown, or no JSON object")
+    return names
+
+
+def _is_json_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False

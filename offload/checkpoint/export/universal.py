@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a checkpoint's folder to DeepSpeed's universal checkpoint, without the model: any of its ZeRO stages loads it.
+
+    OUT/zero/<fqn>/{fp32,exp_avg,exp_avg_sq,step}.pt   of each parameter, whole
+    OUT/zero/optimizer_state.pt                        numbers of param_groups
+    OUT/*model_states.pt                               counts, buffers, the scheduler's state: one name for stage 3, one below
+
+Steps are numbers, as DeepSpeed's own Adam has them (with its "torch_adam" it wants tensors there). Host memory: the largest
+parameter in fp32.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.checkpoint.format.manifest import MOMENTS, VALUE, Manifest, ParameterEntry
+from offload.checkpoint.format.opened import OpenedCheckpoint
+from offload.checkpoint.format.staged_folder import MANIFEST_NAME, StagedFolder
+from offload.checkpoint.format.values import whole_tensor
+from offload.errors import CheckpointError, StorageError
+from offload.model.file_dtypes import DTYPES
+from offload.progress import Progress
+
+_log = logging.getLogger(__name__)
+
+_VERSION = "0.19.8"
+"""Of DeepSpeed, whose layout this is."""
+_MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
+
+
+def check_universal(source: Path) -> None:
+    """What can be told before the files are read. Raises `CheckpointError` where the folder holds no checkpoint of Adam's."""
+    with OpenedCheckpoint(source) as opened:
+        _require_adam(opened.manifest, source)
+
+
+def export_universal(source: Path, target: Path) -> int:
+    """Write the checkpoint at `source` as a universal one at `target`; returns the number of parameters.
+
+    DeepSpeed loads it where its config says {"checkpoint": {"load_universal": true}}. Raises `CheckpointError` where the
+    checkpoint is damaged or its optimizer is not Adam's, `StorageError` where writing fails.
+    """
+    with OpenedCheckpoint(source) as opened, StagedFolder(target, replace=False) as folder:
+        manifest = opened.manifest
+        _require_adam(manifest, source)
+        opened.check_files()
+        opened.check_headers()
+        progress = Progress(_log, "export: %.1f of %.1f GiB of parameters", sum(4 * one.numel for one in manifest.parameters))
+        for parameter in manifest.parameters:
+            if manifest.leaves_out(parameter):
+                continue
+            progress.add(4 * parameter.numel)
+            try:
+                _write_parameter(opened, parameter, folder.path / "zero")
+            except (KeyError, ValueError, RuntimeError) as error:
+                if isinstance(error, CheckpointError):
+                    raise
+                raise opened.damaged(MANIFEST_NAME, f"{parameter.fqns[0]!r} cannot be put together ({error})") from error
+        _save(_optimizer(manifest), folder.path / "zero" / "optimizer_state.pt")
+        states = _model_states(opened)
+        for name in _MODEL_FILES:
+            _save(states, folder.path / name)
+        folder.commit()
+        return len(manifest.parameters)
+
+
+def _require_adam(manifest: Manifest, source: Path) -> None:
+    if manifest.optimizer is None:
+        raise CheckpointError(f"{str(source)!r} holds no optimizer's numbers: save it from an engine that trains.")
+    for parameter in manifest.parameters:
+        if parameter.group is None or manifest.leaves_out(parameter):
+            continue
+        for name in MOMENTS:
+            if any(getattr(piece, name) is None for piece in parameter.pieces):
+                raise CheckpointError(
+                    f"{parameter.fqns[0]!r} has no {name}: a universal checkpoint is of Adam's moments. Export the weights "
+                    "alone."
+                )
+
+
+def _write_parameter(opened: OpenedCheckpoint, parameter: ParameterEntry, folder: Path) -> None:
+    if Path(parameter.fqns[0]).name != parameter.fqns[0]:
+        raise opened.damaged(MANIFEST_NAME, f"{parameter.fqns[0]!r} is no name of a parameter")
+    own = folder / parameter.fqns[0]
+    own.mkdir(parents=True)
+    _save(_content(_whole(opened, parameter, VALUE)), own / "fp32.pt")
+    if parameter.group is None:
+        return
+    for name in MOMENTS:
+        _save(_content(_whole(opened, parameter, name)), own / f"{name}.pt")
+    _save(parameter.step, own / "step.pt")
+
+
+def _save(content: Any, path: Path) -> None:
+    try:
+        torch.save(content, path)
+    except (OSError, RuntimeError) as error:  # torch's writer says RuntimeError of a full disk
+        raise StorageError(getattr(error, "errno", None), f"{str(path)!r} cannot be written ({error}).") from error
+
+
+def _content(whole: torch.Tensor) -> dict[str, Any]:
+    return {"cat_dim": 0, "param": whole.contiguous()}
+
+
+def _whole(opened: OpenedCheckpoint, parameter: ParameterEntry, kind: str) -> torch.Tensor:
+    whole = torch.empty(parameter.numel, dtype=torch.float32, device="cpu")
+    for piece in parameter.pieces:
+        start, entry = piece.start, getattr(piece, kind)
+        for slab in opened.checked_slabs(f"{kind} of {parameter.fqns[0]!r}", entry):
+            part = slab.view(DTYPES[entry.dtype])
+            whole[start : start + part.numel()] = part
+            start += part.numel()
+    return whole.as_strided(parameter.shape, parameter.stride)
+
+
+def _optimizer(manifest: Manifest) -> dict[str, Any]:
+    assert manifest.optimizer is not None
+    groups = [
+        {name: tuple(value) if isinstance(value, list) else value for name, value in group.items() if name != "params"}
+        for group in manifest.optimizer.param_groups
+    ]
+    steps = [max((one.step for one in manifest.parameters if one.group == index), default=0) for index in range(len(groups))]
+    states = {index: {"step": step} for index, step in enumerate(steps)}
+    numbered = [group | {"params": [index]} for index, group in enumerate(groups)]
+    return {
+        "dynamic_loss_scale": False,
+        "overflow": False,
+        "partition_count": manifest.world_size,
+        "ds_version": _VERSION,
+        "param_groups": numbered,
+        "optimizer_state_dict": {"state": states, "param_groups": numbered},
+    }
+
+
+def _model_states(opened: OpenedCheckpoint) -> dict[str, Any]:
+    manifest = opened.manifest
+    own: Mapping[str, Any] = manifest.client_state
+    is_drop_ins = "global_steps" in own
+    trained = [[one for one in manifest.parameters if one.group == index] for index in _groups(manifest)]
+    frozen = [one for one in manifest.parameters if one.group is None and not manifest.leaves_out(one)]
+    buffers = {one.fqn: whole_tensor(opened, one.fqn, one.data).reshape(one.shape) for one in manifest.buffers}
+    states = {
+        "module": buffers,
+        "buffer_names": list(buffers),
+        "optimizer": None,
+        "param_shapes": [{one.fqns[0]: torch.Size(one.shape) for one in group} for group in trained],
+        "frozen_param_shapes": {one.fqns[0]: torch.Size(one.shape) for one in frozen},
+        "frozen_param_fragments": {one.fqns[0]: _whole(opened, one, VALUE).reshape(-1) for one in frozen},
+        "shared_params": {alias: one.fqns[0] for one in manifest.parameters for alias in one.fqns[1:]},
+        "lr_scheduler": own.get("lr_scheduler") if is_drop_ins else None,
+        "skipped_steps": own.get("skipped_steps", 0) if is_drop_ins else 0,
+        "global_steps": own["global_steps"] if is_drop_ins else manifest.step_count,
+        "global_samples": own.get("global_samples", 0) if is_drop_ins else 0,
+        "dp_world_size": manifest.world_size,
+        "mp_world_size": 1,
+        "ds_version": _VERSION,
+        "ds_config": {},
+        "universal_checkpoint_info": {},
+    }
+    return states | dict(own["client_state"] if is_drop_ins else own)
+
+
+def _groups(manifest: Manifest) -> range:
+    assert manifest.optimizer is not None
+    return range(len(manifest.optimizer.param_groups))

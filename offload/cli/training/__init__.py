@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`train`: the run, its checkpoints, what it says and measures."""

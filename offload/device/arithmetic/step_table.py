@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One native call for the step of a whole chunk: what it is told of each piece is put together once, in a table.
+
+Where a piece's arrays lie is known but for where the record, the values and the gradients are this time; of the rest only the
+numbers of the optimizer change. The bits are those of `offload.device.arithmetic.optimizer_step` over the same pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offload import _native
+from offload.device.arithmetic.encoding import SCALE_GROUP
+from offload.device.arithmetic.flat import DTYPE_CODES
+from offload.device.arithmetic.records import RecordFormat
+from offload.device.arithmetic.rules import MOMENTS, Hyper
+from offload.device.arithmetic.segment import MASTER, REMAINDER, StateFormat, scale_name
+
+_ROW = _native.UPDATE_ROW
+Numbers = tuple[Hyper, int] | list[tuple[Hyper, int]]
+"""The optimizer's, and the step, from 1: of all pieces, or of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One piece: elements [low, high) of its chunk, the first of which is number `first_index` of the parameter that
+    `rounding_seed` names."""
+
+    low: int
+    high: int
+    first_index: int
+    rounding_seed: int
+
+
+class StepTable:
+    """Of one chunk, whose record and values the host can address. One thread at a time.
+
+    reads_values  whether a step computes with the values that it finds, rather than only leave new ones
+    """
+
+    def __init__(self, record_format: RecordFormat, numel: int, values_dtype: torch.dtype, spans: Sequence[Span]) -> None:
+        self._numel, self._values_dtype = numel, values_dtype
+        self.record_nbytes = record_format.nbytes(numel)
+        state_format = record_format.state_format
+        if state_format.is_split and values_dtype != torch.bfloat16:
+            raise AssertionError(f"{state_format.value} states need bfloat16 values")
+        if state_format is StateFormat.EIGHT_BIT and any(span.first_index % SCALE_GROUP for span in spans):
+            raise AssertionError(f"first_index must be a multiple of {SCALE_GROUP}")
+        self._moments = frozenset(record_format.moments)
+        self._table = _Table(np.zeros(len(spans), _ROW))
+        rows = self._table.rows
+        self._where: object = None
+        """What the rows were told last of where all arrays lie."""
+        low = np.array([span.low for span in spans], np.uint64)
+        rows["numel"] = [span.high - span.low for span in spans]
+        rows["first_index"] = [span.first_index for span in spans]
+        rows["rounding_seed"] = [span.rounding_seed for span in spans]
+        rows["state_format"] = _native.STATE_FORMATS[state_format.value]
+        own_master = state_format.is_split or record_format.own_master
+        self.reads_values = record_format.needs_values
+        rows["values_dtype"] = DTYPE_CODES[values_dtype] if own_master else _native.F32
+        self._low, self._value_offsets = low, low * values_dtype.itemsize
+        self._values_column = "values" if own_master else "master"
+        self._record_offsets = _offsets(record_format, numel, low)
+
+    def update(
+        self,
+        which: Sequence[int] | None,
+        record: Tensor,
+        values: Tensor,
+        gradients: Tensor | Sequence[Tensor],
+        numbers: Numbers,
+        grad_factor: float,
+    ) -> None:
+        """One step, in place. `which`: the positions of the pieces that it is of, None: of all. `record`: uint8, at least the
+        record; `values`: [numel] in their dtype; `gradients`: [numel], or by piece [its numel]."""
+        if which is None and isinstance(gradients, Tensor):
+            where = (record.data_ptr(), values.data_ptr(), gradients.data_ptr(), gradients.dtype, gradients.numel())
+            if where != self._where:
+                self._place_gradients(self.placed(None, record, values), None, gradients)
+                self._where = where
+            self._table.step(self._moments, numbers, grad_factor)
+            return
+        rows = self.placed(which, record, values)
+        if isinstance(gradients, Tensor):
+            self._place_gradients(rows, which, gradients)
+        else:
+            _place_gradients(rows, gradients)
+        table = self._table if which is None else _Table(rows)
+        table.step(self._moments, numbers, grad_factor)
+
+    def _place_gradients(self, rows: Any, which: Sequence[int] | None, gradients: Tensor) -> None:
+        if gradients.numel() != self._numel or not _is_flat_on_host(gradients):
+            raise AssertionError(f"gradients must be [{self._numel}] on the host")
+        low = self._low if which is None else self._low[which]
+        rows["grad"] = low * gradients.itemsize + gradients.data_ptr()
+        rows["grad_dtype"] = DTYPE_CODES[gradients.dtype]
+
+    def placed(self, which: Sequence[int] | None, record: Tensor, values: Tensor) -> Any:
+        """The rows of these pieces, told where the record and the values lie."""
+        self._check(record, values)
+        self._where = None
+        rows = self._table.rows if which is None else self._table.rows[which]
+        value_offsets = self._value_offsets if which is None else self._value_offsets[which]
+        address = record.data_ptr()
+        for column, offsets in self._record_offsets:
+            rows[column] = (offsets if which is None else offsets[which]) + address
+        rows[self._values_column] = value_offsets + values.data_ptr()
+        return rows
+
+    @property
+    def moments(self) -> frozenset[str]:
+        """What the record keeps."""
+        return self._moments
+
+    def _check(self, record: Tensor, values: Tensor) -> None:
+        if record.dtype != torch.uint8 or record.numel() < self.record_nbytes or not _is_flat_on_host(record):
+            raise AssertionError(f"a record of {self.record_nbytes} bytes on the host is needed")
+        if values.dtype != self._values_dtype or values.numel() != self._numel or not _is_flat_on_host(values):
+            raise AssertionError(f"values must be [{self._numel}] of {self._values_dtype} on the host")
+
+
+class JoinedTable:
+    """Of several chunks whose records and values stay where they are, each given as (table, record, values): one native call
+    for all of them."""
+
+    def __init__(self, parts: Sequence[tuple[StepTable, Tensor, Tensor]]) -> None:
+        self._kept = [(record, values) for _, record, values in parts]  # as long as their addresses are here
+        self._table = _Table(np.concatenate([table.placed(None, record, values) for table, record, values in parts]))
+        self._moments = frozenset.intersection(*(table.moments for table, _, _ in parts))
+
+    def update(self, gradients: Sequence[Tensor], numbers: Numbers, grad_factor: float) -> None:
+        """One step of all pieces, in place; as `StepTable.update`."""
+        _place_gradients(self._table.rows, gradients)
+        self._table.step(self._moments, numbers, grad_factor)
+
+
+class _Table:
+    """Rows, and what they were told last."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows, self._count, self._address = rows, len(rows), rows.ctypes.data
+        self._told: object = None
+
+    def step(self, moments: Set[str], numbers: Numbers, grad_factor: float) -> None:
+        """The rows know where everything lies: compute."""
+        if isinstance(numbers, list):
+            self._tell_each(moments, numbers, grad_factor)
+        else:
+            self._tell(moments, *numbers, grad_factor)
+        _native.update_rows(self._address, self._count)
+
+    def _tell(self, moments: Set[str], hyper: Hyper, step: int, grad_factor: float) -> None:
+        if step < 1 or not self._count:
+            raise AssertionError("there are pieces, and steps count from 1")
+        self.rows["step"] = step
+        told = (hyper, hyper.lr_at(step), grad_factor)
+        if told != self._told:
+            self._told = None
+            _put_numbers(self.rows, moments, hyper, step, grad_factor)
+            self._told = told
+
+    def _tell_each(self, moments: Set[str], numbers: Sequence[tuple[Hyper, int]], grad_factor: float) -> None:
+        steps, rows = [step for _, step in numbers], self.rows
+        if len(steps) != self._count or not steps or min(steps) < 1:
+            raise AssertionError(f"{self._count} pieces need as many numbers, not {len(steps)}, and steps count from 1")
+        first, first_step = numbers[0]
+        if all(one is first and step == first_step for one, step in numbers):
+            self._tell(moments, first, first_step, grad_factor)
+            return
+        self._told = None
+        rows["step"] = steps
+        for index, (hyper, step) in enumerate(numbers):
+            _put_numbers(rows[index : index + 1], moments, hyper, step, grad_factor)
+
+
+def _put_numbers(rows: Any, moments: Set[str], hyper: Hyper, step: int, grad_factor: float) -> None:
+    if not moments >= set(hyper.moments):
+        raise AssertionError(f"the record has no {', '.join(hyper.moments)}")
+    rows["lr"], rows["beta1"], rows["beta2"] = hyper.lr_at(step), hyper.beta1, hyper.beta2
+    rows["eps"], rows["weight_decay"] = hyper.eps, hyper.weight_decay
+    rows["grad_factor"] = -grad_factor if hyper.maximize else grad_factor
+    rows["rule"] = _native.RULES[hyper.rule.value]
+    rows["decoupled"], rows["nesterov"] = hyper.decoupled, hyper.nesterov
+
+
+# Assertions: these are the contract between our own layers, and native code behind a wrong size would corrupt memory.
+
+
+def _place_gradients(rows: Any, gradients: Sequence[Tensor]) -> None:
+    if len(gradients) != len(rows):
+        raise AssertionError(f"{len(rows)} pieces need as many gradients, not {len(gradients)}")
+    for numel, gradient in zip(rows["numel"].tolist(), gradients, strict=True):
+        if gradient.numel() != numel or not _is_flat_on_host(gradient):
+            raise AssertionError(f"a gradient must be [{numel}] on the host")
+    rows["grad"] = [gradient.data_ptr() for gradient in gradients]
+    rows["grad_dtype"] = [DTYPE_CODES[gradient.dtype] for gradient in gradients]
+
+
+def _is_flat_on_host(tensor: Tensor) -> bool:
+    return tensor.dim() == 1 and tensor.is_contiguous() and tensor.is_cpu
+
+
+def _offsets(record_format: RecordFormat, numel: int, low: Any) -> list[tuple[str, Any]]:
+    """By column of the table: where each piece's part of a record's array begins, in bytes of the record."""
+    columns = {MASTER: "master", REMAINDER: "master"}
+    columns |= {name: name for name in MOMENTS} | {scale_name(name): scale_name(name) for name in MOMENTS}
+    found, start = [], 0
+    for name, dtype, count in record_format.arrays(numel):
+        first = low // SCALE_GROUP if name.endswith("_scale") else low
+        found.append((columns[name], start + first * dtype.itemsize))
+        start += count * dtype.itemsize
+    return found
