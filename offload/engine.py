@@ -21,15 +21,15 @@ from offload.checkpoint.preemption import Preemption
 from offload.checkpoint.saving.saves import Save
 from offload.config import Config, parse_nbytes
 from offload.deferred_init.held_tensors import Slot
-from offload.engagement import Engagement
 from offload.errors import EngineFailedError, UsageError, words_of
 from offload.model.optimizer import OffloadOptimizer
+from offload.parts_renewal import PartsRenewal
 from offload.profiling.profile import Profile
 from offload.statistics import statistics
 from offload.step.components import Components
 from offload.step.training import Training
 from offload.step.values.loading import ValueLoading
-from offload.succession import Succession
+from offload.taken_model import TakenModel
 
 
 class Engine:
@@ -54,27 +54,27 @@ class Engine:
         self._preemption: Preemption | None = None
         self._saves: Path | None = None
         try:
-            self._succession = Succession(model, self._optimizer, config, parts, slots)
+            self._renewal = PartsRenewal(model, self._optimizer, config, parts, slots)
         except BaseException:
             if self._optimizer is not None:
                 self._optimizer.disown()
             raise
 
     @property
-    def _engagement(self) -> Engagement:
-        return self._succession.current
+    def _taken(self) -> TakenModel:
+        return self._renewal.current
 
     @property
     def _parts(self) -> Components:
-        return self._engagement.parts
+        return self._taken.parts
 
     @property
     def _training(self) -> Training:
-        return self._engagement.training
+        return self._taken.training
 
     @property
     def _checkpointing(self) -> Checkpointing:
-        return self._engagement.checkpointing
+        return self._taken.checkpointing
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ class Engine:
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip the gradients of the coming step to a global L2 norm of `max_norm`; return the norm before clipping."""
         self._require_open()
-        return torch.tensor(self._engagement.clip_at_step(float(max_norm)), dtype=torch.float64, device="cpu")
+        return torch.tensor(self._taken.clip_at_step(float(max_norm)), dtype=torch.float64, device="cpu")
 
     @property
     def grad_norm(self) -> float | None:
@@ -156,7 +156,7 @@ class Engine:
         Host memory: a copy of what is gathered, to see what was written.
         """
         self._require_open()
-        return self._engagement.gathered([params] if isinstance(params, nn.Parameter) else params)
+        return self._taken.gathered([params] if isinstance(params, nn.Parameter) else params)
 
     def resident(self) -> AbstractContextManager[None]:
         """Inside, parameters that were used stay in device memory: for many forwards in a row, as in generation.
@@ -164,7 +164,7 @@ class Engine:
         They may fill the budget; without one, half of the memory that is free now. Nothing else changes. `module.generate`
         does this by itself.
         """
-        return self._engagement.resident()
+        return self._taken.resident()
 
     def state_dict(self, *, full: bool = True, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         """Every parameter (fp32 master precision where it is trained) and persistent buffer on the CPU, by fqn.
@@ -177,7 +177,7 @@ class Engine:
         rank0_only  the other ranks return an empty dictionary
         """
         self._require_open()
-        return self._engagement.state_dict(full, rank0_only)
+        return self._taken.state_dict(full, rank0_only)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Set parameters and persistent buffers, by fqn, as `state_dict` returns them; optimizer moments stay as they are.
@@ -199,14 +199,14 @@ class Engine:
         Raises `UsageError` for what the parameter does not have.
         """
         self._require_open()
-        return self._engagement.named.read(self._engagement.info_of(parameter), what)
+        return self._taken.named.read(self._taken.info_of(parameter), what)
 
     def write(self, parameter: nn.Parameter, what: str, value: torch.Tensor) -> None:
         """Set what `read` reads. On several ranks each passes the same value. A gradient is rounded to the parameter's dtype,
         and counts for the coming step."""
         self._require_open()
         self._checkpointing.saver.settle()  # what is set goes around the updates
-        self._engagement.named.write(self._engagement.info_of(parameter), what, value)
+        self._taken.named.write(self._taken.info_of(parameter), what, value)
 
     def stats(self) -> dict[str, Any]:
         """Return counts, and bytes as planned and as measured; for the time since the last call, seconds and links.
@@ -231,7 +231,7 @@ class Engine:
         self._training.check_process()
         if self.closed:
             self._require_open()
-        return statistics(self._engagement)
+        return statistics(self._taken)
 
     def profile(self, path: str | os.PathLike[str], steps: int | None = None) -> Profile:
         """Record what happens from now on as a trace that Perfetto and chrome://tracing open: a row for each link and lane.
@@ -248,7 +248,7 @@ class Engine:
         where it cannot be written.
         """
         self._require_open()
-        return self._engagement.begin_profile(self.config, Path(path), steps)
+        return self._taken.begin_profile(self.config, Path(path), steps)
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -298,8 +298,8 @@ class Engine:
         On one rank an engine that failed can be used again after it: everything but its configuration is made anew.
         """
         path = checked_folder(dir, "load_checkpoint")
-        with self._succession.revived():
-            return self._succession.with_states(lambda: self._checkpointing.load(path))
+        with self._renewal.revived():
+            return self._renewal.with_states(lambda: self._checkpointing.load(path))
 
     def load_values(self, dir: str | os.PathLike[str], *, strict: bool = True) -> dict[str, Any]:
         """Set parameters and buffers from a checkpoint, as `load_state_dict` would; returns its client_state. Moments, step
@@ -308,7 +308,7 @@ class Engine:
         strict  False: what the model lacks is passed over, and what the checkpoint lacks stays
         """
         self._require_open()
-        state, client_state = self._engagement.values_of(checked_folder(dir, "load_values"), strict)
+        state, client_state = self._taken.values_of(checked_folder(dir, "load_values"), strict)
         self.load_state_dict(state)
         return client_state
 
@@ -321,8 +321,8 @@ class Engine:
                        `exit_if_terminated` at the end of each step brings about. The second ends the process at once.
         """
         path = checked_folder(dir, "resume_or_start")
-        with self._succession.revived() as failure:
-            state = self._succession.with_states(lambda: self._checkpointing.resume_or_start(path))
+        with self._renewal.revived() as failure:
+            state = self._renewal.with_states(lambda: self._checkpointing.resume_or_start(path))
             if state is None and failure is not None:
                 raise EngineFailedError(
                     f"there is no checkpoint in {str(dir)!r} to go on from, and the engine failed: {words_of(failure)}. "
@@ -378,7 +378,7 @@ class Engine:
         self._require_open()
         chosen = DTYPES[dtype] if dtype is not None else None
         shard_nbytes = parse_nbytes(max_shard_size, "max_shard_size")
-        self._engagement.exporting.export(path, chosen, shard_nbytes, merged=merged, exist_ok=exist_ok)
+        self._taken.exporting.export(path, chosen, shard_nbytes, merged=merged, exist_ok=exist_ok)
 
     # ---- lifecycle -----------------------------------------------------------------------------------------------
 
@@ -398,7 +398,7 @@ class Engine:
         self.closed = True
         if self._optimizer is not None:
             self._optimizer.disown()
-        self._engagement.close()
+        self._taken.close()
 
     def __reduce__(self) -> Any:
         raise UsageError(

@@ -78,7 +78,7 @@ def initialize(
         give_back(parts.made)
         raise
     try:
-        engine._engagement.begin()
+        engine._taken.begin()
     except BaseException:
         engine.close()
         raise

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from offload.engagement import Engagement
 from offload.errors import words_of
+from offload.taken_model import TakenModel
 
 
-def statistics(engagement: Engagement) -> dict[str, Any]:
+def statistics(taken: TakenModel) -> dict[str, Any]:
     """See `Engine.stats`; the seconds and links since the last call."""
-    parts, training = engagement.parts, engagement.training
-    reading = engagement.links.take()
+    parts, training = taken.parts, taken.training
+    reading = taken.links.take()
     return {
         "steps": training.step_count,
         "skipped_steps": training.loss_scale.skipped_step_count,

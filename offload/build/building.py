@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Making the engine's parts for one decided placement: the only place that allocates, and that knows which goes with which."""
+"""Making the engine's parts for one decided placement: the one place that knows which goes with which."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class ChunkGradient:
     buffer         [chunk.numel] where it lies now; `lease` if that is a staging buffer
     spilled        the dtype in which it lies in the store alone
     live           indices of the parameters whose gradient is there, or coming
-    sums           by parameter index: the sums of squares of its piece; None: they are on the device. Written as pieces come,
+    squares        by parameter index: the sums of squares of its piece; None: they are on the device. Written as pieces come,
                    also by the lane; dropped by the thread that drives the model
     adopted           by parameter index: pieces that lie in autograd's own tensors instead of the buffer
     jobs           what the buffer waits for before it may be read
@@ -76,7 +76,7 @@ class ChunkGradient:
     lease: Lease | None = None
     spilled: torch.dtype | None = None
     live: set[int] = field(default_factory=set)
-    sums: dict[int, torch.Tensor | None] = field(default_factory=dict)
+    squares: dict[int, torch.Tensor | None] = field(default_factory=dict)
     adopted: dict[int, torch.Tensor] = field(default_factory=dict)
     jobs: list[Pending] = field(default_factory=list)
     transfer: Pending | None = None

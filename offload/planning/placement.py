@@ -324,7 +324,7 @@ def _buffers(problem: Problem, choice: Choice, routed: Sequence[tuple[UnitSizes,
     if problem.packs_gradients:
         if any(unit.trained and route.gradients_leave_device for unit, route in routed):
             buffers["cpu", purposes.LANDING] = LANDING_BUFFERS, footprint.parameter_buffer
-        buffers["cpu", purposes.SUMS] = buffers["device", purposes.SUMS] = 1, footprint.square_sums
+        buffers["cpu", purposes.SQUARES] = buffers["device", purposes.SQUARES] = 1, footprint.square_sums
     return buffers
 
 

@@ -25,7 +25,7 @@ LANDING = "gradients to add"
 """A micro-batch's gradient that came from the device and is to be added to the sum."""
 ACCUMULATED = "accumulated gradients"
 """The fp32 sums of several micro-batches. Only the host touches them: they take memory when they are first used."""
-SUMS = "gradient sums"
+SQUARES = "sums of squares"
 """Sums of squares on their way from the device."""
 
 

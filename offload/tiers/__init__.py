@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where bytes lie: host memory, NVMe, and the staging buffers between them."""
+"""Where bytes lie: device memory, host memory, NVMe, and the staging buffers between them."""
 
 from offload.tiers.io import IoBackend, IoStats, Priority, open_backend
 from offload.tiers.memory import HostMemory, MemoryLedger

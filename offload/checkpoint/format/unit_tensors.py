@@ -69,7 +69,7 @@ class UnitTensors:
 
     def gaps(self, chunk: Chunk, kind: str) -> Iterator[GapPart]:
         """The padding in the chunk's array, in order."""
-        array, chunk = self._arrays[id(chunk.flat), kind], chunk
+        array = self._arrays[id(chunk.flat), kind]
         for gap, name in array.gaps:
             start, stop = max(gap.start, chunk.start), min(gap.stop, chunk.stop)
             if start < stop:

@@ -26,15 +26,15 @@ from offload.device.pending import Pending, Settled
 from offload.layout import Piece, Slot
 from offload.model.chunk import Chunk, ChunkGradient
 from offload.model.flat import ParameterInfo
-from offload.planning.purposes import SUMS
+from offload.planning.purposes import SQUARES
 from offload.planning.route import Memory
 from offload.step.gradients.buffers import GradientBuffers
 from offload.step.gradients.extents import gradient_of
 from offload.step.gradients.filling import Filling
+from offload.step.gradients.squares_on_device import SquaresOnDevice
 from offload.step.gradients.sums_on_device import SumsOnDevice
 from offload.step.gradients.transit import (
     Addition,
-    DeviceSums,
     GradientTransit,
     Landing,
     PackedPiece,
@@ -78,18 +78,18 @@ class GradientArrival:
         self._in_order = chunks
         self._unsummed: dict[int, None] = {}
         """Indices of parameters whose gradient was adopted, and its squares are not yet summed."""
-        self._device_sums = DeviceSums(accelerator, chunks, pool) if SUMS in pool.stats.consumers else None
+        self._squares_on_device = SquaresOnDevice(accelerator, chunks, pool) if SQUARES in pool.stats.consumers else None
         self._landing = Landing(accelerator, pool, self._lane)
         self._transit = self._made_transit(chunks, transit_buffer_count) if transit_buffer_count else None
         self._packed = _packed_with_others(chunks)
         """Indices of parameters that leave the device in chunks which they share."""
         self.kept: SumsOnDevice | None = None
         """Where fp32 sums may stay on the device that belong in host memory."""
-        if self._transit is not None and self._device_sums is not None and not narrow_sums:
-            self.kept = SumsOnDevice(accelerator, self, self._device_sums)
+        if self._transit is not None and self._squares_on_device is not None and not narrow_sums:
+            self.kept = SumsOnDevice(accelerator, self, self._squares_on_device)
 
     def _made_transit(self, chunks: Sequence[Chunk], buffer_count: int) -> GradientTransit:
-        assert self._device_sums is not None
+        assert self._squares_on_device is not None
         leaving = [chunk for chunk in chunks if chunk.route.gradients_in is not Memory.DEVICE]
         nbytes = max(chunk.nbytes for chunk in leaving)
         shared = Counter(one.flat.layout.unit_index for one in leaving if len(one.pieces) > 1)
@@ -98,7 +98,7 @@ class GradientArrival:
         return GradientTransit(
             self._accelerator,
             self,
-            self._device_sums,
+            self._squares_on_device,
             shared_nbytes=(single_count, nbytes),
             whole_nbytes=(buffer_count - single_count) * nbytes,
         )
@@ -111,7 +111,7 @@ class GradientArrival:
     @property
     def _is_direct(self) -> bool:
         """Whether gradients are computed where they are summed."""
-        return not self._reduced and self._transit is None and self._device_sums is None
+        return not self._reduced and self._transit is None and self._squares_on_device is None
 
     def adopts(self, chunk: Chunk) -> bool:
         """Whether autograd's own tensors are kept: they lie where gradients do."""
@@ -121,8 +121,8 @@ class GradientArrival:
         """Stop the lane."""
         self._lane.close()
         self.buffers.close()
-        if self._device_sums is not None:
-            self._device_sums.close()
+        if self._squares_on_device is not None:
+            self._squares_on_device.close()
 
     # ---- what backward has ---------------------------------------------------------------------------------------
 
@@ -145,7 +145,7 @@ class GradientArrival:
                 state = gradient_of(chunk)
                 state.live.add(index)
                 if info.numel:
-                    state.sums[index] = None
+                    state.squares[index] = None
             if self.kept is None:
                 transit.arrive(info.pieces, ordered, addition)
                 return
@@ -165,16 +165,16 @@ class GradientArrival:
         chunk = state.chunk
         if owned and addition is Addition.FIRST and self.adopts(chunk):
             state.adopted[info.index] = source
-            state.sums[info.index] = kernels.ingest_async(None, source, piece.start, False)
+            state.squares[info.index] = kernels.ingest_async(None, source, piece.start, False)
             return
         buffer = self._buffer_for_adding(state, wide=addition is Addition.SUM)
         target = buffer[piece.start - chunk.start : piece.stop - chunk.start]
         if info.index in state.adopted:
             self._unsummed.pop(info.index, None)
             kernels.convert(target, state.adopted.pop(info.index))
-        on_device = self._device_sums.part(info.index, chunk.index) if self._device_sums is not None else None
+        on_device = self._squares_on_device.part(info.index, chunk.index) if self._squares_on_device is not None else None
         summed = take_in(target, source, piece.start, addition, info.flat.dtype, on_device)
-        state.sums[info.index] = summed if on_device is None else None
+        state.squares[info.index] = summed if on_device is None else None
 
     def arrive_together(self, found: Iterable[tuple[ParameterInfo, torch.Tensor]]) -> None:
         """`arrive` of several parameters' first gradients, those of one chunk in one pass. Under the lock."""
@@ -208,7 +208,7 @@ class GradientArrival:
             assert transit is not None
             state, indices = gradient_of(chunk), [piece.slot.parameter_index for piece, _ in arriving]
             state.live.update(indices)
-            state.sums.update(dict.fromkeys(indices))
+            state.squares.update(dict.fromkeys(indices))
             transit.pack(chunk, arriving, Addition.FIRST)
 
     def may_fill(self, infos: Iterable[ParameterInfo]) -> bool:
@@ -223,7 +223,7 @@ class GradientArrival:
         for filled in filling.chunks:
             state = gradient_of(filled.chunk)
             state.live.update(filled.indices)
-            state.sums.update(filled.indices)
+            state.squares.update(filled.indices)
             transit.fill(filled.chunk, gradients[filled.which])
         return True
 
@@ -244,8 +244,8 @@ class GradientArrival:
             if index in state.adopted:
                 kernels.convert(buffer[piece.start - start : piece.stop - start], state.adopted.pop(index))
         parts = [(buffer[piece.start - start : piece.stop - start], source, piece.start) for _, piece, source in filled]
-        for (index, _, _), sums in zip(filled, kernels.ingest_all(parts), strict=True):
-            state.sums[index] = sums
+        for (index, _, _), squares in zip(filled, kernels.ingest_all(parts), strict=True):
+            state.squares[index] = squares
 
     def add_reduced(self, chunk: Chunk, values: torch.Tensor, present: set[int]) -> None:
         """See `Gradients`."""
@@ -262,7 +262,7 @@ class GradientArrival:
                 if accumulate:
                     addition = Addition.PART if self._narrow_sums else Addition.SUM
                 source = values[low:high].to(buffer.device)
-                state.sums[info.index] = take_in(buffer[low:high], source, piece.start, addition, info.flat.dtype)
+                state.squares[info.index] = take_in(buffer[low:high], source, piece.start, addition, info.flat.dtype)
 
     # ---- what comes over from the device -------------------------------------------------------------------------
 
@@ -326,8 +326,8 @@ class GradientArrival:
                 part = slice(packed.piece.start - start, packed.piece.stop - start)
                 start_index, addition = packed.piece.start, packed.addition
                 # The model computes on the device: the host's cores are free.
-                sums = take_in(target[part], landed[part], start_index, addition, values.dtype, all_cores=True)
-                state.sums[packed.parameter_index] = sums
+                squares = take_in(target[part], landed[part], start_index, addition, values.dtype, all_cores=True)
+                state.squares[packed.parameter_index] = squares
 
         copied, added = self._landing.land(values, add)
         state.jobs.append(added)
@@ -358,8 +358,8 @@ class GradientArrival:
             gradient_of(chunk).settle()
         self._landing.settled()
         self._sum_up(live)
-        if self._device_sums is not None:
-            self._device_sums.read()
+        if self._squares_on_device is not None:
+            self._squares_on_device.read()
         if self.kept is not None:
             with self.lock:
                 self.kept.leave_all(self._in_order)
@@ -375,31 +375,31 @@ class GradientArrival:
             if piece.numel
         ]
         gradients = [(None, state.adopted[index], start) for state, index, start in pieces]
-        for (state, index, _), sums in zip(pieces, kernels.ingest_all(gradients), strict=True):
-            state.sums[index] = sums
+        for (state, index, _), squares in zip(pieces, kernels.ingest_all(gradients), strict=True):
+            state.squares[index] = squares
 
-    def sums_in(self, chunk: Chunk, live: Mapping[int, ParameterInfo]) -> list[torch.Tensor]:
+    def squares_in(self, chunk: Chunk, live: Mapping[int, ParameterInfo]) -> list[torch.Tensor]:
         """The sums of squares of what is `live` in the chunk, block by block: float64. After `settle`."""
-        known = gradient_of(chunk).sums
+        known = gradient_of(chunk).squares
         if not known:
             return []
         on_device = len(known) == len(chunk.pieces) and not any(map(is_not, known.values(), repeat(None)))
-        if on_device and self._device_sums is not None and chunk.indices <= live.keys():
-            return [self._device_sums.values_of(chunk)]
-        return [one for index in known if index in live and (one := self._sums_of_piece(chunk, index)) is not None]
+        if on_device and self._squares_on_device is not None and chunk.indices <= live.keys():
+            return [self._squares_on_device.values_of(chunk)]
+        return [one for index in known if index in live and (one := self._squares_of_piece(chunk, index)) is not None]
 
-    def _sums_of_piece(self, chunk: Chunk, parameter_index: int) -> torch.Tensor | None:
-        known = gradient_of(chunk).sums
-        sums = known.get(parameter_index)
-        if sums is None and parameter_index in known:
-            assert self._device_sums is not None
-            return self._device_sums.values(parameter_index, chunk.index)
-        return sums
+    def _squares_of_piece(self, chunk: Chunk, parameter_index: int) -> torch.Tensor | None:
+        known = gradient_of(chunk).squares
+        squares = known.get(parameter_index)
+        if squares is None and parameter_index in known:
+            assert self._squares_on_device is not None
+            return self._squares_on_device.values(parameter_index, chunk.index)
+        return squares
 
-    def sums_of(self, info: ParameterInfo) -> list[torch.Tensor]:
+    def squares_of(self, info: ParameterInfo) -> list[torch.Tensor]:
         """The parameter's sums of squares, block by block: float64. After `settle`."""
-        found = (self._sums_of_piece(chunk, info.index) for chunk, _ in info.pieces)
-        return [sums for sums in found if sums is not None]
+        found = (self._squares_of_piece(chunk, info.index) for chunk, _ in info.pieces)
+        return [squares for squares in found if squares is not None]
 
     def forget(self, info: ParameterInfo) -> None:
         """Its gradient is dropped: there is nothing to be summed."""

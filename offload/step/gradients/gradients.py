@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients between the backward that computes them and the update that consumes them.
+"""Which gradients count for the coming step, and who may read them. (The way of one: the docstring of this room.)
 
-    arrival   what becomes of a gradient that backward brings, on its way into its chunks' buffers
-    buffers   where the buffers lie, and what leaves them for the store when they run out
-    extents   the stores, and who has which extent there
-
-Here is which of them count for the coming step, and who may read them. An update that may have to be undone
+An update that may have to be undone
 (`offload.step.speculation`) does not consume what it reads: `hold` keeps it, until `drop_held` drops it or `take_back` makes
 it an ordinary gradient again.
 """
@@ -36,7 +32,7 @@ _TAKEN = {TakenGradient}
 
 
 class Gradients:
-    """See the module. `add` runs in whichever thread backward runs; `open` and `close` in the update's; both lock."""
+    """See the module. `add` runs in whichever thread backward runs; `open` and `release` in the update's; both lock."""
 
     def __init__(
         self,
@@ -186,7 +182,7 @@ class Gradients:
                         self._buffers.give_back(state)
                     else:
                         self._buffers.expect(state)
-                state.sums.pop(info.index, None)
+                state.squares.pop(info.index, None)
 
     # ---- norm ----------------------------------------------------------------------------------------------------
 
@@ -196,12 +192,12 @@ class Gradients:
 
     def squares(self) -> list[torch.Tensor]:
         """Sums of squares, block by block, of all live gradients: float64. Call after `settle`."""
-        return [sums for chunk in self._chunks for sums in self._arrival.sums_in(chunk, self._live)]
+        return [squares for chunk in self._chunks for squares in self._arrival.squares_in(chunk, self._live)]
 
     def non_finite_parameters(self) -> list[str]:
         """Names of the parameters whose gradient has an inf or NaN."""
         live = sorted(self._live.items())
-        return [info.fqn for _, info in live if kernels.exact_sum(self._arrival.sums_of(info)) is None]
+        return [info.fqn for _, info in live if kernels.exact_sum(self._arrival.squares_of(info)) is None]
 
     # ---- consumption ---------------------------------------------------------------------------------------------
 
@@ -213,12 +209,12 @@ class Gradients:
         for index in indices & self._live.keys():
             del self._live[index]
         for chunk in self._chunks:
-            sums = gradient_of(chunk).sums
+            squares = gradient_of(chunk).squares
             if chunk.indices <= indices:
-                sums.clear()
-            elif sums:
+                squares.clear()
+            elif squares:
                 for index in chunk.indices & indices:
-                    sums.pop(index, None)
+                    squares.pop(index, None)
 
     def prefetch(self, chunk: Chunk) -> bool:
         """Start reading a spilled chunk back, if a buffer is free for it. False if none is.

@@ -21,7 +21,8 @@ from offload.device.accelerator import Accelerator
 from offload.device.pending import Pending
 from offload.layout import Piece
 from offload.model.chunk import Chunk
-from offload.step.gradients.transit import Addition, DeviceSums, PackedPiece, Receiver, take_in
+from offload.step.gradients.squares_on_device import SquaresOnDevice
+from offload.step.gradients.transit import Addition, PackedPiece, Receiver, take_in
 
 _SUM_ITEMSIZE = 4
 _Part = tuple[Chunk, Piece]
@@ -46,7 +47,7 @@ class SumsOnDevice:
     nbytes           that it takes now; `peak_nbytes`: that it took at most
     """
 
-    def __init__(self, accelerator: Accelerator, receiver: Receiver, squares: DeviceSums) -> None:
+    def __init__(self, accelerator: Accelerator, receiver: Receiver, squares: SquaresOnDevice) -> None:
         self._accelerator, self._receiver, self._squares = accelerator, receiver, squares
         self._sums: dict[Chunk, _Sum] = {}
         """The one begun first, first."""

@@ -17,7 +17,7 @@ gigabytes. What is fused is what would each be a pass over the gradient.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from operator import attrgetter
@@ -27,12 +27,12 @@ import torch
 
 from offload.device.accelerator import Accelerator
 from offload.device.arithmetic import kernels
-from offload.device.arithmetic.ingest_table import IngestTable
 from offload.device.lane import HostLane
 from offload.device.pending import Pending
 from offload.layout import Piece, Slot
 from offload.model.chunk import Chunk
-from offload.planning.purposes import LANDING, SUMS
+from offload.planning.purposes import LANDING
+from offload.step.gradients.squares_on_device import SquaresOnDevice
 from offload.tiers.staging import StagingPool
 
 
@@ -50,16 +50,16 @@ def take_in(
     start_index: int,
     addition: Addition,
     dtype: torch.dtype,
-    sums: torch.Tensor | None = None,
+    squares: torch.Tensor | None = None,
     *,
     all_cores: bool = False,
 ) -> torch.Tensor:
     """`kernels.ingest_async` of a gradient of a parameter in `dtype` into its place in a buffer, which may be wider."""
     if addition is not Addition.PART or target.dtype == dtype:
-        return kernels.ingest_async(target, values, start_index, addition is not Addition.FIRST, sums, all_cores=all_cores)
+        return kernels.ingest_async(target, values, start_index, addition is not Addition.FIRST, squares, all_cores=all_cores)
     total = torch.empty(target.shape, dtype=dtype, device=target.device)
     kernels.convert(total, target, all_cores=all_cores)
-    found = kernels.ingest_async(total, values, start_index, True, sums, all_cores=all_cores)
+    found = kernels.ingest_async(total, values, start_index, True, squares, all_cores=all_cores)
     kernels.convert(target, total, all_cores=all_cores)
     return found
 
@@ -112,13 +112,13 @@ class GradientTransit:
         self,
         accelerator: Accelerator,
         receiver: Receiver,
-        sums: DeviceSums,
+        squares: SquaresOnDevice,
         *,
         shared_nbytes: tuple[int, int],
         whole_nbytes: int,
     ) -> None:
         """`shared_nbytes`: (count, bytes) of the buffers for single chunks; `whole_nbytes`: for chunks that leave together."""
-        self._accelerator, self._receiver, self._sums = accelerator, receiver, sums
+        self._accelerator, self._receiver, self._squares = accelerator, receiver, squares
         count, nbytes = shared_nbytes
         self._memory = accelerator.memory(count * nbytes)
         self._free: deque[tuple[torch.Tensor, Pending | None]] = deque((one, None) for one in self._memory.view(count, nbytes))
@@ -155,8 +155,8 @@ class GradientTransit:
         nbytes = (stop - start) * flat.layout.itemsize
         low, memory = self._ring_part(nbytes)
         values = memory.view(flat.dtype)
-        sums = self._sums.parts(slot.parameter_index, chunks[0].index, chunks[-1].index)
-        kernels.ingest_async(values, source[start - slot.start : stop - slot.start], start, False, sums)
+        squares = self._squares.parts(slot.parameter_index, chunks[0].index, chunks[-1].index)
+        kernels.ingest_async(values, source[start - slot.start : stop - slot.start], start, False, squares)
         copied = self._receiver.receive_chunks(chunks, slot, values, addition)
         self._leaving.append((low, low + nbytes, copied))
 
@@ -184,7 +184,7 @@ class GradientTransit:
             packing = self._open[chunk] = _Packing(chunk, memory, self._values(memory, chunk))
         positions = {info.index: position for position, (info, _) in enumerate(chunk.pieces)}
         which = [positions[piece.slot.parameter_index] for piece, _ in arriving]
-        self._sums.table_of(chunk).ingest_some(packing.values, [source for _, source in arriving], which)
+        self._squares.table_of(chunk).ingest_some(packing.values, [source for _, source in arriving], which)
         packing.pieces.update((piece.slot.parameter_index, PackedPiece(piece, addition)) for piece, _ in arriving)
         if len(packing.pieces) == len(chunk.pieces):
             self.leave(chunk)
@@ -193,7 +193,7 @@ class GradientTransit:
         """Take in the first gradients of all of the chunk's parameters (`FilledChunk`), which leave at once."""
         self.leave(chunk)
         memory = self._buffer()
-        table, values = self._sums.table_of(chunk), self._values(memory, chunk)
+        table, values = self._squares.table_of(chunk), self._values(memory, chunk)
         table.ingest(values, sources)
         self._free.append((memory, self._receiver.receive_filled(chunk, values)))
 
@@ -255,83 +255,6 @@ def joined(tensors: list[torch.Tensor]) -> list[tuple[int, int, torch.Tensor]]:
                 continue
         found.append((index, index, tensor))
     return found
-
-
-class DeviceSums:
-    """The sums of squares of all gradients of a step, on the device: float64, block after block, piece after piece."""
-
-    def __init__(self, accelerator: Accelerator, chunks: Iterable[Chunk], pool: StagingPool) -> None:
-        self._accelerator = accelerator
-        self._ranges: dict[tuple[int, int], slice] = {}
-        self._whole_ranges: dict[Chunk, slice] = {}
-        count = 0
-        for chunk in chunks:
-            begin = count
-            for info, piece in chunk.pieces:
-                blocks = kernels.touched_block_count(piece.start, piece.numel)
-                self._ranges[info.index, chunk.index] = slice(count, count + blocks)
-                count += blocks
-            self._whole_ranges[chunk] = slice(begin, count)
-        self._memory = accelerator.memory(8 * count)
-        self._device = self._memory.view(torch.float64)
-        self._lease = pool.lease(SUMS)
-        self._host = self._lease.tensor[: count * 8].view(torch.float64)
-        self._parts: dict[tuple[int, int], torch.Tensor] = {}
-        """What `part` gave."""
-        self._tables: dict[Chunk, IngestTable] = {}
-        """What `table_of` gave."""
-        self._unread: slice | None = None
-
-    def part(self, parameter_index: int, chunk_index: int) -> torch.Tensor:
-        """Where the sums of one piece are to be written, on the device."""
-        key = parameter_index, chunk_index
-        where, part = self._ranges[key], self._parts.get(key)
-        self._written(where.start, where.stop)
-        if part is None:
-            part = self._parts[key] = self._device[where]
-        return part
-
-    def table_of(self, chunk: Chunk) -> IngestTable:
-        """What takes in gradients of the chunk's pieces, as they come from backward."""
-        table, whole = self._tables.get(chunk), self._whole_ranges[chunk]
-        self._written(whole.start, whole.stop)
-        if table is None:
-            first = whole.start
-            pieces = [(self._ranges[info.index, chunk.index].start, piece) for info, piece in chunk.pieces]
-            parts = [(piece.start, piece.numel, start - first) for start, piece in pieces]
-            table = self._tables[chunk] = IngestTable(chunk.start, chunk.flat.dtype, parts, self._device[whole])
-        return table
-
-    def parts(self, parameter_index: int, first_chunk_index: int, last_chunk_index: int) -> torch.Tensor:
-        """The same for the pieces of one parameter in chunks that it fills alone, which lie one after the other."""
-        low = self._ranges[parameter_index, first_chunk_index].start
-        high = self._ranges[parameter_index, last_chunk_index].stop
-        self._written(low, high)
-        return self._device[low:high]
-
-    def _written(self, low: int, high: int) -> None:
-        unread = self._unread
-        if unread is None or low < unread.start or high > unread.stop:
-            self._unread = slice(low, high) if unread is None else slice(min(unread.start, low), max(unread.stop, high))
-
-    def read(self) -> None:
-        """Bring over what was written since the last call, and wait for it."""
-        part, self._unread = self._unread, None
-        if part is not None:
-            self._accelerator.copy_out(self._host[part], self._device[part]).wait()
-
-    def values(self, parameter_index: int, chunk_index: int) -> torch.Tensor:
-        """The sums of one piece, as last read."""
-        return self._host[self._ranges[parameter_index, chunk_index]]
-
-    def values_of(self, chunk: Chunk) -> torch.Tensor:
-        """The sums of all pieces of a chunk, as last read."""
-        return self._host[self._whole_ranges[chunk]]
-
-    def close(self) -> None:
-        """Give the host buffer back."""
-        self._host = self._device
-        self._lease.release()
 
 
 class Landing:

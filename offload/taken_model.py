@@ -44,7 +44,7 @@ from offload.step.values.gathering import Gathering
 from offload.step.values.named_states import NamedStates
 
 
-class Engagement:
+class TakenModel:
     """See the module. Owned by the thread that drives the model. It is what steps the optimizer."""
 
     def __init__(

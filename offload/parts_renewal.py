@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's engagements: it has one at a time, and gets another where its parts are made anew.
+"""An engine's parts made anew: it has one set at a time, which has the model, and gets another that takes it over.
 
 That is so for what is newly trained, whose states need room; where budgets are given and a step turned out to have more
 micro-batches than states were placed for; and after a failure, when a load brings back a state.
@@ -25,7 +25,6 @@ from offload.checkpoint.carry_over import has_room, passing_checkpoint
 from offload.checkpoint.matching import StatesMissing
 from offload.config import Config
 from offload.deferred_init.held_tensors import Slot
-from offload.engagement import Engagement
 from offload.errors import OffloadError, UsageError
 from offload.model.optimizer import OffloadOptimizer
 from offload.model.taken_gradient import TakenGradient
@@ -35,13 +34,14 @@ from offload.step.components import Components, give_back
 from offload.step.hooks.module_hooks import Hooks
 from offload.step.threads.held_interrupt import HeldInterrupt
 from offload.step.threads.taking_turns import Turn
+from offload.taken_model import TakenModel
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
-class Succession:
-    """See the module. `current` is the engagement of now. Owned by the thread that drives the model."""
+class PartsRenewal:
+    """See the module. `current` has the model now. Owned by the thread that drives the model."""
 
     def __init__(
         self, model: nn.Module, optimizer: OffloadOptimizer | None, config: Config, parts: Components, slots: Sequence[Slot]
@@ -53,16 +53,16 @@ class Succession:
         """Micro-batches a step: as many as places were decided for, or were found to be no reason for others."""
         self._step_of_forward = -1
         """How many steps were done when the last forward that was recorded began."""
-        self._engage(parts, slots)
+        self._take(parts, slots)
 
-    def _engage(self, parts: Components, slots: Sequence[Slot] = ()) -> None:
+    def _take(self, parts: Components, slots: Sequence[Slot] = ()) -> None:
         reference = weakref.ref(self)
 
         def successor() -> Hooks | None:
-            succession = reference()
-            return succession._anew() if succession is not None else None
+            renewal = reference()
+            return renewal._anew() if renewal is not None else None
 
-        self.current = Engagement(self._model, self._optimizer, self._config, parts, successor, self._turn)
+        self.current = TakenModel(self._model, self._optimizer, self._config, parts, successor, self._turn)
         # What has the model is the current one, also where an interrupt comes here: a load ends it.
         self.current.take(slots)
         if self._optimizer is not None:
@@ -135,7 +135,7 @@ class Succession:
                 made = refitted(parts, config, optimizer.moments, optimizer.param_groups, trained, ranks, free)
             except Exception as error:
                 failure, made = error, rebuild(parts, self._config, optimizer.moments, others)
-            self._engage(made)
+            self._take(made)
             self.current.checkpointing.load(path)
             made.meeting.meet(MeetingPoint.UNFREEZING)  # nobody reads it any more
         except BaseException as error:
@@ -200,7 +200,7 @@ class Succession:
             moments = self._optimizer.moments if self._optimizer is not None else ()
             made = rebuild(parts, self._config, moments, parts.ranks.renewed())
             try:
-                self._engage(made)
+                self._take(made)
             except BaseException:
                 give_back(made.made)
                 raise
