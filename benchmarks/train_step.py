@@ -6,14 +6,13 @@
     python benchmarks/train_step.py --shapes 125M --memory-sweep 6 --out docs/performance/memory_sweep.json
 
 GPT-2-shaped models, one sequence of 128 tokens (64 from 1B on, and at 125M again so that steps of the same tokens can be
-compared for each parameter; 128 at 1B too, for its memory), fp32, gradient norm
-clipped to 1.0. Every case is a process of its own, so its peak
-resident size (VmHWM) is its own; the ratios are to plain PyTorch with fused AdamW on the same model where it fits. Beside
-each step stands the floor: the largest of compute, memory and NVMe time at rates measured in the same run; and for each
-link the share of its work that was hidden, from the engine's own timeline; and the seconds of processor time by kind
-(cpu_kinds.py). Rows in bf16 have the formats of states beside each other, with the bytes that a parameter takes on the way
-to the drive and back by formula. --memory-sweep measures the step against
-`cpu_memory`, from the least with which it works to what keeps everything in memory.
+compared for each parameter; 128 at 1B too, for its memory), fp32, gradient norm clipped to 1.0. Every case is a process of its
+own, so its peak resident size (VmHWM) is its own; the ratios are to plain PyTorch with fused AdamW on the same model where it
+fits. Beside each step stands the floor: the largest of compute, memory and NVMe time at rates measured in the same run; where
+updates wait for the norm, also what these take in the order that this asks for (`norm_first`); for each link the share of its
+work that was hidden, from the engine's own timeline; and the seconds of processor time by kind (cpu_kinds.py). Rows in bf16
+have the formats of states beside each other, with the bytes that a parameter takes on the way to the drive and back by formula.
+--memory-sweep measures the step against `cpu_memory`, from the least with which it works to what keeps everything in memory.
 """
 
 from __future__ import annotations
@@ -114,6 +113,9 @@ def measure(case: str, shape: str, steps: int, nvme: str, overrides: dict[str, A
         if case.endswith("bf16"):
             model = model.to(torch.bfloat16)
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        if case.startswith("compute"):  # memory of gradients is used again, as the engine does: making it anew is no computing
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(drop_gradient)
     else:
         with offload.deferred_init():
             model = build(shape)
@@ -126,12 +128,14 @@ def measure(case: str, shape: str, steps: int, nvme: str, overrides: dict[str, A
     numel = sum(parameter.numel() for parameter in model.parameters())
     generator = torch.Generator().manual_seed(1)
     seconds: list[float] = []
+    forward_seconds: list[float] = []
     losses: list[float] = []
     uncounted = LOOKS_ON.get(case, 2)
     for index in range(steps + uncounted):
         tokens = torch.randint(0, VOCABULARY, (1, SHAPES[shape]["n_positions"]), generator=generator)
         start = time.perf_counter()
         loss = model(input_ids=tokens, labels=tokens).loss
+        forward_seconds.append(time.perf_counter() - start)
         loss.backward()
         if case == "plain":
             torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -150,6 +154,7 @@ def measure(case: str, shape: str, steps: int, nvme: str, overrides: dict[str, A
         "parameters": numel,
         "tokens": SHAPES[shape]["n_positions"],
         "median_seconds": statistics.median(seconds[uncounted:]),
+        "forward_seconds": statistics.median(forward_seconds[uncounted:]),
         "seconds": seconds,
         "losses": losses,
         "peak_rss_nbytes": status_nbytes("VmHWM"),
@@ -167,6 +172,11 @@ def measure(case: str, shape: str, steps: int, nvme: str, overrides: dict[str, A
                 result[field + "_per_step"] = (getattr(after["io"], field) - getattr(before["io"], field)) / steps
         engine.close()
     return result
+
+
+def drop_gradient(parameter: Any) -> None:
+    """As it comes."""
+    parameter.grad = None
 
 
 def child(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -236,10 +246,30 @@ def floor(result: dict[str, Any], compute: float, memory: float, nvme: dict[str,
     Bytes that go one way and the other at once take the rate of both; what one way has more of, its own."""
     terms = {"compute": compute, "memory": memory_nbytes(result["case"]) * result["parameters"] / memory}
     if "read_nbytes_per_step" in result:
-        read, written = result["read_nbytes_per_step"], result["written_nbytes_per_step"]
-        both = min(read, written)
-        terms["nvme"] = 2 * both / nvme["both"] + (read - both) / nvme["read"] + (written - both) / nvme["write"]
+        terms["nvme"] = on_drive(result["read_nbytes_per_step"], result["written_nbytes_per_step"], nvme)
     return terms
+
+
+def on_drive(read: float, written: float, nvme: dict[str, float]) -> float:
+    """Seconds at the measured rates: what goes both ways at once, and the rest of one way."""
+    both = min(read, written)
+    return 2 * both / nvme["both"] + (read - both) / nvme["read"] + (written - both) / nvme["write"]
+
+
+def norm_first(result: dict[str, Any], compute: float, forward_share: float, nvme: dict[str, float]) -> float:
+    """What a step takes at least whose updates wait for the norm of all gradients, in seconds.
+
+    Backward has to read the parameters and may write gradients. All else falls into the next forward: each unit is updated
+    before it is used. `forward_share`: of `compute`, what the forward takes in plain PyTorch."""
+    values, record = record_nbytes(result["case"])
+    read, written = result["read_nbytes_per_step"], result["written_nbytes_per_step"]
+    again = values * result["parameters"]
+    updated = min(written, (values + record) * result["parameters"])
+    halves = (
+        (forward_share * compute, on_drive(read - again, updated, nvme)),
+        ((1 - forward_share) * compute, on_drive(again, written - updated, nvme)),
+    )
+    return sum(max(half) for half in halves)
 
 
 def record_nbytes(case: str) -> tuple[float, float]:
@@ -269,23 +299,32 @@ def formula(case: str) -> dict[str, float] | None:
 
 
 class Compute:
-    """Forward and backward of plain PyTorch without an optimizer, in a process of its own; of a model that is too large for
-    that, scaled by parameters from the largest that was measured."""
+    """Forward and backward of plain PyTorch without an optimizer, in a process of its own, gradients dropped as they come; of a
+    model that is too large for that, scaled by parameters from the largest that was measured."""
 
     IN_MEMORY = ("tiny", "125M", "125M, 64 tokens", "1B, 128 tokens", "1B")
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, str], tuple[float, int]] = {}
+        self._known: dict[tuple[str, str], dict[str, Any]] = {}
 
     def seconds(self, arguments: dict[str, Any], of: str, parameters: int | None = None) -> float:
         """Of one step. `of`: the case that it is the floor of. `parameters`: of the model, where it has to be scaled."""
+        found = self._measured(arguments, of)
+        seconds = float(found["median_seconds"])
+        is_same = parameters is None or found["shape"] == arguments["shape"]
+        return seconds if is_same else seconds * parameters / found["parameters"]
+
+    def forward_share(self, arguments: dict[str, Any], of: str) -> float:
+        """Of a step's seconds, those of the forward."""
+        found = self._measured(arguments, of)
+        return float(found["forward_seconds"] / found["median_seconds"])
+
+    def _measured(self, arguments: dict[str, Any], of: str) -> dict[str, Any]:
         shape, case = arguments["shape"], "compute, bf16" if "bf16" in of else "compute"
         measured = shape if shape in self.IN_MEMORY else self.IN_MEMORY[-1]
         if (measured, case) not in self._known:
-            result = child({**arguments, "shape": measured, "case": case})
-            self._known[measured, case] = (float(result["median_seconds"]), int(result["parameters"]))
-        seconds, numel = self._known[measured, case]
-        return seconds if parameters is None or measured == shape else seconds * parameters / numel
+            self._known[measured, case] = child({**arguments, "shape": measured, "case": case})
+        return self._known[measured, case]
 
 
 def peer(python: str, arguments: dict[str, Any], case: str) -> dict[str, Any]:
@@ -377,10 +416,14 @@ def sweep(options: argparse.Namespace, folder: str, rates: dict[str, Any]) -> li
 
 
 def finished(result: dict[str, Any], compute: Compute, common: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]:
-    """The result with its floor."""
+    """The result with its floor, and with the rates it was measured beside."""
     seconds = compute.seconds(common, result["case"], result["parameters"])
     terms = floor(result, seconds, rates["memory"], rates["nvme"])
-    return result | {"floor": terms, "floor_seconds": max(terms.values()), "ratio_to_plain": None}
+    result = result | {"floor": terms, "floor_seconds": max(terms.values()), "ratio_to_plain": None, "rates": rates}
+    if CASES[result["case"]].get("update") == "step" and "nvme" in terms:
+        share = compute.forward_share(common, result["case"])
+        result["norm_first_seconds"] = max(result["floor_seconds"], norm_first(result, seconds, share, rates["nvme"]))
+    return result
 
 
 def main() -> None:
