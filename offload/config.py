@@ -121,7 +121,7 @@ class Config:
 
     @property
     def keeps_wide_gradients(self) -> bool:
-        """Whether gradients are kept in fp32 from the first micro-batch on, as more are expected."""
+        """Whether there is room for gradients in fp32 alone, as several micro-batches are expected."""
         return self.micro_batches > 1 and not self.sums_are_narrow
 
     def expecting(self, micro_batches: int, tokens: int = 0) -> Config:

@@ -40,10 +40,9 @@ def cost(problem: Problem, placement: Placement) -> Cost:
     forward, backward = Load(), Load()
     micro_batches = problem.micro_batches
     counts = fetch_counts(problem, placement, micro_batches)
-    spilled = spilled_by(problem, placement, micro_batches)
-    backward.add(iter([(Link.WRITTEN, spilled)]))
-    backward.add(iter([(Link.READ, spilled)]), (micro_batches - 1) / micro_batches)
-    forward.add(iter([(Link.READ, spilled)]), 1 / micro_batches)
+    added_to, updated_from = spilled_by(problem, placement, micro_batches)
+    backward.add(iter([(Link.WRITTEN, added_to + updated_from), (Link.READ, added_to)]))
+    forward.add(iter([(Link.READ, updated_from)]))
     for unit, route, (first, second) in zip(problem.footprint.units, placement.routes, counts, strict=True):
         forward.add(fetched(unit, route), first)
         backward.add(fetched(unit, route), second)

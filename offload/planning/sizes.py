@@ -126,7 +126,7 @@ class Footprint:
 
     @staticmethod
     def of(layout: Layout, format_of: FormatOf, *, wide_gradients: bool = False) -> Footprint:
-        """`wide_gradients`: gradients are kept in fp32 from the first micro-batch on."""
+        """`wide_gradients`: gradients have room for fp32 alone."""
         flats = list(layout.flats)
         alone = layout.world_size == 1
         alike: dict[Hashable, tuple[UnitSizes, int]] = {}  # the blocks of a model

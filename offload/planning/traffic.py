@@ -42,7 +42,7 @@ class Traffic:
                 moved[link] += count * nbytes
             for link, nbytes in chain(gradients_leave(unit, route, micro_batches), updated(unit, route, micro_batches)):
                 moved[link] += nbytes
-        spilled = spilled_by(problem, placement, micro_batches)
+        spilled = sum(spilled_by(problem, placement, micro_batches))
         read, written = moved[Link.READ] + spilled, moved[Link.WRITTEN] + spilled
         return Traffic(moved[Link.TO_DEVICE], moved[Link.FROM_DEVICE], read, written, spilled)
 
@@ -74,14 +74,16 @@ def _fetch_counts(
     return tuple((first, second) for first, second in counts)
 
 
-def spilled_by(problem: Problem, placement: Placement, micro_batches: int) -> int:
-    """Bytes of gradients that a step writes to NVMe and reads again, for the next addition or the update: those that find no
-    buffer in host memory.
+def spilled_by(problem: Problem, placement: Placement, micro_batches: int) -> tuple[int, int]:
+    """Bytes of gradients that a step writes to NVMe and reads again, since they find no buffer in host memory: for the next
+    micro-batch to add to, and for the update.
 
     Every backward goes over them in the same order and the oldest leave first, so that where some must leave,
-    each micro-batch but the last makes all of them leave."""
+    each micro-batch but the last makes all of them leave; the first as it computed them, the others as sums."""
     routed = zip(problem.footprint.units, placement.routes, strict=True)
     spilling = [unit for unit, route in routed if unit.trained and route.gradients_in is None]
     chunks = [nbytes for unit in spilling for nbytes in (unit.gradients_wide if micro_batches > 1 else unit.gradients)]
     last = spilled_nbytes(chunks, placement.retained_gradient_buffers)
-    return (micro_batches - 1) * sum(chunks) + last if last else 0
+    if not last or micro_batches == 1:
+        return 0, last
+    return sum(unit.gradients_nbytes for unit in spilling) + (micro_batches - 2) * sum(chunks), last

@@ -64,9 +64,9 @@ class WorkingSet:
                 on_nvme[state] += nbytes if tier == "nvme" else 0
         parameters, records = on_nvme[PARAMETERS], on_nvme[OPTIMIZER_STATES]
         count = self.problem.micro_batches
-        spilled = spilled_by(self.problem, placement, count)
-        under_forward = (count + 1) * parameters + 2 * records + spilled // count
-        in_all = under_forward + count * parameters + 2 * spilled - spilled // count
+        added_to, updated_from = spilled_by(self.problem, placement, count)
+        under_forward = (count + 1) * parameters + 2 * records + updated_from
+        in_all = under_forward + count * parameters + 2 * added_to + updated_from
         return (in_all if self.problem.accumulates else under_forward), in_all
 
     def _keep_parameters(self, placement: Placement) -> Placement:

@@ -101,7 +101,7 @@ def _units_by_place(parts: Components) -> dict[object, str]:
                     found[place.store, extent] = unit.name
             if chunk.gradient is not None:
                 found[chunk.gradient.store, chunk.gradient.narrow] = unit.name
-                found[chunk.gradient.wide_store, chunk.gradient.wide] = unit.name
+                found.update(((chunk.gradient.wide_store, extent), unit.name) for extent in chunk.gradient.wide)
     return found
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 import offload
 from offload.cli.plans.outline import Outline
 from tests.inside import parts_of
+from tests.small_sizes import small
 
 PLACES = [("nvme", "nvme"), ("nvme", "cpu"), ("nvme", "device"), ("cpu", "nvme"), ("device", "nvme")]
 FORMATS = [(None, "fp32"), ("bf16", "fp32"), ("bf16", "split"), ("bf16", "8bit")]
@@ -69,3 +71,38 @@ def test_a_step_moves_what_the_plan_says(
     staying = (STAYING[accelerator] + updated_in_backward) * unit_nbytes if parameters == "nvme" else 0
     assert written == STEPS * traffic.written_nbytes
     assert read == STEPS * (traffic.read_nbytes - staying)
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "deferred"])
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+def test_where_several_micro_batches_are_expected_the_first_spills_two_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accelerator: str, micro_batches: int
+) -> None:
+    """Of a parameter, and each further one the four of a sum, but for what the last finds buffers for. To the byte."""
+    small(monkeypatch, chunk_numel=4096)
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", accelerator)
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(40)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    fields: Any = {"parameters": "cpu", "optimizer_states": "nvme", "nvme": str(tmp_path), "dtype": "bf16", "update": "step"}
+    roomy = offload.Config(**fields).expecting(micro_batches)
+    with Outline(model, optimizer, roomy) as outline:
+        least = outline.smallest_nbytes(outline.placement(), "cpu_memory")
+    config = dataclasses.replace(roomy, cpu_memory=least)
+    with Outline(model, optimizer, config) as outline:
+        placement = outline.placement()
+        traffic = outline.traffic(placement, micro_batches)
+    sizes = [2, *(4 for _ in range(micro_batches - 1))]
+    free = placement.retained_gradient_buffers // 2
+    assert traffic.spilled_nbytes == 4096 * (40 * sum(sizes) - free * sizes[-1])
+    with offload.initialize(model, optimizer, config) as engine:
+        for step in range(1 + STEPS):
+            if step == 1:
+                before = moved(engine)
+            for _ in range(micro_batches):
+                engine.backward(model(torch.ones(2, 64)).float().square().mean())
+            engine.step()
+            engine.zero_grad()
+            with engine.gathered([]):  # the updates are in place
+                pass
+        found = [after - first for after, first in zip(moved(engine), before, strict=True)]
+    assert found == [STEPS * traffic.read_nbytes, STEPS * traffic.written_nbytes]

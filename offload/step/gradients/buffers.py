@@ -12,11 +12,13 @@ run out, what is needed last is written to the store, and read back for its upda
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from offload.device.accelerator import Accelerator
+from offload.device.pending import AllOf, Pending
 from offload.layout import Extent
 from offload.model.chunk import Chunk, ChunkGradient
 from offload.planning.budget import spare_count
@@ -60,11 +62,12 @@ class GradientBuffers:
 
     def take(self, state: ChunkGradient, dtype: torch.dtype) -> torch.Tensor:
         """A new buffer for the chunk; the lease of an earlier one is the caller's to release."""
-        store, extent = _place(state, dtype)
-        view, state.lease = store.view(extent), None
+        store, extents = _place(state, dtype)
+        freed_count = int(state.lease is not None)
+        view, state.lease = store.view(extents[0]), None
         self._order.remove(state)
         if view is None:
-            state.lease = self._retaining_lease(state)
+            state.lease = self._retaining_lease(state, freed_count)
             view = state.lease.tensor
             self._order.put(state)
             state.buffer = view[: state.chunk.numel * dtype.itemsize].view(dtype)
@@ -150,7 +153,8 @@ class GradientBuffers:
 
     # ---- spilling ------------------------------------------------------------------------------------------------
 
-    def _retaining_lease(self, state: ChunkGradient) -> Lease:
+    def _retaining_lease(self, state: ChunkGradient, freed_count: int = 0) -> Lease:
+        """`freed_count`: buffers that are given back as soon as this one is had."""
         lease = self._pool.try_lease(RETAINED)
         if lease is None and not self._pool.free_count(RETAINED):
             leaving = self._order.needed_last(state, at_leisure=False)
@@ -158,7 +162,7 @@ class GradientBuffers:
             self._spill(leaving)
         lease = lease or self._pool.lease(RETAINED)
         # Spill before the buffers run out, so that the next gradient need not wait for a write.
-        while self._pool.free_count(RETAINED) < self._spare_count:
+        while self._pool.free_count(RETAINED) + freed_count < self._spare_count:
             coming = self._order.needed_last(state, at_leisure=True)
             if coming is None:
                 break
@@ -173,8 +177,8 @@ class GradientBuffers:
         state.settle()
         if state.transfer is not None:
             state.transfer.wait()
-        store, extent = _place(state, state.buffer.dtype)
-        state.transfer = store.write(extent, state.lease.tensor[: extent.nbytes])
+        store, extents = _place(state, state.buffer.dtype)
+        state.transfer = _moved(store.write, extents, state.lease.tensor)
         state.lease.release(after=state.transfer)
         state.spilled, state.buffer, state.lease = state.buffer.dtype, None, None
         self._order.remove(state)
@@ -183,16 +187,30 @@ class GradientBuffers:
         assert state.spilled is not None, "a chunk without gradient was asked for"
         if state.transfer is not None:
             state.transfer.wait()
-        store, extent = _place(state, state.spilled)
-        state.transfer = store.read(extent, lease.tensor[: extent.nbytes], priority=Priority.STATE)
+        store, extents = _place(state, state.spilled)
+        state.transfer = _moved(partial(store.read, priority=Priority.STATE), extents, lease.tensor)
         state.lease = lease
         state.buffer = lease.tensor[: state.chunk.numel * state.spilled.itemsize].view(state.spilled)
         state.spilled = None
 
 
-def _place(state: ChunkGradient, dtype: torch.dtype) -> tuple[Store, Extent]:
+def _place(state: ChunkGradient, dtype: torch.dtype) -> tuple[Store, tuple[Extent, ...]]:
+    """Several extents, one after the other, only of what is never in the store's own memory."""
     if not state.narrower or dtype != torch.float32:
         assert state.store is not None
-        return state.store, state.narrow
-    assert state.wide_store is not None and state.wide is not None, "sums of micro-batches came before their room"
+        return state.store, (state.narrow,)
+    assert state.wide_store is not None and state.wide, "sums of micro-batches came before their room"
     return state.wide_store, state.wide
+
+
+def _moved(transfer: Callable[[Extent, torch.Tensor], Pending], extents: Sequence[Extent], memory: torch.Tensor) -> Pending:
+    """All of the extents, from or to the begin of `memory`."""
+    parts, start = list[Pending](), 0
+    try:
+        for extent in extents:
+            parts.append(transfer(extent, memory[start : start + extent.nbytes]))
+            start += extent.nbytes
+    except BaseException:
+        AllOf(parts).wait()  # nothing may be in flight when the caller takes its memory back
+        raise
+    return parts[0] if len(parts) == 1 else AllOf(parts)

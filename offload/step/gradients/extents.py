@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the gradients of chunks have their extents: of one backward in compute precision, of several as fp32 sums."""
+"""Where the gradients of chunks have their extents: of one backward in compute precision, of several as fp32 sums.
+
+Where several are expected there is room for sums alone. What may spill begins in compute precision all the same, in the first
+part of that room, so that half as much of the first micro-batch goes to the drive and back.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +30,22 @@ class GradientExtents:
     ) -> None:
         """See `Gradients`."""
         self._chunks = chunks
-        self._make_sums, is_wide = make_sums, reduced or make_sums is None
-        narrow: dict[Tier, ExtentAllocator] = {}
+        self._make_sums, holds_sums = make_sums, reduced or make_sums is None
+        allocators: dict[Tier, ExtentAllocator] = {}
         for chunk in chunks:
+            is_wide = holds_sums and (reduced or chunk.route.gradients_in is not None)
             itemsize = 4 if is_wide else chunk.flat.layout.itemsize
-            extent = narrow.setdefault(chunk.route.gradients, ExtentAllocator()).take(chunk.numel * itemsize)
+            allocator = allocators.setdefault(chunk.route.gradients, ExtentAllocator())
+            extent = allocator.take(chunk.numel * itemsize)
             chunk.gradient = ChunkGradient(chunk, extent, narrower=itemsize != 4)
-        stores = {tier: make_store(tier, allocator.extents) for tier, allocator in narrow.items()}
+            if holds_sums:
+                rest_nbytes = chunk.numel * 4 - extent.nbytes
+                chunk.gradient.wide = (extent, allocator.take(rest_nbytes)) if rest_nbytes > 0 else (extent,)
+        stores = {tier: make_store(tier, allocator.extents) for tier, allocator in allocators.items()}
         for chunk in chunks:
-            gradient_of(chunk).store = stores[chunk.route.gradients]
+            state = gradient_of(chunk)
+            state.store = stores[chunk.route.gradients]
+            state.wide_store = state.store if state.wide else None
 
     def take_room_for_sums(self) -> None:
         """Before the first sum of several micro-batches: make the store that fp32 sums lie in. Idempotent."""
@@ -44,7 +55,7 @@ class GradientExtents:
         wide: dict[Tier, ExtentAllocator] = {}
         states = [gradient_of(chunk) for chunk in self._chunks if gradient_of(chunk).narrower]
         for state in states:
-            state.wide = wide.setdefault(state.chunk.route.gradients, ExtentAllocator()).take(state.chunk.numel * 4)
+            state.wide = (wide.setdefault(state.chunk.route.gradients, ExtentAllocator()).take(state.chunk.numel * 4),)
         stores: dict[Tier, Store] = {}
         try:
             for tier, allocator in wide.items():

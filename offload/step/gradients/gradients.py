@@ -46,8 +46,8 @@ class Gradients:
         transit_buffer_count: int = 0,
         narrow_sums: bool = False,
     ) -> None:
-        """`make_store`, `make_sums`: of the gradients of one backward, and of the fp32 sums of several; None: all are kept in
-        fp32, as several are expected.
+        """`make_store`, `make_sums`: of the gradients of one backward, and of the fp32 sums of several; None: there is
+        room for sums alone, as several are expected (`offload.step.gradients.extents`).
 
         `reduced`: what arrives are averages over ranks, fp32, through `add_reduced` alone. `narrow_sums`: several of them are
         added in the parameters' dtype.
