@@ -4,21 +4,58 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal
 
 import pytest
 import torch
 
 from offload.build import assembly
-from offload.device.accelerator import Accelerator
+from offload.device.accelerator import Accelerator, MemoryUse
+from offload.device.deferred import DeferredAccelerator
+from offload.device.lane import HostLane
 from offload.device.pending import Pending
 from offload.planning import placement
-from offload.step.residency.device_room import DeviceRoom
 
 
-def room_beyond_units_in_use(patch: pytest.MonkeyPatch, nbytes: int) -> None:
-    """For units that stay, for those that are fetched ahead, and for sums."""
-    patch.setattr(DeviceRoom, "left", lambda room, units: nbytes)
+def says_it_has(patch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """A deferred device, so much memory, whatever it has: with none of it there is no room for units that stay, for those that
+    are fetched ahead, and for sums."""
+
+    def made(inner: type[Accelerator]) -> type[Accelerator]:
+        def memory_use(device: Accelerator) -> MemoryUse | None:
+            use = inner.memory_use(device)
+            return use and replace(use, total=nbytes)
+
+        return type(inner.__name__, (inner,), {"memory_use": memory_use})
+
+    computed_on(patch, DeferredAccelerator, made)
+
+
+class _Around:
+    """A lane, but for `submit`."""
+
+    def __init__(self, lane: HostLane, submit: Callable[..., Pending]) -> None:
+        self._lane, self._submit = lane, submit
+
+    def submit(self, job: Callable[[], None], about: object = None, nbytes: int = 0) -> Pending:
+        return self._submit(self._lane, job, about, nbytes)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lane, name)
+
+
+def at_update_lane(patch: pytest.MonkeyPatch, kind: type[Accelerator], submit: Callable[..., Pending]) -> None:
+    """On such a device jobs come to the lane of updates by `submit(lane, job, about, nbytes)`."""
+
+    def made(inner: type[Accelerator]) -> type[Accelerator]:
+        def host_lane(device: Accelerator, name: str, **waits: bool) -> Any:
+            lane = inner.host_lane(device, name, **waits)
+            return _Around(lane, submit) if name == "update" else lane
+
+        return type(inner.__name__, (inner,), {"host_lane": host_lane})
+
+    computed_on(patch, kind, made)
 
 
 def gradient_buffers(patch: pytest.MonkeyPatch, of: Callable[[int], int]) -> None:

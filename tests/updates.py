@@ -3,27 +3,41 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from offload.checkpoint.saving.idleness import Idleness
+from offload.device.cpu import CpuAccelerator
+from offload.device.deferred import DeferredAccelerator
+from offload.device.lane import HostLane
+from offload.device.pending import Pending
 from offload.model.unit import Unit
-from offload.step.updates.update import Updates
+
+from .devices import at_update_lane
+from .small_sizes import small
 
 
 def before_each_update(patch: pytest.MonkeyPatch, before: Callable[[Unit, Any], object]) -> None:
-    """On the lane, as a unit's update is begun there: with the unit and its update."""
-    run = Updates._run
+    """Of engines that are opened from now on, on the lane of the host, as a unit's update is begun there: with the unit and its
+    update."""
 
-    def watched(updates: Updates, unit: Unit, update: Any) -> None:
-        before(unit, update)
-        run(updates, unit, update)
+    def submit(lane: HostLane, job: Callable[[], None], about: object, nbytes: int) -> Pending:
+        if not isinstance(about, Unit):
+            return lane.submit(job, about, nbytes)
+        unit, update = about, about.update
 
-    patch.setattr(Updates, "_run", watched)
+        def run() -> None:
+            before(unit, update)
+            job()
+
+        return lane.submit(run, about, nbytes)
+
+    for kind in (CpuAccelerator, DeferredAccelerator):
+        at_update_lane(patch, kind, submit)
 
 
 def training_rests(patch: pytest.MonkeyPatch, *, always: bool) -> None:
     """What a save thinks of the thread that drives the model: it makes updates in its place where that rests."""
-    patch.setattr(Idleness, "_is_quiet", lambda _: always)
+    small(patch, quiet_seconds=0.0 if always else math.inf)

@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from offload.step.updates.update import Updates
+from offload.device.cpu import CpuAccelerator
+from offload.device.deferred import DeferredAccelerator
+from offload.device.lane import HostLane
+from offload.device.pending import Pending
+from tests.devices import at_update_lane
 from tests.small_sizes import small
 
 from .models import Setup
@@ -25,15 +30,16 @@ STEPS = 6
 
 def at_once(patch: pytest.MonkeyPatch) -> None:
     """Every step speculates, and what it begins has run when backward goes on: so that there is something to undo."""
-    launch = Updates.launch
 
-    def launch_and_run(self: Updates, unit_index: int) -> Any:
-        job = launch(self, unit_index)
-        job.wait()
-        return job
+    def run(lane: HostLane, *job: Any) -> Pending:
+        pending = lane.submit(*job)
+        with suppress(Exception):  # whoever waits for it is told
+            pending.wait()
+        return pending
 
     small(patch, quiet_steps=0)
-    patch.setattr(Updates, "launch", launch_and_run)
+    for kind in (CpuAccelerator, DeferredAccelerator):
+        at_update_lane(patch, kind, run)
 
 
 def counts(engine: Any) -> tuple[int, int]:

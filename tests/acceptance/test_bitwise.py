@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import offload
+from offload.tiers.nvme import STRIPE_NBYTES
 from tests.crosses import in_pairs
-from tests.drives import stripes_of
 
 from . import worker
 from .models import IN_MEMORY, ON_NVME, PLACEMENTS, Setup, llama, two_groups
@@ -157,18 +157,19 @@ def test_adam(opened: Any, setup: Setup) -> None:
 
 @pytest.mark.parametrize("setup", [Setup("nvme", "nvme"), Setup("cpu", "nvme", "deferred")], ids=lambda s: s.name)
 def test_two_drives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setup: Setup) -> None:
+    """Of a model whose embeddings are as large as a stripe."""
     drives = [tmp_path / "one", tmp_path / "two"]
     for drive in drives:
         drive.mkdir()
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", setup.accelerator)
-    # The whole model would lie in one stripe.
-    stripes_of(monkeypatch, 16384)
-    model = llama()
-    config = offload.Config(**setup.fields(drives, dtype="fp32", max_grad_norm=CLIP))
-    with offload.initialize(model, two_groups(model), config) as engine:
-        losses, weights = run_engine(engine, bitwise_loop)
-        held = [allocated_nbytes(drive) for drive in drives]
-    assert_same_bits([losses, weights], list(reference("fp32")))
+    found = []
+    for one in (IN_MEMORY, setup):
+        model = llama(layers=1, vocabulary=STRIPE_NBYTES // (4 * 32))
+        config = offload.Config(**one.fields(drives, dtype="fp32", max_grad_norm=CLIP))
+        with offload.initialize(model, two_groups(model), config) as engine:
+            found.append(run_engine(engine, lambda run: bitwise_loop(run, 2)))
+            held = [allocated_nbytes(drive) for drive in drives]
+    assert_same_bits(*found)
     assert min(held) > 0, f"the stripes lie on one drive only: {held}"
 
 

@@ -62,8 +62,8 @@ def test_the_failure_of_the_first_is_raised(tmp_path: Path, monkeypatch: pytest.
     def fail(unit: Any, update: Any) -> None:
         raise ArithmeticError(unit.name)
 
+    before_each_update(monkeypatch, fail)
     with opened(tmp_path, parameters="device") as engine:
-        before_each_update(monkeypatch, fail)
         backward(engine)
         engine.step()
         with pytest.raises(ArithmeticError, match="0"), engine.gathered([]):
@@ -73,18 +73,19 @@ def test_the_failure_of_the_first_is_raised(tmp_path: Path, monkeypatch: pytest.
 def test_what_began_in_backward_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may yet be undone, and its update go on for long."""
     small(monkeypatch, quiet_steps=0)
-    go, went = threading.Event(), list[bool]()
+    holds, go, went = threading.Event(), threading.Event(), list[bool]()
 
     def late(unit: Any, update: Any) -> None:
-        if unit.name == "0":  # the last in backward, for whose room nobody waits
+        if unit.name == "0" and holds.is_set():  # the last in backward, for whose room nobody waits
             went.append(go.wait(20))
 
+    before_each_update(monkeypatch, late)
     with opened(tmp_path, parameters="nvme", update="backward") as engine:
         backward(engine)
         engine.step()
         engine.zero_grad()
         finish_updates(engine)  # those of the first step are not held up
-        before_each_update(monkeypatch, late)
+        holds.set()
         backward(engine)
         begun = [unit for unit in units_of(engine) if unit.early is not None]
         (held_up,) = (unit.update for unit in begun if unit.name == "0")

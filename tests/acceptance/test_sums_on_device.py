@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
-from offload.step.gradients.sums_on_device import SumsOnDevice
 from tests.crosses import in_turn
-from tests.devices import room_beyond_units_in_use
+from tests.devices import says_it_has
 from tests.inside import accelerator_of, layout_of, parts_of, sums_on_device_of
 from tests.small_sizes import small
 
@@ -120,7 +119,7 @@ def test_a_loop_that_says_so_keeps_them_where_one_that_does_not_has_yet_to_learn
 def least(start: Any, rows: list[int]) -> int:
     """The most device memory in use with no unit beyond those in use, and no sum."""
     with pytest.MonkeyPatch.context() as patch:
-        room_beyond_units_in_use(patch, 0)
+        says_it_has(patch, 0)
         engine = start(ROOMY)
         for number, count in enumerate(rows):
             step(engine, number, 3, count)
@@ -135,9 +134,15 @@ def test_sums_are_given_up_as_batches_grow(started: Any) -> None:
     elsewhere, engine = started(None), started(least(started, GROWING))
     held = []
     for number, rows in enumerate(GROWING):
-        sums_on_device_of(engine).peak_nbytes = 0
-        assert_same_bits(step(engine, number, 3, rows), step(elsewhere, number, 3, rows))
-        held.append(sums_on_device_of(engine).peak_nbytes)
+        between = []  # the micro-batches of a step
+        for count in range(3):
+            seed = 100 * number + count
+            assert_same_bits(backward(engine, rows, seed), backward(elsewhere, rows, seed))
+            between.append(sums_on_device_of(engine).nbytes)
+        for one in (engine, elsewhere):
+            one.step()
+            one.zero_grad()
+        held.append(max(between))
     assert held[0] == 0 < held[1] and held[4] == held[5] == 0 < held[7]
     assert_same_bits(engine.state_dict(), elsewhere.state_dict())
 
@@ -161,15 +166,13 @@ def test_sums_that_begin_go_when_a_larger_micro_batch_follows(started: Any) -> N
 
 
 def test_keeping_what_does_not_fit_would_run_out(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests above could fail."""
-    nbytes = least(started, [SMALL, LARGE])
+    """The tests above could fail: on a device that says to have more than it has."""
+    nbytes, rows = least(started, [SMALL, LARGE]), [SMALL, SMALL, LARGE, LARGE]
+    says_it_has(monkeypatch, ROOMY)
     engine = started(nbytes)
-    step(engine, 0, 3)
-    limit = SumsOnDevice.limit
-    monkeypatch.setattr(SumsOnDevice, "limit", lambda sums, nbytes: limit(sums, 1 << 40))
     with pytest.raises(torch.OutOfMemoryError, match="deferred device"):
-        step(engine, 1, 3)
-        step(engine, 2, 3, LARGE)
+        for number, count in enumerate(rows):
+            step(engine, number, 3, count)
 
 
 def reads(engine: Any, folder: Path) -> Any:

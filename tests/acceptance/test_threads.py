@@ -17,14 +17,18 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from offload.planning.route import Memory
+from offload.device.cpu import CpuAccelerator
+from offload.device.lane import HostLane
+from offload.device.pending import Pending
+from offload.model.unit import Unit
 from offload.step.calls import Call
 from offload.step.threads import taking_turns
+from tests.devices import at_update_lane
 from tests.inside import parts_of
 from tests.small_sizes import small
 
 from .models import IN_PLACE_IN_BACKWARD, ON_CPU, ON_NVME_IN_PLACE, Setup, Stack, adamw, stack, vector_batches
-from .runs import Run, assert_close, refused, run_engine, run_plain
+from .runs import Run, assert_close, assert_same_bits, refused, run_engine, run_plain
 
 SETUPS = (ON_CPU, ON_NVME_IN_PLACE, IN_PLACE_IN_BACKWARD)
 anywhere = pytest.mark.parametrize("setup", SETUPS, ids=lambda s: s.name)
@@ -264,36 +268,27 @@ def test_a_call_goes_on_while_it_leaves_a_generator_that_another_thread_looks_at
 
 def test_two_threads_that_hand_an_update_to_the_lane_hand_it_over_once(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that lends other ranks what it updates, and that which drives the model."""
-    model = Stack()
-    engine = opened(model, adamw(model), ON_NVME_IN_PLACE)
-    updates = parts_of(engine).updates
-    assert updates is not None
-    lane, begun, submitted = updates._lanes[Memory.HOST], threading.Event(), []
-    submit, both_at_it = lane.submit, list[Any]()
+    submitted, others = list[object](), list[threading.Thread]()
 
-    def slow(job: Any, about: object = None, nbytes: int = 0) -> Any:
-        if not both_at_it:
-            return submit(job, about, nbytes)
+    def slow(lane: HostLane, job: Any, about: object, nbytes: int) -> Pending:
+        if isinstance(about, Unit) and about not in submitted:
+            others.append(threading.Thread(target=parts_of(engine).updates.apply, args=(about,)))
+            others[-1].start()
+            threading.Event().wait(0.1)
         submitted.append(about)
-        begun.set()
-        begun.clear() if len(submitted) > 1 else threading.Event().wait(0.3)
-        return submit(job, about, nbytes)
+        return lane.submit(job, about, nbytes)
 
-    enqueue = updates.enqueue
-
-    def at_once(unit: Any, chunks: Any) -> None:
-        enqueue(unit, chunks)
-        other = threading.Thread(target=lambda: begun.wait(60) and updates.apply(unit))
-        both_at_it.append(unit)
-        other.start()
-        updates.launch(unit).wait()
+    found = []
+    for setup in (ON_CPU, ON_NVME_IN_PLACE):
+        model = stack()
+        engine = opened(model, adamw(model), setup)
+        at_update_lane(monkeypatch, CpuAccelerator, slow)
+        x, y = vector_batches(1)[0]
+        F.mse_loss(model(x), y).backward()
+        engine.step()
+        found.append(engine.state_dict())
+    for other in others:
         other.join(60)
-        both_at_it.clear()
-
-    monkeypatch.setattr(lane, "submit", slow)
-    monkeypatch.setattr(updates, "enqueue", at_once)
-    x, y = vector_batches(1)[0]
-    F.mse_loss(model(x), y).backward()
-    engine.step()
-    units = [about for about in submitted if about is not None]
-    assert units and len(units) == len(set(units))
+    units = [about for about in submitted if isinstance(about, Unit)]
+    assert others and len(units) == len(set(units))
+    assert_same_bits(found[1], found[0])

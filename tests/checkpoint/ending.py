@@ -26,8 +26,6 @@ STEPS = 2
 def trained(placement: str, folder: Path) -> Any:
     """An engine after some steps; in the last of them updates are still to come. "deferred": in memory of that accelerator,
     whose jobs run where somebody waits for them."""
-    import torch
-
     import offload
 
     from ..acceptance.models import adamw, stack
@@ -41,11 +39,17 @@ def trained(placement: str, folder: Path) -> Any:
         config["nvme"] = str(folder / "scratch")
     engine = offload.initialize(model, adamw(model), config)
     for step in range(STEPS):
-        draw = torch.Generator().manual_seed(step)
-        model(torch.randn(3, 48, generator=draw)).square().mean().backward()
-        engine.step()
-        engine.zero_grad()
+        train(engine, step)
     return engine
+
+
+def train(engine: Any, step: int) -> None:
+    import torch
+
+    draw = torch.Generator().manual_seed(step)
+    engine.module(torch.randn(3, 48, generator=draw)).square().mean().backward()
+    engine.step()
+    engine.zero_grad()
 
 
 def raises(engine: Any, save: Any, folder: Path) -> None:
@@ -97,8 +101,27 @@ def saves_at_exit(engine: Any, save: Any, folder: Path) -> None:
     os.rename(folder / "saved", folder / "before")
 
 
+def updates_at_exit(engine: Any, save: Any, folder: Path) -> None:
+    """Those of a last step too are still to come when the interpreter no longer waits for threads, and take their time."""
+
+    def save_more() -> None:
+        train(engine, STEPS)
+        HELD[0].hold(0.5, saves_wait=True)
+        engine.save_checkpoint(folder / "more", wait=False)
+        assert HELD[0].reached.is_set()
+
+    save.wait()
+    atexit.register(save_more)
+
+
+def waits(engine: Any, save: Any, folder: Path) -> None:
+    save.wait()
+    train(engine, STEPS)
+    engine.save_checkpoint(folder / "more")
+
+
 ENDS: dict[str, Callable[[Any, Any, Path], object]] = {
-    "waits": lambda engine, save, folder: save.wait(),
+    "waits": waits,
     "ends": lambda engine, save, folder: None,
     "exits": lambda engine, save, folder: sys.exit(3),
     "raises": raises,
@@ -107,6 +130,7 @@ ENDS: dict[str, Callable[[Any, Any, Path], object]] = {
     "exports": lambda engine, save, folder: engine.export(folder / "exported"),
     "closes": lambda engine, save, folder: engine.close(),
     "saves at exit": saves_at_exit,
+    "updates at exit": updates_at_exit,
     "does nothing": does_nothing,
     "waits on another thread": waits_on_another_thread,
     "fills the drive": fills_the_drive,
@@ -114,6 +138,8 @@ ENDS: dict[str, Callable[[Any, Any, Path], object]] = {
 }
 IN_MEMORY_TOO = ("waits", "ends", "is dropped", "exports", "saves at exit", "fills the drive")
 CASES = [("nvme", end) for end in ENDS] + [(placement, end) for placement in ("cpu", "deferred") for end in IN_MEMORY_TOO]
+HELD: list[Any] = []
+"""The updates of all engines."""
 KEPT: list[Any] = []
 """What a script's globals would hold until its end."""
 
@@ -160,13 +186,19 @@ def end_here() -> None:
 if __name__ == "__main__":
     atexit.register(end_here)  # first of all, so it runs last
 
+    import pytest
     import torch
     import torch._dynamo
 
     import offload  # everything that takes long is loaded before the first fork
 
+    from ..small_sizes import small_for_good
+    from .standing import HeldUpdates
+
     assert offload and torch._dynamo
     os.fsync = lambda fileno: time.sleep(0.02)  # a drive that takes its time
+    HELD.append(HeldUpdates(pytest.MonkeyPatch()))
+    small_for_good(joined_numel=0)  # as in tests/conftest.py
     torch.set_num_threads(1)
     os.environ["OFFLOAD_ACCELERATOR"] = "cpu"
     main(Path(sys.argv[1]))

@@ -5,15 +5,19 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
+import torch
 
 from offload.checkpoint import state_reading
-from offload.checkpoint.format.staged_folder import write_failure
-from offload.checkpoint.saving import unit_file
+from offload.device.pending import Pending
+from offload.tiers.io.backend import OpenFile, Priority
+from tests.drives import Told, drives_from
 from tests.inside import residency_of, units_of
+from tests.tiers.faulty_io import Fault, FaultyBackend
 
 from .loops import Resumable
 
@@ -36,19 +40,53 @@ class Held:
         monkeypatch.setattr(state_reading.StateReader, "begin", begin)
 
 
-def full_drive(patch: pytest.MonkeyPatch, call: Literal["write", "finish"] = "write", after: int = 0) -> list[Any]:
-    """No room for what a save writes but for so many chunks: at that call of a chunk's copy. Returns those that came so far."""
-    written: list[Any] = []
-    write = getattr(unit_file.ChunkCopy, call)
+class FillingDrive(FaultyBackend):
+    """One that holds no more than `room` writes of checkpoints, once that is said."""
 
-    def full(copy: Any, *given: Any) -> None:
-        written.append(copy)
-        if len(written) > after:
-            raise write_failure("writing", Path("there"), OSError(errno.ENOSPC, "No space left on device"))
-        write(copy, *given)
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.room: int | None = None
+        self.late = 0
+        """Writes of checkpoints that began after somebody had been told of one without room."""
+        self._full: set[int] = set()
 
-    patch.setattr(unit_file.ChunkCopy, call, full)
-    return written
+    def write(self, file: OpenFile, source: torch.Tensor, offset_nbytes: int, *, priority: Priority) -> Pending:
+        with self._lock:
+            if file.path.suffix == ".safetensors" and self.room is not None:
+                self.late += bool(self._full & self.told)
+                if self.room == 0:
+                    self._full.add(self.submitted_count)
+                    self.faults[self.submitted_count] = Fault("errno", errno.ENOSPC)
+                self.room = max(self.room - 1, 0)
+            return super().write(file, source, offset_nbytes, priority=priority)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether something found no room."""
+        return bool(self._full & set(self.struck))
+
+
+class HeldUpdates:
+    """Of engines made after this: what an update makes is written late, once that is told. Their lane stands there."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.reached = threading.Event()
+        """Set as the lane stands."""
+        self._seconds, self._saves_wait = 0.0, False
+        drives_from(patch, lambda: Told(self._before))
+
+    def _before(self, path: Path, nbytes: int, offset_nbytes: int) -> None:
+        if path.suffix == ".safetensors":
+            assert not self._saves_wait or self.reached.wait(60)
+        elif self._seconds:
+            seconds, self._seconds = self._seconds, 0.0
+            self.reached.set()
+            time.sleep(seconds)
+
+    def hold(self, seconds: float, *, saves_wait: bool = False) -> None:
+        """The next one. `saves_wait`: saves write nothing before."""
+        self.reached.clear()
+        self._seconds, self._saves_wait = seconds, saves_wait
 
 
 def chunk_count(run: Resumable) -> int:

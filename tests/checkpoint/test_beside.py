@@ -20,6 +20,7 @@ from torch import nn
 
 import offload
 from offload.device.pending import Pending
+from offload.tiers import HostMemory
 from tests.crosses import in_turn
 from tests.drives import drive_is, drives_from
 from tests.file_systems import free_room
@@ -41,7 +42,7 @@ from ..acceptance.models import (
 )
 from ..acceptance.runs import Run, assert_same_bits, one_step, refused
 from .loops import Resumable, files_of
-from .standing import Held, begun_at_the_end, chunk_count, full_drive
+from .standing import FillingDrive, Held, begun_at_the_end, chunk_count
 from .test_memory import CHUNK_NUMEL, OVERHEAD_NBYTES, RECORD_NBYTES, VALUES_NBYTES, least_grown
 
 SETUPS = (
@@ -207,6 +208,8 @@ HOW_IT_IS_SEEN: dict[str, Callable[[Any, Any, Path], Any]] = {
 def test_a_full_disk(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen_by: str, updates_wait: bool) -> None:
     alone = Resumable(opened, ON_CPU)
     losses = alone.train(range(5))
+    drive = FillingDrive()
+    drive_is(monkeypatch, drive)
     # At the step: an update that began in backward would wait for the save while that waits for `held`.
     run = Resumable(opened, Setup("nvme", "nvme", "cpu", "step"))
     run.train(range(2))
@@ -214,7 +217,7 @@ def test_a_full_disk(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     done = 2
     with monkeypatch.context() as patch:
         held = Held(patch, 1)
-        full_drive(patch, "finish")
+        drive.room = 0
         if updates_wait:
             free_room(patch, 0)
         save = begun_at_the_end(run, tmp_path / "beside", patch)
@@ -228,6 +231,7 @@ def test_a_full_disk(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         with refused(offload.StorageError, "ENOSPC", "free space") as caught:
             HOW_IT_IS_SEEN[seen_by](run, save, tmp_path)
         assert caught.value.errno == errno.ENOSPC
+        drive.room = None
     assert sorted(name for name in os.listdir(tmp_path) if name != "nvme") == ["earlier"]
     if seen_by == "close":
         return
@@ -301,25 +305,45 @@ def test_extra_host_memory(opened: Any, tmp_path: Path, monkeypatch: pytest.Monk
 class _SlowWrite(Pending):
     """A write that is over when it is told so."""
 
-    def __init__(self) -> None:
-        self.over, self.waiters = threading.Event(), threading.Semaphore(0)
+    def __init__(self, write: Pending) -> None:
+        self.over, self.waiters, self._write = threading.Event(), threading.Semaphore(0), write
 
     def wait(self) -> None:
         self.waiters.release()
         assert self.over.wait(60)
+        self._write.wait()
 
     def done(self) -> bool:
         return self.over.is_set()
 
 
-def test_every_thread_waits_for_a_write_that_one_of_them_waits_for(opened: Any) -> None:
+class _SlowDrive(FaultyBackend):
+    """Its writes are over when they are told so, once it is slow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow: list[_SlowWrite] | None = None
+
+    def write(self, *given: Any, **named: Any) -> Pending:
+        write = super().write(*given, **named)
+        if self.slow is None:
+            return write
+        self.slow.append(_SlowWrite(write))
+        return self.slow[-1]
+
+
+def test_every_thread_waits_for_a_write_that_one_of_them_waits_for(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lane of the save and that of the updates may come to one chunk at once."""
+    drive = _SlowDrive()
+    drive_is(monkeypatch, drive)
     model = stack(blocks=1)
     engine = opened(model, adamw(model), Setup("nvme", "nvme", "cpu"))
-    records, unit = parts_of(engine).records, units_of(engine)[0]
-    chunk = next(chunk for chunk in unit.chunks if chunk.flat.layout.trainable)
-    write = _SlowWrite()
-    chunk.record.write = records._writing[chunk] = write
+    records = parts_of(engine).records
+    chunk = next(chunk for chunk in units_of(engine)[0].chunks if chunk.flat.layout.trainable)
+    record = HostMemory(records.nbytes(chunk), "a test").tensor
+    drive.slow = []
+    records.write(chunk, record)
+    (write,) = drive.slow
     threads = [threading.Thread(target=records.settle_write, args=(chunk,)) for _ in range(3)]
     for thread in threads:
         thread.start()

@@ -42,3 +42,12 @@ def test_the_save_is_whole_or_missed(ended: Any, placement: str, end: str) -> No
     found, state = content(folder / "saved")
     expected, _ = content(base / placement / "waits" / "saved")
     assert state == {"steps": STEPS} and found == expected
+
+
+def test_at_the_end_of_the_interpreter_the_main_thread_still_has_its_turn(ended: Any) -> None:
+    """As an `atexit` function saves: the main thread has ended as far as its end was waited for, and is at work. An update that
+    the save made in its place would be in two hands, and its queue in none."""
+    base, scripts = ended
+    folders = [base / "nvme" / end / "more" for end in ("updates at exit", "waits")]
+    assert not scripts["nvme", "updates at exit"]
+    assert content(folders[0]) == content(folders[1])

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import offload
-from offload.step.threads.failure_state import FailureState
 from tests.drives import drive_is
 from tests.file_systems import free_room, reservations
 from tests.inside import finish_updates, parts_of
@@ -25,7 +24,7 @@ from ..acceptance.runs import assert_same_bits
 from ..acceptance.speculating import at_once, counts
 from ..scratch_files import scratch_files
 from .loops import Resumable, files_of
-from .standing import Held, begun_at_the_end, chunk_count
+from .standing import Held, HeldUpdates, begun_at_the_end, chunk_count
 
 OWN_NBYTES = 4 * 4096
 """What a file system may take for its own account of where files lie."""
@@ -238,20 +237,13 @@ def test_waiting_on_another_thread(opened: Any, tmp_path: Path) -> None:
 
 def test_closing_while_the_save_makes_an_update(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread of the model closes the engine just as the save's, taking it for idle, begins an update in its place."""
+    updates = HeldUpdates(monkeypatch)
     run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
     run.train(range(2))
-    beside, reached, go = FailureState.failures_beside, threading.Event(), threading.Event()
-
-    def held(state: FailureState) -> Any:
-        reached.set()
-        assert go.wait(60)
-        return beside(state)
-
-    monkeypatch.setattr(FailureState, "failures_beside", held)
     training_rests(monkeypatch, always=True)
+    updates.hold(0.3)
     save = run.engine.save_checkpoint(tmp_path / "beside", wait=False)
-    assert reached.wait(60)
-    threading.Timer(0.3, go.set).start()
+    assert updates.reached.wait(60)
     run.engine.close()
     assert save.done()
     alone = Resumable(opened, ON_CPU)

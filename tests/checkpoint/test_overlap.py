@@ -19,7 +19,7 @@ from ..acceptance.models import Setup
 from ..acceptance.runs import assert_same_bits, refused
 from ..tiers.faulty_io import Fault, FaultyBackend
 from .loops import Resumable, byte_model, files_of
-from .standing import full_drive
+from .standing import FillingDrive
 
 SETUP = Setup("nvme", "nvme", "cpu")
 
@@ -127,18 +127,20 @@ def test_the_files_are_those_of_a_save_after_the_updates(
     assert_same_bits(run.weights(), later.weights())
 
 
-@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("at", [0, 4])
 def test_no_room_while_updates_are_made(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     small(monkeypatch, chunk_numel=4096)
     later = settled(opened, model=byte_model(width=32))
     losses = later.train(range(1, 3))
+    drive = FillingDrive()
+    drive_is(monkeypatch, drive)
     run = Resumable(opened, SETUP, model=byte_model(width=32))
     run.train(range(1))
     assert run.engine.stats()["pending_updates"]
-    with monkeypatch.context() as patch, refused(offload.StorageError, "Earlier checkpoints are untouched"):
-        written = full_drive(patch, after=at)
+    drive.room = at
+    with refused(offload.StorageError, "ENOSPC", "Earlier checkpoints are untouched"):
         run.save(tmp_path / "saved")
-    assert len(written) == at + 1, "a save that failed takes nothing more"
+    assert drive.is_full and not drive.late, "a save that failed takes nothing more"
     assert [path.name for path in tmp_path.iterdir() if path.name != "nvme"] == []
     assert run.train(range(1, 3)) == losses
     assert_same_bits(run.weights(), later.weights())

@@ -17,11 +17,8 @@ import pytest
 import torch
 
 import offload
-from offload.device.pending import Pending
-from offload.tiers import open_backend
-from offload.tiers.io.backend import IoBackend, OpenFile, Priority
 from tests.crosses import in_turn
-from tests.drives import drives_from, stripes_of
+from tests.drives import Told, drives_from
 from tests.file_systems import at_call, path_of, reservations, sharing_blocks
 from tests.inside import finish_updates, parts_of, settle_writes, units_of
 from tests.small_sizes import small
@@ -29,7 +26,7 @@ from tests.small_sizes import small
 from ..acceptance.models import ON_CPU, ON_NVME, ON_NVME_IN_BACKWARD, ON_NVME_IN_PLACE, Setup, adamw, stack
 from ..acceptance.runs import Run, assert_same_bits, one_step, refused
 from ..scratch_files import scratch_files
-from .loops import Resumable, files_of
+from .loops import Resumable, byte_model, files_of
 
 SETUPS = (
     ON_NVME,
@@ -42,20 +39,6 @@ SETUPS = (
 )
 
 
-class _Told:
-    """A drive; `writes` is told of each file that is written to, of how many bytes and where."""
-
-    def __init__(self, drive: IoBackend, writes: Callable[[Path, int, int], None]) -> None:
-        self._drive, self._writes = drive, writes
-
-    def write(self, file: OpenFile, source: torch.Tensor, offset_nbytes: int, *, priority: Priority) -> Pending:
-        self._writes(file.path, source.nbytes, offset_nbytes)
-        return self._drive.write(file, source, offset_nbytes, priority=priority)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._drive, name)
-
-
 class Shared:
     """The call's stand-in. `refuse(path of the scratch file, number of the call)`: whether it says that it cannot."""
 
@@ -65,7 +48,7 @@ class Shared:
         self.failure = 0
         sharing_blocks(monkeypatch, self._clone)
         at_call(monkeypatch, "pwrite", after=lambda written, fileno, _, offset: self._writes(path_of(fileno), written, offset))
-        drives_from(monkeypatch, lambda: _Told(open_backend(), self._writes))
+        drives_from(monkeypatch, lambda: Told(self._writes))
 
     def _writes(self, path: Path, nbytes: int, offset: int) -> None:
         self.written_nbytes += nbytes if path.name.startswith("unit") and offset else 0
@@ -158,11 +141,15 @@ def test_frozen_parameters_and_other_formats(opened: Any, tmp_path: Path, shared
         one_step(Run(model, engine.optimizer, engine))
 
 
+CUT_NUMEL = 33 * 4096
+"""Of the arrays of a chunk: the end of a stripe lies within one."""
+
+
 def test_two_drives_of_which_one_can(opened: Any, tmp_path: Path, shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stripes of 12 KiB cut arrays of 16 anywhere, so some are shared in part: they are written whole over that."""
-    stripes_of(monkeypatch, 12288)
+    """Stripes are no multiple of arrays, so some are shared in part: they are written whole over that."""
+    small(monkeypatch, chunk_numel=CUT_NUMEL)
     drives = [tmp_path / "nvme" / name for name in ("a", "b")]
-    run = Resumable(opened, ON_NVME_IN_PLACE, nvme=[str(one) for one in drives])
+    run = Resumable(opened, ON_NVME_IN_PLACE, model=byte_model(width=256), nvme=[str(one) for one in drives])
     run.train(range(2))
     shared.refuse = lambda path, call: True
     run.save(tmp_path / "copied")

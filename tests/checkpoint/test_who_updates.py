@@ -14,41 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from offload.device import thread_end
-from offload.step.updates.update import Updates
 from tests.updates import training_rests
 
 from ..acceptance.models import ON_CPU, Setup
 from ..acceptance.runs import assert_same_bits
 from .loops import BATCHES, Resumable, files_of
-
-
-class Hands:
-    """The threads that are inside `Updates.finish`, and its lane, held up until `go`, or until two of them are there."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.go, self.reached, self.most = threading.Event(), threading.Event(), 0
-        self._inside: set[int] = set()
-        finish, apply = Updates.finish, Updates._apply
-
-        def finished(updates: Updates, unit: Any) -> None:
-            own = threading.get_ident()
-            self._inside.add(own)
-            self.reached.set()
-            self.most = max(self.most, len(self._inside))
-            if self.most > 1:
-                self.go.set()
-            try:
-                finish(updates, unit)
-            finally:
-                self._inside.discard(own)
-
-        def applied(updates: Updates, chunk_update: Any) -> Any:
-            assert self.go.wait(60)
-            return apply(updates, chunk_update)
-
-        monkeypatch.setattr(Updates, "finish", finished)
-        monkeypatch.setattr(Updates, "_apply", applied)
+from .standing import HeldUpdates
 
 
 @pytest.fixture
@@ -95,30 +66,17 @@ def test_an_update_is_in_one_hand_whatever_python_says_of_threads(
     opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hurried: None
 ) -> None:
     """The main thread waits for its save, and so makes the updates; an interrupt before had it marked as ended."""
+    updates = HeldUpdates(monkeypatch)
     run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
     run.train(range(2))
     monkeypatch.setattr(threading.Thread, "is_alive", lambda thread: thread is not threading.main_thread())
-    hands = Hands(monkeypatch)
-    threading.Timer(0.5, hands.go.set).start()
+    updates.hold(0.5, saves_wait=True)
     run.save(tmp_path / "waited")
-    assert hands.most == 1
+    assert updates.reached.is_set()
     alone = Resumable(opened, ON_CPU)
     alone.train(range(2))
     alone.save(tmp_path / "expected")
     assert files_of(tmp_path / "waited") == files_of(tmp_path / "expected")
-
-
-def test_at_the_end_of_the_interpreter_the_main_thread_still_has_its_turn(
-    opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hurried: None
-) -> None:
-    """As an `atexit` function saves: the main thread has ended as far as its end was waited for, and is at work."""
-    run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
-    run.train(range(2))
-    monkeypatch.setattr(thread_end, "_is_ending", True)
-    hands = Hands(monkeypatch)
-    threading.Timer(0.5, hands.go.set).start()
-    save = run.engine.save_checkpoint(tmp_path / "saved", wait=False)
-    assert save.done() and hands.most == 1
 
 
 def test_closing_after_the_thread_that_saved_has_ended(opened: Any, tmp_path: Path) -> None:
@@ -143,24 +101,22 @@ def test_a_thread_that_evaluates_after_the_one_that_saved_has_ended(
     opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hurried: None
 ) -> None:
     """A thread trains, begins a save and ends. Its save makes the updates, and an evaluation in another thread needs them."""
+    updates = HeldUpdates(monkeypatch)
     run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
     saves: list[Any] = []
-    hands = Hands(monkeypatch)
-    hands.go.set()
 
     def train_and_save() -> None:
         run.train(range(2))
-        hands.go.clear()
+        updates.hold(0.5)
         saves.append(run.engine.save_checkpoint(tmp_path / "beside", wait=False))
 
     trainer = threading.Thread(target=train_and_save)
     trainer.start()
     trainer.join(60)
-    threading.Timer(0.5, hands.go.set).start()
     with torch.no_grad():
         loss = run.model(input_ids=BATCHES[0], labels=BATCHES[0]).loss.item()
     saves[0].wait()
-    assert hands.most == 1
+    assert updates.reached.is_set()
     alone = Resumable(opened, ON_CPU)
     alone.train(range(2))
     with torch.no_grad():

@@ -29,9 +29,7 @@ def test_simulated_peak_is_the_measured_peak(
     with offload.initialize(model, optimizer, config) as engine:
         residency = residency_of(engine)
         sizes = [unit["nbytes"] for unit in engine.stats()["units"]]
-        for step in range(4):
-            if step == 2:  # from here on the steps are those of the trace of the steps before
-                residency.peak_resident_nbytes = 0
+        for _ in range(4):
             loss = F.mse_loss(model(torch.ones(2, 64)), torch.zeros(2, 64))
             loss.backward()
             engine.step()
