@@ -146,6 +146,14 @@ def test_what_the_loop_takes_beside_the_model_is_followed(started: Any) -> None:
     assert quiet == again < 0.6 * crowded
 
 
+def test_inputs_a_little_larger_find_the_room_that_they_need(started: Any) -> None:
+    """On a device with just that, where units took what smaller ones had left."""
+    rows = [LARGE, LARGE, 5 * LARGE // 4]
+    unbounded, engine = started(None), started(least(started, rows))
+    assert_same_bits([loss for _, loss in play(engine, rows)], [loss for _, loss in play(unbounded, rows)])
+    assert_same_bits(engine.state_dict(), unbounded.state_dict())
+
+
 def test_a_budget_is_a_budget(started: Any) -> None:
     """What the user granted is kept, whatever is free."""
     engine = started(1 << 40, device_memory="64MiB")

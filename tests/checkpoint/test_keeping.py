@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,18 @@ import torch
 
 import offload
 from tests.drives import drive_is
-from tests.file_systems import free_room, reservations
+from tests.file_systems import free_room, no_syncs, raising, reservations
 from tests.inside import finish_updates, parts_of
+from tests.native.paths import at_library_call
 from tests.tiers.faulty_io import Fault, FaultyBackend
 from tests.updates import training_rests
 
-from ..acceptance.models import ON_CPU, Setup
-from ..acceptance.runs import assert_same_bits
+from ..acceptance.models import ON_CPU, ON_CPU_IN_PLACE, Setup
+from ..acceptance.runs import assert_same_bits, refused
 from ..acceptance.speculating import at_once, counts
 from ..scratch_files import scratch_files
 from .loops import Resumable, files_of
-from .standing import Held, HeldUpdates, begun_at_the_end, chunk_count
+from .standing import FillingDrive, Held, HeldUpdates, begun_at_the_end, chunk_count
 
 OWN_NBYTES = 4 * 4096
 """What a file system may take for its own account of where files lie."""
@@ -129,6 +131,55 @@ def test_a_drive_that_fills_up_meanwhile(opened: Any, tmp_path: Path, monkeypatc
     assert files_of(tmp_path / "beside") == files_of(tmp_path / "waited")
     assert len(given) >= 3 and len(held.read) == chunk_count(run)
     assert abs(allocated_nbytes(run) - before) <= OWN_NBYTES
+
+
+def test_a_save_that_fails_gives_back_what_was_kept(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The room on the drive, before anything else is asked of it; and training and the next save are as if it had not been."""
+    drive = FillingDrive()
+    drive_is(monkeypatch, drive)
+    run = Resumable(opened, Setup("nvme", "nvme", "cpu", "step"))
+    losses, before = run.train(range(2)), allocated_nbytes(run)
+    with monkeypatch.context() as patch:
+        held, drive.room = Held(patch, 1), 0
+        save = begun_at_the_end(run, tmp_path / "beside", patch)
+        assert held.reached.wait(60)
+        losses += run.train(range(2, 4))
+        finish_updates(run.engine)
+        assert allocated_nbytes(run) > before + OWN_NBYTES
+        held.go.set()
+        with refused(offload.StorageError, "ENOSPC"):
+            save.wait()
+    assert abs(allocated_nbytes(run) - before) <= OWN_NBYTES
+    drive.room = None
+    run.save(tmp_path / "next")
+    alone = Resumable(opened, ON_CPU)
+    assert_same_bits(alone.train(range(4)), losses)
+    alone.save(tmp_path / "expected")
+    assert files_of(tmp_path / "next") == files_of(tmp_path / "expected")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_of_a_save_stays_with_the_updates_after_it(
+    opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """They go to the native library together again, in as many calls as before."""
+    run, calls = Resumable(opened, ON_CPU_IN_PLACE), list[object]()
+    at_library_call(monkeypatch, {"offload_update": lambda *given: calls.append(given)})
+
+    def calls_of(step: int) -> int:
+        calls.clear()
+        run.train([step])
+        finish_updates(run.engine)
+        return len(calls)
+
+    run.train(range(2))
+    finish_updates(run.engine)
+    before = calls_of(2)
+    with monkeypatch.context() as patch, refused(offload.StorageError, "ENOSPC") if fails else nullcontext():
+        if fails:
+            no_syncs(patch, lambda path: raising(errno.ENOSPC)() if path.suffix == ".safetensors" else None)
+        run.engine.save_checkpoint(tmp_path / "beside", wait=False).wait()
+    assert 0 < before == calls_of(3)
 
 
 # ---- updates of the last step ----------------------------------------------------------------------------------------

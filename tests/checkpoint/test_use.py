@@ -18,7 +18,7 @@ from torch import nn
 import offload
 from tests.file_systems import at_call, path_of
 
-from ..acceptance.models import IN_MEMORY, ON_CPU, ON_NVME, ON_NVME_IN_BACKWARD, adamw, stack, two_groups, vector_batches
+from ..acceptance.models import IN_MEMORY, ON_CPU, ON_NVME, ON_NVME_IN_BACKWARD, Setup, adamw, stack, two_groups, vector_batches
 from ..acceptance.runs import Run, assert_same_bits, one_step, refused
 
 X, Y = vector_batches(1)[0]
@@ -238,9 +238,21 @@ def test_no_checkpoint(opened: Any, tmp_path: Path) -> None:
 # ---- failures on the way ---------------------------------------------------------------------------------------------
 
 
-def test_a_load_that_fails_half_way(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make(opened, IN_MEMORY)
-    engine.save_checkpoint(tmp_path / "saved")
+@pytest.mark.parametrize("call", ["load_checkpoint", "resume_or_start"])
+@pytest.mark.parametrize("setup", [IN_MEMORY, ON_NVME], ids=lambda setup: setup.name)
+def test_a_load_that_fails_half_way(
+    opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setup: Setup, call: str
+) -> None:
+    """It leaves an engine that says so whatever it is asked for, until a load comes to its end. None of an older checkpoint is
+    begun on top of it."""
+    engine, folder = make(opened, setup), tmp_path / "saves"
+    load, path = getattr(engine, call), folder / "step-2" if call == "load_checkpoint" else folder
+    for number in (1, 2):
+        step(engine, number)
+        engine.save_checkpoint(folder / f"step-{number}")
+    saved = engine.state_dict()
+    step(engine, 3)
+    after = engine.state_dict()
     read: list[Path] = []
 
     def last_fails(fileno: int, *_: Any) -> None:
@@ -250,13 +262,19 @@ def test_a_load_that_fails_half_way(opened: Any, tmp_path: Path, monkeypatch: py
 
     count = 0
     at_call(monkeypatch, "preadv", before=last_fails)
-    engine.load_checkpoint(tmp_path / "saved")
+    load(path)
     count = len(read)
     with refused(offload.CheckpointError, str(read[-1]), "drive is gone"):
-        engine.load_checkpoint(tmp_path / "saved")
+        load(path)
     assert read[count:] == read[:count]
-    with refused(offload.EngineFailedError, "drive is gone", "last checkpoint"):
-        engine.module(X)
+    for ask in (lambda: engine.module(X), engine.state_dict, lambda: engine.save_checkpoint(tmp_path / "next")):
+        with refused(offload.EngineFailedError, "drive is gone", "last checkpoint"):
+            ask()
+    assert not (tmp_path / "next").exists()
+    load(path)
+    assert_same_bits(engine.state_dict(), saved)
+    step(engine, 3)
+    assert_same_bits(engine.state_dict(), after)
 
 
 @pytest.mark.parametrize("operation", ["pwrite", "fsync", "rename", "mkdir"])

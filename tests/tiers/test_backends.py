@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -74,6 +75,24 @@ def test_a_named_one_that_does_not_work_is_an_error_with_the_reason(monkeypatch:
         open_backend("io_uring")
 
 
+def test_a_second_drive_without_a_queue_leaves_none_of_the_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each device has its own; the system grants one."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as other:
+        if os.stat(other).st_dev == tmp_path.stat().st_dev:
+            pytest.skip("one device")
+        made, threads = list[int](), os.listdir("/proc/self/task")
+
+        def one(kind: int, *_: object) -> None:
+            made.append(kind)
+            if len(made) > 1:
+                raise OSError(errno.EMFILE, "no")
+
+        at_library_call(monkeypatch, {"offload_io_create": one})
+        with pytest.raises(OSError, match="no"):
+            open_backend("threads", paths=[tmp_path, other])
+    assert len(made) == 2 and os.listdir("/proc/self/task") == threads
+
+
 @pytest.mark.parametrize("name", io.BACKEND_NAMES)
 def test_close_settles_everything_and_then_refuses(name: str, tmp_path: Path) -> None:
     try:
@@ -134,6 +153,7 @@ def test_aiofiles_starts_urgent_transfers_first(tmp_path: Path, monkeypatch: pyt
 
 DROPPING = """
 import sys
+import tempfile
 from offload.errors import ConfigError
 from offload.layout import Extent
 from offload.tiers import HostMemory, NvmeStore, ScratchFolder, open_backend
