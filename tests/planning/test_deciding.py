@@ -158,6 +158,21 @@ def test_records_are_kept_until_no_other_fits_and_as_many_bytes_as_in_order(
         assert decided.problem.excess(place(decided.problem, one_more), with_sums=True) is not None
 
 
+@settings(max_examples=60, deadline=None)
+@given(models(), st.sampled_from(("cpu", "nvme")), SHARES)
+def test_room_for_several_micro_batches_is_said_and_left_where_it_can_be(model: Any, parameters: Tier, share: float) -> None:
+    """From the least on that a loop takes which says so beforehand, whatever else more of host memory is spent on; where any
+    tiers leave it, "auto" does."""
+    accelerator, pair = DeferredAccelerator(), (parameters, "nvme")
+    one, several = (least(model, accelerator, pair, "cpu_memory", accumulates=count) for count in (False, True))
+    for budget in {one, max(one, several - 1), several, int(share * several)}:
+        fixed, auto = (decision(model, accelerator, tiers, cpu_memory=budget).decide() for tiers in (pair, ("auto", "auto")))
+        for placement in (fixed, auto):
+            assert placement.verdict is not None and placement.verdict.has_room == (placement.sums_missing_nbytes == 0)
+        assert fixed.verdict.has_room == (budget >= several)
+        assert auto.verdict.has_room or budget < several
+
+
 def test_what_is_frozen_stays_where_what_is_trained_would_need_a_master() -> None:
     """fp32 parameters that are their own masters move more over NVMe once they lie on the device: room for the first of them
     takes nothing from what is frozen."""
