@@ -42,7 +42,7 @@ from offload.model.optimizer_kinds import InitialState, check_optimizer, initial
 from offload.model.partition import ModuleUnit, fold_for_ranks, join_neighbours, partition, uses_of
 from offload.model.quantized import PackedWeights
 from offload.model.weights import WeightSource
-from offload.planning.deciding import Decision, Weight, lightest
+from offload.planning.deciding import Decision, Weight, quickest
 from offload.planning.five_lines import lines_of
 from offload.planning.free_memory import FreeMemory
 from offload.planning.placement import ALONE, Placement, RankGroup
@@ -291,7 +291,8 @@ class Known:
 
 def lay_out(config: Config, known: Known, chunk_numels: Sequence[int] = ()) -> tuple[Layout, Placement]:
     """The layout with the largest chunks with which the placement fits the budgets, and where it is for the engine to choose
-    the memory that is free, if any does; there smaller chunks are weighed where large ones take a part of the budget.
+    the memory that is free, if any does; there smaller chunks are weighed where large ones take a part of the budget, and are
+    taken where the step is shorter with them.
 
     Raises `BudgetError` if none fits the budgets. `chunk_numels`: what to try instead of the usual.
     """
@@ -327,7 +328,7 @@ def lay_out(config: Config, known: Known, chunk_numels: Sequence[int] = ()) -> t
             if not crowded or not decision.chooses:
                 break
         if found:
-            return found[lightest(weights)]
+            return found[quickest(weights)[0]]  # chunks cost more than bytes that are about as quick
     assert failure is not None
     largest = max(layout.units, key=lambda unit: unit.nbytes)
     refusal = BudgetError(f"{failure} The largest unit is {largest.name or '(root)'} with {largest.nbytes} bytes.")

@@ -60,14 +60,16 @@ class Weight:
     moved: tuple[int, ...]
 
 
+def quickest(weights: Sequence[Weight]) -> list[int]:
+    """The indices of those with room (if any has it) that take about as long as the quickest."""
+    has_no_room, least = min((one.has_no_room, one.seconds) for one in weights)
+    longest = least * ABOUT_AS_LONG
+    return [index for index, one in enumerate(weights) if one.has_no_room == has_no_room and one.seconds <= longest]
+
+
 def lightest(weights: Sequence[Weight]) -> int:
-    """The index of the best: of those with room (if any has it) that take about as long as the quickest the one that moves
-    least, of equals the first."""
-    has_no_room, quickest = min((one.has_no_room, one.seconds) for one in weights)
-    near = [
-        index for index, one in enumerate(weights) if one.has_no_room == has_no_room and one.seconds <= quickest * ABOUT_AS_LONG
-    ]
-    return min(near, key=lambda index: weights[index].moved)
+    """The index of the best: of the `quickest` the one that moves least, of equals the first."""
+    return min(quickest(weights), key=lambda index: weights[index].moved)
 
 
 class Decision:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -26,27 +27,38 @@ CELLS = [*QUICK, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in SLOW)
 """Budgets in bytes of a parameter: of the device, of host memory. What does not fit lies on NVMe."""
 
 
-def small() -> transformers.PreTrainedModel:
+def llama(**shape: int) -> transformers.PreTrainedModel:
     with torch.device("meta"):
-        config = transformers.LlamaConfig(
-            hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=8, vocab_size=8192
-        )
+        config = transformers.LlamaConfig(**shape)
         config.use_cache = False
         return transformers.LlamaForCausalLM(config).to(torch.bfloat16)
 
 
-def seconds(**fields: Any) -> tuple[float, bool] | None:
+def small() -> transformers.PreTrainedModel:
+    return llama(hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=8, vocab_size=8192)
+
+
+def wide() -> transformers.PreTrainedModel:
+    """Of few units, whose records come in chunks of which buffers hold a good part."""
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 4}
+    return llama(hidden_size=2048, intermediate_size=8192, num_hidden_layers=6, vocab_size=32000, **heads)
+
+
+def seconds(
+    make: Callable[[], transformers.PreTrainedModel] = small, machine: str = "rtx4090", work: Work = WORK, **fields: Any
+) -> tuple[float, bool] | None:
     """Of a step, and whether several micro-batches would find room for their sums; None where it does not fit."""
-    model, has_room = small(), set[bool]()
+    model, has_room = make(), set[bool]()
     config = offload.Config(dtype="bf16", nvme=".", max_grad_norm=1.0, **fields)
-    loop = training_loop(model, torch.optim.AdamW(model.parameters()), config, WORK)
+    loop = training_loop(model, torch.optim.AdamW(model.parameters()), config, work)
 
     def end(engine: offload.Engine) -> None:
         loop.end(engine)
         has_room.add(engine.stats()["decision"]["room_for_micro_batches"])
 
     try:
-        found = rehearse(VirtualMachine(read_machine("rtx4090")), replace(loop, end=end), tokens=WORK.tokens)
+        numbers = {"tokens": work.tokens, "micro_batches": work.micro_batches}
+        found = rehearse(VirtualMachine(read_machine(machine)), replace(loop, end=end), **numbers)
     except ConfigError:
         return None
     return found.step_seconds, has_room.pop()
@@ -56,10 +68,23 @@ def seconds(**fields: Any) -> tuple[float, bool] | None:
 def test_auto_is_as_fast_as_the_best_fixed_placement(on_device: float, in_memory: float) -> None:
     """Of those that leave room for the sums of several micro-batches, where "auto" found one that does."""
     numel = sum(parameter.numel() for parameter in small().parameters())
+    compare({"device_memory": int(on_device * numel), "cpu_memory": int(in_memory * numel)})
+
+
+@pytest.mark.parametrize(
+    ("machine", "on_device", "in_memory", "micro_batches"), [("rtx5090", 2.5, 10.0, 2), ("rtx3090", 1.6, 13.0, 4)]
+)
+def test_chunks_are_no_smaller_than_pays(machine: str, on_device: float, in_memory: float, micro_batches: int) -> None:
+    """Smaller ones leave more of the memory to records, and each of them costs."""
+    numel = sum(parameter.numel() for parameter in wide().parameters())
     budgets = {"device_memory": int(on_device * numel), "cpu_memory": int(in_memory * numel)}
-    auto = seconds(**budgets)
+    compare(budgets, make=wide, machine=machine, work=Work(1, 2048, micro_batches, checkpointing=True))
+
+
+def compare(budgets: dict[str, int], **run: Any) -> None:
+    auto = seconds(**run, **budgets)
     assert auto is not None
-    fixed = [seconds(parameters=parameters, optimizer_states=states, **budgets) for parameters, states in PAIRINGS]
+    fixed = [seconds(parameters=parameters, optimizer_states=states, **run, **budgets) for parameters, states in PAIRINGS]
     possible = [one for one in fixed if one is not None]
     assert possible
     compared = [one for one, has_room in possible if has_room >= auto[1]]
