@@ -263,8 +263,9 @@ def norm_first(result: dict[str, Any], compute: float, forward_share: float, nvm
     before it is used. `forward_share`: of `compute`, what the forward takes in plain PyTorch."""
     values, record = record_nbytes(result["case"])
     read, written = result["read_nbytes_per_step"], result["written_nbytes_per_step"]
-    again = values * result["parameters"]
-    updated = min(written, (values + record) * result["parameters"])
+    of_update = (values + record) * result["parameters"]
+    again = min(values * result["parameters"], max(read - of_update, 0.0))
+    updated = min(written, of_update)
     halves = (
         (forward_share * compute, on_drive(read - again, updated, nvme)),
         ((1 - forward_share) * compute, on_drive(again, written - updated, nvme)),

@@ -328,7 +328,7 @@ def lay_out(config: Config, known: Known, chunk_numels: Sequence[int] = ()) -> t
             if not crowded or not decision.chooses:
                 break
         if found:
-            return found[quickest(weights)[0]]  # chunks cost more than bytes that are about as quick
+            return found[quickest(weights)[0]]  # the largest: a chunk costs more than the few bytes that smaller ones save
     assert failure is not None
     largest = max(layout.units, key=lambda unit: unit.nbytes)
     refusal = BudgetError(f"{failure} The largest unit is {largest.name or '(root)'} with {largest.nbytes} bytes.")

@@ -92,7 +92,7 @@ class Placement:
     """Whether that capacity is a budget's, which is kept; else it may grow with what the device has left."""
     sums: tuple[MemoryLine, ...] = ()
     """What fp32 sums of several micro-batches take besides, where the gradients lie; taken when a second one comes. Nothing
-    where that is expected: gradients are kept in fp32 then."""
+    where that is expected: there is room for sums alone then."""
     sums_missing_nbytes: int = 0
     """Of those what the budget does not leave."""
     transit_buffer_count: int = 0

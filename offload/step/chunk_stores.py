@@ -135,7 +135,8 @@ class ChunkStore(ABC):
         return pending
 
     def writing(self, chunk: Chunk, pending: Pending) -> None:
-        """`pending` writes the chunk where it lies in the store: whoever reads it, or writes there, waits for that."""
+        """`pending` writes the chunk where it lies in the store: whoever reads it, or writes there, waits for that. The chunk's
+        last write must be settled (`view` and `settle_write` do that)."""
         with self._lock:
             self._place(chunk).write = self._writing[chunk] = pending
 

@@ -88,7 +88,7 @@ def test_the_room_is_taken_when_a_second_one_comes(opened: Any, setup: Setup) ->
 
 
 @anywhere
-def test_where_several_are_expected_gradients_are_fp32_from_the_first_one_on(opened: Any, setup: Setup) -> None:
+def test_where_several_are_expected_there_is_room_for_sums_alone(opened: Any, setup: Setup) -> None:
     """Of steps with one, with as many, and with more; of parameters that only some micro-batches use, and clipped."""
     weights = []
     for where, expected in ((IN_MEMORY, 1), (setup, 3)):

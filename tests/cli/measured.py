@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from offload.cli.plans import on_machine as plan_on_machine
+from offload.cli.plans import on_machine
 from offload.cli.plans.this_machine import MeasuredMachine, measure_machine
 
 _KNOWN: dict[int, MeasuredMachine] = {}
@@ -22,4 +22,4 @@ def _measured_once(paths: Sequence[str], seconds: float) -> MeasuredMachine:
 
 @pytest.fixture
 def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_on_machine, "measure_machine", _measured_once)
+    monkeypatch.setattr(on_machine, "measure_machine", _measured_once)

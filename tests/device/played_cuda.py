@@ -19,7 +19,7 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,6 +59,15 @@ class _Region:
     def __init__(self) -> None:
         self.times = {kind: np.zeros((_ACTORS_MOST, _REGION_GRANULES), np.int32) for kind in ("read", "write")}
         self.operations = {kind: np.zeros((_ACTORS_MOST, _REGION_GRANULES), np.int32) for kind in ("read", "write")}
+        self.owners = np.full(_REGION_GRANULES, -1, np.int32)
+        """The stream on which the memory was allocated."""
+
+    def allocated(self, part: slice, owner: int) -> None:
+        """CUDA's allocator gives memory of one stream to no other: what another's had at this address was other memory."""
+        others = np.flatnonzero(self.owners[part] != owner) + part.start
+        for kind in ("read", "write"):
+            self.times[kind][:, others] = 0
+        self.owners[part] = owner
 
 
 class Detector:
@@ -95,8 +104,11 @@ class Detector:
     def is_host(self, address: int) -> bool:
         return any(start <= address < start + nbytes for start, nbytes in list(self.host.items()))
 
-    def operation(self, what: str, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
-        """An operation of the calling thread: on its current stream, unless all it touches is host memory."""
+    def operation(
+        self, what: str, reads: list[torch.Tensor], writes: list[torch.Tensor], made: Sequence[torch.Tensor] = ()
+    ) -> None:
+        """An operation of the calling thread: on its current stream, unless all it touches is host memory. `made`: of `writes`
+        what it allocated."""
         touched = [*reads, *writes]
         if not touched:
             return
@@ -111,9 +123,9 @@ class Detector:
             for tensor in reads:
                 self._access(actor, "read", tensor)
             for tensor in writes:
-                self._access(actor, "write", tensor)
+                self._access(actor, "write", tensor, is_made=any(tensor is one for one in made))
 
-    def _access(self, actor: Any, kind: str, tensor: torch.Tensor) -> None:
+    def _access(self, actor: Any, kind: str, tensor: torch.Tensor, *, is_made: bool = False) -> None:
         extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         first = tensor.data_ptr() // _GRANULE_NBYTES
         stop = (tensor.data_ptr() + extent * tensor.element_size() - 1) // _GRANULE_NBYTES + 1
@@ -124,6 +136,8 @@ class Detector:
             if number not in self._regions:
                 self._regions[number] = _Region()
             region = self._regions[number]
+            if is_made:
+                region.allocated(slice(low, high), own)
             self._check(actor, region, "write", slice(low, high))
             if kind == "write":
                 self._check(actor, region, "read", slice(low, high))
@@ -231,11 +245,12 @@ class Watch(TorchDispatchMode):
         is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns)
         if not is_view:
             reads, writes = [], list(_memories(result))
+            made = list(writes) if all(one.alias_info is None for one in schema.returns) else []
             for declared, given in zip(schema.arguments, args, strict=False):
                 written = declared.alias_info is not None and declared.alias_info.is_write
                 (writes if written else reads).extend(_memories(given))
             reads.extend(_memories(kwargs))
-            _detector.operation(str(func), reads, writes)
+            _detector.operation(str(func), reads, writes, made)
             if func is torch.ops.aten._local_scalar_dense.default:
                 current_stream().synchronize()
             if func is torch.ops.aten.copy_.default and not (len(args) > 2 and args[2]):

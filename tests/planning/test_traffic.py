@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,9 @@ def test_where_several_micro_batches_are_expected_the_first_spills_two_bytes(
     """Of a parameter, and each further one the four of a sum, but for what the last finds buffers for. To the byte."""
     small(monkeypatch, chunk_numel=4096)
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", accelerator)
+    torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(40)))
+    beside = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters())
     fields: Any = {"parameters": "cpu", "optimizer_states": "nvme", "nvme": str(tmp_path), "dtype": "bf16", "update": "step"}
     roomy = offload.Config(**fields).expecting(micro_batches)
@@ -94,15 +97,25 @@ def test_where_several_micro_batches_are_expected_the_first_spills_two_bytes(
     sizes = [2, *(4 for _ in range(micro_batches - 1))]
     free = placement.retained_gradient_buffers // 2
     assert traffic.spilled_nbytes == 4096 * (40 * sum(sizes) - free * sizes[-1])
-    with offload.initialize(model, optimizer, config) as engine:
-        for step in range(1 + STEPS):
-            if step == 1:
-                before = moved(engine)
+
+    def steps(engine: offload.Engine, count: int) -> None:
+        for _ in range(count):
             for _ in range(micro_batches):
-                engine.backward(model(torch.ones(2, 64)).float().square().mean())
+                engine.backward(engine.module(torch.ones(2, 64)).float().square().mean())
             engine.step()
             engine.zero_grad()
-            with engine.gathered([]):  # the updates are in place
-                pass
+        with engine.gathered([]):  # the updates are in place
+            pass
+
+    with offload.initialize(model, optimizer, config) as engine:
+        steps(engine, 1)
+        before = moved(engine)
+        steps(engine, STEPS)
         found = [after - first for after, first in zip(moved(engine), before, strict=True)]
+        weights = engine.state_dict()
     assert found == [STEPS * traffic.read_nbytes, STEPS * traffic.written_nbytes]
+    in_memory = offload.Config(parameters="device", optimizer_states="cpu", dtype="bf16", update="step")
+    with offload.initialize(beside, torch.optim.AdamW(beside.parameters()), in_memory) as engine:
+        steps(engine, 1 + STEPS)
+        expected = engine.state_dict()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)

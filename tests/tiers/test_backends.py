@@ -85,10 +85,10 @@ def test_a_second_drive_without_a_queue_leaves_none_of_the_first(monkeypatch: py
         def one(kind: int, *_: object) -> None:
             made.append(kind)
             if len(made) > 1:
-                raise OSError(errno.EMFILE, "no")
+                raise OSError(errno.EMFILE, "none for the second")
 
         at_library_call(monkeypatch, {"offload_io_create": one})
-        with pytest.raises(OSError, match="no"):
+        with pytest.raises(OSError, match="none for the second"):
             open_backend("threads", paths=[tmp_path, other])
     assert len(made) == 2 and os.listdir("/proc/self/task") == threads
 

@@ -38,9 +38,9 @@ class GradientExtents:
             allocator = allocators.setdefault(chunk.route.gradients, ExtentAllocator())
             extent = allocator.take(chunk.numel * itemsize)
             chunk.gradient = ChunkGradient(chunk, extent, narrower=itemsize != 4)
-            if holds_sums:
+            if holds_sums and chunk.gradient.narrower:
                 rest_nbytes = chunk.numel * 4 - extent.nbytes
-                chunk.gradient.wide = (extent, allocator.take(rest_nbytes)) if rest_nbytes > 0 else (extent,)
+                chunk.gradient.wide = (extent, allocator.take(rest_nbytes))
         stores = {tier: make_store(tier, allocator.extents) for tier, allocator in allocators.items()}
         for chunk in chunks:
             state = gradient_of(chunk)

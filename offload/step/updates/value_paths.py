@@ -280,7 +280,8 @@ class ValuesCopiedOut(ValueAccess):
         return _OVER
 
     def close(self) -> None:
-        self._leaving = _OVER  # it keeps the memory
+        leaving, self._leaving = self._leaving, _OVER  # it keeps the memory
+        leaving.wait()
 
 
 def value_accesses(tools: UpdateTools, routes: Iterable[Route]) -> dict[tuple[ValuePath, Memory], ValueAccess]:
