@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -279,7 +280,7 @@ def test_two_threads_that_hand_an_update_to_the_lane_hand_it_over_once(opened: A
         return lane.submit(job, about, nbytes)
 
     found = []
-    for setup in (ON_CPU, ON_NVME_IN_PLACE):
+    for setup in (ON_CPU, replace(ON_NVME_IN_PLACE, update="step")):  # "auto" takes back what the lane has not begun
         model = stack()
         engine = opened(model, adamw(model), setup)
         at_update_lane(monkeypatch, CpuAccelerator, slow)
