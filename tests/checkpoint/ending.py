@@ -34,7 +34,7 @@ def trained(placement: str, folder: Path) -> Any:
     if placement == "deferred":
         os.environ["OFFLOAD_ACCELERATOR"] = placement
     tier = placement if placement != "deferred" else "cpu"
-    config = {"parameters": tier, "optimizer_states": tier}
+    config = {"parameters": tier, "optimizer_states": tier, "update": "step"}
     if placement == "nvme":
         config["nvme"] = str(folder / "scratch")
     engine = offload.initialize(model, adamw(model), config)
@@ -105,10 +105,11 @@ def updates_at_exit(engine: Any, save: Any, folder: Path) -> None:
     """Those of a last step too are still to come when the interpreter no longer waits for threads, and take their time."""
 
     def save_more() -> None:
+        HELD[0].hold()
         train(engine, STEPS)
-        HELD[0].hold(0.5, saves_wait=True)
+        HELD[0].go_on(0.5)
         engine.save_checkpoint(folder / "more", wait=False)
-        assert HELD[0].reached.is_set()
+        assert HANDS[0].most == 1
 
     save.wait()
     atexit.register(save_more)
@@ -140,6 +141,8 @@ IN_MEMORY_TOO = ("waits", "ends", "is dropped", "exports", "saves at exit", "fil
 CASES = [("nvme", end) for end in ENDS] + [(placement, end) for placement in ("cpu", "deferred") for end in IN_MEMORY_TOO]
 HELD: list[Any] = []
 """The updates of all engines."""
+HANDS: list[Any] = []
+"""Who makes them."""
 KEPT: list[Any] = []
 """What a script's globals would hold until its end."""
 
@@ -193,11 +196,13 @@ if __name__ == "__main__":
     import offload  # everything that takes long is loaded before the first fork
 
     from ..small_sizes import small_for_good
-    from .standing import HeldUpdates
+    from .standing import Hands, HeldUpdates
 
     assert offload and torch._dynamo
     os.fsync = lambda fileno: time.sleep(0.02)  # a drive that takes its time
     HELD.append(HeldUpdates(pytest.MonkeyPatch()))
+    HANDS.append(Hands())
+    HANDS[0].__enter__()
     small_for_good(joined_numel=0)  # as in tests/conftest.py
     torch.set_num_threads(1)
     os.environ["OFFLOAD_ACCELERATOR"] = "cpu"

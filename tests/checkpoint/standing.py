@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import errno
+import sys
 import threading
-import time
+from collections import Counter
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 
 from offload.checkpoint import state_reading
 from offload.device.pending import Pending
+from offload.step.residency.residency import Residency
 from offload.tiers.io.backend import OpenFile, Priority
 from tests.drives import Told, drives_from
 from tests.inside import residency_of, units_of
@@ -67,26 +70,57 @@ class FillingDrive(FaultyBackend):
 
 
 class HeldUpdates:
-    """Of engines made after this: what an update makes is written late, once that is told. Their lane stands there."""
+    """Of engines made after this: the first write of the next step's updates stands until they go on, and with it their lane.
+
+    They are held before the step: after it nobody knows how far they are. Its updates begin at `step()`, since a backward that
+    began them would wait for them."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.reached = threading.Event()
         """Set as the lane stands."""
-        self._seconds, self._saves_wait = 0.0, False
+        self._go = threading.Event()
+        self._trainer: threading.Thread | None = None
         drives_from(patch, lambda: Told(self._before))
 
     def _before(self, path: Path, nbytes: int, offset_nbytes: int) -> None:
-        if path.suffix == ".safetensors":
-            assert not self._saves_wait or self.reached.wait(60)
-        elif self._seconds:
-            seconds, self._seconds = self._seconds, 0.0
+        # What the trainer itself writes are gradients.
+        if self._trainer not in (None, threading.current_thread()) and path.suffix != ".safetensors":
+            self._trainer = None
             self.reached.set()
-            time.sleep(seconds)
+            assert self._go.wait(60)
 
-    def hold(self, seconds: float, *, saves_wait: bool = False) -> None:
-        """The next one. `saves_wait`: saves write nothing before."""
-        self.reached.clear()
-        self._seconds, self._saves_wait = seconds, saves_wait
+    def hold(self) -> None:
+        """Those of the next step of this thread. Nothing is left of the steps before."""
+        self._trainer = threading.current_thread()
+
+    def go_on(self, after: float) -> None:
+        """That many seconds from now. The lane stands."""
+        assert self.reached.wait(60)
+        threading.Timer(after, self._go.set).start()
+
+
+class Hands:
+    """Threads that are about the updates which are still to come: this one and those that start later. `most`: at once."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._inside: Counter[int] = Counter()
+        self._lock = threading.Lock()
+
+    def look(self, frame: FrameType, event: str, _: object) -> None:
+        if frame.f_code in (Residency.finish_updates.__code__, Residency.finish_update.__code__):
+            with self._lock:
+                self._inside[threading.get_ident()] += (event == "call") - (event == "return")
+                self.most = max(self.most, sum(map(bool, self._inside.values())))
+
+    def __enter__(self) -> Hands:
+        threading.setprofile(self.look)
+        sys.setprofile(self.look)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        threading.setprofile(None)
+        sys.setprofile(None)
 
 
 def chunk_count(run: Resumable) -> int:

@@ -289,12 +289,14 @@ def test_waiting_on_another_thread(opened: Any, tmp_path: Path) -> None:
 def test_closing_while_the_save_makes_an_update(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread of the model closes the engine just as the save's, taking it for idle, begins an update in its place."""
     updates = HeldUpdates(monkeypatch)
-    run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
-    run.train(range(2))
+    run = Resumable(opened, Setup("nvme", "nvme", "cpu"), update="step")
+    run.train(range(1))
+    run.weights()
+    updates.hold()
+    run.train(range(1, 2))
     training_rests(monkeypatch, always=True)
-    updates.hold(0.3)
+    updates.go_on(0.3)
     save = run.engine.save_checkpoint(tmp_path / "beside", wait=False)
-    assert updates.reached.wait(60)
     run.engine.close()
     assert save.done()
     alone = Resumable(opened, ON_CPU)

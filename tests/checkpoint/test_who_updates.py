@@ -19,7 +19,7 @@ from tests.updates import training_rests
 from ..acceptance.models import ON_CPU, Setup
 from ..acceptance.runs import assert_same_bits
 from .loops import BATCHES, Resumable, files_of
-from .standing import HeldUpdates
+from .standing import Hands, HeldUpdates
 
 
 @pytest.fixture
@@ -67,12 +67,16 @@ def test_an_update_is_in_one_hand_whatever_python_says_of_threads(
 ) -> None:
     """The main thread waits for its save, and so makes the updates; an interrupt before had it marked as ended."""
     updates = HeldUpdates(monkeypatch)
-    run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
-    run.train(range(2))
+    run = Resumable(opened, Setup("nvme", "nvme", "cpu"), update="step")
+    run.train(range(1))
+    run.weights()
+    updates.hold()
+    run.train(range(1, 2))
     monkeypatch.setattr(threading.Thread, "is_alive", lambda thread: thread is not threading.main_thread())
-    updates.hold(0.5, saves_wait=True)
-    run.save(tmp_path / "waited")
-    assert updates.reached.is_set()
+    updates.go_on(0.5)
+    with Hands() as hands:
+        run.save(tmp_path / "waited")
+    assert hands.most == 1
     alone = Resumable(opened, ON_CPU)
     alone.train(range(2))
     alone.save(tmp_path / "expected")
@@ -102,12 +106,15 @@ def test_a_thread_that_evaluates_after_the_one_that_saved_has_ended(
 ) -> None:
     """A thread trains, begins a save and ends. Its save makes the updates, and an evaluation in another thread needs them."""
     updates = HeldUpdates(monkeypatch)
-    run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
+    run = Resumable(opened, Setup("nvme", "nvme", "cpu"), update="step")
     saves: list[Any] = []
 
     def train_and_save() -> None:
-        run.train(range(2))
-        updates.hold(0.5)
+        run.train(range(1))
+        run.weights()
+        updates.hold()
+        run.train(range(1, 2))
+        updates.go_on(0.5)
         saves.append(run.engine.save_checkpoint(tmp_path / "beside", wait=False))
 
     trainer = threading.Thread(target=train_and_save)
@@ -116,7 +123,6 @@ def test_a_thread_that_evaluates_after_the_one_that_saved_has_ended(
     with torch.no_grad():
         loss = run.model(input_ids=BATCHES[0], labels=BATCHES[0]).loss.item()
     saves[0].wait()
-    assert updates.reached.is_set()
     alone = Resumable(opened, ON_CPU)
     alone.train(range(2))
     with torch.no_grad():
