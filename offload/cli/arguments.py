@@ -18,15 +18,27 @@ PLACES = ("auto", "device", "cpu", "nvme")
 SHAPE_FLAGS = ("hidden", "layers", "heads", "kv_heads", "intermediate", "vocabulary")
 
 
+class _StoreWhatIsThere(argparse.Action):
+    """Of an argument that a flag may give instead: what the flag stored stays where this one is left out."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
+        if values is not None:
+            setattr(namespace, self.dest, values)
+
+
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """--model, or the shape of a Llama-architecture model; and what of it is trained."""
+    """The path of a model, or the shape of one of the Llama architecture; and what of it is trained."""
     group = parser.add_argument_group("model", "a local model, or the shape of a new one of the Llama architecture")
-    group.add_argument(
-        "--model",
+    model = group.add_mutually_exclusive_group()
+    model.add_argument(
+        "model",
         type=Path,
-        metavar="PATH",
+        nargs="?",
+        action=_StoreWhatIsThere,
+        metavar="MODEL",
         help="a local Hugging Face checkpoint (folder), or a config.json for a new model",
     )
+    model.add_argument("--model", type=Path, metavar="MODEL", help="the same")
     group.add_argument("--hidden", type=positive, metavar="N", help="width (default 512)")
     group.add_argument("--layers", type=positive, metavar="N", help="number of blocks (default 8)")
     group.add_argument("--heads", type=positive, metavar="N", help="attention heads (default hidden / 64)")

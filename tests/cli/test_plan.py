@@ -125,6 +125,21 @@ def test_the_command_builds_nothing_and_prints_the_plan(nvme: Path) -> None:
     assert not list(nvme.iterdir())
 
 
+def test_the_model_is_named_with_or_without_a_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers.LlamaConfig(**LLAMA).save_pretrained(tmp_path)
+    path, work = str(tmp_path), ("--machine", "rtx4090", "--sequence", "16", "--json")
+    said = []
+    for named in ((path, *work), ("--model", path, *work), (*work, path)):
+        assert main(["plan", *named]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] == said[2] and json.loads(said[0])["fits"]
+    with pytest.raises(SystemExit) as left:
+        main(["plan", path, "--model", path])
+    assert left.value.code == 2 and "not allowed with argument" in capsys.readouterr().err
+    assert main(["plan", path + "-none"]) == 2
+    assert f"{path}-none' does not exist" in capsys.readouterr().err
+
+
 TINY = ("plan", "--hidden", "64", "--layers", "2", "--vocabulary", "256", "--dtype", "bf16", "--sequence", "16")
 
 

@@ -2,10 +2,10 @@
 """Say what training a model would take, without building it, on this machine or another: whether it fits, seconds a step, what
 bounds them; then what lies where, the smallest budgets that work, and what a step moves over each link.
 
-  python -m offload plan --model ./config.json --dtype bf16 --parameters nvme --optimizer-states nvme --nvme /mnt/nvme0
+  python -m offload plan ./config.json --dtype bf16 --parameters nvme --optimizer-states nvme --nvme /mnt/nvme0
   python -m offload plan --hidden 4096 --layers 32 --vocabulary 32000 --dtype bf16 --device-memory 24GiB --cpu-memory 64GiB
   python -m offload plan --hidden 4096 --layers 32 --vocabulary 32000 --dtype bf16 --ranks 4 --stage 3
-  python -m offload plan --model ./config.json --dtype bf16 --machine rtx4090 --batch 4 --sequence 2048 --checkpointing full
+  python -m offload plan ./config.json --dtype bf16 --machine rtx4090 --batch 4 --sequence 2048 --checkpointing full
 """
 
 from __future__ import annotations
