@@ -120,5 +120,5 @@ def passed_through(unit: UnitSizes, route: Route, retained: int, parameter_buffe
         # updated parameters on their way home, and where the update reads them too, those read ahead
         yield "cpu", EMITTED, (READ_AHEAD if any(sizes.read) else 0) + 1 + IN_WRITING, parameter_buffer
     if route.value_path is ValuePath.COPY_OUT:
-        # in the update's hands, on its way home
-        yield "device", EMITTED, 2, parameter_buffer
+        # in the update's hands; on its way home meanwhile, where that is memory: to a file's buffer it has gone before
+        yield "device", EMITTED, 1 if comes_from_file and not route.kept_parameters else 2, parameter_buffer

@@ -83,7 +83,7 @@ class ValuesInPlace(ValueAccess):
         return chunk.values
 
     def commit(self, chunk: Chunk, values: torch.Tensor, pieces: list[Piece]) -> Pending:
-        return Settled()
+        return _OVER
 
 
 class ValuesResident(ValueAccess):
@@ -210,7 +210,7 @@ class ValuesCopiedIn(ValueAccess):
         assert self._lease is not None
         lease, self._lease = self._lease, None
         start = chunk.start
-        last: Pending = Settled()
+        last: Pending = _OVER
         home = self._home(chunk)
         for piece in pieces:
             low, high = piece.start - start, piece.stop - start
@@ -266,7 +266,7 @@ class ValuesCopiedOut(ValueAccess):
                 self._parameter_store.read(chunk, stored).wait()
         home = stored[:nbytes].view(chunk.flat.dtype)
         start = chunk.start
-        last: Pending = Settled()
+        last: Pending = _OVER
         for piece in pieces:
             low, high = piece.start - start, piece.stop - start
             last = self._accelerator.copy_out(home[low:high], values[low:high])
