@@ -25,7 +25,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from train_step import SHAPES, VOCABULARY, build, describe_machine, memory_rate, nvme_rates, status_nbytes
+from machine import describe_machine, status_nbytes
+from step_floor import memory_rate, nvme_rates
+from train_step import SHAPES, VOCABULARY, build
 
 from offload.device.host_memory.host_room import host_room
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import transformers
+from step_floor import in_halves
 
 import offload
 from offload.cli.plans.forecast import Work, forecast, forecast_granted
@@ -127,14 +128,13 @@ CELLS = [Cell(*one) for one in itertools.product(SIZES, ("rtx4090", "h100"), (20
 
 
 def in_order(found: Forecast, micro_batches: int) -> float:
-    """What the planner's cost makes of a step's halves, with what they compute: an update that could not be undone waits for
-    the norm of all gradients, which clips, and runs under the next forward, the first of the micro-batches'; all else that they
-    fetch and sum is in the second half. Of a micro-batch's computing the forward is a quarter: backward has it again, and twice
-    as much of its own."""
-    computing = found.floors["compute"]
+    """`in_halves`, by what the planner's cost has move in each, and what they compute: the first of the micro-batches'
+    forwards, and all else that they fetch and sum. An update that can be undone is in the second half. Of a micro-batch's
+    computing the forward is a quarter: backward has it again, and twice as much of its own."""
+    computing, moving = found.floors["compute"], found.halves
     forward = computing / micro_batches / 4
-    halves = {"forward": forward, "backward": computing - forward}
-    return max(found.floor_seconds, sum(max(least, *found.halves[half].values()) for half, least in halves.items()))
+    first, second = (forward, *moving["forward"].values()), (computing - forward, *moving["backward"].values())
+    return in_halves(found.floor_seconds, first, second)
 
 
 def waits(trace: Path) -> dict[str, float]:

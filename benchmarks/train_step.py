@@ -9,7 +9,7 @@ GPT-2-shaped models, one sequence of 128 tokens (64 from 1B on, and at 125M agai
 compared for each parameter; 128 at 1B too, for its memory), fp32, gradient norm clipped to 1.0. Every case is a process of its
 own, so its peak resident size (VmHWM) is its own; the ratios are to plain PyTorch with fused AdamW on the same model where it
 fits. Beside each step stands the floor: the largest of compute, memory and NVMe time at rates measured in the same run; where
-updates wait for the norm, also what these take in the order that this asks for (`norm_first`); for each link the share of its
+updates wait for the norm, also what these take in the order that this asks for (step_floor.py); for each link the share of its
 work that was hidden, from the engine's own timeline; and the seconds of processor time by kind (cpu_kinds.py). Rows in bf16
 have the formats of states beside each other, with the bytes that a parameter takes on the way to the drive and back by formula.
 --memory-sweep measures the step against `cpu_memory`, from the least with which it works to what keeps everything in memory.
@@ -29,6 +29,7 @@ from typing import Any
 
 from cpu_kinds import CpuSeconds
 from machine import describe_machine, status_nbytes
+from step_floor import Compute, drive_nbytes, in_halves, memory_nbytes, memory_rate, nvme_rates, on_drive, record_nbytes
 
 SHAPES = {
     "tiny": {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 128},
@@ -66,6 +67,11 @@ LOOKS_ON |= {case: LOOKS_ON["nvme, backward"] for case in CASES if case.endswith
 BF16 = tuple(case for case in CASES if case.startswith("nvme, bf16"))
 
 
+def state_format_of(case: str) -> str | None:
+    """Of the states beside bf16 parameters; None where parameters are fp32."""
+    return CASES[case].get("state_format")
+
+
 def model_config(shape: str) -> dict[str, Any]:
     """The fields of transformers.GPT2Config."""
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -97,34 +103,38 @@ def memory_limits(shape: str, nvme: str) -> dict[str, int]:
     return {"smallest": smallest, "everything": placement.plan.total_nbytes("cpu")}
 
 
-def measure(case: str, shape: str, steps: int, nvme: str, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Train `steps` steps after those that are not counted; this is the body of one child process."""
+def made(case: str, shape: str, nvme: str, overrides: dict[str, Any]) -> tuple[Any, Any, Any, CpuSeconds | None]:
+    """The model and the optimizer of a case; the engine and its seconds of processor time, where the case has one."""
     import torch
 
     import offload
 
-    if case == "limits":
-        return memory_limits(shape, nvme)
-    torch.manual_seed(0)
-    engine = None
-    cpu: CpuSeconds | None = None
     if case.split(",")[0] in ("plain", "compute"):
         model = build(shape)
         if case.endswith("bf16"):
             model = model.to(torch.bfloat16)
-        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         if case.startswith("compute"):  # memory of gradients is used again, as the engine does: making it anew is no computing
             for parameter in model.parameters():
                 parameter.register_post_accumulate_grad_hook(drop_gradient)
-    else:
-        with offload.deferred_init():
-            model = build(shape)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        config = offload.Config(**({"nvme": nvme, "max_grad_norm": CLIP} | CASES[case] | overrides))
-        cpu = CpuSeconds()
-        cpu.native_threads()
-        engine = offload.initialize(model, optimizer, config)
-        optimizer = engine.optimizer
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), None, None
+    with offload.deferred_init():
+        model = build(shape)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    config = offload.Config(**({"nvme": nvme, "max_grad_norm": CLIP} | CASES[case] | overrides))
+    cpu = CpuSeconds()
+    cpu.native_threads()
+    engine = offload.initialize(model, optimizer, config)
+    return model, engine.optimizer, engine, cpu
+
+
+def measure(case: str, shape: str, steps: int, nvme: str, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Train `steps` steps after those that are not counted; this is the body of one child process."""
+    import torch
+
+    if case == "limits":
+        return memory_limits(shape, nvme)
+    torch.manual_seed(0)
+    model, optimizer, engine, cpu = made(case, shape, nvme, overrides)
     numel = sum(parameter.numel() for parameter in model.parameters())
     generator = torch.Generator().manual_seed(1)
     seconds: list[float] = []
@@ -161,7 +171,7 @@ def measure(case: str, shape: str, steps: int, nvme: str, overrides: dict[str, A
     }
     if engine is not None and cpu is not None:
         result["cpu_seconds"] = cpu.end(steps)
-        result["nbytes_by_formula"] = formula(case)
+        result["nbytes_by_formula"] = drive_nbytes(state_format_of(case)) if case.startswith("nvme") else None
         after = engine.stats()
         kept = ("placement", "planned", "host_peak_nbytes", "io_backend", "speculated_steps", "undone_steps")
         result["engine"] = {key: after[key] for key in kept}
@@ -186,146 +196,32 @@ def child(arguments: dict[str, Any]) -> dict[str, Any]:
     return dict(json.loads(done.stdout.strip().splitlines()[-1]))
 
 
-def memory_rate() -> float:
-    """Bytes per second that a loop which only reads 4 and writes 3 arrays moves, the traffic of Adam in fp32."""
-    import torch
-
-    from offload import _native
-
-    numel = 32 * 2**20
-    arrays = [torch.zeros(numel) for _ in range(4)]
-    places = [(array.data_ptr(), 4) for array in arrays]
-    best = 0.0
-    for _ in range(5):
-        start = time.perf_counter()
-        _native.stream(places, places[:3], numel)
-        best = max(best, 7 * 4 * numel / (time.perf_counter() - start))
-    return best
-
-
-def nvme_rates(folder: str) -> dict[str, float]:
-    """Bytes per second of direct reads alone, writes alone, and both at once (their sum), from huge pages."""
-    from offload.layout import Extent
-    from offload.tiers.io import open_backend
-    from offload.tiers.memory import HostMemory
-    from offload.tiers.nvme import NvmeStore
-    from offload.tiers.scratch import ScratchFolder
-
-    nbytes, count = 16 * 2**20, 64
-    extents = [Extent(index * nbytes, nbytes) for index in range(2 * count)]
-    backend = open_backend()
-    store = NvmeStore("rates", extents, ScratchFolder([folder]), backend)
-    buffers = HostMemory(8 * nbytes, "rates", prefault=True, direct_io=True).tensor.split(nbytes)
-
-    def run(operations: list[tuple[Any, Extent]]) -> float:
-        pending: list[Any] = []
-        start = time.perf_counter()
-        for index, (operation, extent) in enumerate(operations):
-            if len(pending) >= len(buffers):
-                pending[index - len(buffers)].wait()
-            pending.append(operation(extent, buffers[index % len(buffers)]))
-        for one in pending:
-            one.wait()
-        return len(operations) * nbytes / (time.perf_counter() - start)
-
-    try:
-        run([(store.write, extent) for extent in extents])
-        write = run([(store.write, extent) for extent in extents])
-        read = run([(store.read, extent) for extent in extents])
-        mixed = list(zip(extents[:count], extents[count:], strict=True))
-        both = run([entry for a, b in mixed for entry in ((store.read, a), (store.write, b))])
-    finally:
-        store.close()
-        backend.close()
-    return {"read": read, "write": write, "both": both}
-
-
 def floor(result: dict[str, Any], compute: float, memory: float, nvme: dict[str, float]) -> dict[str, float]:
     """What compute, memory and NVMe need at least, in seconds: no step can be shorter than its slowest link.
 
     Bytes that go one way and the other at once take the rate of both; what one way has more of, its own."""
-    terms = {"compute": compute, "memory": memory_nbytes(result["case"]) * result["parameters"] / memory}
+    terms = {"compute": compute, "memory": memory_nbytes(state_format_of(result["case"])) * result["parameters"] / memory}
     if "read_nbytes_per_step" in result:
         terms["nvme"] = on_drive(result["read_nbytes_per_step"], result["written_nbytes_per_step"], nvme)
     return terms
 
 
-def on_drive(read: float, written: float, nvme: dict[str, float]) -> float:
-    """Seconds at the measured rates: what goes both ways at once, and the rest of one way."""
-    both = min(read, written)
-    return 2 * both / nvme["both"] + (read - both) / nvme["read"] + (written - both) / nvme["write"]
+Half = tuple[float, float]
+"""Seconds of computing, and of the drive."""
 
 
-def norm_first(result: dict[str, Any], compute: float, forward_share: float, nvme: dict[str, float]) -> float:
-    """What a step takes at least whose updates wait for the norm of all gradients, in seconds.
-
-    Backward has to read the parameters and may write gradients. All else falls into the next forward: each unit is updated
-    before it is used. `forward_share`: of `compute`, what the forward takes in plain PyTorch."""
-    values, record = record_nbytes(result["case"])
+def halves(result: dict[str, Any], compute: float, forward_share: float, nvme: dict[str, float]) -> tuple[Half, Half]:
+    """Of a step whose updates wait for the norm: the next forward with all updates, and backward, which has to read the
+    parameters and may write gradients. `forward_share`: of `compute`, what the forward takes in plain PyTorch."""
+    values, record = record_nbytes(state_format_of(result["case"]))
     read, written = result["read_nbytes_per_step"], result["written_nbytes_per_step"]
     of_update = (values + record) * result["parameters"]
     again = min(values * result["parameters"], max(read - of_update, 0.0))
     updated = min(written, of_update)
-    halves = (
+    return (
         (forward_share * compute, on_drive(read - again, updated, nvme)),
         ((1 - forward_share) * compute, on_drive(again, written - updated, nvme)),
     )
-    return sum(max(half) for half in halves)
-
-
-def record_nbytes(case: str) -> tuple[float, float]:
-    """Of a parameter: of its values, and of its optimizer record."""
-    from offload.device.arithmetic.records import RecordFormat
-    from offload.device.arithmetic.segment import StateFormat
-
-    if "bf16" not in case:
-        return 4.0, RecordFormat(StateFormat.FP32, own_master=False).nbytes(64) / 64
-    return 2.0, RecordFormat(StateFormat(CASES[case]["state_format"])).nbytes(64) / 64
-
-
-def memory_nbytes(case: str) -> float:
-    """That Adam reads and writes of each parameter: the gradient, the record, the values; what is written without having been
-    read costs its line twice."""
-    values, record = record_nbytes(case)
-    return values + 2 * record + 2 * values
-
-
-def formula(case: str) -> dict[str, float] | None:
-    """Bytes of each parameter between drive and memory with everything on NVMe: values read for forward and backward and
-    written by the update, records read and written; gradients where all of them are spilled."""
-    if not case.startswith("nvme"):
-        return None
-    values, record = record_nbytes(case)
-    return {"read": 2 * values + record, "written": values + record, "spilled": values}
-
-
-class Compute:
-    """Forward and backward of plain PyTorch without an optimizer, in a process of its own, gradients dropped as they come; of a
-    model that is too large for that, scaled by parameters from the largest that was measured."""
-
-    IN_MEMORY = ("tiny", "125M", "125M, 64 tokens", "1B, 128 tokens", "1B")
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, str], dict[str, Any]] = {}
-
-    def seconds(self, arguments: dict[str, Any], of: str, parameters: int | None = None) -> float:
-        """Of one step. `of`: the case that it is the floor of. `parameters`: of the model, where it has to be scaled."""
-        found = self._measured(arguments, of)
-        seconds = float(found["median_seconds"])
-        is_same = parameters is None or found["shape"] == arguments["shape"]
-        return seconds if is_same else seconds * parameters / found["parameters"]
-
-    def forward_share(self, arguments: dict[str, Any], of: str) -> float:
-        """Of a step's seconds, those of the forward."""
-        found = self._measured(arguments, of)
-        return float(found["forward_seconds"] / found["median_seconds"])
-
-    def _measured(self, arguments: dict[str, Any], of: str) -> dict[str, Any]:
-        shape, case = arguments["shape"], "compute, bf16" if "bf16" in of else "compute"
-        measured = shape if shape in self.IN_MEMORY else self.IN_MEMORY[-1]
-        if (measured, case) not in self._known:
-            self._known[measured, case] = child({**arguments, "shape": measured, "case": case})
-        return self._known[measured, case]
 
 
 def peer(python: str, arguments: dict[str, Any], case: str) -> dict[str, Any]:
@@ -362,7 +258,7 @@ RUNS: dict[str, tuple[str, ...]] = {
 
 def compare(options: argparse.Namespace, folder: str, rates: dict[str, Any]) -> list[dict[str, Any]]:
     """A result for every shape and case."""
-    compute, results = Compute(), []
+    compute, results = Compute(child), []
     for shape in options.shapes.split(";"):
         common = {"shape": shape, "steps": options.steps, "nvme": folder, "overrides": {}}
         plain: float | None = None
@@ -402,7 +298,7 @@ def in_order(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def sweep(options: argparse.Namespace, folder: str, rates: dict[str, Any]) -> list[dict[str, Any]]:
     """The step of the first shape on NVMe, for `cpu_memory` from the smallest to what keeps everything."""
-    compute, results = Compute(), []
+    compute, results = Compute(child), []
     common = {"shape": options.shapes.split(";")[0], "steps": options.steps, "nvme": folder, "case": "nvme"}
     limits = child({**common, "case": "limits", "overrides": {}})
     for index in range(options.memory_sweep):
@@ -423,7 +319,7 @@ def finished(result: dict[str, Any], compute: Compute, common: dict[str, Any], r
     result = result | {"floor": terms, "floor_seconds": max(terms.values()), "ratio_to_plain": None, "rates": rates}
     if CASES[result["case"]].get("update") == "step" and "nvme" in terms:
         share = compute.forward_share(common, result["case"])
-        result["norm_first_seconds"] = max(result["floor_seconds"], norm_first(result, seconds, share, rates["nvme"]))
+        result["norm_first_seconds"] = in_halves(result["floor_seconds"], *halves(result, seconds, share, rates["nvme"]))
     return result
 
 
