@@ -19,7 +19,7 @@ from offload.engine import Engine
 from offload.model.weights import open_weights
 from offload.ranks.all_or_none import together
 from offload.ranks.imagined import imagined_ranks
-from offload.ranks.transport import join_ranks
+from offload.ranks.joining import join_ranks
 from offload.step.components import give_back
 
 if TYPE_CHECKING:

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks that train one model together, and the only place that talks to them: torch.distributed, point to point.
-
-    members   every rank of the mesh, in its order; a *member index* names one
-    shards    those that share one set of shards: all members, or a row of a 2-D mesh (hybrid sharding)
-    replicas  those that hold the same shard in other rows
+"""The ranks that train one model together (`offload.ranks.arrangement`), and the only place that talks to them:
+torch.distributed, point to point.
 
 Transfers over the host go point to point through a gloo group of the engine's own: each shard is sent from where it lies
 straight into its place at the receiver, nothing is staged or copied out, and a peer that fails is known by its rank.
@@ -14,6 +11,7 @@ belongs to the one thread that the engine lets communicate; those over the host 
 
 from __future__ import annotations
 
+import itertools
 import os
 import struct
 import warnings
@@ -22,20 +20,16 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offload.errors import ConfigError, RankError
-from offload.ranks.group import Alone, Group
+from offload.errors import RankError
+from offload.ranks.arrangement import Arrangement
 from offload.ranks.threads import Threads
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-_REPLICATE_NAMES = ("replicate", "dp_replicate")
 _EXCHANGE, _BYTES, _PREFIX, DATA = range(7000, 7004)
 """Tags, in a range that user code on the same ranks does not meet: the group is the engine's own in any case."""
 
@@ -52,36 +46,6 @@ class Traffic:
         self.nbytes += nbytes
 
 
-@dataclass(frozen=True, slots=True)
-class Arrangement:
-    """Global ranks of all members, and member indices of those that share this rank's shards and that replicate its shard."""
-
-    members: tuple[int, ...]
-    shards: tuple[int, ...]
-    replicas: tuple[int, ...]
-
-    @staticmethod
-    def of(mesh: DeviceMesh | None) -> Arrangement:
-        """All ranks in one row, a 1-D mesh, or a 2-D mesh (replicate, shard)."""
-        if mesh is None:
-            everybody = tuple(range(dist.get_world_size()))
-            return Arrangement(everybody, everybody, (dist.get_rank(),))
-        grid = mesh.mesh
-        if grid.ndim > 2:
-            raise ConfigError(f"mesh has {grid.ndim} dimensions: expected (shard,) or (replicate, shard).")
-        names = mesh.mesh_dim_names or ()
-        if grid.ndim == 2 and len(names) == 2 and names[1] in _REPLICATE_NAMES:
-            grid = grid.T
-        rows = [[int(rank) for rank in row] for row in grid.reshape(-1, grid.shape[-1])]
-        members = tuple(rank for row in rows for rank in row)
-        if dist.get_rank() not in members:
-            raise ConfigError(f"rank {dist.get_rank()} is not in the mesh {grid.tolist()}: call initialize on its ranks only.")
-        row_index, column = divmod(members.index(dist.get_rank()), grid.shape[-1])
-        width = grid.shape[-1]
-        shards = tuple(range(row_index * width, (row_index + 1) * width))
-        return Arrangement(members, shards, tuple(row * width + column for row in range(len(rows))))
-
-
 @dataclass(slots=True)
 class _Failure:
     peer: int
@@ -96,14 +60,16 @@ class Posted:
 
 
 class Ranks:
-    """See the module, and `offload.ranks.group.Group`. Made by `join_ranks`, where there are several ranks."""
+    """See the module, and `offload.ranks.group.Group`. Made by `offload.ranks.joining`, where there are several ranks."""
 
     threads = Threads()
+    _numbers = itertools.count(1)
+    """Of those that a process makes: the same on all ranks, so that each has a part of the store of its own."""
     has_devices = False
     """Whether `gather_on_device`, `exchange_on_device` and `add_replicas_on_device` work."""
 
-    def __init__(self, arrangement: Arrangement, timeout: timedelta, key: str) -> None:
-        self._arrangement, self._timeout = arrangement, timeout
+    def __init__(self, arrangement: Arrangement, timeout: timedelta) -> None:
+        self._arrangement, self._timeout, number = arrangement, timeout, next(self._numbers)
         self.world_size = len(arrangement.members)
         self.index = arrangement.members.index(dist.get_rank())
         self.shards, self.replicas = arrangement.shards, arrangement.replicas
@@ -124,12 +90,12 @@ class Ranks:
         self._device_backend = "nccl"
         self.order_digest = 0
         """Of the order of transfers between GPUs, the engine's and the user's; equal on all ranks, see `_note_order`."""
-        self._store = dist.distributed_c10d.PrefixStore(f"offload/{key}", dist.distributed_c10d._get_default_store())
+        self._store = dist.distributed_c10d.PrefixStore(f"offload/{number}", dist.distributed_c10d._get_default_store())
         self._said_failed = self._said_order = False
 
     def renewed(self) -> Ranks:
         """See `Group`. Collective."""
-        ranks = Ranks(self._arrangement, self._timeout, _next_key())
+        ranks = Ranks(self._arrangement, self._timeout)
         ranks.local_world_size, ranks.phase = self.local_world_size, self.phase
         return ranks
 
@@ -397,51 +363,6 @@ def _destroy(groups: list[Any]) -> None:
         group = groups.pop()
         if group in dist.distributed_c10d._world.pg_map:  # else the user's destroy_process_group() has taken all
             dist.destroy_process_group(group)
-
-
-def join_ranks(mesh: DeviceMesh | None) -> Group:
-    """The ranks of `mesh`, or all of them: `Ranks` where there are several.
-
-    Starts the process group from torchrun's environment. Collective. Raises `ConfigError` where the environment and the
-    process group contradict each other.
-    """
-    if not dist.is_available():
-        return Alone()
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if not dist.is_initialized():
-        if launched == 1:
-            return Alone()
-        if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
-            raise ConfigError(
-                f"WORLD_SIZE={launched}, but RANK or MASTER_ADDR is not set: launch with torchrun, or call "
-                "torch.distributed.init_process_group first."
-            )
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    if dist.get_world_size() == 1:
-        return Alone()
-    arrangement = Arrangement.of(mesh)
-    if len(arrangement.members) == 1:
-        return Alone()
-    ranks = Ranks(arrangement, _timeout_of_default_group(), _next_key())
-    hosts = ranks.exchange_bytes(os.uname().nodename.encode())
-    ranks.local_world_size = hosts.count(hosts[ranks.index])
-    return ranks
-
-
-_joined_count = 0
-
-
-def _next_key() -> str:
-    global _joined_count
-    _joined_count += 1
-    return str(_joined_count)
-
-
-def _timeout_of_default_group() -> timedelta:
-    group = dist.distributed_c10d._get_default_group()
-    device = torch.device("cpu") if "gloo" in dist.get_backend_config() else torch.device("cuda")
-    timeout = group._get_backend(device).options._timeout
-    return timeout if isinstance(timeout, timedelta) else timedelta(minutes=30)
 
 
 def _collective_count(group: dist.ProcessGroup, backend_name: str) -> int:
