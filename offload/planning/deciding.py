@@ -2,8 +2,8 @@
 """From a configuration and budgets to a placement.
 
 What the configuration names is the furthest tier that a state may lie in; what budgets leave beyond the least is spent on
-bringing states nearer: to the device (`offload.planning.device_share`), then from NVMe to host memory
-(`offload.planning.working_set`). "auto" weighs every pairing of tiers that the budgets allow. Of those with room for the
+bringing states nearer: to the device (`offload.planning.spare_device_memory`), then from NVMe to host memory
+(`offload.planning.spare_host_memory`). "auto" weighs every pairing of tiers that the budgets allow. Of those with room for the
 sums of several micro-batches (if any has it) it takes the one whose step takes the fewest seconds by what it moves and by the
 machine's rates (`offload.planning.cost`); of those that take about as long the one that moves less, of equals the nearest.
 """
@@ -20,15 +20,15 @@ from offload.errors import BudgetError, ConfigError
 from offload.layout import Layout
 from offload.planning.budget import Tier
 from offload.planning.cost import cost, step_seconds
-from offload.planning.device_share import DeviceShare
 from offload.planning.free_memory import FreeMemory
 from offload.planning.placement import ALONE, Placement, Problem, RankGroup, Verdict, format_of, place
 from offload.planning.purposes import RETAINED, UNITS_IN_USE
 from offload.planning.sizes import Footprint, least_gradient_buffers
+from offload.planning.spare_device_memory import SpareDeviceMemory
+from offload.planning.spare_host_memory import SpareHostMemory
 from offload.planning.tier_choice import Choice
 from offload.planning.trace import Expected
 from offload.planning.traffic import Traffic
-from offload.planning.working_set import WorkingSet
 
 PAIRINGS: tuple[tuple[Tier, Tier], ...] = (
     ("device", "device"),
@@ -146,12 +146,12 @@ def _least(problem: Problem, guessed: Problem, parameters: Tier, states: Tier) -
     smallest = _smallest(guessed, parameters, states)
     share = problem.config.states_on_device
     if share and not problem.accelerator.unified:
-        smallest = DeviceShare(guessed, lambda _: True).holding(smallest, share)
+        smallest = SpareDeviceMemory(guessed, lambda _: True).holding(smallest, share)
     excess = guessed.excess(smallest)
     is_granted = problem.budget("device") is not None and problem.budget("cpu") is not None
     if excess is None or excess[0] == "device" or problem.accelerator.unified or not is_granted:
         return smallest
-    return DeviceShare(guessed, lambda _: True).relieved(smallest)
+    return SpareDeviceMemory(guessed, lambda _: True).relieved(smallest)
 
 
 def _smallest(problem: Problem, parameters: Tier, states: Tier) -> Placement:
@@ -181,9 +181,9 @@ def _grown(problem: Problem, smallest: Placement, guessed: Problem) -> list[Plac
     best = next((one for one in tried if fits(one) and guessed.excess(one) is None), smallest)
     found = [best]
     if problem.budget("device") is not None and not problem.accelerator.unified:
-        found = DeviceShare(problem, fits).candidates(best)
+        found = SpareDeviceMemory(problem, fits).candidates(best)
     if problem.budget("cpu") is not None:
-        found = [WorkingSet(problem, fits).best(one) for one in found]
+        found = [SpareHostMemory(problem, fits).best(one) for one in found]
     return found
 
 

@@ -24,9 +24,9 @@ from functools import partial
 from offload.planning.placement import Placement, Problem, place
 from offload.planning.route import Memory
 from offload.planning.sizes import UnitSizes
+from offload.planning.spare_host_memory import largest
 from offload.planning.tier_choice import Choice, Near
 from offload.planning.traffic import Traffic, fetch_counts
-from offload.planning.working_set import largest
 
 _STEPS = 4
 """From how many of the units on it is tried what fits."""
@@ -35,7 +35,7 @@ WithUnits = Callable[[Choice, frozenset[int]], Choice]
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceShare:
+class SpareDeviceMemory:
     """See the module."""
 
     problem: Problem

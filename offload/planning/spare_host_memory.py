@@ -28,7 +28,7 @@ def largest(count: int, fits: Callable[[int], bool]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkingSet:
+class SpareHostMemory:
     """See the module."""
 
     problem: Problem
