@@ -29,7 +29,7 @@ from machine import describe_machine, status_nbytes
 from step_floor import memory_rate, nvme_rates
 from train_step import SHAPES, VOCABULARY, build
 
-from offload.device.host_memory.host_room import host_room
+from offload.device.host_memory.memory_limits import host_memory_limit
 
 SEQUENCE = 128
 CASES = ("offload", "torch.save", "offload, waiting", "deepspeed", "offload, not verified")
@@ -174,7 +174,7 @@ def child(arguments: dict[str, Any]) -> dict[str, Any] | None:
     width = SHAPES[shape]["n_embd"]
     numel = 12 * SHAPES[shape]["n_layer"] * width**2 + VOCABULARY * width
     needed_nbytes = IN_MEMORY_NBYTES.get(case, 0) * numel
-    if needed_nbytes > host_room().free_nbytes:
+    if needed_nbytes > host_memory_limit().free_nbytes:
         print(f"{shape} {case}: no figure, it holds {needed_nbytes / 2**30:.1f} GiB", file=sys.stderr, flush=True)
         return None
     environment = os.environ | ({"OFFLOAD_VERIFY": "0"} if "not verified" in arguments["case"] else {})

@@ -206,13 +206,13 @@ def available_nbytes() -> int:
 def describe_machine() -> dict[str, Any]:
     import torch
 
-    from offload.device.host_memory.host_room import host_rooms
+    from offload.device.host_memory.memory_limits import host_memory_limits
 
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     found: dict[str, Any] = {
         "cpu": cpu[0].split(":")[1].strip() if cpu else "unknown",
         "cores": len(os.sched_getaffinity(0)),
-        "memory_nbytes": min(room.total_nbytes for room in host_rooms()),
+        "memory_nbytes": min(limit.total_nbytes for limit in host_memory_limits()),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,

@@ -13,7 +13,7 @@ def describe_machine() -> dict[str, Any]:
     """Processor, cores, memory, versions."""
     import torch
 
-    from offload.device.host_memory.host_room import host_rooms
+    from offload.device.host_memory.memory_limits import host_memory_limits
 
     model = next(
         (
@@ -23,7 +23,7 @@ def describe_machine() -> dict[str, Any]:
         ),
         "unknown",
     )
-    memory = min(room.total_nbytes for room in host_rooms())
+    memory = min(limit.total_nbytes for limit in host_memory_limits())
     return {
         "cpu": model,
         "cores": os.cpu_count(),

@@ -22,7 +22,7 @@ from offload.checkpoint.export.exports import Exporting
 from offload.checkpoint.format.values import read_values
 from offload.config import Config
 from offload.deferred_init.held_tensors import Slot
-from offload.device.host_memory.host_room import host_room
+from offload.device.host_memory.memory_limits import host_memory_limit
 from offload.device.recording import MAIN, WORK
 from offload.errors import ParameterAccessError, UsageError
 from offload.model.fingerprint import ModelFingerprint
@@ -38,7 +38,7 @@ from offload.step.hooks.model_events import ModelEvents
 from offload.step.hooks.module_hooks import Hooks
 from offload.step.threads.held_interrupt import HeldInterrupt
 from offload.step.threads.taking_turns import Turn
-from offload.step.threads.timeline import LinkMeter
+from offload.step.timeline import LinkMeter
 from offload.step.training import Training
 from offload.step.values.gathering import Gathering
 from offload.step.values.named_states import NamedStates
@@ -134,7 +134,7 @@ class TakenModel:
         training, residency = self.training, self.parts.residency
         with training.failures():
             free = self.parts.accelerator.free_nbytes()
-            before = residency.begin_staying((host_room().free_nbytes if free is None else free) // 2)
+            before = residency.begin_staying((host_memory_limit().free_nbytes if free is None else free) // 2)
         try:
             yield
         finally:

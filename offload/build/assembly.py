@@ -23,7 +23,7 @@ from offload.device.accelerator import Accelerator
 from offload.device.cpu import CpuAccelerator
 from offload.device.cuda import CudaAccelerator
 from offload.device.deferred import DeferredAccelerator
-from offload.device.host_memory.host_room import host_room
+from offload.device.host_memory.memory_limits import host_memory_limit
 from offload.device.virtual.accelerator import accelerator_on
 from offload.device.virtual.current import imagined
 from offload.device.virtual.machine import VirtualMachine
@@ -189,13 +189,13 @@ class Assembly:
             return
         rank_count = self._ranks.local_world_size
         own = [info.parameter.nbytes for info in described.infos if info.trainable and info.parameter.device.type == "cpu"]
-        needed, room = rank_count * placement.plan.total_nbytes("cpu"), host_room()
-        if needed > room.free_nbytes + rank_count * sum(own):
+        needed, limit = rank_count * placement.plan.total_nbytes("cpu"), host_memory_limit()
+        if needed > limit.free_nbytes + rank_count * sum(own):
             advice = "" if config.nvme_paths else " Set nvme='/path/on/the/drive', so that less of it lies in memory."
             refusal = BudgetError(
                 f"parameters={placement.parameters!r} and optimizer_states={placement.optimizer_states!r}, the least that "
-                f"'auto' finds, take {needed} bytes of host memory, and {room.free_nbytes} are left of the "
-                f"{room.total_nbytes} of {room.name}.{advice} Where there is more than that, say so: cpu_memory={needed}."
+                f"'auto' finds, take {needed} bytes of host memory, and {limit.free_nbytes} are left of the "
+                f"{limit.total_nbytes} of {limit.name}.{advice} Where there is more than that, say so: cpu_memory={needed}."
             )
             refusal.smallest_nbytes = needed
             raise refusal

@@ -25,10 +25,10 @@ from offload.ranks.group import Group
 from offload.step.chunk_stores import ParameterStore, RecordStore
 from offload.step.components import Closable, Components, give_back
 from offload.step.gradients.gradients import Gradients
-from offload.step.residency.device_room import DeviceRoom
+from offload.step.residency.activation_memory import ActivationMemory
 from offload.step.residency.fetching import DirectFetcher, Fetcher, HomeFetcher, StagedFetcher
 from offload.step.residency.residency import Capacity, Residency
-from offload.step.threads.timeline import Timeline
+from offload.step.timeline import Timeline
 from offload.step.updates.record_paths import record_accesses
 from offload.step.updates.tools import UpdateTools
 from offload.step.updates.update import Updates
@@ -101,9 +101,8 @@ class Building:
         fetcher, intake = of_ranks.fetcher(own_fetcher), of_ranks.intake(gradients)
         self._made.extend(of_ranks.attend(parameter_store, updates))
         sums = gradients.kept_on_device if gradients is not None else None
-        capacity = Capacity(
-            placement.unit_capacity_nbytes or 0, placement.bounds_units, self._room(), self._config.kept_numel, sums
-        )
+        nbytes, activations = placement.unit_capacity_nbytes or 0, self._activation_memory()
+        capacity = Capacity(nbytes, placement.bounds_units, activations, self._config.kept_numel, sums)
         residency = Residency(
             units, fetcher, updates,
             trace=expected.trace, capacity=capacity, prefetch=placement.prefetch, timeline=timeline,
@@ -119,12 +118,12 @@ class Building:
 
     # ---- units ---------------------------------------------------------------------------------------------------
 
-    def _room(self) -> DeviceRoom | None:
+    def _activation_memory(self) -> ActivationMemory | None:
         """What follows the device's own memory where no budget bounds it. Several ranks, which fetch together, stay with the
         least."""
         is_open = not self._placement.bounds_units and self._ranks.world_size == 1
         follows = self._accelerator.memory_use() is not None and is_open
-        return DeviceRoom(self._accelerator) if follows and any(route.has_store for route in self._routes) else None
+        return ActivationMemory(self._accelerator) if follows and any(route.has_store for route in self._routes) else None
 
     def _unit(self, module_unit: ModuleUnit, layout: UnitLayout, infos: list[ParameterInfo]) -> Unit:
         by_index, route = {info.index: info for info in infos}, self._routes[layout.index]
@@ -154,7 +153,7 @@ class Building:
         )
         if made.kept_on_device is not None:
             budget_nbytes = self._config.device_memory
-            # Without a budget what the device has left is followed (`_room`).
+            # Without a budget what the device has left is followed (`_activation_memory`).
             made.kept_on_device.limit(placement.left_on_device(int(budget_nbytes)) if budget_nbytes is not None else 0)
         if not placement.sums:
             made.take_room_for_sums()  # they are in the plan

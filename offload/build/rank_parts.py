@@ -28,7 +28,7 @@ from offload.step.gradients.intake import Intake, OwnGradients
 from offload.step.gradients.reduction import Reduction
 from offload.step.residency.fetching import Fetcher, GatheredFetcher, StagedFetcher
 from offload.step.residency.shard_exchange import ShardExchange
-from offload.step.threads.timeline import Timeline
+from offload.step.timeline import Timeline
 from offload.step.updates.gather_after_update import SpreadUpdates
 from offload.step.updates.update import Updates
 from offload.tiers.memory import MemoryLedger

@@ -24,7 +24,7 @@ from offload.config import parse_nbytes
 from offload.device.arithmetic.optimizer_step import update
 from offload.device.arithmetic.rules import Hyper, Rule
 from offload.device.arithmetic.segment import Segment
-from offload.device.host_memory.host_room import host_rooms
+from offload.device.host_memory.memory_limits import host_memory_limits
 from offload.errors import ConfigError
 from offload.tiers.io import open_backend
 from offload.tiers.memory import HostMemory
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_adam(args: argparse.Namespace) -> int:
     """`bench adam`. Returns 0."""
     numel = math.ceil(args.numel / _native.STREAM_STEP_NUMEL) * _native.STREAM_STEP_NUMEL
-    free_nbytes = min(room.free_nbytes for room in host_rooms())
+    free_nbytes = min(limit.free_nbytes for limit in host_memory_limits())
     if _ADAM_NBYTES * numel > free_nbytes:
         needed, free = format_nbytes(_ADAM_NBYTES * numel), format_nbytes(free_nbytes)
         raise ConfigError(f"--numel {args.numel} takes {needed} of host memory, and {free} are free: give a smaller one.")

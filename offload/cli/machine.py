@@ -13,7 +13,7 @@ import torch
 from offload import _native
 from offload.cli.text import format_nbytes
 from offload.device.arithmetic import compiled_kernels
-from offload.device.host_memory.host_room import host_rooms
+from offload.device.host_memory.memory_limits import host_memory_limits
 from offload.errors import ConfigError
 from offload.tiers.io import BACKEND_NAMES, open_backend
 
@@ -91,8 +91,8 @@ def _cuda_kernels() -> str:
 def system_rows() -> list[Row]:
     """Cores, memory, and the limits that decide how fast buffers are."""
     cores, logical = psutil.cpu_count(logical=False), psutil.cpu_count()
-    rooms = host_rooms()
-    memory, least = rooms[0], min(rooms, key=lambda room: room.free_nbytes)
+    limits = host_memory_limits()
+    memory, least = limits[0], min(limits, key=lambda limit: limit.free_nbytes)
     bound = f"; {format_nbytes(least.free_nbytes)} by {least.name}" if least is not memory else ""
     return [
         ("physical cores", f"{cores or 'unknown'} ({logical} logical, {len(os.sched_getaffinity(0))} usable here)"),

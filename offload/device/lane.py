@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from offload.device.host_memory.host_room import host_rooms
+from offload.device.host_memory.memory_limits import host_memory_limits
 from offload.device.pending import Latch, Pending
 from offload.device.recording import WORK, OpRecorder, lane_row
 from offload.device.thread_end import AwaitedThread, start_uninterrupted
@@ -150,7 +150,7 @@ def start_thread(thread: threading.Thread) -> None:
     try:
         start_uninterrupted(thread)
     except RuntimeError as error:
-        addresses = next((room for room in host_rooms() if room.bounds_addresses), None)
+        addresses = next((limit for limit in host_memory_limits() if limit.bounds_addresses), None)
         if addresses is not None and addresses.free_nbytes < _STACK_NBYTES:
             raise ConfigError(
                 f"the system refuses addresses for the stack of a thread for {thread.name} ({error}): {addresses.free_nbytes} "

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offload.device.accelerator import Accelerator
-from offload.device.host_memory.host_room import HostRoom, host_room, host_rooms
+from offload.device.host_memory.memory_limits import MemoryLimit, host_memory_limit, host_memory_limits
 from offload.planning.budget import MemoryLine, Tier
 from offload.tiers import scratch
 
@@ -17,21 +17,21 @@ from offload.tiers import scratch
 class FreeMemory:
     """What was free at one moment: in host memory, by what bounds it; on the device, if it says so; on the drives."""
 
-    host: tuple[HostRoom, ...]
+    host: tuple[MemoryLimit, ...]
     device_nbytes: int | None
     drive_nbytes: int
 
     @staticmethod
     def now(accelerator: Accelerator, folders: Sequence[Path]) -> FreeMemory:
         """`folders`: on the drives."""
-        return FreeMemory(tuple(host_rooms()), accelerator.free_nbytes(), scratch.free_nbytes(folders))
+        return FreeMemory(tuple(host_memory_limits()), accelerator.free_nbytes(), scratch.free_nbytes(folders))
 
 
 def missing_nbytes(line: MemoryLine, accelerator: Accelerator) -> int:
     """Of what the line takes, the bytes that are not free. What is to lie on a drive is asked for there."""
     if line.tier == "nvme":
         return 0
-    free = host_room().free_nbytes if line.tier == "cpu" else accelerator.free_nbytes()
+    free = host_memory_limit().free_nbytes if line.tier == "cpu" else accelerator.free_nbytes()
     return max(line.nbytes - free, 0) if free is not None else 0
 
 

@@ -6,7 +6,8 @@
     gradients   from autograd to the update
     updates     the optimizer step
     values      whole values by name, between steps
-    threads     who may go through the model, and what stops it
+    threads     which thread may go through the model, and what stops it
 
-`training` drives them; `uses` counts who needs which unit; `speculation` begins updates that may be undone.
+`training` drives them; `uses` counts who needs which unit; `speculation` begins updates that may be undone; `timeline` says
+who waited for what.
 """

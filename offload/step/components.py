@@ -19,7 +19,7 @@ from offload.step.gradients.gradients import Gradients
 from offload.step.gradients.intake import Intake
 from offload.step.residency.fetching import Fetcher
 from offload.step.residency.residency import Residency
-from offload.step.threads.timeline import Timeline
+from offload.step.timeline import Timeline
 from offload.step.updates.update import Updates
 from offload.tiers.io import IoBackend
 from offload.tiers.memory import MemoryLedger

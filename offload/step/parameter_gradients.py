@@ -29,7 +29,7 @@ from offload.model.taken_gradient import TakenGradient
 from offload.model.unit import ShardState, Unit
 from offload.step.components import Components
 from offload.step.gradients.filling import Filling
-from offload.step.sum_room import MicroBatches
+from offload.step.micro_batches import MicroBatches
 from offload.step.torch_clipping import TokenClipping
 
 _STEP_OF = attrgetter("step_index")

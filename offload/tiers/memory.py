@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from offload.device.host_memory.host_pages import populate
-from offload.device.host_memory.host_room import refused_memory
+from offload.device.host_memory.memory_limits import refused_memory
 from offload.device.virtual.current import imagined
 from offload.layout import round_up
 

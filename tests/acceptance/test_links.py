@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from offload.step.threads.timeline import RECORD_WRITES, LinkMeter, Timeline
+from offload.step.timeline import RECORD_WRITES, LinkMeter, Timeline
 from offload.tiers.io import IoStats
 
 from .models import ON_NVME, Setup, adamw, stack

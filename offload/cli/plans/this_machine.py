@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import offload
 from offload.cli.plans.operation_rates import operation_rates
 from offload.cli.plans.rates import DIRECTIONS, Drive, link_rates, seconds_per_call, stream_bytes_per_second
-from offload.device.host_memory.host_room import host_room
+from offload.device.host_memory.memory_limits import host_memory_limit
 from offload.device.virtual.description import Machine, changed
 from offload.device.virtual.machine import VirtualMachine
 from offload.rehearsal.forecast import Loop, rehearse
@@ -62,7 +62,7 @@ def measure_machine(paths: Sequence[str], seconds: float, sample: Callable[[], o
     sources |= dict.fromkeys(drive, drive_source) | {"nvme_endurance": "assumed: 1,200 TB a drive, as data sheets of 2 TB say"}
     sources["cpu_nbytes"] = "what is free"
     without_calls = Machine(
-        name="this", kind="gpu" if on_gpu else "cpu", cpu_nbytes=float(max(host_room().free_nbytes, 1)),
+        name="this", kind="gpu" if on_gpu else "cpu", cpu_nbytes=float(max(host_memory_limit().free_nbytes, 1)),
         memory_bandwidth=memory, peer=0.0,
         flops=_known(sampled.flops, rates.flops), flops_32=_known(sampled.flops_32, rates.flops_32),
         device_bandwidth=_known(sampled.bandwidth, rates.bandwidth), launch_seconds=launch_seconds,

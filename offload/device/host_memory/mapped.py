@@ -8,7 +8,7 @@ import mmap
 import torch
 
 from offload.device.accelerator import UnitMemory
-from offload.device.host_memory.host_room import refused_memory
+from offload.device.host_memory.memory_limits import refused_memory
 
 _PAGE_NBYTES = 4096
 

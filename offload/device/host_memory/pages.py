@@ -13,7 +13,7 @@ import torch
 
 from offload import _native
 from offload.device.accelerator import UnitMemory
-from offload.device.host_memory.host_room import refused_memory
+from offload.device.host_memory.memory_limits import refused_memory
 from offload.layout import round_up
 
 PAGE_NBYTES = 2 * 1024 * 1024

@@ -33,7 +33,7 @@ from offload.ranks.transport import Ranks
 from offload.step.gradients.gradients import Gradients
 from offload.step.gradients.intake import Intake
 from offload.step.gradients.norm import summed_over_ranks
-from offload.step.threads.timeline import Timeline
+from offload.step.timeline import Timeline
 from offload.tiers.memory import HostMemory, MemoryLedger
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

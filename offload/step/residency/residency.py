@@ -23,10 +23,10 @@ from offload.model.unit import Unit, UnitState
 from offload.planning.schedule import Op, Schedule, Verb, plan, required_nbytes
 from offload.planning.trace import Event, Recorder, Trace, code_of
 from offload.step.gradients.sums_on_device import SumsOnDevice
-from offload.step.residency.device_room import DeviceRoom
+from offload.step.residency.activation_memory import ActivationMemory
 from offload.step.residency.fetching import Fetcher
 from offload.step.residency.no_room import no_room
-from offload.step.threads.timeline import Timeline
+from offload.step.timeline import Timeline
 from offload.step.updates.update import Updates
 
 _Op = tuple[Unit, bool]
@@ -36,12 +36,12 @@ _Op = tuple[Unit, bool]
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """Bytes for units that are in use or on their way. `is_fixed`: a budget; else it grows where a step needs more, and to
-    what `room` says. `kept_numel`: see `Config.kept_numel`; a budget leaves no room for those. `sums`: what may take what units
-    leave."""
+    what `activations` leave. `kept_numel`: see `Config.kept_numel`; a budget leaves no room for those. `sums`: what may take
+    what units leave."""
 
     nbytes: int
     is_fixed: bool
-    room: DeviceRoom | None = None
+    activations: ActivationMemory | None = None
     kept_numel: tuple[int, int] = (0, 0)
     sums: SumsOnDevice | None = None
 
@@ -66,11 +66,11 @@ class Residency:
             unit.residency.nbytes = fetcher.fetched_nbytes(unit)
             unit.residency.state = UnitState.ABSENT if unit.residency.nbytes else UnitState.RESIDENT
         self._nbytes = [unit.residency.nbytes for unit in units]
-        self._fixed_capacity, self._room, self._sums = capacity.is_fixed, capacity.room, capacity.sums
+        self._fixed_capacity, self._activations, self._sums = capacity.is_fixed, capacity.activations, capacity.sums
         self._kept = self._chosen_to_keep(*capacity.kept_numel)
         kept_nbytes = sum(unit.residency.nbytes for unit in self._kept)
         self.capacity_nbytes = self._least_nbytes = capacity.nbytes + kept_nbytes
-        if self._room is not None:
+        if self._activations is not None:
             self._least_nbytes = required_nbytes(trace, self._nbytes, 0) + kept_nbytes
         self._deferred: tuple[_Op, ...] = ()
         self._staying: frozenset[Unit] = frozenset()
@@ -94,8 +94,8 @@ class Residency:
 
     def forward_begins(self, unit: Unit, inputs: Any, *, recorded: bool) -> None:
         """An outermost one, on these inputs."""
-        if self._room is not None:
-            self._room.forward_begins(unit.index, inputs, recorded=recorded, units_nbytes=self._taken_nbytes)
+        if self._activations is not None:
+            self._activations.forward_begins(unit.index, inputs, recorded=recorded, units_nbytes=self._taken_nbytes)
 
     def micro_batch_begins(self, left_out: int) -> None:
         """Before it so many like the one before went by, which did not run."""
@@ -175,9 +175,9 @@ class Residency:
                 self.capacity_nbytes = max(self.capacity_nbytes, needed_nbytes)
             if needed_nbytes <= self.capacity_nbytes:
                 self._follow(plan(trace, self._nbytes, self.capacity_nbytes, self._prefetch))
-        if self._room is not None:
-            self._room.ends(self._taken_nbytes)
-            self._follow_room(self._room)
+        if self._activations is not None:
+            self._activations.ends(self._taken_nbytes)
+            self._follow_room(self._activations)
             self._plan_for_room()
         self._cursor, self._deferred = 0, ()
         self._went_as_planned = True
@@ -289,10 +289,10 @@ class Residency:
         if largest and abs(wanted - self._schedule.capacity_nbytes) >= largest:
             self._follow(plan(self._schedule.trace, self._nbytes, wanted, self._prefetch))
 
-    def _follow_room(self, room: DeviceRoom) -> None:
+    def _follow_room(self, activations: ActivationMemory) -> None:
         """Have as much as the device leaves now, or at least what is needed; what is too much goes: first sums of
         micro-batches, which take what all units would leave, then units, what is used last first."""
-        left = room.left(self._taken_nbytes)
+        left = activations.left(self._taken_nbytes)
         self.capacity_nbytes = max(left, self._least_nbytes)
         if self._sums is not None:
             self._sums.limit(max(left - sum(self._nbytes), 0))
@@ -305,8 +305,8 @@ class Residency:
     def _reach(self, code: int) -> None:
         """Do what the schedule says comes with the event of this code (`code_of`)."""
         self._deferred = ()
-        if self._room is not None:
-            self._follow_room(self._room)
+        if self._activations is not None:
+            self._follow_room(self._activations)
         cursor, codes = self._cursor, self._codes
         if cursor >= len(codes) or codes[cursor] != code:
             self._went_as_planned = False

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may go through the model, what Ctrl-C waits for, what a failure leaves, and who waited for whom."""
+"""Threads that come to the model: which of them may go through it, what Ctrl-C waits for, what a failure leaves."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from offload.model.update import ChunkUpdate
 from offload.planning.purposes import RECORDS, RECORDS_ON_DEMAND
 from offload.planning.route import RecordPath
-from offload.step.threads.timeline import RECORD_WRITES
+from offload.step.timeline import RECORD_WRITES
 from offload.step.updates.tools import UpdateTools
 
 

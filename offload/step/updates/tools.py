@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from offload.device.accelerator import Accelerator
 from offload.step.chunk_stores import ParameterStore, RecordStore
-from offload.step.threads.timeline import Timeline
+from offload.step.timeline import Timeline
 from offload.tiers.staging import StagingPool
 
 

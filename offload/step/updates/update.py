@@ -34,7 +34,7 @@ from offload.model.update import ChunkUpdate, PieceUpdate, UnitUpdate
 from offload.planning.route import Memory, RecordPath, ValuePath
 from offload.step.chunk_stores import RecordStore
 from offload.step.gradients.gradients import Gradients
-from offload.step.threads.timeline import Timeline
+from offload.step.timeline import Timeline
 from offload.step.updates.record_paths import RecordAccess
 from offload.step.updates.value_paths import ValueAccess, ValuesNeeded
 

@@ -28,7 +28,7 @@ _UNLIMITED = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
-class HostRoom:
+class MemoryLimit:
     """One bound on memory, in bytes: all of it, and what is left."""
 
     name: str
@@ -52,37 +52,37 @@ _V1 = _GroupFiles(("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_a
 _V2 = _GroupFiles(("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file", "slab_reclaimable"))
 
 
-def host_room(proc: Path = _PROC) -> HostRoom:
+def host_memory_limit(proc: Path = _PROC) -> MemoryLimit:
     """The bound with the least left. `proc`: where the system describes this process."""
-    return min(host_rooms(proc), key=lambda room: room.free_nbytes)
+    return min(host_memory_limits(proc), key=lambda limit: limit.free_nbytes)
 
 
 def refused_memory(nbytes: int, purpose: str, error: OSError) -> BudgetError:
     """The user's error where the system refused `nbytes` of host memory, or addresses for them."""
-    room = host_room()
+    limit = host_memory_limit()
     remedy = "lower cpu_memory, let more lie on nvme where some does not yet, or close other programs"
-    if room.name.startswith("RLIMIT"):
-        remedy = f"raise that limit (ulimit {'-v' if room.name.endswith('AS') else '-d'}), or {remedy}"
+    if limit.name.startswith("RLIMIT"):
+        remedy = f"raise that limit (ulimit {'-v' if limit.name.endswith('AS') else '-d'}), or {remedy}"
     return BudgetError(
         f"the system has no {nbytes} bytes ({nbytes / 2**30:.2f} GiB) of host memory for {purpose} ({error.strerror}; "
-        f"{room.free_nbytes} bytes are left, by {room.name}): {remedy}"
+        f"{limit.free_nbytes} bytes are left, by {limit.name}): {remedy}"
     )
 
 
-def host_rooms(proc: Path = _PROC) -> list[HostRoom]:
+def host_memory_limits(proc: Path = _PROC) -> list[MemoryLimit]:
     """Every bound there is, physical memory first."""
     if (machine := imagined()) is not None:
-        return [HostRoom("the machine's memory", machine.cpu_nbytes, machine.cpu_nbytes)]
+        return [MemoryLimit("the machine's memory", machine.cpu_nbytes, machine.cpu_nbytes)]
     memory = psutil.virtual_memory()
-    return [HostRoom("physical memory", memory.total, memory.available), *_group_rooms(proc), *_limit_rooms(proc)]
+    return [MemoryLimit("physical memory", memory.total, memory.available), *_group_limits(proc), *_resource_limits(proc)]
 
 
-def _group_rooms(proc: Path) -> Iterator[HostRoom]:
+def _group_limits(proc: Path) -> Iterator[MemoryLimit]:
     for folder, top, files in _groups(proc):
         for group in (folder, *folder.parents):
             limits = [limit for name in files.limits if (limit := _number(group / name)) is not None and limit < _UNLIMITED]
             if limits:
-                yield HostRoom(f"control group {group}", min(limits), max(min(limits) - _used_nbytes(group, files), 0))
+                yield MemoryLimit(f"control group {group}", min(limits), max(min(limits) - _used_nbytes(group, files), 0))
             if group == top or _number(group.parent / "memory.use_hierarchy") == 0:
                 break
 
@@ -126,13 +126,13 @@ class _Mount:
         return folder if ".." not in folder.parts and folder.is_dir() else self.point
 
 
-def _limit_rooms(proc: Path) -> Iterator[HostRoom]:
+def _resource_limits(proc: Path) -> Iterator[MemoryLimit]:
     status = dict(line.split(":", 1) for line in _text(proc / "self/status").splitlines() if ":" in line)
     for name, field in (("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData")):
         limit = resource.getrlimit(getattr(resource, name))[0]
         if limit != resource.RLIM_INFINITY:
             mapped_nbytes = 1024 * int(status.get(field, "0 kB").split()[0])
-            yield HostRoom(name, limit, max(limit - mapped_nbytes, 0), bounds_addresses=name == "RLIMIT_AS")
+            yield MemoryLimit(name, limit, max(limit - mapped_nbytes, 0), bounds_addresses=name == "RLIMIT_AS")
 
 
 def _number(path: Path) -> int | None:

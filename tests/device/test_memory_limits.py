@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.device.host_memory.host_room import HostRoom, host_room, host_rooms
+from offload.device.host_memory.memory_limits import MemoryLimit, host_memory_limit, host_memory_limits
 
 MIB = 1 << 20
 
@@ -37,9 +37,9 @@ class System:
         (self.proc / "self/cgroup").write_text("\n".join(lines) + "\n")
         (self.proc / "self/mountinfo").write_text("\n".join(self.mounts) + "\n")
 
-    def bounds(self) -> list[HostRoom]:
+    def bounds(self) -> list[MemoryLimit]:
         """All but physical memory."""
-        return host_rooms(self.proc)[1:]
+        return host_memory_limits(self.proc)[1:]
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_without_limits_it_is_physical_memory(system: System) -> None:
     group(top / "user", max="max", high="max", current=5 * MIB)
     system.belongs_to("0::/user")
     assert system.bounds() == []
-    room = host_room(system.proc)
+    room = host_memory_limit(system.proc)
     assert room.name == "physical memory" and 0 < room.free_nbytes <= room.total_nbytes
 
 
@@ -68,7 +68,7 @@ def test_the_page_cache_of_a_group_is_free(system: System) -> None:
     cached = {"anon": 100 * MIB, "file": 70 * MIB, "active_file": 20 * MIB, "inactive_file": 30 * MIB, "slab_reclaimable": MIB}
     group(top / "job", cached, max=800 * MIB, high="max", current=160 * MIB)
     system.belongs_to("0::/job")
-    assert host_room(system.proc) == HostRoom(f"control group {top / 'job'}", 800 * MIB, (800 - 160 + 51) * MIB)
+    assert host_memory_limit(system.proc) == MemoryLimit(f"control group {top / 'job'}", 800 * MIB, (800 - 160 + 51) * MIB)
 
 
 def test_high_bounds_as_max_does(system: System) -> None:
@@ -86,7 +86,7 @@ def test_every_group_above_bounds_too(system: System) -> None:
     group(top / "all", max=1000 * MIB, current=1100 * MIB)
     system.belongs_to("0::/all/mine/job")
     assert [room.free_nbytes for room in system.bounds()] == [400 * MIB, 0]
-    assert host_room(system.proc).name == f"control group {top / 'all'}"
+    assert host_memory_limit(system.proc).name == f"control group {top / 'all'}"
 
 
 def test_version_1(system: System) -> None:
@@ -121,11 +121,11 @@ def test_in_a_container_its_own_group_is_what_is_mounted(system: System, root: s
     top = system.mount("cgroup2", root=root)
     group(top, max=300 * MIB, current=100 * MIB)
     system.belongs_to(f"0::{path}")
-    assert host_room(system.proc) == HostRoom(f"control group {top}", 300 * MIB, 200 * MIB)
+    assert host_memory_limit(system.proc) == MemoryLimit(f"control group {top}", 300 * MIB, 200 * MIB)
 
 
 def test_a_system_that_shows_nothing(tmp_path: Path) -> None:
-    assert host_room(tmp_path / "none").name == "physical memory"
+    assert host_memory_limit(tmp_path / "none").name == "physical memory"
 
 
 @pytest.mark.parametrize(("which", "field"), [("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData")])
@@ -137,7 +137,7 @@ def test_resource_limits(which: str, field: str) -> None:
     before = resource.getrlimit(kind)
     resource.setrlimit(kind, (limit, before[1]))
     try:
-        (room,) = (room for room in host_rooms() if room.name == which)
+        (room,) = (room for room in host_memory_limits() if room.name == which)
     finally:
         resource.setrlimit(kind, before)
     assert room.total_nbytes == limit and abs(room.free_nbytes - 4096 * MIB) < 256 * MIB
@@ -150,7 +150,7 @@ SCRIPT = """
 import os, resource, sys
 import torch, offload
 from torch import nn
-from offload.device.host_memory.host_room import host_room
+from offload.device.host_memory.memory_limits import host_memory_limit
 
 torch.set_num_threads(1)
 
@@ -164,7 +164,7 @@ def train(layers, config):
         stats = engine.stats()
         planned = sum(line["nbytes"] for line in stats["planned"] if line["tier"] != "nvme")
     places = stats["placement"]
-    print("nvme" if "nvme" in places.values() else places["optimizer_states"], planned >> 20, host_room().name)
+    print("nvme" if "nvme" in places.values() else places["optimizer_states"], planned >> 20, host_memory_limit().name)
 
 train(1, {})  # whatever the libraries map at their first use is there then
 nvme, room, layers = sys.argv[1], int(sys.argv[2]) << 20, int(sys.argv[3]) // 4
@@ -181,7 +181,7 @@ resource.setrlimit(resource.RLIMIT_AS, (used + room, resource.RLIM_INFINITY))
 """
 IN_GROUP = """
 open("GROUP/cgroup.procs", "w").write(str(os.getpid()))
-hog = torch.ones((host_room().free_nbytes - room) // 4)
+hog = torch.ones((host_memory_limit().free_nbytes - room) // 4)
 """
 
 

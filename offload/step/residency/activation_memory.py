@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much device memory units may take where no budget says it: what the model leaves of it, less a tenth.
+"""What the model's activations take of device memory, as it was seen, and so how much units may take where no budget says it:
+what is left, less a tenth.
 
 What a forward and its backward take besides units is seen when they run, from the allocator's own figures. It holds for
 every later one whose inputs are nowhere larger, and with the square of the growth for one whose inputs are a little larger.
@@ -46,7 +47,7 @@ class _Seen:
         return math.prod(max(there / max(here, 1), 1.0) for here, there in zip(self.sizes, sizes, strict=True))
 
 
-class DeviceRoom:
+class ActivationMemory:
     """See the module. Owned by the thread that drives the model (backward's during backward).
 
     Each method is told what units take at the moment: `units_nbytes`.
