@@ -20,9 +20,9 @@ from typing import Any
 PYTHON = "engine's other Python"
 KINDS: dict[str, tuple[str, ...]] = {
     "gradients": (
-        "offload.step.gradients.gradients.Gradients.add",
-        "offload.step.gradients.gradients.Gradients.take",
-        "offload.step.gradients.gradients.Gradients.settle",
+        "offload.step.gradients.chunk_gradients.ChunkGradients.add",
+        "offload.step.gradients.chunk_gradients.ChunkGradients.take",
+        "offload.step.gradients.chunk_gradients.ChunkGradients.settle",
     ),
     "norm": ("offload.step.training.Training._measure_norm",),
     "spilling": (

@@ -120,7 +120,7 @@ class Engine:
         Raises `BudgetError` where there is no room for the fp32 sums of several micro-batches, before anything is done.
         """
         with self._training.failures():
-            self._training.gradients.micro_batches.take_room()
+            self._training.parameter_gradients.micro_batches.take_room()
         before, self._training.synchronizing = self._training.synchronizing, False
         try:
             yield

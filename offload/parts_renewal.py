@@ -146,7 +146,7 @@ class PartsRenewal:
         now.synchronizing, now.grad_norm = training.synchronizing, training.grad_norm
         for info in made.parameters:
             if isinstance(own[info.index], TakenGradient):
-                now.gradients.put_consumed(info)
+                now.parameter_gradients.put_consumed(info)
             else:
                 info.parameter.grad = own[info.index]
         if failure is not None:
@@ -159,7 +159,7 @@ class PartsRenewal:
         says so beforehand (`Config.expecting`), where budgets make them others. Only at the first forward after a step:
         backward may yet come through any other."""
         config, parts, training = self._config, self.current.parts, self.current.training
-        count = training.gradients.micro_batches.of_last_step
+        count = training.parameter_gradients.micro_batches.of_last_step
         is_first, self._step_of_forward = training.step_count != self._step_of_forward, training.step_count
         if not is_first or count < 2 * self._planned_for or not self.current.is_between_steps:
             return None

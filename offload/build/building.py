@@ -24,7 +24,7 @@ from offload.planning.trace import Expected
 from offload.ranks.group import Group
 from offload.step.chunk_stores import ParameterStore, RecordStore
 from offload.step.components import Closable, Components, give_back
-from offload.step.gradients.gradients import Gradients
+from offload.step.gradients.chunk_gradients import ChunkGradients
 from offload.step.residency.activation_memory import ActivationMemory
 from offload.step.residency.fetching import DirectFetcher, Fetcher, HomeFetcher, StagedFetcher
 from offload.step.residency.residency import Capacity, Residency
@@ -139,9 +139,9 @@ class Building:
     def _memory(self, route: Route, nbytes: int) -> UnitMemory:
         return self._accelerator.unit_memory(nbytes) if route.has_store else self._storage.home(route, nbytes)
 
-    def _gradients(self, chunks: list[Chunk], pool: StagingPool, *, averaged: bool) -> Gradients:
+    def _gradients(self, chunks: list[Chunk], pool: StagingPool, *, averaged: bool) -> ChunkGradients:
         placement = self._placement
-        made = Gradients(
+        made = ChunkGradients(
             chunks,
             self._storage.gradients,
             None if self._config.keeps_wide_gradients else self._storage.sums,

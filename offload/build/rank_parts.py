@@ -23,7 +23,7 @@ from offload.ranks.rendezvous import Rendezvous
 from offload.ranks.transport import Ranks
 from offload.step.chunk_stores import ParameterStore
 from offload.step.components import Closable
-from offload.step.gradients.gradients import Gradients
+from offload.step.gradients.chunk_gradients import ChunkGradients
 from offload.step.gradients.intake import Intake, OwnGradients
 from offload.step.gradients.reduction import Reduction
 from offload.step.residency.fetching import Fetcher, GatheredFetcher, StagedFetcher
@@ -62,7 +62,7 @@ class OneRank:
         """`own`: what brings this rank's part of a unit."""
         return own
 
-    def intake(self, gradients: Gradients | None) -> Intake:
+    def intake(self, gradients: ChunkGradients | None) -> Intake:
         return OwnGradients(gradients) if gradients is not None else Intake()
 
     def attend(self, parameter_store: ParameterStore, updates: Updates | None) -> Sequence[Closable]:
@@ -94,7 +94,7 @@ class SeveralRanks(OneRank):
             return own
         return GatheredFetcher(self._making.accelerator, own, self._rendezvous)
 
-    def intake(self, gradients: Gradients | None) -> Intake:
+    def intake(self, gradients: ChunkGradients | None) -> Intake:
         if gradients is None:
             return Intake()
         making = self._making

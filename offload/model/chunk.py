@@ -49,7 +49,7 @@ class Place:
 
 @dataclass(slots=True, eq=False)
 class ChunkGradient:
-    """Owned by `Gradients` and what is behind it, under its lock.
+    """Owned by `ChunkGradients` and what is behind it, under its lock.
 
     narrow         its extent in `store`, as one backward leaves it; `narrower`: than fp32, in which sums are kept. Where
                    several micro-batches are expected, and it does not spill, it is fp32 from the first one on

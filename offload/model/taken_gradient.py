@@ -27,7 +27,7 @@ _ADDITIONS = (_aten.add_.Tensor, _aten.add.Tensor)
 _SCALINGS = (_aten.mul_.Tensor, _aten._foreach_mul_.Tensor)
 
 
-class Gradients(Protocol):
+class TakenGradients(Protocol):
     """Of one engine."""
 
     def total_norm(self, tokens: Sequence[TakenGradient]) -> float:
@@ -49,11 +49,11 @@ class TakenGradient(torch.Tensor):
     """The step that it is for."""
     factor: float
     """What the gradient is to be multiplied by."""
-    gradients: ref[Gradients]
+    gradients: ref[TakenGradients]
 
     @staticmethod
     def __new__(
-        cls, fqn: str, parameter_index: int, parameter: torch.Tensor, step_index: int, gradients: ref[Gradients]
+        cls, fqn: str, parameter_index: int, parameter: torch.Tensor, step_index: int, gradients: ref[TakenGradients]
     ) -> TakenGradient:
         token = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -149,7 +149,7 @@ def _tokens_of(func: Any, given: Any) -> list[TakenGradient]:
     return tokens
 
 
-def _gradients_of(func: Any, tokens: Sequence[TakenGradient]) -> Gradients:
+def _gradients_of(func: Any, tokens: Sequence[TakenGradient]) -> TakenGradients:
     found = {id(gradients): gradients for token in tokens if (gradients := token.gradients()) is not None}
     if len(found) != 1:
         _refuse(func, tokens[0])

@@ -15,7 +15,7 @@ from offload.planning.placement import Placement
 from offload.planning.trace import Expected
 from offload.ranks.group import Group, Meeting
 from offload.step.chunk_stores import ParameterStore, RecordStore
-from offload.step.gradients.gradients import Gradients
+from offload.step.gradients.chunk_gradients import ChunkGradients
 from offload.step.gradients.intake import Intake
 from offload.step.residency.fetching import Fetcher
 from offload.step.residency.residency import Residency
@@ -80,7 +80,7 @@ class Components:
     intake: Intake
     parameter_store: ParameterStore
     records: RecordStore | None = None
-    gradients: Gradients | None = None
+    gradients: ChunkGradients | None = None
     updates: Updates | None = None
     backend: IoBackend | None = None
     made: list[Closable] = field(default_factory=list)

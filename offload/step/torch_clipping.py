@@ -18,7 +18,7 @@ from torch import Tensor
 
 from offload.errors import ParameterAccessError, UsageError
 from offload.model.flat import ParameterInfo, some_of
-from offload.model.taken_gradient import Gradients, TakenGradient
+from offload.model.taken_gradient import TakenGradient, TakenGradients
 from offload.step.gradients.filling import Filling
 
 _NAMED = 5
@@ -63,7 +63,7 @@ class TokenClipping:
         """`token` of all its parameters, into their `grad`."""
         tokens = filling.tokens
         if not tokens or max(map(sys.getrefcount, tokens)) > _LISTED_REFERENCES:
-            reference: weakref.ref[Gradients] = weakref.ref(self)
+            reference: weakref.ref[TakenGradients] = weakref.ref(self)
             made = [TakenGradient(info.fqn, info.index, info.parameter, step_index, reference) for info in filling.infos]
             tokens = filling.tokens = made
         else:
@@ -73,11 +73,11 @@ class TokenClipping:
         _exhaust(map(setattr, filling.parameters, repeat("grad"), tokens))
 
     def accumulate(self, token: TakenGradient, gradient: Tensor) -> None:
-        """See `taken_gradient.Gradients`."""
+        """See `taken_gradient.TakenGradients`."""
         self._accumulate(token, gradient)
 
     def total_norm(self, tokens: Sequence[TakenGradient]) -> float:
-        """See `taken_gradient.Gradients`. Collective on several ranks."""
+        """See `taken_gradient.TakenGradients`. Collective on several ranks."""
         live = {id(info.parameter.grad) for info in self._live_parameters()}
         old = [token.fqn for token in tokens if id(token) not in live]
         if old:
@@ -98,7 +98,7 @@ class TokenClipping:
         return self._norm * self.factor()
 
     def scale(self, tokens: Sequence[TakenGradient], factor: float) -> None:
-        """See `taken_gradient.Gradients`."""
+        """See `taken_gradient.TakenGradients`."""
         if math.isfinite(self._norm) and not 0.0 <= factor <= 1.0:
             raise ParameterAccessError(
                 f"the gradient of {tokens[0].fqn!r} was multiplied by {factor:g}: gradients that the engine took over "

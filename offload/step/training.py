@@ -50,7 +50,7 @@ class Training(FailureState):
         """`hyper_of`: the optimizer's; None where nothing is trained."""
         super().__init__(parts.meeting, turn)
         self._units, self._residency, self._parameters = parts.units, parts.residency, parts.parameters
-        self._taken, self._updates, self._intake = parts.gradients, parts.updates, parts.intake
+        self._chunk_gradients, self._updates, self._intake = parts.gradients, parts.updates, parts.intake
         self._parameter_store, self._records = parts.parameter_store, parts.records
         self._accelerator, self._timeline, self.recorder = parts.accelerator, parts.timeline, parts.accelerator.recorder
         self.loss_scale = LossScale.of(config.loss_scale, config.dtype)
@@ -68,7 +68,7 @@ class Training(FailureState):
         self.calls = RunningCalls(self.turn)
         self.uses = Uses(parts.units, parts.residency, self.speculation, self.calls, alone=alone)
         self.lender = Lender(parts, self, self.uses)
-        self.gradients = ParameterGradients(
+        self.parameter_gradients = ParameterGradients(
             parts, self._measure_now, self.require_scaled_loss, self.failures, narrow_sums=config.sums_are_narrow
         )
         self.grad_norm: float | None = None
@@ -78,7 +78,7 @@ class Training(FailureState):
     @property
     def step_count(self) -> int:
         """Steps done."""
-        return self.gradients.step_index
+        return self.parameter_gradients.step_index
 
     # ---- between steps -------------------------------------------------------------------------------------------
 
@@ -104,14 +104,14 @@ class Training(FailureState):
     @property
     def is_within_step(self) -> bool:
         """Whether gradients wait for `step`, or updates of a step that is not over have begun."""
-        return bool(self.speculation.begun_units) or self.gradients.any_given
+        return bool(self.speculation.begun_units) or self.parameter_gradients.any_given
 
     def restart(self, step_count: int) -> None:
         """Drop every gradient and what has begun of a step: the state is about to be that after `step_count` steps."""
         self._clip_once = self.grad_norm = None
         self.zero_grad()
         self.speculation.restart()
-        self.gradients.step_index = step_count
+        self.parameter_gradients.step_index = step_count
         self.values_changed()
         self._residency.end_step()
 
@@ -137,7 +137,7 @@ class Training(FailureState):
         except BaseException:
             if self.failure is None:
                 with self.failures():
-                    self.gradients.take_waiting()  # what the backward that was cut short brought is scaled too
+                    self.parameter_gradients.take_waiting()  # what the backward that was cut short brought is scaled too
             raise
         finally:
             self.loss_is_scaled = before
@@ -176,19 +176,19 @@ class Training(FailureState):
         self._clip_once = None  # of the gradients that are dropped
         with self.failures():
             self._intake.settle()
-            self.gradients.adopt()
+            self.parameter_gradients.adopt()
             self.speculation.drop()
             if not set_to_none:
                 self._residency.finish_updates()
                 self._settle_shards()
-            self.gradients.drop(set_to_none)
+            self.parameter_gradients.drop(set_to_none)
 
     def clip_at_step(self, max_norm: float) -> float:
         """Have the coming step clip to `max_norm`, if there are gradients; return the norm before clipping."""
-        self.gradients.require_new("clip_grad_norm_()")
+        self.parameter_gradients.require_new("clip_grad_norm_()")
         with self.failures():
             self.speculation.undo_if_changed()
-            self.gradients.take_assigned()
+            self.parameter_gradients.take_assigned()
         norm = self._measure_now()
         self._clip_once = max_norm if norm else None
         return norm
@@ -202,7 +202,7 @@ class Training(FailureState):
 
     def _measure_norm(self, point: MeetingPoint) -> float:
         """The global L2 norm of the gradients as they stand, un-scaled; on several ranks, once all are at `point`."""
-        return norm_of(self._intake.sum(point, self.gradients.squares), self.loss_scale.value)
+        return norm_of(self._intake.sum(point, self.parameter_gradients.squares), self.loss_scale.value)
 
     # ---- step ----------------------------------------------------------------------------------------------------
 
@@ -216,12 +216,12 @@ class Training(FailureState):
             raise UsageError(
                 "step was called inside `with engine.gathered(...)`, where values are lent: call it after the block."
             )
-        self.gradients.require_new("optimizer.step()")
+        self.parameter_gradients.require_new("optimizer.step()")
         self._maker.check_groups()
         with self.failures():
             self.speculation.undo_if_changed()
             self.finish_updates()
-            self.gradients.take_assigned()
+            self.parameter_gradients.take_assigned()
             with self._timeline.waiting("gradients"):
                 norm = self._measure_norm(MeetingPoint.STEP)
             clip = self._clip(norm)
@@ -236,7 +236,7 @@ class Training(FailureState):
     def _clip(self, norm: float) -> float:
         """What the gradients are multiplied by; NaN where their norm is not finite."""
         max_norm = self._clip_once if self._clip_once is not None else self._max_grad_norm
-        max_norm = self.gradients.clipping.max_norm(norm, max_norm)
+        max_norm = self.parameter_gradients.clipping.max_norm(norm, max_norm)
         self._clip_once = None
         self.grad_norm = norm
         if not math.isfinite(norm):
@@ -244,12 +244,12 @@ class Training(FailureState):
         return clip_factor(norm, max_norm) if max_norm is not None else 1.0
 
     def _enqueue(self, maker: UpdateMaker, factor: float) -> None:
-        assert self._taken is not None and self._updates is not None
+        assert self._chunk_gradients is not None and self._updates is not None
         updated, coming = self.speculation.confirm()
-        live = self.gradients.live()
+        live = self.parameter_gradients.live()
         if updated:
             live = [info for info in live if info.index not in updated]
-        self._taken.consume(live)
+        self._chunk_gradients.consume(live)
         coming.update(maker.make(live, factor))
         self._accelerator.copy_in_after_compute()  # the lane may bring what an update needs as soon as it is enqueued
         for unit in self._residency.update_order() if coming else ():
@@ -258,7 +258,7 @@ class Training(FailureState):
 
     def _finish_step(self) -> None:
         assert self._updates is not None
-        self.gradients.end_step()
+        self.parameter_gradients.end_step()
         self.uses.abandon()  # of a backward that an exception cut short: what is in use is not fetched anew
         self._intake.end_step()
         self._residency.end_step()
@@ -272,8 +272,8 @@ class Training(FailureState):
         self._residency.keep()
 
     def _leave_out_step(self) -> None:
-        assert self._taken is not None
-        listed = some_of(self._taken.non_finite_parameters(), _NAMED) or "parameters in the shards of other ranks"
+        assert self._chunk_gradients is not None
+        listed = some_of(self._chunk_gradients.non_finite_parameters(), _NAMED) or "parameters in the shards of other ranks"
         if not self.loss_scale.skips:
             raise NonFiniteGradientError(
                 f"the gradients of {listed} hold inf or NaN (step {self.step_count}). To leave such steps out set "

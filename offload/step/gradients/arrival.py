@@ -68,7 +68,7 @@ class GradientArrival:
         transit_buffer_count: int,
         narrow_sums: bool,
     ) -> None:
-        """See `Gradients`."""
+        """See `ChunkGradients`."""
         self._accelerator, self._reduced, self._narrow_sums = accelerator, reduced, narrow_sums
         self.lock = accelerator.lock()
         """Who looks at a chunk's buffer or changes it holds it."""
@@ -127,7 +127,7 @@ class GradientArrival:
     # ---- what backward has ---------------------------------------------------------------------------------------
 
     def arrive(self, info: ParameterInfo, gradient: torch.Tensor, addition: Addition, *, owned: bool) -> None:
-        """See `Gradients.add`."""
+        """See `ChunkGradients.add`."""
         ordered = info.in_memory_order(gradient)
         if self._transit is not None and info.flat.route.gradients_in is not Memory.DEVICE:
             self._send(self._transit, info, ordered, addition)
@@ -248,7 +248,7 @@ class GradientArrival:
             state.squares[index] = squares
 
     def add_reduced(self, chunk: Chunk, values: torch.Tensor, present: set[int]) -> None:
-        """See `Gradients`."""
+        """See `ChunkGradients`."""
         state = gradient_of(chunk)
         with self.lock:
             for info, piece in chunk.pieces:

@@ -30,7 +30,7 @@ from offload.tiers.store import Store
 
 
 class GradientBuffers:
-    """See the module. Everything runs under the lock of `Gradients`."""
+    """See the module. Everything runs under the lock of `ChunkGradients`."""
 
     def __init__(
         self, spilling_count: int, pool: StagingPool, accelerator: Accelerator, leave_device: Callable[[Chunk], None]
@@ -90,7 +90,7 @@ class GradientBuffers:
     # ---- for updates ---------------------------------------------------------------------------------------------
 
     def prefetch(self, state: ChunkGradient) -> bool:
-        """See `Gradients.prefetch`."""
+        """See `ChunkGradients.prefetch`."""
         if not self._is_elsewhere(state):
             return True
         lease = self._pool.try_lease(RELOADED) if self._pool.free_count(RELOADED) > 1 else None

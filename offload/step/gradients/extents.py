@@ -28,7 +28,7 @@ class GradientExtents:
     def __init__(
         self, chunks: Sequence[Chunk], make_store: StoreFactory, make_sums: StoreFactory | None, *, reduced: bool
     ) -> None:
-        """See `Gradients`."""
+        """See `ChunkGradients`."""
         self._chunks = chunks
         self._make_sums, holds_sums = make_sums, reduced or make_sums is None
         allocators: dict[Tier, ExtentAllocator] = {}

@@ -16,7 +16,7 @@ from offload.device.arithmetic.kernels import exact_sum
 from offload.model.flat import ParameterInfo
 from offload.model.unit import Unit
 from offload.ranks.next_transfers import MeetingPoint
-from offload.step.gradients.gradients import Gradients
+from offload.step.gradients.chunk_gradients import ChunkGradients
 
 
 class Intake:
@@ -66,7 +66,7 @@ class Intake:
 class OwnGradients(Intake):
     """One rank's."""
 
-    def __init__(self, gradients: Gradients) -> None:
+    def __init__(self, gradients: ChunkGradients) -> None:
         self._gradients = gradients
 
     def arrive(self, info: ParameterInfo, gradient: Tensor, *, owned: bool, is_part: bool) -> None:

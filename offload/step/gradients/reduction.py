@@ -5,7 +5,7 @@
     leave     backward left the unit (ZeRO stages 2 and 3): its reduction is asked for and runs beside the backward
     end       the end of backward: what is left (the root, units that were used in part, everything in stages 0 and 1)
     reduce    chunk by chunk: this rank's chunk from every rank, added in the order of the ranks in fp32, divided by their
-              number, handed to `Gradients`
+              number, handed to `ChunkGradients`
 
 The sum of an element never depends on stage, placement, chunk size or order of reductions: always rank 0 first, in fp32.
 A parameter that got a gradient on some ranks counts zero on the others; one that got none on any is left alone. Inside
@@ -30,7 +30,7 @@ from offload.ranks.averaging import HostReduction, averages_on_device
 from offload.ranks.next_transfers import MeetingPoint
 from offload.ranks.rendezvous import Rendezvous
 from offload.ranks.transport import Ranks
-from offload.step.gradients.gradients import Gradients
+from offload.step.gradients.chunk_gradients import ChunkGradients
 from offload.step.gradients.intake import Intake
 from offload.step.gradients.norm import summed_over_ranks
 from offload.step.timeline import Timeline
@@ -56,7 +56,7 @@ class Reduction(Intake):
     def __init__(
         self,
         units: list[Unit],
-        gradients: Gradients,
+        gradients: ChunkGradients,
         ranks: Ranks,
         rendezvous: Rendezvous,
         accelerator: Accelerator,

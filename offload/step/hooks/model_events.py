@@ -24,7 +24,8 @@ class ModelEvents:
 
     def __init__(self, parts: Components, training: Training, *, input_dtype: torch.dtype | None) -> None:
         """`input_dtype`: what the root's floating-point inputs are cast to."""
-        self._training, self._gradients, self._speculation = training, training.gradients, training.speculation
+        self._training, self._speculation = training, training.speculation
+        self._parameter_gradients = training.parameter_gradients
         self._residency, self._intake, self._updates = parts.residency, parts.intake, parts.updates
         self._accelerator, self._timeline = parts.accelerator, parts.timeline
         self.all_stays = parts.stays
@@ -72,7 +73,7 @@ class ModelEvents:
     def backward_begins(self) -> None:
         """An outermost backward reached the model."""
         self._training.check()
-        self._gradients.micro_batches.backward_begins()
+        self._parameter_gradients.micro_batches.backward_begins()
         self._speculation.backward_begins()
 
     def backward_reaches(self, unit: Unit, version: int | None) -> None:
@@ -92,7 +93,7 @@ class ModelEvents:
         if not self._trains or unit.early is not None or unit.update is not None:
             return False
         self._training.require_scaled_loss()
-        return self._gradients.first_coming(info)
+        return self._parameter_gradients.first_coming(info)
 
     def gradient_coming(self, unit: Unit, info: ParameterInfo) -> None:
         """PyTorch is about to accumulate into the parameter's `grad`."""
@@ -102,12 +103,12 @@ class ModelEvents:
         self._speculation.before_use(unit)
         if unit.update is not None:
             raise stale_gradient(info.fqn)
-        self._gradients.coming(info)
+        self._parameter_gradients.coming(info)
 
     def gradient_arrived(self, unit: Unit, info: ParameterInfo) -> None:
         """PyTorch accumulated into the parameter's `grad`."""
         with self._timeline.working("gradients", unit):
-            gradient = self._gradients.arrived(unit, info)
+            gradient = self._parameter_gradients.arrived(unit, info)
         if gradient is None:
             return
         self._residency.go_on()
@@ -124,7 +125,7 @@ class ModelEvents:
         """Backward is about to leave a module of the unit, or (None) to be over: what waited in parameters has arrived. Whether
         any did."""
         with self._timeline.working("gradients"):
-            nbytes = self._gradients.take_waiting(unit, module_id)
+            nbytes = self._parameter_gradients.take_waiting(unit, module_id)
         if nbytes and unit is not None:
             self._residency.go_on()
             if self.memory_is_short:
@@ -136,4 +137,4 @@ class ModelEvents:
         self._training.loss_is_scaled = False
         if self._training.synchronizing:
             self._intake.end()
-            self._gradients.adopt()
+            self._parameter_gradients.adopt()

@@ -33,7 +33,7 @@ from offload.model.unit import Unit
 from offload.model.update import ChunkUpdate, PieceUpdate, UnitUpdate
 from offload.planning.route import Memory, RecordPath, ValuePath
 from offload.step.chunk_stores import RecordStore
-from offload.step.gradients.gradients import Gradients
+from offload.step.gradients.chunk_gradients import ChunkGradients
 from offload.step.timeline import Timeline
 from offload.step.updates.record_paths import RecordAccess
 from offload.step.updates.value_paths import ValueAccess, ValuesNeeded
@@ -58,7 +58,7 @@ class Updates:
     def __init__(
         self,
         records: RecordStore,
-        gradients: Gradients,
+        gradients: ChunkGradients,
         record_accesses: Mapping[RecordPath, RecordAccess],
         value_accesses: Mapping[tuple[ValuePath, Memory], ValueAccess],
         accelerator: Accelerator,

@@ -57,7 +57,7 @@ class NamedStates:
             self._training.settle()
             if kind == GRADIENT:
                 scaled = value.detach().to(info.parameter.device, torch.float32) * self._training.loss_scale.value
-                self._training.gradients.replace(info, scaled.to(info.dtype))
+                self._training.parameter_gradients.replace(info, scaled.to(info.dtype))
             elif kind == VALUE:
                 self._write_value(info, value)
             else:
@@ -105,7 +105,7 @@ class NamedStates:
         return values
 
     def _gradient(self, info: ParameterInfo) -> Tensor | None:
-        gradients = self._training.gradients
+        gradients = self._training.parameter_gradients
         gradients.gather_in()
         found = self._whole(info, lambda: gradients.own(info, list(self._own_pieces(info))))
         return found / self._training.loss_scale.value if gradients.is_live(info) else None

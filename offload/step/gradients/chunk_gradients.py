@@ -31,7 +31,7 @@ _GRADIENT_OF, _INDEX_OF = attrgetter("parameter.grad"), attrgetter("index")
 _TAKEN = {TakenGradient}
 
 
-class Gradients:
+class ChunkGradients:
     """See the module. `add` runs in whichever thread backward runs; `open` and `release` in the update's; both lock."""
 
     def __init__(
