@@ -46,7 +46,7 @@ from offload.planning.deciding import Decision, Weight, quickest
 from offload.planning.five_lines import lines_of
 from offload.planning.free_memory import FreeMemory
 from offload.planning.placement import ALONE, Placement, RankGroup
-from offload.planning.trace import Expected
+from offload.planning.use_trace import Expected
 from offload.ranks.all_or_none import Facts, together
 from offload.ranks.group import Group
 from offload.step.components import Components

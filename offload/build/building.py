@@ -20,7 +20,7 @@ from offload.model.partition import ModuleUnit
 from offload.model.unit import Unit
 from offload.planning.placement import Placement, format_of
 from offload.planning.route import FetchPath, Memory, Route
-from offload.planning.trace import Expected
+from offload.planning.use_trace import Expected
 from offload.ranks.group import Group
 from offload.step.chunk_stores import ParameterStore, RecordStore
 from offload.step.components import Closable, Components, give_back

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from offload.errors import UsageError
-from offload.planning.trace import Use
+from offload.planning.use_trace import Use
 
 JOINED_NUMEL = 1 << 20
 """Elements: what the host does for a unit takes as long as a drive needs for some of 4 MiB, however small the unit is."""

@@ -27,8 +27,8 @@ from offload.planning.sizes import Footprint, least_gradient_buffers
 from offload.planning.spare_device_memory import SpareDeviceMemory
 from offload.planning.spare_host_memory import SpareHostMemory
 from offload.planning.tier_choice import Choice
-from offload.planning.trace import Expected
 from offload.planning.traffic import Traffic
+from offload.planning.use_trace import Expected
 
 PAIRINGS: tuple[tuple[Tier, Tier], ...] = (
     ("device", "device"),

@@ -25,7 +25,7 @@ from offload.planning.route_bytes import held, passed_through
 from offload.planning.schedule import apart_nbytes, expected_nbytes, worthwhile_nbytes
 from offload.planning.sizes import Footprint, UnitSizes, least_gradient_buffers
 from offload.planning.tier_choice import NOTHING_NEAR, Choice, Kept
-from offload.planning.trace import Expected
+from offload.planning.use_trace import Expected
 
 _DRIVE_RESERVE = 0.02
 """Of what is free on the drives, what is left to others by what may be there and need not."""

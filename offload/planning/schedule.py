@@ -19,7 +19,7 @@ from enum import Enum
 from functools import lru_cache
 from itertools import islice
 
-from offload.planning.trace import Edge, Event, Expected, Trace
+from offload.planning.use_trace import Edge, Expected, UseEvent, UseTrace
 
 
 class Verb(Enum):
@@ -41,7 +41,7 @@ class Schedule:
     """For each event of `trace`, the evicts and fetches issued with it: just before a use starts, just after one ends. Then
     the evicts that end the step."""
 
-    trace: Trace
+    trace: UseTrace
     at: tuple[tuple[Op, ...], ...]
     closing: tuple[Op, ...]
     capacity_nbytes: int
@@ -57,7 +57,7 @@ class Schedule:
         return (*steps, *self.closing)
 
 
-def _starts(trace: Trace, unit_count: int) -> list[list[int]]:
+def _starts(trace: UseTrace, unit_count: int) -> list[list[int]]:
     """For each unit, the positions of the events that start a use of it, ascending."""
     starts: list[list[int]] = [[] for _ in range(unit_count)]
     for position, event in enumerate(trace):
@@ -66,7 +66,7 @@ def _starts(trace: Trace, unit_count: int) -> list[list[int]]:
     return starts
 
 
-def required_nbytes(trace: Trace, unit_nbytes: Sequence[int], prefetch: int) -> int:
+def required_nbytes(trace: UseTrace, unit_nbytes: Sequence[int], prefetch: int) -> int:
     """The smallest capacity with which `prefetch` distinct coming units always fit beside those in use.
 
     Where a use starts as another ends nothing is computed with both: what comes next finds room when the other has ended.
@@ -75,7 +75,7 @@ def required_nbytes(trace: Trace, unit_nbytes: Sequence[int], prefetch: int) -> 
 
 
 @lru_cache(maxsize=64)
-def _held(trace: Trace, prefetch: int) -> tuple[tuple[int, ...], ...]:
+def _held(trace: UseTrace, prefetch: int) -> tuple[tuple[int, ...], ...]:
     """Which units are in use or coming at once, each set of them once: whatever they take."""
     found: dict[frozenset[int], tuple[int, ...]] = {}
     in_use: dict[int, int] = {}
@@ -89,7 +89,7 @@ def _held(trace: Trace, prefetch: int) -> tuple[tuple[int, ...], ...]:
     return tuple(found.values())
 
 
-def _ends_another(events: Sequence[Event], position: int, unit_index: int) -> bool:
+def _ends_another(events: Sequence[UseEvent], position: int, unit_index: int) -> bool:
     """Whether the event at `position` ends the use of a unit other than `unit_index`."""
     return position < len(events) and events[position].edge is Edge.END and events[position].unit_index != unit_index
 
@@ -99,7 +99,7 @@ def expected_nbytes(expected: Expected, unit_nbytes: Sequence[int], prefetch: in
     return max(required_nbytes(expected.trace, unit_nbytes, prefetch), required_nbytes(expected.overlapping, unit_nbytes, 0))
 
 
-def apart_nbytes(trace: Trace, unit_nbytes: Sequence[int]) -> int:
+def apart_nbytes(trace: UseTrace, unit_nbytes: Sequence[int]) -> int:
     """The smallest capacity with which any other unit fits beside those in use, as where backward computes a forward again that
     several units share."""
     largest_first = sorted(range(len(unit_nbytes)), key=lambda unit: -unit_nbytes[unit])
@@ -119,22 +119,22 @@ def worthwhile_nbytes(expected: Expected, unit_nbytes: Sequence[int], prefetch: 
     modules share, if that saves much for what it takes."""
     least = expected_nbytes(expected, unit_nbytes, prefetch)
     shared = [unit for unit in expected.late_units if unit_nbytes[unit]]
-    first, last = (tuple(Event(edge, unit) for unit in shared) for edge in Edge)
-    more = required_nbytes(Trace((*first, *expected.trace.events, *last)), unit_nbytes, prefetch)
+    first, last = (tuple(UseEvent(edge, unit) for unit in shared) for edge in Edge)
+    more = required_nbytes(UseTrace((*first, *expected.trace.events, *last)), unit_nbytes, prefetch)
     if more <= least:
         return least
     fetched = [_fetched_nbytes(expected.trace, unit_nbytes, capacity, prefetch) for capacity in (least, more)]
     return more if fetched[0] - fetched[1] >= WORTHWHILE * (more - least) else least
 
 
-def _fetched_nbytes(trace: Trace, unit_nbytes: Sequence[int], capacity_nbytes: int, prefetch: int) -> int:
+def _fetched_nbytes(trace: UseTrace, unit_nbytes: Sequence[int], capacity_nbytes: int, prefetch: int) -> int:
     """Of one step of many: it begins with what the one before left."""
-    twice = plan(Trace(trace.events * 2), unit_nbytes, capacity_nbytes, prefetch)
+    twice = plan(UseTrace(trace.events * 2), unit_nbytes, capacity_nbytes, prefetch)
     second = (op for ops in twice.at[len(trace) :] for op in ops)
     return sum(unit_nbytes[op.unit_index] for op in second if op.verb is Verb.FETCH)
 
 
-def _coming(events: Sequence[Event], position: int, count: int, besides: set[int]) -> list[int]:
+def _coming(events: Sequence[UseEvent], position: int, count: int, besides: set[int]) -> list[int]:
     """The next `count` distinct units that start a use at or after `position`, not counting those in `besides`."""
     found: list[int] = []
     for event in islice(events, position, None):
@@ -146,7 +146,7 @@ def _coming(events: Sequence[Event], position: int, count: int, besides: set[int
 
 
 class _Planner:
-    def __init__(self, trace: Trace, unit_nbytes: Sequence[int], capacity_nbytes: int, prefetch: int) -> None:
+    def __init__(self, trace: UseTrace, unit_nbytes: Sequence[int], capacity_nbytes: int, prefetch: int) -> None:
         self.trace, self.unit_nbytes = trace, unit_nbytes
         self.capacity_nbytes, self.prefetch = capacity_nbytes, prefetch
         self.starts = _starts(trace, len(unit_nbytes))
@@ -231,7 +231,7 @@ class _Planner:
         return Schedule(self.trace, tuple(at), closing, self.capacity_nbytes)
 
 
-def plan(trace: Trace, unit_nbytes: Sequence[int], capacity_nbytes: int, prefetch: int) -> Schedule:
+def plan(trace: UseTrace, unit_nbytes: Sequence[int], capacity_nbytes: int, prefetch: int) -> Schedule:
     """The schedule of one step that starts and ends with nothing resident.
 
     `unit_nbytes[u]` is what unit u takes while resident (0 for a unit that is always there). The capacity must be at

@@ -13,7 +13,7 @@ from offload.planning.budget import spilled_nbytes
 from offload.planning.placement import Placement, Problem
 from offload.planning.route_bytes import Link, fetched, gradients_leave, updated
 from offload.planning.schedule import Verb, plan
-from offload.planning.trace import Trace
+from offload.planning.use_trace import UseTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +62,10 @@ def fetch_counts(problem: Problem, placement: Placement, micro_batches: int) -> 
 
 @lru_cache
 def _fetch_counts(
-    trace: Trace, takes_memory: tuple[int, ...], capacity: int, prefetch: int, micro_batches: int
+    trace: UseTrace, takes_memory: tuple[int, ...], capacity: int, prefetch: int, micro_batches: int
 ) -> tuple[tuple[int, int], ...]:
     events, counts, looked_at = trace.events, [[0, 0] for _ in takes_memory], min(micro_batches, 3)
-    schedule = plan(Trace(events * looked_at), takes_memory, capacity, prefetch)
+    schedule = plan(UseTrace(events * looked_at), takes_memory, capacity, prefetch)
     for position, ops in enumerate(schedule.at):
         half, is_between = int(2 * position >= len(events)), position // len(events) == 1 and looked_at == 3
         times = micro_batches - 2 if is_between else 1

@@ -12,7 +12,7 @@ from offload.layout import Layout
 from offload.model.flat import ParameterInfo
 from offload.model.unit import Unit
 from offload.planning.placement import Placement
-from offload.planning.trace import Expected
+from offload.planning.use_trace import Expected
 from offload.ranks.group import Group, Meeting
 from offload.step.chunk_stores import ParameterStore, RecordStore
 from offload.step.gradients.chunk_gradients import ChunkGradients

@@ -15,7 +15,7 @@ from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5F
 
 import offload
 from offload.model.unit import Unit, UnitState
-from offload.planning.trace import Edge, Event
+from offload.planning.use_trace import Edge, UseEvent
 from tests.crosses import in_pairs
 from tests.inside import residency_of, units_of
 from tests.updates import before_each_update
@@ -205,7 +205,7 @@ def test_what_another_thread_recorded_is_in_no_order_with_the_rest(tmp_path: Pat
         thread.join()
         (y * found[0]).sum().backward()
         events = residency_of(engine)._recorder.take().events[4:]
-        assert events[:2] == (Event(Edge.START, 2), Event(Edge.START, 1))
+        assert events[:2] == (UseEvent(Edge.START, 2), UseEvent(Edge.START, 1))
         assert {event.edge for event in events[2:]} == {Edge.END}
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload.model.partition import join_neighbours, partition, uses_of
-from offload.planning.trace import Expected
+from offload.planning.use_trace import Expected
 from tests.crosses import in_turn
 from tests.inside import units_of
 from tests.small_sizes import small

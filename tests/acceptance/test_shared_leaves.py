@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from offload.model.partition import ModuleUnit, fold_for_ranks, partition, uses_of
-from offload.planning.trace import Edge, Use
+from offload.planning.use_trace import Edge, Use
 from offload.step.hooks import shared_gradients
 from tests.inside import parts_of, residency_of
 from tests.small_sizes import small

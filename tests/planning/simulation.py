@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from offload.planning.schedule import Op, Schedule, Verb
-from offload.planning.trace import Edge
+from offload.planning.use_trace import Edge
 
 
 def simulate(schedule: Schedule, unit_nbytes: Sequence[int]) -> int:

@@ -25,8 +25,8 @@ from offload.planning.placement import Placement, place
 from offload.planning.purposes import OPTIMIZER_STATES
 from offload.planning.route import Memory
 from offload.planning.schedule import plan
-from offload.planning.trace import Expected, Use
 from offload.planning.traffic import Traffic
+from offload.planning.use_trace import Expected, Use
 from tests.planning.simulation import simulate
 
 NVME = str(Path(__file__).parent)

@@ -24,8 +24,8 @@ from offload.planning.placement import Placement, Problem, RankGroup, _undoable,
 from offload.planning.route import routes_of
 from offload.planning.sizes import Footprint
 from offload.planning.tier_choice import Kept, Near
-from offload.planning.trace import Expected, Use
 from offload.planning.traffic import Traffic, fetch_counts
+from offload.planning.use_trace import Expected, Use
 
 DTYPES = {"float32": 4, "bfloat16": 2}
 MOMENTS = ("exp_avg", "exp_avg_sq")

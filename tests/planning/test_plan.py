@@ -15,7 +15,7 @@ from offload.planning.schedule import (
     required_nbytes,
     worthwhile_nbytes,
 )
-from offload.planning.trace import Edge, Event, Expected, Recorder, Trace, Use, guess
+from offload.planning.use_trace import Edge, Expected, Use, UseEvent, UseRecorder, UseTrace, guess
 from tests.planning.simulation import simulate
 
 UNITS = 6
@@ -23,20 +23,20 @@ sizes = st.lists(st.integers(0, 20), min_size=UNITS, max_size=UNITS)
 
 
 @st.composite
-def traces(draw: st.DrawFn) -> Trace:
+def traces(draw: st.DrawFn) -> UseTrace:
     """Any balanced sequence of uses: nested, overlapping, repeated."""
     open_units: list[int] = []
-    events: list[Event] = []
+    events: list[UseEvent] = []
     for _ in range(draw(st.integers(0, 40))):
         if open_units and draw(st.booleans()):
             unit = open_units.pop(draw(st.integers(0, len(open_units) - 1)))
-            events.append(Event(Edge.END, unit))
+            events.append(UseEvent(Edge.END, unit))
         else:
             unit = draw(st.integers(0, UNITS - 1))
             open_units.append(unit)
-            events.append(Event(Edge.START, unit))
-    events += [Event(Edge.END, unit) for unit in reversed(open_units)]
-    return Trace(tuple(events))
+            events.append(UseEvent(Edge.START, unit))
+    events += [UseEvent(Edge.END, unit) for unit in reversed(open_units)]
+    return UseTrace(tuple(events))
 
 
 def fetches(schedule: Schedule) -> int:
@@ -44,7 +44,7 @@ def fetches(schedule: Schedule) -> int:
 
 
 @given(traces(), sizes, st.integers(0, 4), st.integers(0, 60))
-def test_any_schedule_keeps_the_rules(trace: Trace, unit_nbytes: list[int], prefetch: int, spare: int) -> None:
+def test_any_schedule_keeps_the_rules(trace: UseTrace, unit_nbytes: list[int], prefetch: int, spare: int) -> None:
     """`simulate` checks: in budget at every prefix, resident while used, each fetch has one evict."""
     capacity = required_nbytes(trace, unit_nbytes, 0) + spare
     schedule = plan(trace, unit_nbytes, capacity, prefetch)
@@ -54,14 +54,14 @@ def test_any_schedule_keeps_the_rules(trace: Trace, unit_nbytes: list[int], pref
 
 
 @given(traces(), sizes, st.integers(0, 4))
-def test_with_room_for_everything_each_unit_is_fetched_once(trace: Trace, unit_nbytes: list[int], prefetch: int) -> None:
+def test_with_room_for_everything_each_unit_is_fetched_once(trace: UseTrace, unit_nbytes: list[int], prefetch: int) -> None:
     schedule = plan(trace, unit_nbytes, sum(unit_nbytes), prefetch)
     used = {event.unit_index for event in trace if event.edge is Edge.START}
     assert fetches(schedule) == len(used)
 
 
 @given(traces(), sizes)
-def test_more_memory_never_fetches_more(trace: Trace, unit_nbytes: list[int]) -> None:
+def test_more_memory_never_fetches_more(trace: UseTrace, unit_nbytes: list[int]) -> None:
     """On demand (no prefetch) and with units of one size, evicting what is used last is optimal, so it is monotone."""
     same = [4] * UNITS
     least = required_nbytes(trace, same, 0)
@@ -107,24 +107,24 @@ def test_the_simulation_finds_broken_schedules(broken: object) -> None:
 
 
 def test_the_recorder_closes_what_is_open_and_ignores_what_it_did_not_see_start() -> None:
-    recorder = Recorder()
+    recorder = UseRecorder()
     recorder.end(3)
     recorder.start(1)
     recorder.start(2)
     recorder.end(1)
     trace = recorder.take()
-    assert trace.events == (Event(Edge.START, 1), Event(Edge.START, 2), Event(Edge.END, 1), Event(Edge.END, 2))
+    assert trace.events == (UseEvent(Edge.START, 1), UseEvent(Edge.START, 2), UseEvent(Edge.END, 1), UseEvent(Edge.END, 2))
     assert len(recorder.take()) == 0
 
 
 def test_a_trace_that_does_not_balance_is_refused() -> None:
     with pytest.raises(AssertionError, match="never end"):
-        Trace((Event(Edge.START, 0),))
+        UseTrace((UseEvent(Edge.START, 0),))
     with pytest.raises(AssertionError, match="before it starts"):
-        Trace((Event(Edge.END, 0),))
+        UseTrace((UseEvent(Edge.END, 0),))
 
 
-def written(trace: Trace) -> str:
+def written(trace: UseTrace) -> str:
     return " ".join(("+" if event.edge is Edge.START else "-") + str(event.unit_index) for event in trace)
 
 
@@ -156,7 +156,7 @@ def test_memory_is_taken_unasked_only_where_it_saves_much(uses: list[Use], unit_
     least, taken = (needed(expected, unit_nbytes, prefetch) for needed in (expected_nbytes, worthwhile_nbytes))
     fetched = []
     for capacity in (least, taken):
-        twice = plan(Trace(expected.trace.events * 2), unit_nbytes, capacity, prefetch)
+        twice = plan(UseTrace(expected.trace.events * 2), unit_nbytes, capacity, prefetch)
         ops = [op for ops in twice.at[len(expected.trace) :] for op in ops]
         fetched.append(sum(unit_nbytes[op.unit_index] for op in ops if op.verb is Verb.FETCH))
     assert taken == least or fetched[0] - fetched[1] >= 6 * (taken - least) > 0

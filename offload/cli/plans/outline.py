@@ -25,8 +25,8 @@ from offload.model.quantized import PackedWeights
 from offload.planning.budget import Tier
 from offload.planning.deciding import Decision
 from offload.planning.placement import Placement, RankGroup
-from offload.planning.trace import Expected
 from offload.planning.traffic import Traffic
+from offload.planning.use_trace import Expected
 
 
 def check_room(model: nn.Module, optimizer: torch.optim.Optimizer, config: offload.Config) -> None:

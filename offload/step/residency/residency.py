@@ -21,7 +21,7 @@ import torch
 from offload.errors import BudgetError
 from offload.model.unit import Unit, UnitState
 from offload.planning.schedule import Op, Schedule, Verb, plan, required_nbytes
-from offload.planning.trace import Event, Recorder, Trace, code_of
+from offload.planning.use_trace import UseEvent, UseRecorder, UseTrace, code_of
 from offload.step.gradients.sums_on_device import SumsOnDevice
 from offload.step.residency.activation_memory import ActivationMemory
 from offload.step.residency.fetching import Fetcher
@@ -55,7 +55,7 @@ class Residency:
         fetcher: Fetcher,
         updates: Updates | None,
         *,
-        trace: Trace,
+        trace: UseTrace,
         capacity: Capacity,
         prefetch: int,
         timeline: Timeline,
@@ -76,7 +76,7 @@ class Residency:
         self._staying: frozenset[Unit] = frozenset()
         self._resident_nbytes = 0
         self.peak_resident_nbytes = 0
-        self._recorder = Recorder()
+        self._recorder = UseRecorder()
         self._went_as_planned = True
         self._follow(plan(trace, self._nbytes, self.capacity_nbytes, self._prefetch))
 
@@ -275,7 +275,7 @@ class Residency:
         first_uses = [code for code in self._positions if code >= 0]
         self._next_order = [self._units[index] for index in dict.fromkeys([*first_uses, *range(len(self._units))])]
 
-    def _stop(self, event: Event, ops: Sequence[Op]) -> tuple[tuple[_Op, ...], tuple[_Op, ...]]:
+    def _stop(self, event: UseEvent, ops: Sequence[Op]) -> tuple[tuple[_Op, ...], tuple[_Op, ...]]:
         """What the schedule says for an event: what cannot wait, and the rest."""
         asked_for = Op(Verb.FETCH, event.unit_index)
         urgent = ops.index(asked_for) + 1 if asked_for in ops else 0

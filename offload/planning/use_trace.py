@@ -21,23 +21,23 @@ class Edge(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class UseEvent:
     """A use of `unit_index` starts or ends."""
 
     edge: Edge
     unit_index: int
 
 
-def code_of(event: Event) -> int:
+def code_of(event: UseEvent) -> int:
     """The unit's index, inverted where a use ends: events are compared and looked up in every step, for each use."""
     return event.unit_index if event.edge is Edge.START else ~event.unit_index
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class UseTrace:
     """The events of one step, in order. Starts and ends of each unit balance."""
 
-    events: tuple[Event, ...] = field(compare=False)
+    events: tuple[UseEvent, ...] = field(compare=False)
     _codes: tuple[int, ...] = field(init=False, repr=False)
     """Of the events: what is known of a trace is looked up often (`offload.planning.schedule`)."""
     _hash: int = field(init=False, repr=False, compare=False)
@@ -57,7 +57,7 @@ class Trace:
     def __hash__(self) -> int:
         return self._hash
 
-    def __iter__(self) -> Iterator[Event]:
+    def __iter__(self) -> Iterator[UseEvent]:
         return iter(self.events)
 
     def __len__(self) -> int:
@@ -74,28 +74,28 @@ class Use:
     of_a_part: bool = False
 
 
-def guess(root_index: int, uses: Sequence[Use], *, overlapping: bool = False) -> Trace:
+def guess(root_index: int, uses: Sequence[Use], *, overlapping: bool = False) -> UseTrace:
     """What a step probably does: the root's use around a forward in the model's order, then around its reverse.
 
     `overlapping`: as if every use in backward began before the last one ended.
     """
-    start, end = Event(Edge.START, root_index), Event(Edge.END, root_index)
-    forward = [Event(edge, use.unit_index) for use in uses for edge in (Edge.START, Edge.END)]
+    start, end = UseEvent(Edge.START, root_index), UseEvent(Edge.END, root_index)
+    forward = [UseEvent(edge, use.unit_index) for use in uses for edge in (Edge.START, Edge.END)]
     reverse = [use.unit_index for use in reversed(uses) if use.read_in_backward]
     if overlapping:
-        starts, ends = ([Event(edge, unit_index) for unit_index in reverse] for edge in Edge)
+        starts, ends = ([UseEvent(edge, unit_index) for unit_index in reverse] for edge in Edge)
         backward = [*starts[:1], *(event for pair in zip(starts[1:], ends, strict=False) for event in pair), *ends[-1:]]
     else:
-        backward = [Event(edge, unit_index) for unit_index in reverse for edge in (Edge.START, Edge.END)]
-    return Trace((start, *forward, end, start, *backward, end))
+        backward = [UseEvent(edge, unit_index) for unit_index in reverse for edge in (Edge.START, Edge.END)]
+    return UseTrace((start, *forward, end, start, *backward, end))
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
     """What is known of a step before one was seen."""
 
-    trace: Trace
-    overlapping: Trace
+    trace: UseTrace
+    overlapping: UseTrace
     """The same if every use in backward began before the last one ended: nothing that follows the model's order needs more
     units at once."""
     late_units: frozenset[int]
@@ -108,7 +108,7 @@ class Expected:
         return Expected(guess(root_index, uses), guess(root_index, uses, overlapping=True), frozenset((root_index, *shared)))
 
 
-class Recorder:
+class UseRecorder:
     """Collects the events of the step that is running."""
 
     def __init__(self) -> None:
@@ -137,12 +137,12 @@ class Recorder:
         self._since = len(self._codes)
         return len(more)
 
-    def take(self) -> Trace:
+    def take(self) -> UseTrace:
         """The trace so far, with uses that are still open ended; the recorder starts anew."""
         closing = [~unit for unit, count in self._depth.items() for _ in range(count)]
-        events = [Event(Edge.START, code) if code >= 0 else Event(Edge.END, ~code) for code in (*self._codes, *closing)]
+        events = [UseEvent(Edge.START, code) if code >= 0 else UseEvent(Edge.END, ~code) for code in (*self._codes, *closing)]
         self.begin_anew()
-        return Trace(tuple(events))
+        return UseTrace(tuple(events))
 
     def begin_anew(self) -> None:
         """Nobody wants to know what was recorded."""
