@@ -91,7 +91,7 @@ def test_where_one_gradient_ends_a_use_and_starts_the_next_the_end_comes_first(t
     model = blocks()
     with opened_with(model, parameters="nvme", optimizer_states="cpu", nvme=tmp_path) as engine:
         train(engine, model)
-        trace = [event for event in residency_of(engine)._schedule.trace if event.unit_index]
+        trace = [event for event in residency_of(engine).schedule.trace if event.unit_index]
         open_units: set[int] = set()
         for event in trace:
             open_units ^= {event.unit_index}
@@ -166,7 +166,7 @@ def test_branches_end_in_the_order_in_which_forward_began_them(tmp_path: Path) -
             model(torch.ones(2, 16)).sum().backward()
             engine.step()
             engine.zero_grad()
-        events = [event for event in residency_of(engine)._schedule.trace if event.unit_index]
+        events = [event for event in residency_of(engine).schedule.trace if event.unit_index]
         assert [event.unit_index for event in events] == [unit for unit in (*range(1, 9), *range(8, 0, -1)) for _ in range(2)]
         stats = engine.stats()
         assert stats["resident_peak_nbytes"] == 2 * stats["units"][1]["nbytes"]

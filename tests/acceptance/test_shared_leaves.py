@@ -418,7 +418,7 @@ def test_steps_go_as_the_structure_says(opened: Any, setup: Setup, build: Any) -
     engine = opened(model, adamw(model), setup)
     run_engine(engine, token_loop(steps=3))
     expected, residency = parts_of(engine).expected, residency_of(engine)
-    seen, guessed = ([event for event in trace if event.unit_index] for trace in (residency._schedule.trace, expected.trace))
+    seen, guessed = ([event for event in trace if event.unit_index] for trace in (residency.schedule.trace, expected.trace))
     assert seen == guessed
     words = [event.edge for event in guessed if event.unit_index == 1]
     uses = 3 if build is gpt2 else 1  # embedding, head, and backward of the head

@@ -34,7 +34,7 @@ def test_simulated_peak_is_the_measured_peak(
             loss.backward()
             engine.step()
             engine.zero_grad()
-        trace = residency._schedule.trace
+        trace = residency.schedule.trace
         schedule = plan(trace, sizes, residency.capacity_nbytes, prefetch)
         assert residency.peak_resident_nbytes == simulate(schedule, sizes) <= residency.capacity_nbytes
         assert residency.capacity_nbytes >= required_nbytes(trace, sizes, prefetch)

@@ -308,7 +308,7 @@ def counted(fields: dict[str, Any], steps: int) -> dict[str, Any]:
         with engine.gathered([]):  # the updates are in place
             pass
         after, io_after = engine.stats()["ranks"], _file_nbytes(engine)
-        units, schedule = layout_of(engine).units, residency_of(engine)._schedule
+        units, schedule = layout_of(engine).units, residency_of(engine).schedule
         flats = [flat for unit in units for flat in unit.flats]
         return {
             "scheduled_nbytes": sum(units[op.unit_index].nbytes for op in schedule.ops if op.verb is Verb.FETCH),

@@ -20,17 +20,15 @@ import torch
 
 from offload.errors import BudgetError
 from offload.model.unit import Unit, UnitState
-from offload.planning.schedule import Op, Schedule, Verb, plan, required_nbytes
-from offload.planning.use_trace import UseEvent, UseRecorder, UseTrace, code_of
+from offload.planning.schedule import Schedule, plan, required_nbytes
+from offload.planning.use_trace import UseRecorder, UseTrace
 from offload.step.gradients.sums_on_device import SumsOnDevice
 from offload.step.residency.activation_memory import ActivationMemory
 from offload.step.residency.fetching import Fetcher
 from offload.step.residency.no_room import no_room
+from offload.step.residency.schedule_cursor import Due, ScheduleCursor
 from offload.step.timeline import Timeline
 from offload.step.updates.update import Updates
-
-_Op = tuple[Unit, bool]
-"""A unit, and whether it is fetched rather than evicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +70,12 @@ class Residency:
         self.capacity_nbytes = self._least_nbytes = capacity.nbytes + kept_nbytes
         if self._activations is not None:
             self._least_nbytes = required_nbytes(trace, self._nbytes, 0) + kept_nbytes
-        self._deferred: tuple[_Op, ...] = ()
+        self._deferred: tuple[Due, ...] = ()
         self._staying: frozenset[Unit] = frozenset()
         self._resident_nbytes = 0
         self.peak_resident_nbytes = 0
         self._recorder = UseRecorder()
-        self._went_as_planned = True
-        self._follow(plan(trace, self._nbytes, self.capacity_nbytes, self._prefetch))
+        self._cursor = ScheduleCursor(units, self._plan(trace, self.capacity_nbytes))
 
     def _chosen_to_keep(self, of_parameter: int, of_all: int) -> list[Unit]:
         chosen, left = [], 0 if self._fixed_capacity else of_all
@@ -99,7 +96,7 @@ class Residency:
 
     def micro_batch_begins(self, left_out: int) -> None:
         """Before it so many like the one before went by, which did not run."""
-        self._cursor += self._recorder.repeat(left_out)
+        self._cursor.skip(self._recorder.repeat(left_out))
 
     def use_starts(self, unit: Unit, *, recorded: bool) -> None:
         """Make the unit resident with the values of the last step. `recorded`: part of a training step, so of its trace."""
@@ -147,15 +144,19 @@ class Residency:
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
+    @property
+    def schedule(self) -> Schedule:
+        """What is followed."""
+        return self._cursor.schedule
+
     def next_order(self) -> list[Unit]:
         """All units, in the order in which the next forward is expected to use them. Not to be changed."""
-        return self._next_order
+        return self._cursor.order
 
     def update_order(self) -> list[Unit]:
         """All units: that of the next forward, after those that are kept."""
-        return (
-            [*self._kept, *(unit for unit in self._next_order if not unit.residency.kept)] if self._kept else self._next_order
-        )
+        order = self._cursor.order
+        return [*self._kept, *(unit for unit in order if not unit.residency.kept)] if self._kept else order
 
     def keep(self) -> None:
         """Bring in what is kept, with the values of the last step. Where there are several ranks all of them do."""
@@ -166,7 +167,7 @@ class Residency:
 
     def end_step(self) -> None:
         """The step's trace is complete. If it was not as expected, the next step is planned from it."""
-        trace = self._recorder.take() if not self._went_as_planned else None
+        trace = self._recorder.take() if not self._cursor.went_as_planned else None
         self._recorder.begin_anew()
         if trace is not None and len(trace):
             needed_nbytes = required_nbytes(trace, self._nbytes, 0)
@@ -174,13 +175,13 @@ class Residency:
                 self._least_nbytes = max(self._least_nbytes, needed_nbytes)
                 self.capacity_nbytes = max(self.capacity_nbytes, needed_nbytes)
             if needed_nbytes <= self.capacity_nbytes:
-                self._follow(plan(trace, self._nbytes, self.capacity_nbytes, self._prefetch))
+                self._cursor.follow(self._plan(trace, self.capacity_nbytes))
         if self._activations is not None:
             self._activations.ends(self._taken_nbytes)
             self._follow_room(self._activations)
             self._plan_for_room()
-        self._cursor, self._deferred = 0, ()
-        self._went_as_planned = True
+        self._cursor.begin_anew()
+        self._deferred = ()
 
     def bring_first(self) -> None:
         """Start the fetch of the first unit that the next forward will find missing, if its update is enqueued and needs it.
@@ -194,8 +195,8 @@ class Residency:
             return
         while self._resident_nbytes + first.residency.nbytes > self.capacity_nbytes:
             candidates = [unit for unit in self._may_leave() if unit not in begun]
-            last = max(candidates, key=self._next_use, default=first)
-            if self._next_use(last) <= self._next_use(first):
+            last = max(candidates, key=self._cursor.next_use, default=first)
+            if self._cursor.next_use(last) <= self._cursor.next_use(first):
                 return
             self._drop(last)
         self._start_fetch(first, optional=True)
@@ -217,9 +218,8 @@ class Residency:
 
     def fetch_first(self) -> None:
         """Start to fetch what the next forward begins with, as far as there is room: the loop may take a while until then."""
-        for op in self._schedule.at[0] if len(self._schedule.trace) else ():
-            if op.verb is Verb.FETCH:
-                self._start_fetch(self._units[op.unit_index], optional=True)
+        for unit in self._cursor.first_fetched:
+            self._start_fetch(unit, optional=True)
 
     @property
     def updates_run_beside(self) -> bool:
@@ -264,30 +264,15 @@ class Residency:
 
     # ---- following the schedule ----------------------------------------------------------------------------------
 
-    def _follow(self, schedule: Schedule) -> None:
-        self._schedule = schedule
-        self._cursor = 0
-        self._codes = [code_of(event) for event in schedule.trace]
-        self._stops = [self._stop(event, ops) for event, ops in zip(schedule.trace, schedule.at, strict=True)]
-        self._positions: dict[int, list[int]] = {}
-        for position, code in enumerate(self._codes):
-            self._positions.setdefault(code, []).append(position)
-        first_uses = [code for code in self._positions if code >= 0]
-        self._next_order = [self._units[index] for index in dict.fromkeys([*first_uses, *range(len(self._units))])]
-
-    def _stop(self, event: UseEvent, ops: Sequence[Op]) -> tuple[tuple[_Op, ...], tuple[_Op, ...]]:
-        """What the schedule says for an event: what cannot wait, and the rest."""
-        asked_for = Op(Verb.FETCH, event.unit_index)
-        urgent = ops.index(asked_for) + 1 if asked_for in ops else 0
-        known = [(self._units[op.unit_index], op.verb is Verb.FETCH) for op in ops]
-        return tuple(known[:urgent]), tuple(known[urgent:])
+    def _plan(self, trace: UseTrace, capacity_nbytes: int) -> Schedule:
+        return plan(trace, self._nbytes, capacity_nbytes, self._prefetch)
 
     def _plan_for_room(self) -> None:
         """For the next step, where another number of units stays in it."""
         largest = max(self._nbytes, default=0)
         wanted = min(self.capacity_nbytes, sum(self._nbytes))
-        if largest and abs(wanted - self._schedule.capacity_nbytes) >= largest:
-            self._follow(plan(self._schedule.trace, self._nbytes, wanted, self._prefetch))
+        if largest and abs(wanted - self.schedule.capacity_nbytes) >= largest:
+            self._cursor.follow(self._plan(self.schedule.trace, wanted))
 
     def _follow_room(self, activations: ActivationMemory) -> None:
         """Have as much as the device leaves now, or at least what is needed; what is too much goes: first sums of
@@ -300,23 +285,14 @@ class Residency:
             candidates = self._may_leave()
             if not candidates:
                 return
-            self._evict(max(candidates, key=self._next_use))
+            self._evict(max(candidates, key=self._cursor.next_use))
 
     def _reach(self, code: int) -> None:
         """Do what the schedule says comes with the event of this code (`code_of`)."""
         self._deferred = ()
         if self._activations is not None:
             self._follow_room(self._activations)
-        cursor, codes = self._cursor, self._codes
-        if cursor >= len(codes) or codes[cursor] != code:
-            self._went_as_planned = False
-            positions = self._positions.get(code)
-            if not positions:
-                return
-            ahead = [position for position in positions if position >= cursor]
-            cursor = (ahead or positions)[0]
-        urgent, rest = self._stops[cursor]
-        self._cursor = cursor + 1
+        urgent, rest = self._cursor.reach(code)
         for unit, is_fetch in urgent:
             if is_fetch:
                 self._start_fetch(unit, optional=False)
@@ -351,11 +327,6 @@ class Residency:
 
     def _is_let_go(self, unit: Unit) -> bool:
         return self._may_evict(unit) and unit not in self._staying and not unit.residency.kept
-
-    def _next_use(self, unit: Unit) -> int:
-        positions = self._positions.get(unit.index, [])
-        ahead = [position for position in positions if position >= self._cursor]
-        return ahead[0] if ahead else len(self._schedule.trace) + (positions or [1 << 60])[0]
 
     # ---- transitions ---------------------------------------------------------------------------------------------
 
@@ -401,7 +372,7 @@ class Residency:
             if not candidates:
                 self._outgrow(nbytes)
                 return True
-            self._evict(max(candidates, key=lambda unit: (unit not in self._staying, self._next_use(unit))))
+            self._evict(max(candidates, key=lambda unit: (unit not in self._staying, self._cursor.next_use(unit))))
         return True
 
     def _fill_in_place_of_others(self, unit: Unit) -> None:
@@ -419,7 +390,7 @@ class Residency:
                 return True
         candidates = self._may_leave()
         if candidates:
-            self._evict(max(candidates, key=self._next_use))
+            self._evict(max(candidates, key=self._cursor.next_use))
         return bool(candidates)
 
     def lacking_nbytes(self, units: Collection[Unit]) -> int:
