@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from offload.build.allocation import Allocation
 from offload.build.materialize import InitialValues, Materializer
-from offload.build.rank_parts import Making, rank_parts
+from offload.build.rank_parts import rank_parts
 from offload.config import Config
 from offload.device.accelerator import Accelerator, UnitMemory
 from offload.device.arithmetic.records import RecordFormat
@@ -24,15 +24,14 @@ from offload.planning.use_trace import Expected
 from offload.ranks.group import Group
 from offload.step.chunk_stores import ParameterStore, RecordStore
 from offload.step.components import Closable, Components, give_back
+from offload.step.foundation import Foundation
 from offload.step.gradients.chunk_gradients import ChunkGradients
 from offload.step.residency.activation_memory import ActivationMemory
 from offload.step.residency.fetching import DirectFetcher, Fetcher, HomeFetcher, StagedFetcher
 from offload.step.residency.residency import Capacity, Residency
 from offload.step.timeline import Timeline
-from offload.step.updates.record_paths import record_accesses
 from offload.step.updates.tools import UpdateTools
 from offload.step.updates.update import Updates
-from offload.step.updates.value_paths import value_accesses
 from offload.tiers.memory import MemoryLedger
 from offload.tiers.staging import StagingPool
 
@@ -87,14 +86,12 @@ class Building:
         if imagined() is None:
             Materializer(accelerator, parameter_store, records, values, state_of, self._ledger).run(units)
         self.value_facts = values.facts()
-        of_ranks = rank_parts(self._ranks, Making(accelerator, self._layout, units, self._ledger, timeline))
+        of_ranks = rank_parts(self._ranks, Foundation(accelerator, self._layout, units, self._ledger, timeline))
         gradients = updates = None
         if records is not None:
             gradients = self._gradients([chunk for chunk, _, _ in trained], pool, averaged=of_ranks.averages_gradients)
             tools = UpdateTools(accelerator, pool, records, parameter_store, timeline)
-            updates = of_ranks.updates(
-                records, gradients, record_accesses(tools), value_accesses(tools, self._routes), accelerator, timeline
-            )
+            updates = of_ranks.updates(tools, gradients, self._routes)
             self._made.extend((gradients, updates))
         own_fetcher = self._fetcher(parameter_store, pool, updates)
         self._made.append(own_fetcher)

@@ -11,38 +11,23 @@ attend    what the other ranks are answered
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
-from offload.device.accelerator import Accelerator
-from offload.layout import Layout
-from offload.model.unit import Unit
+from offload.planning.route import Route
 from offload.ranks.attendance import Attendance
 from offload.ranks.group import Group, Meeting, NoMeeting
 from offload.ranks.rendezvous import Rendezvous
 from offload.ranks.transport import Ranks
 from offload.step.chunk_stores import ParameterStore
 from offload.step.components import Closable
+from offload.step.foundation import Foundation
 from offload.step.gradients.chunk_gradients import ChunkGradients
 from offload.step.gradients.intake import Intake, OwnGradients
 from offload.step.gradients.reduction import Reduction
 from offload.step.residency.fetching import Fetcher, GatheredFetcher, StagedFetcher
 from offload.step.residency.shard_exchange import ShardExchange
-from offload.step.timeline import Timeline
 from offload.step.updates.gather_after_update import SpreadUpdates
+from offload.step.updates.tools import UpdateTools
 from offload.step.updates.update import Updates
-from offload.tiers.memory import MemoryLedger
-
-
-@dataclass(frozen=True, slots=True)
-class Making:
-    """What is there before the ranks come into it."""
-
-    accelerator: Accelerator
-    layout: Layout
-    units: list[Unit]
-    ledger: MemoryLedger
-    timeline: Timeline
 
 
 class OneRank:
@@ -50,13 +35,12 @@ class OneRank:
 
     averages_gradients = False
 
-    def __init__(self, making: Making) -> None:
-        self._making = making
+    def __init__(self, foundation: Foundation) -> None:
+        self._foundation = foundation
         self.meeting: Meeting = NoMeeting()
 
-    def updates(self, *parts: Any) -> Updates:
-        """`parts`: what `Updates` is made of."""
-        return Updates(*parts)
+    def updates(self, tools: UpdateTools, gradients: ChunkGradients, routes: Sequence[Route]) -> Updates:
+        return Updates(tools, gradients, routes)
 
     def fetcher(self, own: Fetcher) -> Fetcher:
         """`own`: what brings this rank's part of a unit."""
@@ -75,44 +59,40 @@ class SeveralRanks(OneRank):
 
     averages_gradients = True
 
-    def __init__(self, making: Making, ranks: Ranks) -> None:
-        super().__init__(making)
+    def __init__(self, foundation: Foundation, ranks: Ranks) -> None:
+        super().__init__(foundation)
         self._ranks = ranks
-        self.meeting = self._rendezvous = Rendezvous(ranks, [unit.name for unit in making.units])
+        self.meeting = self._rendezvous = Rendezvous(ranks, [unit.name for unit in foundation.units])
         self._own_fetcher: StagedFetcher | None = None
         self._reduction: Reduction | None = None
 
-    def updates(self, *parts: Any) -> Updates:
-        spreads = self._making.layout.stage in (1, 2)
-        return SpreadUpdates(self._rendezvous, *parts) if spreads else Updates(*parts)
+    def updates(self, tools: UpdateTools, gradients: ChunkGradients, routes: Sequence[Route]) -> Updates:
+        if self._foundation.layout.stage in (1, 2):
+            return SpreadUpdates(self._rendezvous, tools, gradients, routes)
+        return super().updates(tools, gradients, routes)
 
     def fetcher(self, own: Fetcher) -> Fetcher:
         if not isinstance(own, StagedFetcher):
             return own
         self._own_fetcher = own
-        if not self._making.layout.shards_parameters:
+        if not self._foundation.layout.shards_parameters:
             return own
-        return GatheredFetcher(self._making.accelerator, own, self._rendezvous)
+        return GatheredFetcher(self._foundation.accelerator, own, self._rendezvous)
 
     def intake(self, gradients: ChunkGradients | None) -> Intake:
         if gradients is None:
             return Intake()
-        making = self._making
-        self._reduction = Reduction(
-            making.units, gradients, self._ranks, self._rendezvous, making.accelerator, making.ledger, making.timeline,
-            stage=making.layout.stage,
-        )  # fmt: skip
+        self._reduction = Reduction(self._foundation, gradients, self._ranks, self._rendezvous)
         return self._reduction
 
     def attend(self, parameter_store: ParameterStore, updates: Updates | None) -> Sequence[Closable]:
-        making = self._making
         exchange = ShardExchange(
-            self._ranks, making.accelerator, making.units, making.ledger,
+            self._foundation, self._ranks,
             parameter_store=parameter_store, fetcher=self._own_fetcher, updates=updates, reduction=self._reduction,
         )  # fmt: skip
         return (Attendance(self._ranks, self._rendezvous, exchange),)
 
 
-def rank_parts(ranks: Group, making: Making) -> OneRank:
+def rank_parts(ranks: Group, foundation: Foundation) -> OneRank:
     """As many as there are."""
-    return SeveralRanks(making, ranks) if isinstance(ranks, Ranks) else OneRank(making)
+    return SeveralRanks(foundation, ranks) if isinstance(ranks, Ranks) else OneRank(foundation)

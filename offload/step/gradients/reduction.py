@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from offload.device.accelerator import Accelerator
 from offload.errors import ConfigError
 from offload.model.flat import Flat, ParameterInfo
 from offload.model.unit import Unit
@@ -30,11 +29,11 @@ from offload.ranks.averaging import HostReduction, averages_on_device
 from offload.ranks.next_transfers import MeetingPoint
 from offload.ranks.rendezvous import Rendezvous
 from offload.ranks.transport import Ranks
+from offload.step.foundation import Foundation
 from offload.step.gradients.chunk_gradients import ChunkGradients
 from offload.step.gradients.intake import Intake
 from offload.step.gradients.norm import summed_over_ranks
-from offload.step.timeline import Timeline
-from offload.tiers.memory import HostMemory, MemoryLedger
+from offload.tiers.memory import HostMemory
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -53,23 +52,12 @@ def average_dtype() -> str:
 class Reduction(Intake):
     """See the module. `reduce` runs in the attendance's thread, everything else in the training thread."""
 
-    def __init__(
-        self,
-        units: list[Unit],
-        gradients: ChunkGradients,
-        ranks: Ranks,
-        rendezvous: Rendezvous,
-        accelerator: Accelerator,
-        ledger: MemoryLedger,
-        timeline: Timeline,
-        *,
-        stage: int,
-    ) -> None:
-        self._units = units
-        self._accelerator, self._ledger, self._timeline = accelerator, ledger, timeline
+    def __init__(self, foundation: Foundation, gradients: ChunkGradients, ranks: Ranks, rendezvous: Rendezvous) -> None:
+        self._units, self._stage = foundation.units, foundation.layout.stage
+        self._accelerator, self._ledger, self._timeline = foundation.accelerator, foundation.ledger, foundation.timeline
         self._landing: HostMemory | None = None
         self._rounds = average_dtype() == "compute"
-        self._gradients, self._ranks, self._rendezvous, self._stage = gradients, ranks, rendezvous, stage
+        self._gradients, self._ranks, self._rendezvous = gradients, ranks, rendezvous
         self._in_flight: deque[Unit] = deque()
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self.peak_nbytes = 0

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from offload.device.accelerator import Accelerator
 from offload.device.pending import Pending
 from offload.model.flat import Flat
 from offload.model.unit import Unit
 from offload.ranks.transport import Ranks
 from offload.step.chunk_stores import ParameterStore
+from offload.step.foundation import Foundation
 from offload.step.gradients.reduction import Reduction
 from offload.step.residency.fetching import StagedFetcher
 from offload.step.updates.update import Updates
-from offload.tiers.memory import HostMemory, MemoryLedger
+from offload.tiers.memory import HostMemory
 
 
 class ShardExchange:
@@ -22,10 +22,8 @@ class ShardExchange:
 
     def __init__(
         self,
+        foundation: Foundation,
         ranks: Ranks,
-        accelerator: Accelerator,
-        units: list[Unit],
-        ledger: MemoryLedger,
         *,
         parameter_store: ParameterStore,
         fetcher: StagedFetcher | None,
@@ -33,8 +31,9 @@ class ShardExchange:
         reduction: Reduction | None,
     ) -> None:
         """`fetcher` where parameters are partitioned, `updates` and `reduction` where something is trained."""
-        self._ranks, self._accelerator, self._units, self._ledger = ranks, accelerator, units, ledger
-        self._parameter_store, self._fetcher, self._updates, self._reduction = parameter_store, fetcher, updates, reduction
+        self._accelerator, self._units, self._ledger = foundation.accelerator, foundation.units, foundation.ledger
+        self._ranks, self._parameter_store, self._fetcher = ranks, parameter_store, fetcher
+        self._updates, self._reduction = updates, reduction
 
     def gather(self, unit_index: int, wanters: frozenset[int]) -> Pending | None:
         unit = self._units[unit_index]

@@ -7,20 +7,22 @@ forward of this one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from offload.model.unit import Unit
 from offload.model.update import UnitUpdate
+from offload.planning.route import Route
 from offload.ranks.rendezvous import Rendezvous, Request
+from offload.step.gradients.chunk_gradients import ChunkGradients
+from offload.step.updates.tools import UpdateTools
 from offload.step.updates.update import Updates
 
 
 class SpreadUpdates(Updates):
     """See the module."""
 
-    def __init__(self, rendezvous: Rendezvous, *others: Any) -> None:
-        super().__init__(*others)
+    def __init__(self, rendezvous: Rendezvous, tools: UpdateTools, gradients: ChunkGradients, routes: Iterable[Route]) -> None:
+        super().__init__(tools, gradients, routes)
         self._rendezvous = rendezvous
 
     def finish(self, unit: Unit) -> None:

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from typing import Protocol
 
 from torch import Tensor
 
-from offload.device.accelerator import Accelerator
 from offload.device.arithmetic import optimizer_step
 from offload.device.arithmetic.flat import uses_native
 from offload.device.arithmetic.records import Record
@@ -31,12 +30,11 @@ from offload.device.pending import Pending
 from offload.model.chunk import Chunk
 from offload.model.unit import Unit
 from offload.model.update import ChunkUpdate, PieceUpdate, UnitUpdate
-from offload.planning.route import Memory, RecordPath, ValuePath
-from offload.step.chunk_stores import RecordStore
+from offload.planning.route import Memory, Route, ValuePath
 from offload.step.gradients.chunk_gradients import ChunkGradients
-from offload.step.timeline import Timeline
-from offload.step.updates.record_paths import RecordAccess
-from offload.step.updates.value_paths import ValueAccess, ValuesNeeded
+from offload.step.updates.record_paths import RecordAccess, record_accesses
+from offload.step.updates.tools import UpdateTools
+from offload.step.updates.value_paths import ValueAccess, ValuesNeeded, value_accesses
 
 
 class Watcher(Protocol):
@@ -55,21 +53,15 @@ class Updates:
     The public methods belong to whose turn it is (`FailureState.turn`): the thread that drives the model, or the save's in its
     place. `apply`, `launch` and what only tells may come from any thread."""
 
-    def __init__(
-        self,
-        records: RecordStore,
-        gradients: ChunkGradients,
-        record_accesses: Mapping[RecordPath, RecordAccess],
-        value_accesses: Mapping[tuple[ValuePath, Memory], ValueAccess],
-        accelerator: Accelerator,
-        timeline: Timeline,
-    ) -> None:
+    def __init__(self, tools: UpdateTools, gradients: ChunkGradients, routes: Iterable[Route]) -> None:
+        """`routes`: those that updates take."""
+        accelerator, records = tools.accelerator, tools.records
         self._records, self._gradients = records, gradients
-        self._record_accesses, self._value_accesses = record_accesses, value_accesses
-        self._accelerator, self._timeline = accelerator, timeline
+        self._record_accesses, self._value_accesses = record_accesses(tools), value_accesses(tools, routes)
+        self._accelerator, self._timeline = accelerator, tools.timeline
         self._values_of: dict[Chunk, ValueAccess] = {}
         """What `_values` gave."""
-        brings_values = any(value_path is ValuePath.COPY_IN for value_path, _ in value_accesses)
+        brings_values = any(value_path is ValuePath.COPY_IN for value_path, _ in self._value_accesses)
         self._reads = not records.in_memory or gradients.spills or gradients.brings or brings_values
         """Whether there is anything to be read before an update."""
         # On the device an update is a launch in the order of compute, not work for a thread of the host.
