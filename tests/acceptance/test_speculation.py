@@ -26,7 +26,7 @@ from tests.inside import layout_of, parts_of, units_of
 from tests.small_sizes import small
 from tests.updates import before_each_update
 
-from . import test_working_set
+from . import test_spare_host_memory
 from .models import IN_MEMORY, Setup, Sometimes, Tied, adamw, gpt2, llama, stack, two_groups, vector_batches
 from .runs import Run, allocated_nbytes, assert_same_bits, bitwise_loop, loop_of, refused, run_engine
 from .speculating import (
@@ -112,15 +112,15 @@ def test_a_part_kept_in_memory(opened: Any, nvme: Path, monkeypatch: pytest.Monk
     """What lies in memory waits for `step`, in the same steps in which the rest does not."""
     at_once(monkeypatch)
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", setup.accelerator)
-    clip = test_working_set.CLIP
-    smallest, everything = test_working_set.limits(setup, nvme, dtype="fp32", max_grad_norm=clip)
-    model = llama(test_working_set.LAYERS)
+    clip = test_spare_host_memory.CLIP
+    smallest, everything = test_spare_host_memory.limits(setup, nvme, dtype="fp32", max_grad_norm=clip)
+    model = llama(test_spare_host_memory.LAYERS)
     budget = smallest + int(share * (everything - smallest))
     engine = opened(model, two_groups(model), setup, dtype="fp32", max_grad_norm=clip, cpu_memory=budget)
     units = engine.stats()["units"]
     assert 0 < sum(unit["begins_early"] for unit in units) < len(units) - 1
-    losses, weights = run_engine(engine, test_working_set.train)
-    assert_same_bits([losses, weights], list(test_working_set.reference("fp32")))
+    losses, weights = run_engine(engine, test_spare_host_memory.train)
+    assert_same_bits([losses, weights], list(test_spare_host_memory.reference("fp32")))
     assert min(counts(engine)) > 0
 
 
