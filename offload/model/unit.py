@@ -2,12 +2,8 @@
 """One unit while the engine runs: what is fetched together, and where it is on its way between its home and device memory.
 
     Unit           a module's parameters: its flats, its chunks, its run-time state
-    UnitResidency  whether it is in device memory
-    UnitUses       who uses it there
-    Fetch          what brings it there
-    UnitShard      whether its gradients or its update are under way
-    UnitGradient   its gradients until the ranks have averaged them
-    UnitUpdate     its update, in `offload.model.update`
+    UnitUses       who uses it in device memory
+    UnitUpdate     its update, in `offload.model.update`; all else that is remembered of it in `offload.model.unit_state`
 
 The actors of `offload.step` do things to units and keep queues of them; what one of them has to remember of a unit lies here.
 """
@@ -19,63 +15,21 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import Enum
 from itertools import repeat
 from operator import attrgetter
 
 import torch
 from torch import nn
 
-from offload.device.pending import Pending
 from offload.errors import InitializerError
 from offload.layout import UnitLayout
 from offload.model.chunk import Chunk
 from offload.model.flat import Flat, ParameterInfo
 from offload.model.guard import GuardsTogether
 from offload.model.partition import share_parameters
+from offload.model.unit_state import Fetch, UnitGradient, UnitResidency, UnitShard, UnitState
 from offload.model.update import EarlyUpdate, UnitUpdate
 from offload.planning.route import Route, ValuePath
-from offload.ranks.rendezvous import Request
-
-
-class UnitState(Enum):
-    """Where the values of a unit are.
-
-    ABSENT    in their home only
-    FETCHING  memory is filled, reads or copies (and perhaps an update) are on their way
-    RESIDENT  in device memory
-    """
-
-    __hash__ = object.__hash__  # one of C: an enum's own is a call of Python
-
-    ABSENT = "absent"
-    FETCHING = "fetching"
-    RESIDENT = "resident"
-
-
-LEGAL: dict[UnitState, frozenset[UnitState]] = {
-    UnitState.ABSENT: frozenset({UnitState.FETCHING}),
-    UnitState.FETCHING: frozenset({UnitState.RESIDENT}),
-    UnitState.RESIDENT: frozenset({UnitState.ABSENT}),
-}
-
-
-@dataclass(slots=True, eq=False)
-class UnitResidency:
-    """Written by `Residency` alone, in the thread that drives the model (backward's during backward, never both).
-
-    nbytes  device memory that the unit takes while it is resident; 0: it is there for good
-    kept    it comes and goes, and is there between steps all the same, with the values of the last one
-    """
-
-    nbytes: int = 0
-    kept: bool = False
-    state: UnitState = UnitState.RESIDENT
-
-    def become(self, state: UnitState) -> None:
-        if state not in LEGAL[self.state]:
-            raise AssertionError(f"a unit cannot go from {self.state.value} to {state.value}")
-        self.state = state
 
 
 @dataclass(slots=True, eq=False)
@@ -90,77 +44,6 @@ class UnitUses:
     count: int = 0
     held_count: int = 0
     companions: list[Unit] = field(default_factory=list)
-
-
-@dataclass(slots=True, eq=False)
-class Fetch:
-    """What brings a unit into device memory, between its start and the end that compute waits for.
-
-    job     settles when every copy has been started
-    copies  H2D copies, or reads straight into the unit's memory; complete once `job` has settled
-    gather  the other ranks' shards (ZeRO stage 3)
-    """
-
-    job: Pending | None = None
-    copies: list[Pending] = field(default_factory=list)
-    gather: Request | None = None
-
-
-class ShardState(Enum):
-    """The state of a unit's shard between two steps.
-
-    CLEAN      parameters and records are those of one version v; only now may the parameters be fetched
-    REDUCING   gradients of version v are arriving
-    UPDATING   an update to v + 1 is enqueued or running; its gradients can no longer be dropped, unless it is undone
-    """
-
-    __hash__ = object.__hash__  # as above
-
-    CLEAN = "clean"
-    REDUCING = "reducing"
-    UPDATING = "updating"
-
-
-_SHARD_STEPS: dict[ShardState, frozenset[ShardState]] = {
-    ShardState.CLEAN: frozenset({ShardState.REDUCING}),
-    # Back to CLEAN when the gradients are dropped: zero_grad, or a step that is skipped.
-    ShardState.REDUCING: frozenset({ShardState.UPDATING, ShardState.CLEAN}),
-    # Back to REDUCING when an update that came before the norm was known is undone.
-    ShardState.UPDATING: frozenset({ShardState.CLEAN, ShardState.REDUCING}),
-}
-
-
-@dataclass(slots=True, eq=False)
-class UnitShard:
-    """Written by `Training`, in the thread that drives the model (and backward's, never both at once)."""
-
-    state: ShardState = ShardState.CLEAN
-
-    def become(self, state: ShardState) -> None:
-        """Change the state; the same state again is no change."""
-        if state is not self.state and state not in _SHARD_STEPS[self.state]:
-            raise AssertionError(f"a shard cannot go from {self.state.value} to {state.value}")
-        self.state = state
-
-
-@dataclass(slots=True, eq=False)
-class UnitGradient:
-    """Written by `Reduction` in the thread that drives the model (and backward's), `present` by the attendance's.
-
-    buffers  by position in the unit's flats: [flat.numel], the flat's dtype, or fp32 once something was added. They are the
-             attendance's thread's while `asked` is not settled
-    arrived  parameters whose gradient this rank has put there since they were last reduced
-    asked    their reduction; `ready`: when what compute does to the buffers is done
-    present  parameters that got a gradient on some rank since the last step, as far as reduced
-    told     those of `present` that count for the coming step already
-    """
-
-    buffers: dict[int, torch.Tensor] = field(default_factory=dict)
-    arrived: set[int] = field(default_factory=set)
-    asked: Request | None = None
-    ready: Pending | None = None
-    present: set[int] = field(default_factory=set)
-    told: set[int] = field(default_factory=set)
 
 
 def _recurrent(modules: Iterable[nn.Module]) -> list[nn.RNNBase]:

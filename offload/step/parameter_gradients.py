@@ -26,7 +26,8 @@ from offload.model.chunk import Chunk
 from offload.model.flat import ParameterInfo, some_of
 from offload.model.guard import unguarded
 from offload.model.taken_gradient import TakenGradient
-from offload.model.unit import ShardState, Unit
+from offload.model.unit import Unit
+from offload.model.unit_state import ShardState
 from offload.step.components import Components
 from offload.step.gradients.filling import Filling
 from offload.step.micro_batches import MicroBatches

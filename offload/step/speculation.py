@@ -27,7 +27,8 @@ from __future__ import annotations
 
 from offload.device.arithmetic.rules import Hyper
 from offload.model.taken_gradient import TakenGradient
-from offload.model.unit import ShardState, Unit
+from offload.model.unit import Unit
+from offload.model.unit_state import ShardState
 from offload.model.update import ChunkUpdate, EarlyUpdate
 from offload.step.clip_history import ClipHistory
 from offload.step.components import Components

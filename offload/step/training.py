@@ -19,7 +19,8 @@ import torch
 from offload.config import Config
 from offload.errors import NonFiniteGradientError, UsageError
 from offload.model.flat import some_of
-from offload.model.unit import ShardState, Unit
+from offload.model.unit import Unit
+from offload.model.unit_state import ShardState
 from offload.ranks.next_transfers import MeetingPoint
 from offload.step.calls import RunningCalls
 from offload.step.components import Components

@@ -10,7 +10,8 @@ from operator import add, attrgetter
 
 from offload.device.arithmetic.rules import Hyper
 from offload.model.flat import ParameterInfo
-from offload.model.unit import ShardState, Unit
+from offload.model.unit import Unit
+from offload.model.unit_state import ShardState
 from offload.model.update import ChunkUpdate, chunk_updates
 from offload.step.components import Components
 

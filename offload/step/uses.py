@@ -17,7 +17,8 @@ from typing import Protocol
 from offload.errors import BudgetError, ParameterAccessError
 from offload.model.flat import ParameterInfo
 from offload.model.leading_call import led_by
-from offload.model.unit import Unit, UnitState
+from offload.model.unit import Unit
+from offload.model.unit_state import UnitState
 from offload.step.calls import Call, RunningCalls
 from offload.step.residency.residency import Residency
 from offload.step.speculation import Speculation

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
-from offload.model.unit import UnitState
+from offload.model.unit_state import UnitState
 from tests.devices import says_it_has
 from tests.inside import accelerator_of, layout_of, residency_of, units_of
 

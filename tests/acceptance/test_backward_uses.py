@@ -14,7 +14,8 @@ from torch import nn
 from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
 
 import offload
-from offload.model.unit import Unit, UnitState
+from offload.model.unit import Unit
+from offload.model.unit_state import UnitState
 from offload.planning.use_trace import Edge, UseEvent
 from tests.crosses import in_pairs
 from tests.inside import residency_of, units_of

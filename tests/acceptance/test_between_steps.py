@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offload import _native
-from offload.model.unit import UnitState
+from offload.model.unit_state import UnitState
 from tests.inside import residency_of, units_of
 from tests.native.paths import at_library_call
 from tests.small_sizes import small

@@ -18,7 +18,8 @@ from torch import Tensor
 from offload.device.accelerator import Accelerator
 from offload.device.pending import Pending
 from offload.model.chunk import Chunk
-from offload.model.unit import Fetch, Unit
+from offload.model.unit import Unit
+from offload.model.unit_state import Fetch
 from offload.planning.purposes import FETCHED
 from offload.ranks.rendezvous import Rendezvous
 from offload.step.chunk_stores import ParameterStore

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from offload.errors import BudgetError
-from offload.model.unit import Unit, UnitState
+from offload.model.unit import Unit
+from offload.model.unit_state import UnitState
 from offload.planning.schedule import Schedule, plan, required_nbytes
 from offload.planning.use_trace import UseRecorder, UseTrace
 from offload.step.gradients.sums_on_device import SumsOnDevice

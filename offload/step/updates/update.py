@@ -6,7 +6,7 @@
     launch    hands one unit's chunks to the update lane; the lane reads ahead beyond them while buffers last
     finish    waits until a unit's new parameters are in place
 
-A unit between `enqueue` and `finish` is in the shard state UPDATING (`offload.model.unit`).
+A unit between `enqueue` and `finish` is in the shard state UPDATING (`offload.model.unit_state`).
 """
 
 from __future__ import annotations
