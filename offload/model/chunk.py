@@ -109,7 +109,8 @@ class Chunk:
 
     gradient    None where the chunk is not trained
     record_path how its update gets at its record. Written by the `RecordStore` when it is made
-    step_table  what the native step of the chunk is told, made at its first. Written by `Updates` on its lane
+    step_table  what the native step of the chunk is told, made at its first. Written by `ChunkArithmetic` on the
+                update's lane
     """
 
     flat: Flat

@@ -18,20 +18,15 @@ from contextlib import suppress
 from itertools import takewhile
 from typing import Protocol
 
-from torch import Tensor
-
-from offload.device.arithmetic import optimizer_step
-from offload.device.arithmetic.flat import uses_native
-from offload.device.arithmetic.records import Record
-from offload.device.arithmetic.segment import MASTER, Segment
-from offload.device.arithmetic.step_table import JoinedTable, Numbers, Span, StepTable
+from offload.device.arithmetic.step_table import JoinedTable
 from offload.device.lane import HostLane, InlineLane, LaneRow
 from offload.device.pending import Pending
 from offload.model.chunk import Chunk
 from offload.model.unit import Unit
-from offload.model.update import ChunkUpdate, PieceUpdate, UnitUpdate
+from offload.model.update import ChunkUpdate, UnitUpdate
 from offload.planning.route import Memory, Route, ValuePath
 from offload.step.gradients.chunk_gradients import ChunkGradients
+from offload.step.updates.chunk_arithmetic import ChunkArithmetic, by_table, numbers_of
 from offload.step.updates.record_paths import RecordAccess, record_accesses
 from offload.step.updates.tools import UpdateTools
 from offload.step.updates.value_paths import ValueAccess, ValuesNeeded, value_accesses
@@ -59,6 +54,7 @@ class Updates:
         self._records, self._gradients = records, gradients
         self._record_accesses, self._value_accesses = record_accesses(tools), value_accesses(tools, routes)
         self._accelerator, self._timeline = accelerator, tools.timeline
+        self._arithmetic = ChunkArithmetic(records, gradients)
         self._values_of: dict[Chunk, ValueAccess] = {}
         """What `_values` gave."""
         brings_values = any(value_path is ValuePath.COPY_IN for value_path, _ in self._value_accesses)
@@ -244,18 +240,17 @@ class Updates:
         chunks = tuple(one.chunk for one in updates)
         if chunks != self._joined_chunks:
             values = [chunk.values for chunk in chunks]
-            if not uses_native(values[0]) or _is_own(updates[0]):
+            if not by_table(updates[0], values[0]):
                 for unit, update in runs:
                     self._run(unit, update)
                 return
             records = [self._access(one.chunk).begin(one) for one in updates]
-            places = zip(chunks, records, values, strict=True)
-            self._joined = JoinedTable([(self._step_table(chunk, own), record, own) for chunk, record, own in places])
+            self._joined = self._arithmetic.joined(chunks, records, values)
             self._joined_chunks = chunks
         assert self._joined is not None
         gradients = self._gradients.open_all(chunks)
         with self._timeline.lane_working("adam"):
-            self._joined.update(gradients, _numbers(updates), updates[0].factor)
+            self._joined.update(gradients, numbers_of(updates), updates[0].factor)
         self._gradients.release_all(chunks)
         for one in updates:
             one.started = one.applied = True
@@ -343,13 +338,7 @@ class Updates:
             with self._timeline.lane_waiting("copy for checkpoint"):
                 watcher.before_update(chunk)
         with self._timeline.lane_working("adam"):
-            if uses_native(values) and not _is_own(chunk_update):
-                self._step_by_table(chunk_update, buffer, values)
-            else:
-                record = self._records.over(chunk, buffer)
-                gradients = self._gradients.opened(chunk, chunk_update.only_pieces)
-                pairs = zip(chunk_update.pieces, gradients, strict=True)
-                optimizer_step.update([_segment(chunk_update, piece, record, gradient, values) for piece, gradient in pairs])
+            self._arithmetic.update(chunk_update, buffer, values)
         self._gradients.release(chunk)
         published = path.commit(chunk, values, chunk_update.only_pieces)
         access.commit(chunk_update, buffer)
@@ -358,58 +347,3 @@ class Updates:
         if watcher is not None:
             watcher.after_update()
         return published
-
-    def _step_by_table(self, update: ChunkUpdate, record: Tensor, values: Tensor) -> None:
-        chunk = update.chunk
-        gradients: Tensor | list[Tensor] | None = self._gradients.opened_whole(chunk)
-        if gradients is None:
-            gradients = self._gradients.opened(chunk, update.only_pieces)
-        which = None
-        if not update.updates_every_slot:
-            updated = {one.info.index for one in update.some}
-            which = [position for position, (info, _) in enumerate(chunk.pieces) if info.index in updated]
-        self._step_table(chunk, values).update(which, record, values, gradients, _numbers([update]), update.factor)
-
-    def _step_table(self, chunk: Chunk, values: Tensor) -> StepTable:
-        if chunk.step_table is None:
-            chunk.step_table = StepTable(self._records.format(chunk), chunk.numel, values.dtype, _spans(chunk))
-        return chunk.step_table
-
-
-def _is_own(update: ChunkUpdate) -> bool:
-    """Whether an optimizer with its own arithmetic makes it."""
-    if update.numbers is not None:
-        return update.numbers[0].own is not None
-    return any(piece.hyper.own is not None for piece in update.some)
-
-
-def _numbers(updates: Sequence[ChunkUpdate]) -> Numbers:
-    first = updates[0].numbers
-    if first is not None and all(one.numbers == first for one in updates):
-        return first
-    return [(piece.hyper, piece.step) for one in updates for piece in one.pieces]
-
-
-def _spans(chunk: Chunk) -> list[Span]:
-    return [
-        Span(piece.start - chunk.start, piece.stop - chunk.start, piece.start - piece.slot.start, info.index)
-        for info, piece in chunk.pieces
-    ]
-
-
-def _segment(update: ChunkUpdate, piece: PieceUpdate, record: Record, gradient: Tensor, values: Tensor) -> Segment:
-    low, high = piece.piece.start - update.chunk.start, piece.piece.stop - update.chunk.start
-    arrays, weights = record.part(low, high), values[low:high]
-    state_format = record.format.state_format
-    own_weights = not (state_format.is_split or MASTER in arrays)
-    return Segment(
-        grad=gradient,
-        arrays={**arrays, MASTER: weights} if own_weights else arrays,
-        values=None if own_weights else weights,
-        hyper=piece.hyper,
-        step=piece.step,
-        grad_factor=update.factor,
-        state_format=state_format,
-        rounding_seed=piece.info.index,
-        first_index=piece.piece.start - piece.piece.slot.start,
-    )

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an update computes, once a chunk's record, gradient and values are at hand: by a table that the native kernel is told
+once, else slot by slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from offload.device.arithmetic import optimizer_step
+from offload.device.arithmetic.flat import uses_native
+from offload.device.arithmetic.records import Record
+from offload.device.arithmetic.segment import MASTER, Segment
+from offload.device.arithmetic.step_table import JoinedTable, Numbers, Span, StepTable
+from offload.model.chunk import Chunk
+from offload.model.update import ChunkUpdate, PieceUpdate
+from offload.step.chunk_stores import RecordStore
+from offload.step.gradients.chunk_gradients import ChunkGradients
+
+
+class ChunkArithmetic:
+    """See the module. Runs on the lane of the update."""
+
+    def __init__(self, records: RecordStore, gradients: ChunkGradients) -> None:
+        self._records, self._gradients = records, gradients
+
+    def update(self, update: ChunkUpdate, record: Tensor, values: Tensor) -> None:
+        """`record`: the memory that holds it. The chunk's gradient is open."""
+        if by_table(update, values):
+            self._by_table(update, record, values)
+            return
+        over = self._records.over(update.chunk, record)
+        gradients = self._gradients.opened(update.chunk, update.only_pieces)
+        pairs = zip(update.pieces, gradients, strict=True)
+        optimizer_step.update([_segment(update, piece, over, gradient, values) for piece, gradient in pairs])
+
+    def _by_table(self, update: ChunkUpdate, record: Tensor, values: Tensor) -> None:
+        chunk = update.chunk
+        gradients: Tensor | list[Tensor] | None = self._gradients.opened_whole(chunk)
+        if gradients is None:
+            gradients = self._gradients.opened(chunk, update.only_pieces)
+        which = None
+        if not update.updates_every_slot:
+            updated = {one.info.index for one in update.some}
+            which = [position for position, (info, _) in enumerate(chunk.pieces) if info.index in updated]
+        self._table(chunk, values).update(which, record, values, gradients, numbers_of([update]), update.factor)
+
+    def joined(self, chunks: Sequence[Chunk], records: Sequence[Tensor], values: Sequence[Tensor]) -> JoinedTable:
+        """One table for all of these, which lie where they are for good."""
+        places = zip(chunks, records, values, strict=True)
+        return JoinedTable([(self._table(chunk, own), record, own) for chunk, record, own in places])
+
+    def _table(self, chunk: Chunk, values: Tensor) -> StepTable:
+        if chunk.step_table is None:
+            chunk.step_table = StepTable(self._records.format(chunk), chunk.numel, values.dtype, _spans(chunk))
+        return chunk.step_table
+
+
+def by_table(update: ChunkUpdate, values: Tensor) -> bool:
+    """Whether the native kernel makes it, rather than torch, or an optimizer with its own arithmetic."""
+    if not uses_native(values):
+        return False
+    if update.numbers is not None:
+        return update.numbers[0].own is None
+    return all(piece.hyper.own is None for piece in update.some)
+
+
+def numbers_of(updates: Sequence[ChunkUpdate]) -> Numbers:
+    """What the kernel is told of each slot; once, where that is the same for all."""
+    first = updates[0].numbers
+    if first is not None and all(one.numbers == first for one in updates):
+        return first
+    return [(piece.hyper, piece.step) for one in updates for piece in one.pieces]
+
+
+def _spans(chunk: Chunk) -> list[Span]:
+    return [
+        Span(piece.start - chunk.start, piece.stop - chunk.start, piece.start - piece.slot.start, info.index)
+        for info, piece in chunk.pieces
+    ]
+
+
+def _segment(update: ChunkUpdate, piece: PieceUpdate, record: Record, gradient: Tensor, values: Tensor) -> Segment:
+    low, high = piece.piece.start - update.chunk.start, piece.piece.stop - update.chunk.start
+    arrays, weights = record.part(low, high), values[low:high]
+    state_format = record.format.state_format
+    own_weights = not (state_format.is_split or MASTER in arrays)
+    return Segment(
+        grad=gradient,
+        arrays={**arrays, MASTER: weights} if own_weights else arrays,
+        values=None if own_weights else weights,
+        hyper=piece.hyper,
+        step=piece.step,
+        grad_factor=update.factor,
+        state_format=state_format,
+        rounding_seed=piece.info.index,
+        first_index=piece.piece.start - piece.piece.slot.start,
+    )
