@@ -27,6 +27,16 @@ from torch.utils import _pytree as pytree
 from offload.errors import ParameterAccessError
 from offload.model.leading_call import leading_call, led_by
 from offload.model.quantized import class_in_use
+from offload.model.torch_functions import (
+    ASKING_GRADIENTS,
+    CONVERSIONS,
+    DATA_GET,
+    DATA_SET,
+    METADATA,
+    REPRESENT,
+    changes_nothing,
+    written_by,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,105 +68,12 @@ def _watch_of(tensor: Any) -> Watch | None:
     return _watches.get(id(tensor)) if type(tensor) in _plain_classes else None
 
 
-_METADATA = {
-    torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.stride,
-    torch.Tensor.storage_offset, torch.Tensor.is_contiguous, torch.Tensor.is_floating_point, torch.Tensor.is_complex,
-    torch.Tensor.element_size, torch.Tensor.get_device, torch.Tensor.ndimension, torch.Tensor.__len__,
-    torch.Tensor.__hash__, torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook,
-    torch.Tensor.retain_grad, torch.Tensor.is_same_size, torch.Tensor.requires_grad_,
-    torch.Tensor.is_shared, torch.is_floating_point, torch.is_complex, torch.numel,
-    torch.empty_like, torch._has_compatible_shallow_copy_type,
-}  # fmt: skip
-
-_PROPERTIES = (
-    "shape", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", "ndim", "layout", "is_meta", "is_cuda", "is_cpu",
-    "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xla", "is_mps", "is_xpu", "is_vulkan", "is_maia", "is_mtia",
-    "is_sparse_csr", "names", "output_nr", "name", "_version", "_backward_hooks", "_post_accumulate_grad_hooks", "itemsize",
-    "nbytes", "volatile", "_base", "_cdata", "grad", "retains_grad", "grad_dtype", "_grad",
-)  # fmt: skip
-
-
-def _property_accessors(name: str, which: Sequence[str]) -> list[Any]:
-    descriptor = getattr(torch.Tensor, name, None)
-    return [getattr(descriptor, kind) for kind in which if descriptor is not None and hasattr(descriptor, kind)]
-
-
-_METADATA.update(accessor for name in _PROPERTIES for accessor in _property_accessors(name, ("__get__",)))
-_METADATA.update(_property_accessors("grad", ("__set__", "__delete__")))
-_METADATA.update(_property_accessors("requires_grad", ("__set__",)))
-_DATA_GET = torch.Tensor.data.__get__  # type: ignore[attr-defined]
-_DATA_SET = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_REPRESENT = torch.Tensor.__repr__
-
-_WRITING_NAMES = {"__setitem__", "__set__", "set_", "resize_", "copy_"}
-
-
-_ASKING_GRADIENTS = {torch.autograd.backward, torch.autograd.grad}
-
-
 def _node_of(value: Any) -> Any:
     """Of a guarded parameter the place of its gradient in autograd's graph."""
     if _watch_of(value) is not None and value.requires_grad:
         with torch._C.DisableTorchFunctionSubclass():
             return get_gradient_edge(value)
     return value
-
-
-def _writes_into(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The argument that `func` writes into, or None."""
-    name = getattr(func, "__name__", "")
-    if "out" in kwargs and kwargs["out"] is not None:
-        return kwargs["out"]
-    in_place = name in _WRITING_NAMES or (name.endswith("_") and not name.endswith("__"))
-    in_place = in_place or (
-        name.startswith("__i") and name.endswith("__") and name not in ("__index__", "__int__", "__invert__")
-    )
-    if not in_place:
-        return None
-    return args[0] if args else next(iter(kwargs.values()), None)
-
-
-_CASTS = {
-    torch.Tensor.float: torch.float32, torch.Tensor.double: torch.float64,
-    torch.Tensor.half: torch.float16, torch.Tensor.bfloat16: torch.bfloat16,
-}  # fmt: skip
-_CONVERSIONS = {*_CASTS, torch.Tensor.to, torch.Tensor.type, torch.Tensor.cpu, torch.Tensor.cuda}
-
-
-def _changes_nothing(func: Any, parameter: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a conversion of the parameter is the parameter. `args`: without it."""
-    if kwargs.get("copy", False):
-        return False
-    with torch._C.DisableTorchFunctionSubclass():
-        if func is torch.Tensor.type:
-            wanted = args[0] if args else kwargs.get("dtype")
-            return wanted in (parameter.dtype, parameter.type())
-        if func in _CASTS:
-            return parameter.dtype == _CASTS[func] and _is_laid_out(parameter, kwargs.get("memory_format"))
-        if func is torch.Tensor.to:
-            others = {name: value for name, value in kwargs.items() if name != "copy"}
-            try:
-                device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **others)
-            except (TypeError, RuntimeError):
-                return False  # whatever it is, let PyTorch say it
-            return dtype in (None, parameter.dtype) and _is_on(parameter, device) and _is_laid_out(parameter, memory_format)
-        kind = "cpu" if func is torch.Tensor.cpu else "cuda"
-        given = args[0] if args and kind == "cuda" else kwargs.get("device")
-        return _is_on(parameter, torch.device(kind, given) if isinstance(given, int) else torch.device(given or kind))
-
-
-def _is_laid_out(parameter: torch.Tensor, memory_format: torch.memory_format | None) -> bool:
-    return memory_format in (None, torch.preserve_format) or parameter.is_contiguous(memory_format=memory_format)
-
-
-def _is_on(parameter: torch.Tensor, device: torch.device | None) -> bool:
-    if device is None or device == parameter.device:
-        return True
-    return (
-        device.type == parameter.device.type == "cuda"
-        and device.index is None
-        and (parameter.device.index == torch.cuda.current_device())
-    )
 
 
 def _refuse_writing(watch: Watch, func: Any) -> ParameterAccessError:
@@ -171,7 +88,7 @@ def _refuse_writing(watch: Watch, func: Any) -> ParameterAccessError:
 
 def _check_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise where `func` writes into a guarded parameter, or into what shares its memory."""
-    target = _writes_into(func, args, kwargs)
+    target = written_by(func, args, kwargs)
     for written in target if isinstance(target, (list, tuple)) else (target,):
         if isinstance(written, _ReadOnlyData):
             raise _refuse_writing(written._offload_watch, func)
@@ -214,10 +131,10 @@ def _guarded_torch_function(
     cls: type, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
 ) -> Any:
     kwargs = kwargs or {}
-    if func in _METADATA or (func is torch.Tensor.type and len(args) == 1 and not kwargs):
+    if func in METADATA or (func is torch.Tensor.type and len(args) == 1 and not kwargs):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    if func in _ASKING_GRADIENTS:
+    if func in ASKING_GRADIENTS:
         # They name parameters and read none. Their node in the graph says the same, and the call stays an ordinary one.
         args, kwargs = pytree.tree_map(_node_of, (tuple(args), dict(kwargs)))
         return func(*args, **kwargs)
@@ -226,19 +143,19 @@ def _guarded_torch_function(
         _refuse_second_parameter(first.fqn)
     leaves = pytree.tree_leaves((args, dict(kwargs)))
     guarded = [leaf for leaf in leaves if _watch_of(leaf) is not None]
-    if func == _REPRESENT and guarded:
+    if func == REPRESENT and guarded:
         watch = _watch_of(guarded[0])
         if watch is not None and type(guarded[0]) not in _readable_classes:
             where = "not in memory (engine.gathered)" if watch.left_as is None else "without a value (its engine was closed)"
             return f"Parameter {watch.fqn!r} of shape {tuple(args[0].shape)}, {args[0].dtype}, {where}"
-    if func in _CONVERSIONS and first is not None:
-        if _changes_nothing(func, args[0], args[1:], kwargs):
+    if func in CONVERSIONS and first is not None:
+        if changes_nothing(func, args[0], args[1:], kwargs):
             return args[0]
         _refuse_conversion(first.fqn)
-    if func == _DATA_SET and args[1] is args[0]:
+    if func == DATA_SET and args[1] is args[0]:
         return None  # what module.to() does at the end, where nothing changed
     _check_writes(func, args, kwargs)
-    if func == _DATA_GET and guarded:
+    if func == DATA_GET and guarded:
         with torch._C.DisableTorchFunctionSubclass():
             return _read_only(func(*args), args[0])
     for parameter in guarded:
@@ -299,7 +216,7 @@ class _ReadOnlyData(torch.Tensor):
         kwargs = kwargs or {}
         if func is torch.Tensor.detach and isinstance(args[0], _ReadOnlyData):
             _refuse_second_parameter(args[0]._offload_watch.fqn)
-        if func in _METADATA:
+        if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _ReadOnlyData)]
