@@ -15,6 +15,7 @@ import transformers
 import offload
 from offload.cli.main import main
 from offload.cli.plans.forecast import Work, forecast, training_loop
+from offload.cli.plans.on_machine import Seen
 from offload.device.deferred import DeferredAccelerator
 from offload.device.virtual.description import Machine, described, read_machine
 from offload.device.virtual.machine import CALLS, VirtualMachine
@@ -493,3 +494,51 @@ def test_what_is_known_of_operations_is_what_pytorch_says(operation: Any) -> Non
     with virtual.running(), CountedOperations(virtual) as counted:
         assert [seen(one) for one in inputs * 3] == expected * 3
         assert counted._known
+
+
+def test_what_follows_from_positions_alone_is_computed_and_not_assumed() -> None:
+    """Of all else it is not known: values read from data, and memory that was written with them."""
+    virtual = VirtualMachine(MACHINE)
+    with virtual.running(), CountedOperations(virtual):
+        for _ in range(2):  # the second time operations are known
+            places = torch.arange(6, device="meta")
+            packed = (torch.diff(places[None], prepend=places[None, :1] - 1) != 1).cumsum(-1)
+            assert (packed[:, -1] == 0).all() and not (places > 6).any() and places.sum().item() == 15
+            assert not torch.cat([places[:2], places[3:]]).eq(2).any()
+        assert virtual.values_read == 0
+        data = torch.empty(6, dtype=torch.long, device="meta")
+        unknown = places + data, torch.empty_like(places), torch.rand_like(places.float())
+        assert all((one > 60).any() for one in unknown)
+        places += data
+        assert (places > 60).any()
+        assert virtual.values_read == 4
+
+
+def test_the_note_on_values_stands_where_the_model_goes_on_by_what_it_computed() -> None:
+    """A mask that is found to be a causal one is no such thing; which tokens an expert gets is."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256, **heads}
+    routing = transformers.MixtralConfig(**shape, num_local_experts=4, experts_implementation="eager", use_cache=False)
+    with torch.device("meta"):
+        models = [tiny(), transformers.MixtralForCausalLM(routing).to(torch.bfloat16)]
+    config, seen = offload.Config(dtype="bf16", nvme="."), Seen(MACHINE, None, None, WORK)
+    dense, routed = (seen.notes(forecast(model, adamw(model), config, MACHINE, WORK)) for model in models)
+    assert dense == [] and "looks at a value that it computed" in routed[0]
+
+
+def test_where_what_the_model_computes_with_is_too_much_no_larger_one_is_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Drives would hold one, of adapters above all."""
+    machine = json.loads((Path(offload.__file__).parent / "device/virtual/machines/rtx4090.json").read_text())
+    path = tmp_path / "own.json"
+    shape = ["--hidden", "64", "--layers", "2", "--vocabulary", "256", "--dtype", "bf16", "--sequence", "128", "--lora", "4"]
+    found = []
+    for device_nbytes in (2**30, 2**24):
+        path.write_text(json.dumps({**machine, "device_nbytes": {"value": device_nbytes, "source": "made up"}}))
+        main(["plan", *shape, "--machine", str(path), "--batch", "32", "--json"])
+        found.append(json.loads(capsys.readouterr().out))
+    fitting, too_large = found
+    assert fitting["fits"] and fitting["largest"]["parameters"] > 1e9
+    assert not too_large["fits"] and too_large["peak_nbytes"]["device"] > 2**24
+    assert set(too_large["largest"]) == {"batch", "sequence"} and too_large["largest"]["batch"] < 32

@@ -81,7 +81,7 @@ def training_loop(
         return offload.initialize(model, optimizer, config.expecting(work.micro_batches, work.batch * work.sequence))
 
     def micro_batch(engine: offload.Engine) -> None:
-        tokens = torch.zeros(work.batch, work.sequence, dtype=torch.long, device="meta")
+        tokens = torch.empty(work.batch, work.sequence, dtype=torch.long, device="meta")
         engine.backward(model(input_ids=tokens, labels=tokens).loss)
 
     def end(engine: offload.Engine) -> None:

@@ -41,7 +41,8 @@ class Bought:
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """`largest`: of parameters, batch and sequence, each with the others as they are."""
+    """`largest`: of parameters, batch and sequence, each with the others as they are. Of parameters as many as the drives hold;
+    none where what this model computes with is too much already."""
 
     largest: dict[str, int] = field(default_factory=dict)
     buys: list[Bought] = field(default_factory=list)
@@ -99,6 +100,8 @@ def _largest(
     largest = {what: _most(found, machine, size, times) for what, size in (("batch", work.batch), ("sequence", work.sequence))}
     if largest["sequence"] != work.sequence:
         largest["sequence"] = largest["sequence"] // _ROUND * _ROUND
+    if _computes_with_too_much(found, machine):
+        return largest
     try:
         on_drive = outline.placement("nvme", "nvme").nvme_nbytes
     except ConfigError:  # below stage 3 parameters stay on the devices of all ranks
@@ -110,11 +113,16 @@ def _largest(
     )
 
 
+def _computes_with_too_much(found: Forecast, machine: Machine) -> bool:
+    """Whether the memory that the model computes on is what is short: of that a larger model takes no less."""
+    return found.peak_nbytes[found.model_tier] > machine.model_nbytes
+
+
 def _most(found: Forecast, machine: Machine, size: int, times: float) -> int:
     """`times` so large, but for what the run itself says: `size` fits, is too large, or something else does not fit."""
     if found.fits:
         return max(size, int(size * times))
-    return min(size - 1, int(size * times)) if found.peak_nbytes[found.model_tier] > machine.model_nbytes else 0
+    return min(size - 1, int(size * times)) if _computes_with_too_much(found, machine) else 0
 
 
 def _traffic(machine: Machine, budgets: dict[str, int], outline_with: MakeOutline, micro_batches: int) -> Traffic | None:

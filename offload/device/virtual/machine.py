@@ -61,7 +61,7 @@ class VirtualMachine:
         self.calls = 0
         """How often the engine asked for a copy, a transfer or a pass."""
         self.values_read = 0
-        """How often the model asked for a value on the device, which there is none of."""
+        """How often the model asked for a value on the device that there is none of."""
         self._left_out = 0
         self._lanes: set[int] = set()
         self._communicating: set[int] = set()
@@ -178,10 +178,12 @@ class VirtualMachine:
         read, write = self.resources["nvme_read"], self.resources["nvme_write"]
         return read.moved, write.moved, read.busy_seconds, write.busy_seconds
 
-    def value_read(self, dtype: torch.dtype) -> bool | int | float:
-        """The model waits for the device and reads one number: conditions hold, numbers are 1."""
-        self.values_read += 1
+    def value_read(self, dtype: torch.dtype, known: bool | int | float | None = None) -> bool | int | float:
+        """The model waits for the device and reads one number. Where nobody knows it, conditions hold and numbers are 1."""
         self.stream.last.wait()
+        if known is not None:
+            return known
+        self.values_read += 1
         if dtype is torch.bool:
             return True
         return 1.0 if dtype.is_floating_point else 1

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from offload.device.virtual.machine import VirtualMachine
+from offload.device.virtual.positions import Positions
 
 _LARGE_NBYTES = 1 << 16
 """Of host memory: below it an operation is done, not only counted."""
@@ -47,6 +48,7 @@ class CountedOperations(SeenOperations):
         super().__init__()
         self._machine = machine
         self._known: dict[Hashable, _Known] = {}
+        self._positions = Positions()
 
     def seen(self, function: Any, args: Any, given: Mapping[str, Any]) -> Any:
         """The operation's result, counted."""
@@ -60,9 +62,10 @@ class CountedOperations(SeenOperations):
             for one in outputs:
                 self._machine.track(one)
             self._machine.launch(known.flops, known.nbytes, wide=known.is_wide)
+            self._positions.followed(function, args, given, outputs[0])
             return outputs[0] if known.is_single else tuple(outputs)
         if function is torch.ops.aten._local_scalar_dense.default:
-            return self._machine.value_read(inputs[0].dtype)
+            return self._machine.value_read(inputs[0].dtype, self._positions.value_of(inputs[0]))
         if function is torch.ops.aten.nonzero.default:
             return self._found(inputs[0])
         result = function(*args, **given)
@@ -70,6 +73,9 @@ class CountedOperations(SeenOperations):
         made = [one for one in _with_new_storage(outputs, inputs) if one.is_meta]
         if function._schema.is_mutable:
             self._machine.wrote(inputs[0])
+            self._positions.wrote(inputs[0])
+        else:
+            self._positions.followed(function, args, given, result)
         if made or function._schema.is_mutable:
             for one in made:
                 self._machine.track(one)
@@ -100,6 +106,8 @@ class CountedOperations(SeenOperations):
         for output in tensors_in((result,)):
             if output.is_meta:
                 self._machine.track(output)
+        if not inputs:
+            self._positions.made(function, args, given, result)
         return result
 
 
