@@ -17,15 +17,16 @@ def lines_of(placement: Placement) -> list[str]:
     totals = {tier: placement.plan.total_nbytes(tier) for tier in TIERS}
     taken = ", ".join(f"{nbytes / 2**30:.2f} GiB on {tier}" for tier, nbytes in totals.items() if nbytes)
     cost = verdict.cost
-    halves = [_seconds(max(half.values())) for half in (cost.forward, cost.backward)]
+    parts = [_seconds(max(part.values())) for part in cost.parts]
+    between = f"{parts[1]} under the other micro-batches, " if any(cost.between.values()) else ""
     room = "" if verdict.has_room else "; sums of several micro-batches would find no room"
     return [
         f"placement: parameters on {placement.parameters}, optimizer states on {placement.optimizer_states}, gradients on "
         f"{placement.gradients}, {sum(route.parameters == 'device' for route in placement.routes)} of {len(placement.routes)} "
         f"units' parameters on the device, prefetch {placement.prefetch}",
         f"memory: {taken or 'nothing'}{room}",
-        f"a step moves what takes {_seconds(cost.seconds)} at least ({cost.bound_by}): {halves[0]} under forward, "
-        f"{halves[1]} under backward; longer compute hides it",
+        f"a step moves what takes {_seconds(cost.seconds)} at least ({cost.bound_by}): {parts[0]} under forward, "
+        f"{between}{parts[2]} under backward; longer compute hides it",
         f"weighed: {_weighed(verdict)}",
         f"rates: {verdict.rates.source}",
     ]

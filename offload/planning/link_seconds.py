@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that one half of a step moves over each link, and the seconds that they take (`offload.planning.cost`)."""
+"""Bytes that one part of a step moves over each link, and the seconds that they take (`offload.planning.cost`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offload.planning.route_bytes import Link, Moves
 
 @dataclass(slots=True)
 class Load:
-    """Of one half of a step."""
+    """Of one part of a step."""
 
     nbytes: defaultdict[Link, float] = field(default_factory=lambda: defaultdict(float))
     chunk_count: int = 0
@@ -38,18 +38,26 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds that a step takes at least, besides what the model computes; `forward` and `backward`: by link."""
+    """Seconds that a step takes at least, besides what the model computes; of each part of it by link."""
 
     forward: dict[str, float]
+    """The first micro-batch's."""
+    between: dict[str, float]
+    """All from then to the last forward's end; nothing of a single micro-batch."""
     backward: dict[str, float]
+    """The last micro-batch's."""
+
+    @property
+    def parts(self) -> tuple[dict[str, float], ...]:
+        return self.forward, self.between, self.backward
 
     @property
     def seconds(self) -> float:
-        return max(self.forward.values()) + max(self.backward.values())
+        return sum(max(part.values()) for part in self.parts)
 
     @property
     def by_link(self) -> dict[str, float]:
-        return {link: seconds + self.backward[link] for link, seconds in self.forward.items()}
+        return {link: sum(part[link] for part in self.parts) for link in self.forward}
 
     @property
     def bound_by(self) -> str:

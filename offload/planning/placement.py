@@ -68,6 +68,7 @@ class Verdict:
             "seconds": self.cost.seconds,
             "bound_by": self.cost.bound_by if self.cost.seconds else None,
             "forward": self.cost.forward,
+            "between": self.cost.between,
             "backward": self.cost.backward,
             "rates": asdict(self.rates),
             "weighed": [

@@ -53,9 +53,12 @@ class Traffic:
         return Traffic.of(problem, placement, list(map(sum, counts)), micro_batches)
 
 
-def fetch_counts(problem: Problem, placement: Placement, micro_batches: int) -> Sequence[tuple[int, int]]:
-    """How often the schedule fetches each unit: under the first forward of a step, and after it. All micro-batches between the
-    first and the last fetch as the second does."""
+Fetches = tuple[int, int, int]
+"""How often the schedule fetches a unit: under a step's first forward, between that and the last backward, under that."""
+
+
+def fetch_counts(problem: Problem, placement: Placement, micro_batches: int) -> Sequence[Fetches]:
+    """Of each unit. All micro-batches between the first and the last fetch as the second does."""
     takes_memory, capacity = tuple(problem.fetched(placement.routes)), placement.unit_capacity_nbytes or 0
     return _fetch_counts(problem.expected.trace, takes_memory, capacity, placement.prefetch, micro_batches)
 
@@ -63,15 +66,17 @@ def fetch_counts(problem: Problem, placement: Placement, micro_batches: int) -> 
 @lru_cache
 def _fetch_counts(
     trace: UseTrace, takes_memory: tuple[int, ...], capacity: int, prefetch: int, micro_batches: int
-) -> tuple[tuple[int, int], ...]:
-    events, counts, looked_at = trace.events, [[0, 0] for _ in takes_memory], min(micro_batches, 3)
+) -> tuple[Fetches, ...]:
+    events, counts, looked_at = trace.events, [[0, 0, 0] for _ in takes_memory], min(micro_batches, 3)
     schedule = plan(UseTrace(events * looked_at), takes_memory, capacity, prefetch)
     for position, ops in enumerate(schedule.at):
-        half, is_between = int(2 * position >= len(events)), position // len(events) == 1 and looked_at == 3
+        is_backward, is_between = 2 * (position % len(events)) >= len(events), position // len(events) == 1 and looked_at == 3
+        is_first, is_last = position < len(events), position // len(events) == looked_at - 1
+        part = 0 if is_first and not is_backward else 2 if is_last and is_backward else 1
         times = micro_batches - 2 if is_between else 1
         for op in ops:
-            counts[op.unit_index][half] += times * (op.verb is Verb.FETCH and takes_memory[op.unit_index] > 0)
-    return tuple((first, second) for first, second in counts)
+            counts[op.unit_index][part] += times * (op.verb is Verb.FETCH and takes_memory[op.unit_index] > 0)
+    return tuple((first, between, last) for first, between, last in counts)
 
 
 def spilled_by(problem: Problem, placement: Placement, micro_batches: int) -> tuple[int, int]:

@@ -27,6 +27,8 @@ from offload.errors import BudgetError
 
 LINKS = ("h2d", "d2h", "nvme_read", "nvme_write")
 _IN_USE = "parameters in use"
+_PARTS = ("forward", "between", "backward")
+"""Of a step, as the planner weighs them."""
 FIRST_STEPS = 2
 """At most before the one that is looked at: the first has no updates under its forward."""
 _ALIKE, _THE_SAME = 1e-3, 1e-6
@@ -91,8 +93,8 @@ class Forecast:
     """What the model takes there itself, about: activations, gradients, inputs."""
     values_read: int
     """How often the model asked in it for a value on the device, which there is none of."""
-    halves: dict[str, dict[str, float]]
-    """Of "forward" and "backward": seconds that each link takes at least, as the placement was weighed by them."""
+    parts: dict[str, dict[str, float]]
+    """Of "forward", "between" and "backward": seconds that each link takes at least, as the placement was weighed by them."""
     ranks: int = 1
 
     @property
@@ -112,7 +114,7 @@ class Forecast:
         """The object that `plan --json` prints; null for NaN, which JSON does not have."""
         names = ("fits", "reason", "step_seconds", "floor_seconds", "bottleneck", "tokens_per_second", "floors")
         more = ("peak_nbytes", "moved_nbytes", "hidden", "exposed_seconds", "placement", "planned")
-        last = ("own_nbytes", "values_read", "halves", "ranks", "peak_nbytes_of_all")
+        last = ("own_nbytes", "values_read", "parts", "ranks", "peak_nbytes_of_all")
         values = {name: getattr(self, name) for name in names + more + last}
         return {name: None if value != value else value for name, value in values.items()}
 
@@ -304,7 +306,7 @@ def _forecast(engine: Rehearsed, virtual: VirtualMachine, spent: _Counters, toke
         model_tier=machine.model_tier,
         own_nbytes=max(peak[machine.model_tier] + virtual.unwritten_nbytes - _of_the_engine(stats, machine.model_tier), 0),
         values_read=round(spent[_VALUES]),
-        halves={half: stats["decision"][half] for half in ("forward", "backward")} if stats["decision"] is not None else {},
+        parts={part: stats["decision"][part] for part in _PARTS} if stats["decision"] is not None else {},
         ranks=count,
     )
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from offload.cli.plans.forecast import Work, forecast, training_loop
 from offload.device.virtual.description import read_machine
 from offload.device.virtual.machine import VirtualMachine
 from offload.errors import ConfigError
+from offload.planning.budget import Tier
 from offload.planning.deciding import PAIRINGS
 from offload.rehearsal.forecast import rehearse
 
@@ -44,12 +45,16 @@ def wide() -> transformers.PreTrainedModel:
     return llama(hidden_size=2048, intermediate_size=8192, num_hidden_layers=6, vocab_size=32000, **heads)
 
 
+def deep() -> transformers.PreTrainedModel:
+    return llama(hidden_size=1280, intermediate_size=3328, num_hidden_layers=9, num_attention_heads=10, vocab_size=50304)
+
+
 def seconds(
     make: Callable[[], transformers.PreTrainedModel] = small, machine: str = "rtx4090", work: Work = WORK, **fields: Any
 ) -> tuple[float, bool] | None:
     """Of a step, and whether several micro-batches would find room for their sums; None where it does not fit."""
     model, has_room = make(), set[bool]()
-    config = offload.Config(dtype="bf16", nvme=".", max_grad_norm=1.0, **fields)
+    config = offload.Config(dtype="bf16", nvme=".", **{"max_grad_norm": 1.0, **fields})
     loop = training_loop(model, torch.optim.AdamW(model.parameters()), config, work)
 
     def end(engine: offload.Engine) -> None:
@@ -81,10 +86,41 @@ def test_chunks_are_no_smaller_than_pays(machine: str, on_device: float, in_memo
     compare(budgets, make=wide, machine=machine, work=Work(1, 2048, micro_batches, checkpointing=True))
 
 
-def compare(budgets: dict[str, int], **run: Any) -> None:
+@pytest.mark.parametrize(
+    ("make", "on_device", "in_memory", "work", "best", "fields"),
+    [
+        (small, 4.0, 16.0, Work(1, 2048, 8, checkpointing=False), ("device", "cpu"), {}),
+        (wide, 5.0, 5.0, Work(4, 2048, 4, checkpointing=True), ("cpu", "nvme"), {}),
+        (wide, 6.5, 2.0, Work(4, 2048, 4, checkpointing=True), ("device", "nvme"), {}),
+        (
+            deep,
+            10.05,
+            3.11,
+            Work(4, 2048, 4, checkpointing=True),
+            ("device", "nvme"),
+            {"state_format": "split", "max_grad_norm": None},
+        ),
+    ],
+)
+def test_each_part_of_a_step_hides_what_moves_in_it(
+    make: Callable[[], transformers.PreTrainedModel],
+    on_device: float,
+    in_memory: float,
+    work: Work,
+    best: tuple[Tier, Tier],
+    fields: dict[str, Any],
+) -> None:
+    """Updates in backward are hidden by the last one, not by those of the other micro-batches; units that stay once they were
+    fetched move nothing that they could hide, and other units' gradients may be late under them."""
+    numel = sum(parameter.numel() for parameter in make().parameters())
+    budgets = {"device_memory": int(on_device * numel), "cpu_memory": int(in_memory * numel)}
+    compare(budgets, [best], make=make, work=work, **fields)
+
+
+def compare(budgets: dict[str, int], pairings: Sequence[tuple[Tier, Tier]] = PAIRINGS, **run: Any) -> None:
     auto = seconds(**run, **budgets)
     assert auto is not None
-    fixed = [seconds(parameters=parameters, optimizer_states=states, **run, **budgets) for parameters, states in PAIRINGS]
+    fixed = [seconds(parameters=parameters, optimizer_states=states, **run, **budgets) for parameters, states in pairings]
     possible = [one for one in fixed if one is not None]
     assert possible
     compared = [one for one, has_room in possible if has_room >= auto[1]]
