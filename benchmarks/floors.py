@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import transformers
-from step_floor import in_halves
+from step_floor import in_parts
 
 import offload
 from offload.cli.plans.forecast import Work, forecast, forecast_granted
@@ -82,6 +82,13 @@ class Cell:
             config = dataclasses.replace(config, max_grad_norm=None)
         return forecast(*self._make(), config, read_machine(self.machine), self.work, unbound=unbound)
 
+    def run_twice_as_fast(self, config: offload.Config, what: str) -> Forecast:
+        """The step that `run_granted` gave `config` of on a machine whose description differs in that these of `TAKEN_AWAY` are
+        twice as fast: places are decided for it."""
+        machine = read_machine(self.machine)
+        faster = changed(machine, **{name: 2 * getattr(machine, name) for name in TAKEN_AWAY[what]})
+        return forecast(*self._make(), config, faster, self.work)
+
     def _make(self) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         width, layers, heads, kv_heads, intermediate = SIZES[self.size]
         shape = transformers.LlamaConfig(
@@ -128,13 +135,12 @@ CELLS = [Cell(*one) for one in itertools.product(SIZES, ("rtx4090", "h100"), (20
 
 
 def in_order(found: Forecast, micro_batches: int) -> float:
-    """`in_halves`, by what the planner's cost has move in each, and what they compute: the first of the micro-batches'
-    forwards, and all else that they fetch and sum. An update that can be undone is in the second half. Of a micro-batch's
-    computing the forward is a quarter: backward has it again, and twice as much of its own."""
-    computing, moving = found.floors["compute"], found.halves
-    forward = computing / micro_batches / 4
-    first, second = (forward, *moving["forward"].values()), (computing - forward, *moving["backward"].values())
-    return in_halves(found.floor_seconds, first, second)
+    """`in_parts`, by what the planner's cost has move in each, and what they compute: the first of the micro-batches' forwards,
+    under which updates run that could not be undone; the last backward, under which those run that could; and what is between.
+    Of a micro-batch's computing the forward is a quarter: backward has it again, and twice as much of its own."""
+    computing = found.floors["compute"] / micro_batches
+    parts = {"forward": computing / 4, "between": computing * (micro_batches - 1), "backward": computing * 3 / 4}
+    return in_parts(found.floor_seconds, *((least, *found.parts[part].values()) for part, least in parts.items()))
 
 
 def waits(trace: Path) -> dict[str, float]:
@@ -167,12 +173,31 @@ def without(cell: Cell, found: Forecast, config: offload.Config, waited: dict[st
     return lines
 
 
+def twice_as_fast(cell: Cell, found: Forecast, config: offload.Config, lines: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Of the rates that `without` took away that which gains most alone, on a machine where it is doubled. Ratios are to the
+    floor of the step that was found, and to the floor there."""
+    rates = [
+        line["without"][0] for line in lines if len(line["without"]) == 1 and set(TAKEN_AWAY[line["without"][0]]) - {CALLS}
+    ]
+    if not rates:
+        return None
+    there = cell.run_twice_as_fast(config, rates[0])
+    seconds = there.step_seconds
+    return {
+        "what": rates[0], "step_seconds": seconds, "ratio": seconds / found.floor_seconds,
+        "ratio_there": seconds / there.floor_seconds,
+    }  # fmt: skip
+
+
 def told(cell: Cell) -> dict[str, Any]:
     """What the result file has of it. `bound`: what was in use longest while the model was not; `waits`: as above."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         found, config = cell.run_granted(trace)
         waited = waits(trace) if trace.exists() else {}
+    lines = (
+        without(cell, found, config, waited) if found.peak_nbytes and found.step_seconds > GOAL * found.floor_seconds else []
+    )
     values: dict[str, Any] = {**dataclasses.asdict(cell), "fits": found.fits, "placement": found.placement}
     if found.peak_nbytes:
         values |= {
@@ -181,7 +206,7 @@ def told(cell: Cell) -> dict[str, Any]:
             "tokens_per_second": found.tokens_per_second,
             "bound": max(found.exposed_seconds, key=found.exposed_seconds.__getitem__), "exposed": found.exposed_seconds,
             "waits": waited,
-            "without": without(cell, found, config, waited) if found.step_seconds > GOAL * found.floor_seconds else [],
+            "without": lines, "twice_as_fast": twice_as_fast(cell, found, config, lines),
             "on_device_seconds": cell.run_on_device().step_seconds if cell.is_compared else None,
         }  # fmt: skip
     return values

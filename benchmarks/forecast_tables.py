@@ -9,6 +9,8 @@ from markdown_text import gib, table
 
 PUBLISHED = {"7 B": "8 B 3,142 tokens/s", "32 B": "32 B 740 tokens/s"}
 """Of RoundPipe, by the nearest size here."""
+_WORST = 3
+"""Cells that are told of on changed machines."""
 
 
 def floors(report: dict[str, Any]) -> str:
@@ -17,8 +19,9 @@ def floors(report: dict[str, Any]) -> str:
     near = sum(one["ratio"] <= 1.15 for one in fitting)
     introduction = (
         "Llama-shaped, bf16, split masters, checkpointing, clip 1.0, all of the machine's memory granted; in virtual time. The "
-        "floor is the largest of computing, each link, and host memory with all who use it. In order: the forward, then the "
-        "backwards, each as long as its computing or what the planner's cost has move in it. Where a step takes more than 1.15 "
+        "floor is the largest of computing, each link, and host memory with all who use it. In order: the first forward, the "
+        "other micro-batches, the last backward, each as long as its computing or what the planner's cost has move in it. "
+        "Where a step takes more than 1.15 "
         "of the floor: the seconds in which the model stood still, by what it waited for and what that was a matter of, as "
         "`explain` counts them in the step's trace, and what the ratio would be were that not there to be waited for: the same "
         "step in the same places, run again without clipping, or with a host memory, a drive, a link or Python's calls that "
@@ -43,7 +46,7 @@ def floors(report: dict[str, Any]) -> str:
     introduction += " Published for one RTX 4090 by RoundPipe, updates one step stale and nothing clipped: " + "; ".join(
         f"{published}, here {size} {best[size]:,.0f}" for size, published in PUBLISHED.items()
     )
-    introduction += ", in the best of these cells, with exact updates that are clipped."
+    introduction += ", in the best of these cells, with exact updates that are clipped." + _twice_as_fast(fitting)
     columns = "| model | machine | tokens x micro-batches | states on | s/step | floor (of) | ratio | in order | waits for |"
     rows = []
     for one in report["results"]:
@@ -58,6 +61,22 @@ def floors(report: dict[str, Any]) -> str:
             f"| {one['step_seconds'] / one['in_order_seconds']:.2f} | {bound} |"
         )
     return introduction + "\n\n" + table(columns, rows)
+
+
+def _twice_as_fast(fitting: list[dict[str, Any]]) -> str:
+    """The furthest from their floors, where what they wait for most is doubled."""
+    told = []
+    for one in sorted(fitting, key=lambda one: -float(one["ratio"]))[:_WORST]:
+        faster = one.get("twice_as_fast")
+        if faster:
+            gone = next(way["ratio"] for way in one["without"] if way["without"] == [faster["what"]])
+            told.append(
+                f"{one['size']} on the {one['machine']} with {one['tokens']} x {one['micro_batches']} tokens, {faster['what']} "
+                f"twice as high: {one['step_seconds']:.2f} -> {faster['step_seconds']:.2f} s, {one['ratio']:.2f} -> "
+                f"{faster['ratio']:.2f} of the floor above ({gone:.2f} where it takes no time), {faster['ratio_there']:.2f} of "
+                "the floor there"
+            )
+    return f" The {len(told)} worst on machine files that differ in what bounds them: {'; '.join(told)}." if told else ""
 
 
 def _waits(one: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What benchmarks count a step's floor by: the rates of memory and drive, measured; the bytes of each parameter; what computing
-takes; and what the order of a step's two halves adds."""
+takes; and what the order of a step's parts adds."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ def on_drive(read: float, written: float, nvme: dict[str, float]) -> float:
     return 2 * both / nvme["both"] + (read - both) / nvme["read"] + (written - both) / nvme["write"]
 
 
-def in_halves(floor_seconds: float, forward: Iterable[float], backward: Iterable[float]) -> float:
-    """What a step takes at least, in seconds, where what moves in one half is not moved in the other: an update that waits for
-    the norm of all gradients runs under the next forward, which finds each unit updated. Each half lasts as long as the longest
-    of what goes on in it side by side; and no step is shorter than its floor."""
-    return max(floor_seconds, max(forward) + max(backward))
+def in_parts(floor_seconds: float, *parts: Iterable[float]) -> float:
+    """What a step takes at least, in seconds, where what moves in one of its parts is not moved in another: an update that
+    waits for the norm of all gradients runs under the next forward, which finds each unit updated. Each part lasts as long as
+    the longest of what goes on in it side by side; and no step is shorter than its floor."""
+    return max(floor_seconds, sum(map(max, parts)))
 
 
 def record_nbytes(state_format: str | None) -> tuple[float, float]:

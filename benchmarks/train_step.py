@@ -29,7 +29,7 @@ from typing import Any
 
 from cpu_kinds import CpuSeconds
 from machine import describe_machine, status_nbytes
-from step_floor import Compute, drive_nbytes, in_halves, memory_nbytes, memory_rate, nvme_rates, on_drive, record_nbytes
+from step_floor import Compute, drive_nbytes, in_parts, memory_nbytes, memory_rate, nvme_rates, on_drive, record_nbytes
 
 SHAPES = {
     "tiny": {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 128},
@@ -319,7 +319,7 @@ def finished(result: dict[str, Any], compute: Compute, common: dict[str, Any], r
     result = result | {"floor": terms, "floor_seconds": max(terms.values()), "ratio_to_plain": None, "rates": rates}
     if CASES[result["case"]].get("update") == "step" and "nvme" in terms:
         share = compute.forward_share(common, result["case"])
-        result["norm_first_seconds"] = in_halves(result["floor_seconds"], *halves(result, seconds, share, rates["nvme"]))
+        result["norm_first_seconds"] = in_parts(result["floor_seconds"], *halves(result, seconds, share, rates["nvme"]))
     return result
 
 
