@@ -74,16 +74,12 @@ def initialize(
     parts = assembly.build()
     try:
         engine = Engine(model, chosen, resolved, parts, assembly.slots)
+        for introduce in introductions:
+            introduce(engine)
+        engine._taken.keep()
     except BaseException:
         give_back(parts.made)
         raise
-    try:
-        engine._taken.begin()
-    except BaseException:
-        engine.close()
-        raise
-    for introduce in introductions:
-        introduce(engine)
     return engine
 
 

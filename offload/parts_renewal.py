@@ -34,7 +34,7 @@ from offload.step.components import Components, give_back
 from offload.step.hooks.module_hooks import Hooks
 from offload.step.threads.held_interrupt import HeldInterrupt
 from offload.step.threads.taking_turns import Turn
-from offload.taken_model import TakenModel
+from offload.taken_model import GivingUp, TakenModel
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -46,27 +46,38 @@ class PartsRenewal:
     def __init__(
         self, model: nn.Module, optimizer: OffloadOptimizer | None, config: Config, parts: Components, slots: Sequence[Slot]
     ) -> None:
-        """Takes the model and the optimizer last of all, and wholly or not at all."""
+        """Takes the model and the optimizer last of all, and begins. Until they are kept (`TakenModel.keep`) it undoes that to
+        close `parts.made`."""
         self._model, self._optimizer, self._config = model, optimizer, config
         self._turn = Turn(backward_elsewhere=parts.accelerator.device.type != "cpu")
         self._planned_for = config.micro_batches
         """Micro-batches a step: as many as places were decided for, or were found to be no reason for others."""
         self._step_of_forward = -1
         """How many steps were done when the last forward that was recorded began."""
-        self._take(parts, slots)
+        self.current = self._made_of(parts)
+        parts.made.append(GivingUp(self.current))
+        self._take(slots)
+        self.current.begin()
 
-    def _take(self, parts: Components, slots: Sequence[Slot] = ()) -> None:
+    def _made_of(self, parts: Components) -> TakenModel:
         reference = weakref.ref(self)
 
         def successor() -> Hooks | None:
             renewal = reference()
             return renewal._anew() if renewal is not None else None
 
-        self.current = TakenModel(self._model, self._optimizer, self._config, parts, successor, self._turn)
-        # What has the model is the current one, also where an interrupt comes here: a load ends it.
+        return TakenModel(self._model, self._optimizer, self._config, parts, successor, self._turn)
+
+    def _take(self, slots: Sequence[Slot] = ()) -> None:
         self.current.take(slots)
         if self._optimizer is not None:
             self._optimizer.stepper = self.current
+
+    def _hand_over(self, parts: Components) -> None:
+        """What has the model is the current one, also where an interrupt comes here: a load ends it."""
+        self.current = self._made_of(parts)
+        self._take()
+        self.current.keep()
 
     def _anew(self) -> Hooks | None:
         """At the begin of a forward."""
@@ -135,7 +146,7 @@ class PartsRenewal:
                 made = refitted(parts, config, optimizer.moments, optimizer.param_groups, trained, ranks, free)
             except Exception as error:
                 failure, made = error, rebuild(parts, self._config, optimizer.moments, others)
-            self._take(made)
+            self._hand_over(made)
             self.current.checkpointing.load(path)
             made.meeting.meet(MeetingPoint.UNFREEZING)  # nobody reads it any more
         except BaseException as error:
@@ -200,7 +211,7 @@ class PartsRenewal:
             moments = self._optimizer.moments if self._optimizer is not None else ()
             made = rebuild(parts, self._config, moments, parts.ranks.renewed())
             try:
-                self._take(made)
+                self._hand_over(made)
             except BaseException:
                 give_back(made.made)
                 raise

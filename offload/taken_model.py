@@ -6,7 +6,7 @@ An engine has one at a time. It gets another where its parts are made anew: for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from offload.model.flat import ParameterInfo
 from offload.model.optimizer import OffloadOptimizer
 from offload.model.peft_names import library_models
 from offload.model.staying_places import StayingPlaces
-from offload.model.taken_methods import TakenMethods
+from offload.model.taken_methods import Replacement, TakenMethods
 from offload.profiling.profile import Profile
 from offload.ranks.next_transfers import MeetingPoint
 from offload.step.components import Components
@@ -42,6 +42,16 @@ from offload.step.timeline import LinkMeter
 from offload.step.training import Training
 from offload.step.values.gathering import Gathering
 from offload.step.values.named_states import NamedStates
+
+
+class GivingUp:
+    """Of a model and its optimizer on their way into an engine's hands: closing it undoes the way."""
+
+    def __init__(self, taken: TakenModel) -> None:
+        self._taken = taken
+
+    def close(self) -> None:
+        self._taken.give_up()
 
 
 class TakenModel:
@@ -57,7 +67,7 @@ class TakenModel:
         turn: Turn,
     ) -> None:
         """`successor`: as of `Hooks`. `turn`: the same for all of an engine's."""
-        self._model = model
+        self._model, self._optimizer = model, optimizer
         self.parts, self.links = parts, LinkMeter(parts.timeline, parts.backend)
         self.training = Training(parts, config, optimizer.hyper_of if optimizer is not None else None, turn)
         self.gathering = Gathering(parts, self.training)
@@ -76,20 +86,43 @@ class TakenModel:
         events = ModelEvents(parts, self.training, input_dtype=input_dtype)
         self.hooks = Hooks(parts.units, self.training, events, successor)
         self._methods: list[TakenMethods] = []
+        self._taking: Taking | None = None
+        """Until the model is kept: what `give_up` goes by."""
 
     def take(self, slots: Sequence[Slot]) -> None:
-        """Take the model, wholly or not at all. `slots`: what is to be set in it besides."""
+        """Take the model. `slots`: what is to be set in it besides. `keep` or `give_up` is to follow."""
         model, parts = self._model, self.parts
         parts.accelerator.wait_for_all()  # the loop may run on another stream than this call
-        Taking(model, parts, slots).take(self.training, self.hooks)
+        self._taking = Taking(model, parts, slots)
+        self._taking.take(self.training, self.hooks)
         models = library_models(model)
-        self._methods = [TakenMethods(one, self.exporting.replaced_methods(one)) for one in models.values()]
-        self._methods += [TakenMethods(one, {"generate": self._generate}) for one in ({"": model} | models).values()]
+        for one in models.values():
+            self._replace(one, self.exporting.replaced_methods(one))
+        for one in ({"": model} | models).values():
+            self._replace(one, {"generate": self._generate})
+
+    def _replace(self, model: nn.Module, replacements: Mapping[str, Replacement]) -> None:
+        self._methods.append(TakenMethods(model))
+        self._methods[-1].take(model, replacements)
 
     def begin(self) -> None:
         """Bring in what is there between steps too."""
         with self.training.failures():
             self.parts.residency.keep()
+
+    def keep(self) -> None:
+        """They are taken for good. What the parameters held is let go."""
+        self._taking = None
+
+    def give_up(self) -> None:
+        """Model and optimizer are as they were before `take`, however far that came, unless they are kept."""
+        if self._taking is None:
+            return
+        for methods in self._methods:
+            methods.give_back()
+        self._taking.undo()
+        if self._optimizer is not None:
+            self._optimizer.disown()
 
     # ---- what steps the optimizer --------------------------------------------------------------------------------
 

@@ -70,7 +70,7 @@ def check_modules(model: nn.Module) -> None:
 class Taking:
     """A model on its way into an engine's hands: all of it, or it stays as it was before this was made.
 
-    Until `take` has returned, what the parameters held stays in memory.
+    As long as there is this, what the parameters held stays in memory.
     """
 
     def __init__(self, model: nn.Module, parts: Components, slots: Sequence[Slot]) -> None:
@@ -84,6 +84,7 @@ class Taking:
         """By parameter index: what a parameter held; of one on the meta device the Parameter that has it meanwhile."""
         self._slots = slots
         self._former_slots: list[Slot] = [(slots, name, slots[name]) for slots, name, _ in self._slots]
+        self._attributes = [(module, frozenset(vars(module))) for module in model.modules()]
         self._hooks = [
             (holder, name, frozenset(getattr(holder, name) or ()))
             for holders, names in (
@@ -113,20 +114,20 @@ class Taking:
             for info in self._infos:
                 _owned[info.parameter] = True
         except BaseException:
-            self._undo_whole(hooks)
+            self.undo()
             raise
 
-    def _undo_whole(self, hooks: Hooks) -> None:
+    def undo(self) -> None:
+        """Also what `take` has done wholly, and attributes that modules got since. Twice is as once."""
         while True:
             try:
-                self._undo(hooks)
+                self._undo()
                 return
             except KeyboardInterrupt:
                 continue  # nothing is left half done; what began the undoing is raised
 
-    def _undo(self, hooks: Hooks) -> None:
+    def _undo(self) -> None:
         """Can be done again where it was interrupted."""
-        hooks.remove()
         for info, guard, owned in zip(self._infos, self._guards, self._owned, strict=True):
             if not owned:
                 _owned.pop(info.parameter, None)
@@ -140,7 +141,10 @@ class Taking:
         self._remains.put_back()
         for slots, name, former in self._former_slots:
             slots[name] = former
-        for holder, name, before in self._hooks:  # what was interrupted while it was installed
+        for module, own in self._attributes:
+            for name in vars(module).keys() - own:
+                del vars(module)[name]
+        for holder, name, before in self._hooks:  # also of a hook whose installing was interrupted
             known: dict[int, Any] = getattr(holder, name) or {}
             for key in known.keys() - before:
                 del known[key]

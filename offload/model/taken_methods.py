@@ -14,16 +14,20 @@ Replacement = Callable[..., Any]
 
 
 class TakenMethods:
-    """What stands in the model's attributes before methods of its class, until `give_back`. Nothing is kept alive by it."""
+    """What stands in the model's attributes before methods of its class, from `take` until `give_back`. Nothing is kept alive
+    by it."""
 
-    def __init__(self, model: nn.Module, replacements: Mapping[str, Replacement]) -> None:
-        """Of those that the model has; one that was set on the model itself stays."""
+    def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._taken: dict[str, _Method] = {}
+
+    def take(self, model: nn.Module, replacements: Mapping[str, Replacement]) -> None:
+        """Of those that the model has; one that was set on the model itself stays."""
         for name, replacement in replacements.items():
             before = vars(model).get(name)  # an engine's that is gone may have left its own
             if (before is None or isinstance(before, _Method)) and callable(getattr(type(model), name, None)):
-                vars(model)[name] = self._taken[name] = _Method(model, name, replacement)
+                self._taken[name] = _Method(model, name, replacement)  # first: an interrupt may come between the two
+                vars(model)[name] = self._taken[name]
 
     def give_back(self) -> None:
         model = self._model()

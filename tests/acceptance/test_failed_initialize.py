@@ -18,6 +18,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import offload
+from offload.deepspeed_config import translate
+from offload.deepspeed_config.translated import as_there
 from offload.deferred_init.deferred_init import is_deferred
 from tests.drives import drive_is
 from tests.reads import before_each_weight
@@ -28,6 +30,13 @@ from .models import IN_MEMORY, ON_CPU, ON_NVME, ON_NVME_IN_PLACE, Setup, adamw, 
 from .runs import assert_same_bits, refused
 
 SETUPS = pytest.mark.parametrize("setup", (IN_MEMORY, ON_CPU, ON_NVME, ON_NVME_IN_PLACE), ids=lambda setup: setup.name)
+
+
+def keeping(device: str, folder: Path) -> offload.Config:
+    """Small parameters stay in memory between steps, as with DeepSpeed."""
+    tier = {"device": device} | ({"nvme_path": str(folder)} if device == "nvme" else {})
+    sections = {"stage": 3, "offload_param": tier, "stage3_param_persistence_threshold": 1000}
+    return as_there(translate({"zero_optimization": sections}, 1))
 
 
 class Named(nn.Module):
@@ -48,6 +57,9 @@ class Named(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x, _ = self.lstm(x * self.scale + self.mean)
         return self.body(x) + (self.turned @ x.t()).sum()  # type: ignore[no-any-return]
+
+    def generate(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x)  # type: ignore[no-any-return]
 
 
 def in_memory() -> Any:
@@ -89,7 +101,8 @@ def photo(model: nn.Module, optimizer: Any) -> Any:
     state = {
         index: dict(optimizer.state.get(p, {})) for group in optimizer.param_groups for index, p in enumerate(group["params"])
     }
-    seen["optimizer"] = [state, [id(p) for group in optimizer.param_groups for p in group["params"]]]
+    hooks = len(optimizer._optimizer_step_pre_hooks)
+    seen["optimizer"] = [state, [id(p) for group in optimizer.param_groups for p in group["params"]], hooks]
     seen["groups"] = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     return seen
 
@@ -147,6 +160,51 @@ def test_an_interrupt_where_weak_references_are_away(nvme: Path, within: str) ->
         with pytest.raises(KeyboardInterrupt), Interrupting(at, within):
             offload.initialize(model, optimizer, config)
         assert_same_bits(photo(model, optimizer), before, f"line {at}")
+
+
+@pytest.mark.parametrize("within", ["_take", "library_models", "begin", "keep", "bring", "initialize"])
+@pytest.mark.parametrize("build", [in_memory, deferred])
+def test_an_interrupt_behind_the_last_hook(
+    nvme: Path, monkeypatch: pytest.MonkeyPatch, build: Callable[[], Any], within: str
+) -> None:
+    """Also when what is in memory from the start on has come, and while somebody holds the error. Only as `initialize` returns
+    it is too late."""
+    import accelerate  # noqa: F401 - a model is marked for it where a script has it
+
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", "deferred")
+    config = keeping("cpu", nvme)
+    with Interrupting(within=within) as counting:
+        engine = offload.initialize(*build(), config)
+    engine.close()
+    model, optimizer = build()
+    before = photo(model, optimizer)
+    assert counting.line_count > 1
+    for at in range(1, counting.line_count + (within != "initialize")):
+        with pytest.raises(KeyboardInterrupt) as error, Interrupting(at, within):
+            offload.initialize(model, optimizer, config)
+        assert_same_bits(photo(model, optimizer), before, f"line {at}")
+        assert error.value.__traceback__ is not None
+    assert_same_bits(trained(model, optimizer, config), trained(*build(), config))
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "deferred"])
+def test_what_is_in_memory_from_the_start_on_cannot_be_read(
+    nvme: Path, monkeypatch: pytest.MonkeyPatch, accelerator: str
+) -> None:
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", accelerator)
+    config, well = keeping("nvme", nvme), FaultyBackend()
+    expected = trained(*in_memory(), config)
+    drive_is(monkeypatch, well)
+    offload.initialize(*in_memory(), config).close()
+    first = min(moved.index for moved in well.log if moved.kind == "read")
+    model, optimizer = in_memory()
+    before = photo(model, optimizer)
+    drive_is(monkeypatch, FaultyBackend(faults={first: Fault("errno", errno.EIO)}))
+    with refused(offload.StorageError, "Input/output error"):
+        offload.initialize(model, optimizer, config)
+    assert_same_bits(photo(model, optimizer), before)
+    drive_is(monkeypatch, FaultyBackend())
+    assert_same_bits(trained(model, optimizer, config), expected)
 
 
 @pytest.mark.parametrize("build", [in_memory, deferred])
