@@ -228,6 +228,30 @@ def test_what_fails_on_the_way_leaves_all_as_it_was(
     assert_same_bits(engine.state_dict(), in_memory.state_dict())
 
 
+def test_where_no_parts_can_be_made_the_engine_says_so_until_a_load(
+    started: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Neither those for the new places nor those for the old ones: nothing goes on with what is closed."""
+    engine, in_memory = started(**BUDGETS["both"]), started(**IN_MEMORY)
+    assert_same_bits(step(engine, 0), step(in_memory, 0))
+    engine.save_checkpoint(tmp_path / "saved")
+
+    def refuse() -> FaultyBackend:
+        raise offload.StorageError("the drive is full")
+
+    with monkeypatch.context() as patch:
+        drives_from(patch, refuse)
+        with pytest.raises(offload.StorageError, match="the drive is full"):
+            step(engine, 1)
+        for ask in (lambda: step(engine, 1), engine.state_dict, lambda: engine.save_checkpoint(tmp_path / "next")):
+            with pytest.raises(offload.EngineFailedError, match="the drive is full"):
+                ask()
+    engine.load_checkpoint(tmp_path / "saved")
+    for number in (1, 2):
+        assert_same_bits(step(engine, number), step(in_memory, number))
+    assert_same_bits(engine.state_dict(), in_memory.state_dict())
+
+
 def test_a_drive_that_fails_then_is_told_by_its_own_error(
     started: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import mmap
 import os
 import signal
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,9 @@ import offload
 from offload.checkpoint.carry_over import passing_checkpoint
 from offload.checkpoint.format import staged_folder
 from offload.ranks.group import Alone, NoMeeting
+from tests.drives import drives_from
+from tests.scratch_files import scratch_files
+from tests.tiers.faulty_io import FaultyBackend
 from tests.warm import WarmProcess
 
 from .models import (
@@ -293,6 +298,40 @@ def test_no_room_for_more(opened: Any) -> None:
     model.inlet.requires_grad_(False)
     model.blocks[:2].requires_grad_(False)
     one_step(run)
+
+
+class Crowded(FaultyBackend):
+    """A drive to which no memory can be registered any more."""
+
+    def register_memory(self, address: int, nbytes: int) -> Any:
+        raise OSError(errno.ENOMEM, "no memory for the drive")
+
+
+@pytest.mark.parametrize("made_again", [True, False], ids=["as it was", "not at all"])
+@pytest.mark.parametrize("setup", (ON_NVME, ON_NVME_IN_PLACE), ids=lambda s: s.name)
+def test_what_was_made_of_parts_that_fail_is_given_back(
+    opened: Any, nvme: Path, monkeypatch: pytest.MonkeyPatch, setup: Setup, made_again: bool
+) -> None:
+    """The room on the drive and the threads, also while somebody still holds the error."""
+    drives_from(monkeypatch, FaultyBackend)
+    model = partly_frozen()
+    engine = opened(model, all_of(model), setup)
+    run = Run(model, engine.optimizer, engine)
+    one_step(run)
+    before = run.weights()
+
+    files, threads = len(scratch_files(nvme)), threading.active_count()
+    drives = iter([Crowded(), FaultyBackend() if made_again else Crowded()])
+    with monkeypatch.context() as patch:
+        drives_from(patch, lambda: next(drives))
+        model.requires_grad_(True)
+        with pytest.raises(offload.BudgetError, match="no memory for the drive") as error:
+            one_step(run)
+    assert len(scratch_files(nvme)) == (files if made_again else 0) and threading.active_count() <= threads
+    if made_again:
+        assert_same_bits(run.weights(), before)
+        one_step(run)
+    assert files and error.value.__traceback__ is not None
 
 
 @pytest.mark.parametrize("removed", [False, True])

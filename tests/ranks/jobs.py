@@ -29,7 +29,7 @@ from offload.device.recording import COLLECTIVES
 from offload.planning.schedule import Verb
 from offload.profiling.trace_events import read_trace
 from offload.ranks.transport import Ranks
-from tests.drives import drive_is
+from tests.drives import drive_is, drives_from
 from tests.file_systems import at_call, path_of
 from tests.inside import layout_of, parts_of, residency_of
 from tests.small_sizes import small_for_good
@@ -506,6 +506,36 @@ def dying_in_refit(fields: dict[str, Any], where: str) -> None:
             place_of_death = dist if where == "new_group" else psutil
             setattr(place_of_death, where, lambda *_, **__: _fail("dies"))
         model(input_ids=batch, labels=batch)
+
+
+def refused_refit(fields: dict[str, Any], refuses: bool) -> dict[str, Any]:
+    """A block is unfrozen for the third step. `refuses`: for the second too, but rank 1's drive is full as room for its states
+    is made; so it is frozen again."""
+    rank, said = place()[0], None
+    model = llama()
+    block = model.model.layers[0].requires_grad_(False)
+    drives: Iterator[Any] = iter([offload.StorageError("the drive is full")] if rank == 1 else [])
+
+    def drive() -> Any:
+        if (failure := next(drives, None)) is not None:
+            raise failure
+        return FaultyBackend()
+
+    with offload.initialize(model, torch.optim.AdamW(model.parameters(), lr=0.01), offload.Config(**fields)) as engine:
+        losses = _train_on(engine, model, 0, 1)
+        if refuses:
+            block.requires_grad_(True)
+            with pytest.MonkeyPatch.context() as patch:
+                drives_from(patch, drive)
+                try:
+                    _train_on(engine, model, 1, 2)
+                except Exception as error:
+                    said = [type(error).__name__, str(error)]
+            block.requires_grad_(False)
+        losses += _train_on(engine, model, 1, 2)
+        block.requires_grad_(True)
+        losses += _train_on(engine, model, 2, 3)
+        return {"losses": losses, "weights": digest(engine.state_dict()), "said": said}
 
 
 def _fail(how: str) -> None:

@@ -108,6 +108,18 @@ def test_a_rank_that_dies_where_states_are_made_room_for(fresh: Callable[..., Cr
     assert time.monotonic() - began < 120
 
 
+def test_a_rank_that_cannot_make_room_for_states_keeps_all_from_it(fresh: Callable[..., Crew], tmp_path: Path) -> None:
+    """The others are told what came of it there, and all go on as if nothing had been unfrozen."""
+    crew = fresh(2, seconds=60)
+    fields = {"stage": 3, "parameters": "cpu", "optimizer_states": "nvme", "nvme": str(tmp_path)}
+    found = crew.do("refused_refit", fields=fields, refuses=True)
+    told = [one.pop("said") for one in found]
+    assert told[1] == ["StorageError", "the drive is full"]
+    assert told[0][0] == "RankError" and "failed on rank 1: StorageError: the drive is full" in told[0][1]
+    expected = crew.do("refused_refit", fields=fields, refuses=False)
+    assert found == [{name: one[name] for name in ("losses", "weights")} for one in expected]
+
+
 def test_ranks_that_call_different_things(fresh: Callable[..., Crew]) -> None:
     for kind, message in fresh(2).errors("different_calls", fields=STAGE_3):
         assert kind == "RankError"
