@@ -259,7 +259,7 @@ def _with_guessed_budgets(problem: Problem) -> Problem:
     free = problem.free.device_nbytes
     device_memory = config.device_memory
     if device_memory is None and free is not None:
-        device_memory = int(free * _FREE_SHARE / 2)  # activations need room beside the states
+        device_memory = max(1, int(free * _FREE_SHARE / 2))  # activations need room beside the states
     return replace(problem, config=replace(config, cpu_memory=cpu_memory, device_memory=device_memory))
 
 

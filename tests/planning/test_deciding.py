@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 import offload
 from offload.build.assembly import Known, lay_out
@@ -16,11 +16,13 @@ from offload.deepspeed_config import translate
 from offload.device.accelerator import Accelerator
 from offload.device.cpu import CpuAccelerator
 from offload.device.deferred import DeferredAccelerator
+from offload.device.host_memory.host_room import HostRoom
 from offload.errors import BudgetError
 from offload.layout import CHUNK_NUMEL, LARGEST_CHUNK_NUMEL, MANY_CHUNKS, ParameterSpec, build_layout, large_chunk_numels
 from offload.planning import route
 from offload.planning.budget import Tier
 from offload.planning.deciding import ABOUT_AS_LONG, PAIRINGS, Decision
+from offload.planning.free_memory import FreeMemory
 from offload.planning.placement import Placement, place
 from offload.planning.purposes import OPTIMIZER_STATES
 from offload.planning.route import Memory
@@ -59,7 +61,7 @@ def decision(
     tokens: int = 0,
     **fields: Any,
 ) -> Decision:
-    config = offload.Config(parameters=pair[0], optimizer_states=pair[1], nvme=NVME, **fields)
+    config = offload.Config(**({"parameters": pair[0], "optimizer_states": pair[1], "nvme": NVME} | fields))
     return Decision(config.expecting(2 if accumulates else 1, tokens), accelerator, *model, MOMENTS)
 
 
@@ -82,6 +84,15 @@ def moved(decided: Decision, placement: Placement) -> tuple[int, ...]:
     return Traffic.scheduled(decided.problem, placement, decided.problem.micro_batches).slowest_first
 
 
+BOUND: tuple[tuple[tuple[Tier, Tier], str], ...] = (
+    (("cpu", "cpu"), "cpu_memory"),
+    (("device", "cpu"), "cpu_memory"),
+    (("nvme", "cpu"), "cpu_memory"),
+    (("nvme", "nvme"), "cpu_memory"),
+    (("cpu", "device"), "device_memory"),
+    (("device", "device"), "device_memory"),
+)
+"""Tiers, and the budget that their sums of micro-batches are in: all but those that go to NVMe."""
 FORMATS = st.sampled_from(["fp32", "split"])
 SHARES = st.floats(1.0, 12.0)
 
@@ -159,18 +170,64 @@ def test_records_are_kept_until_no_other_fits_and_as_many_bytes_as_in_order(
 
 
 @settings(max_examples=60, deadline=None)
-@given(models(), st.sampled_from(("cpu", "nvme")), SHARES)
-def test_room_for_several_micro_batches_is_said_and_left_where_it_can_be(model: Any, parameters: Tier, share: float) -> None:
-    """From the least on that a loop takes which says so beforehand, whatever else more of host memory is spent on; where any
-    tiers leave it, "auto" does."""
-    accelerator, pair = DeferredAccelerator(), (parameters, "nvme")
-    one, several = (least(model, accelerator, pair, "cpu_memory", accumulates=count) for count in (False, True))
+@given(models(), st.sampled_from(BOUND), SHARES)
+def test_room_for_several_micro_batches_is_said_and_left_where_it_can_be(
+    model: Any, bound: tuple[tuple[Tier, Tier], str], share: float
+) -> None:
+    """From as many bytes on as the least is said to lack for it, whatever else more memory is spent on; where any tiers leave
+    it, "auto" does."""
+    accelerator, (pair, field) = DeferredAccelerator(), bound
+    drive = NVME if "nvme" in pair else None
+    assume(any(flat.trainable for flat in model[0].flats))
+
+    def missing(budget: int, tiers: tuple[str, str]) -> int | None:
+        try:
+            placement = decision(model, accelerator, tiers, nvme=drive, **{field: budget}).decide()
+        except BudgetError:
+            return None
+        assert placement.verdict is not None and placement.verdict.has_room == (placement.sums_missing_nbytes == 0)
+        return placement.sums_missing_nbytes
+
+    def has_room(budget: int, tiers: tuple[str, str]) -> bool:
+        return missing(budget, tiers) == 0
+
+    one = least(model, accelerator, pair, field, nvme=drive)
+    several = one + (missing(one, pair) or 0)
+    pairings = [tiers for tiers in PAIRINGS if drive or "nvme" not in tiers]
     for budget in {one, max(one, several - 1), several, int(share * several)}:
-        fixed, auto = (decision(model, accelerator, tiers, cpu_memory=budget).decide() for tiers in (pair, ("auto", "auto")))
-        for placement in (fixed, auto):
-            assert placement.verdict is not None and placement.verdict.has_room == (placement.sums_missing_nbytes == 0)
-        assert fixed.verdict.has_room == (budget >= several)
-        assert auto.verdict.has_room or budget < several
+        assert has_room(budget, pair) == (budget >= several)
+        assert has_room(budget, ("auto", "auto")) == any(has_room(budget, tiers) for tiers in pairings)
+
+
+def test_memory_that_is_too_little_for_sums_is_spent_all_the_same() -> None:
+    """A loop of single micro-batches has units stay where several would find no room."""
+    specs = [(f"unit {number}", [ParameterSpec(number, 16 * 4096, "bfloat16", 2, True, 0)]) for number in range(8)]
+    model = build_layout(specs, chunk_numel=4096), Expected.of(0, [Use(number) for number in range(1, 8)])
+    accelerator, pair = DeferredAccelerator(), ("cpu", "device")
+    one, several = (least(model, accelerator, pair, "device_memory", accumulates=count) for count in (False, True))
+    decided = [decision(model, accelerator, pair, device_memory=budget) for budget in (one, several - 1)]
+    least_moved, less = (moved(one, one.decide()) for one in decided)
+    assert less < least_moved
+
+
+@pytest.mark.parametrize("device", [0, 1 << 30, 1 << 32])
+@pytest.mark.parametrize("host", [0, 1 << 26, 1 << 28, 1 << 34])
+def test_auto_without_budgets_goes_by_the_memory_that_is_free(host: int, device: int) -> None:
+    """With chunks, and units fetched ahead, that fit into the part of it that is meant for states; where the least does not, it
+    is tried all the same: what is free now may be more in a moment."""
+    specs = [("", [])] + [(f"block {one}", [ParameterSpec(one, 64 << 20, "bfloat16", 2, True, 0)]) for one in range(16)]
+    expected = Expected.of(0, [Use(number) for number in range(1, 17)])
+    free = FreeMemory((HostRoom("memory", 1 << 40, host),), device, 1 << 50)
+    known = Known(DeferredAccelerator(), specs, expected, MOMENTS, free=free)
+    with pytest.raises(BudgetError) as refusal:
+        lay_out(offload.Config(parameters="nvme", optimizer_states="nvme", nvme=NVME, cpu_memory=1), known)
+    least_host = refusal.value.smallest_nbytes
+    _, placement = lay_out(offload.Config(nvme=NVME), known)
+    assert least_host is not None
+    if least_host > 0.8 * host or not device:
+        assert (placement.parameters, placement.optimizer_states, placement.prefetch) == ("nvme", "nvme", 0)
+    else:
+        assert placement.plan.total_nbytes("cpu") <= 0.8 * host and placement.plan.total_nbytes("device") <= 0.4 * device
 
 
 def test_what_is_frozen_stays_where_what_is_trained_would_need_a_master() -> None:
