@@ -55,12 +55,12 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", "deferred")
     engines = []
 
-    def start(nbytes: int | None, **fields: Any) -> Any:
+    def start(nbytes: int | None, make: Callable[[], nn.Module] = blocks, **fields: Any) -> Any:
         if nbytes is None:
             monkeypatch.delenv("OFFLOAD_DEVICE_NBYTES", raising=False)
         else:
             monkeypatch.setenv("OFFLOAD_DEVICE_NBYTES", str(nbytes))
-        model = blocks()
+        model = make()
         engines.append(
             offload.initialize(model, adamw(model), offload.Config(parameters="cpu", optimizer_states="cpu", **fields))
         )
@@ -144,6 +144,77 @@ def test_what_the_loop_takes_beside_the_model_is_followed(started: Any) -> None:
     del other
     ((_, _), (again, _)) = play(engine, [SMALL] * 2)
     assert quiet == again < 0.6 * crowded
+
+
+def test_units_leave_a_tenth_of_what_the_model_leaves(started: Any) -> None:
+    """For what an allocator cannot use of what it has, and for who else computes there: of whatever it leaves."""
+    bare, shares = least(started, [SMALL]), list[float]()
+    whole = sum(parameter.nbytes for parameter in blocks().parameters())
+    for beyond in range(whole // 32, whole, whole // 32):
+        engine = started(bare + beyond)
+        list(play(engine, [SMALL] * 4))
+        taken, free = engine.stats()["resident_peak_nbytes"], bare + beyond - accelerator_of(engine).peak_nbytes()
+        shares.append(taken / (taken + free))
+        engine.close()
+    assert 0.85 < max(shares) <= 0.9
+
+
+def test_what_hooks_keep_within_a_step_is_followed(started: Any) -> None:
+    """From some step on, of inputs of the same size: units go as it grows, before it or the next use finds no memory."""
+    rows, kept = [16 * SMALL] * 5, list[torch.Tensor]()
+
+    def losses(engine: Any) -> list[float]:
+        found = [loss for _, loss in play(engine, rows[:3])]
+        hooks = [
+            module.register_forward_hook(lambda module, inputs, output: kept.append(output.detach().repeat(4, 1)))
+            for module in engine.module
+        ]
+        for _ in rows[3:]:
+            found += [loss for _, loss in play(engine, rows[:1])]
+            kept.clear()
+        for hook in hooks:
+            hook.remove()
+        return found
+
+    unbounded = started(None)
+    expected = losses(unbounded)
+    with pytest.MonkeyPatch.context() as patch:
+        says_it_has(patch, 0)
+        bare = started(1 << 40)
+        losses(bare)
+    engine = started(accelerator_of(bare).peak_nbytes())
+    assert_same_bits(losses(engine), expected)
+    assert_same_bits(engine.state_dict(), unbounded.state_dict())
+    assert engine.stats()["resident_peak_nbytes"] > bare.stats()["resident_peak_nbytes"]
+
+
+def wide_begin() -> nn.Module:
+    model = blocks()
+    model[0] = nn.Sequential(nn.Linear(WIDTH, 16 * WIDTH), nn.Tanh(), nn.Linear(16 * WIDTH, WIDTH))
+    return model
+
+
+def test_in_an_evaluation_inputs_a_little_larger_find_room_at_their_first_use(started: Any) -> None:
+    """It takes more than all others: nothing foretells that but smaller inputs."""
+    rows = [LARGE, LARGE, 5 * LARGE // 4]
+
+    def results(engine: Any) -> list[torch.Tensor]:
+        list(play(engine, [SMALL] * 3))  # from here on units stay as far as there is room
+        found = []
+        for count in rows:
+            with accelerator_of(engine).counting(), torch.no_grad():
+                x, _ = (tensor.clone() for tensor in batch(count))
+                found.append(engine.module(x).sum())
+                del x
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        says_it_has(patch, 0)
+        bare = started(1 << 40, wide_begin)
+        expected = results(bare)
+    engine = started(int(accelerator_of(bare).peak_nbytes()), wide_begin)
+    assert_same_bits(results(engine), expected)
+    assert engine.stats()["resident_peak_nbytes"] > bare.stats()["resident_peak_nbytes"]
 
 
 def test_inputs_a_little_larger_find_the_room_that_they_need(started: Any) -> None:

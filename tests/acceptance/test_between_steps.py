@@ -15,7 +15,20 @@ from tests.inside import residency_of, units_of
 from tests.native.paths import at_library_call
 from tests.small_sizes import small
 
-from .models import ON_CPU, ON_CPU_IN_PLACE, ON_NVME, ON_NVME_AT_STEP, Setup, adamw, stack, vector_batches
+from .models import (
+    IN_MEMORY,
+    ON_CPU,
+    ON_CPU_IN_PLACE,
+    ON_NVME,
+    ON_NVME_AT_STEP,
+    Setup,
+    adamw,
+    byte_batches,
+    gpt2,
+    llama,
+    stack,
+    vector_batches,
+)
 from .runs import Run, assert_same_bits, run_engine
 
 away = pytest.mark.parametrize("setup", (ON_CPU, ON_NVME, ON_NVME_AT_STEP), ids=lambda setup: setup.name)
@@ -43,16 +56,35 @@ def test_step_begins_the_first_fetch_of_the_next_forward(opened: Any, setup: Set
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad])
     engine = opened(model, optimizer, setup)
     x, y = vector_batches(1)[0]
-
-    def on_their_way() -> list[str]:
-        return [unit.name for unit in units_of(engine) if unit.residency.state is UnitState.FETCHING]
-
     for _ in range(3):
         torch.nn.functional.mse_loss(model(x), y).backward()
-        before = on_their_way()
+        before = on_their_way(engine)
         engine.step()
-        assert not before and on_their_way()[:1] in (["(root)"], ["blocks.0"])
+        assert not before and on_their_way(engine)[:1] in (["(root)"], ["blocks.0"])
         engine.zero_grad()
+
+
+def on_their_way(engine: Any) -> list[str]:
+    return [unit.name for unit in units_of(engine) if unit.residency.state is UnitState.FETCHING]
+
+
+@pytest.mark.parametrize(
+    ("make", "embedding"), [(gpt2, "transformer.wte"), (llama, "model.embed_tokens")], ids=["tied", "apart"]
+)
+def test_step_begins_the_fetch_of_an_embedding_that_its_backward_left_out(opened: Any, make: Any, embedding: str) -> None:
+    """Where an update needs its unit in memory, and begins at the step. What is there of units that come later goes for it."""
+    weights = []
+    for setup in (Setup("nvme", "nvme", "cpu", "step"), IN_MEMORY):
+        model = make()
+        engine = opened(model, adamw(model), setup)
+        for tokens in byte_batches(3):
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            before = on_their_way(engine)
+            engine.step()
+            assert setup is IN_MEMORY or (embedding not in before and embedding in on_their_way(engine))
+            engine.zero_grad()
+        weights.append(engine.state_dict())
+    assert_same_bits(*weights)
 
 
 @away
