@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import sys
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from types import FrameType
@@ -15,7 +16,8 @@ import pytest
 import torch
 
 from offload.checkpoint import state_reading
-from offload.device.pending import Pending
+from offload.checkpoint.saving.copies import Copies
+from offload.device.pending import Latch, Pending
 from offload.step.residency.residency import Residency
 from offload.tiers.io.backend import OpenFile, Priority
 from tests.drives import Told, drives_from
@@ -41,6 +43,22 @@ class Held:
             return original(reader, chunk, *given, **named)
 
         monkeypatch.setattr(state_reading.StateReader, "begin", begin)
+
+    def go_when_an_update_waits(self) -> None:
+        """For the save to let it overwrite a chunk, which it has told by then."""
+
+        def look() -> None:
+            until = time.monotonic() + 60
+            while not any(_waits_for_a_save(frame) for frame in sys._current_frames().values()) and time.monotonic() < until:
+                time.sleep(0.001)
+            self.go.set()
+
+        threading.Thread(target=look).start()
+
+
+def _waits_for_a_save(frame: FrameType) -> bool:
+    caller = frame.f_back
+    return frame.f_code is Latch.wait.__code__ and caller is not None and caller.f_code is Copies.before_update.__code__
 
 
 class FillingDrive(FaultyBackend):

@@ -91,8 +91,7 @@ def test_what_updates_in_memory_wait_for_comes_next(
     held = Held(monkeypatch, at)
     save = begun_at_the_end(run, tmp_path / "beside", monkeypatch)
     assert held.reached.wait(60) and not save.done()
-    timer = threading.Timer(0.5, held.go.set)
-    timer.start()
+    held.go_when_an_update_waits()
     run.train(range(2, 4))
     save.wait()
     assert save.done() and save.path == tmp_path / "beside"

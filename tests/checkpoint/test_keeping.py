@@ -191,7 +191,9 @@ def never_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     training_rests(monkeypatch, always=False)
 
 
-FOLLOWING = (Setup("nvme", "nvme", "cpu"), Setup("nvme", "nvme", "cpu", "backward"), Setup("nvme", "cpu", "cpu"))
+AT_STEP = Setup("nvme", "nvme", "cpu", "step")
+"""Units that are not in memory at the step wait for the next forward; of what backward begins any part may be over."""
+FOLLOWING = (AT_STEP, Setup("nvme", "nvme", "cpu"), Setup("nvme", "nvme", "cpu", "backward"), Setup("nvme", "cpu", "cpu"))
 
 
 @pytest.mark.usefixtures("never_idle")
@@ -201,7 +203,7 @@ def test_a_save_begins_before_the_updates_of_the_last_step(opened: Any, tmp_path
     for one, wait in ((run, False), (again, True)):
         one.train(range(2))
         save = one.engine.save_checkpoint(tmp_path / str(wait), wait=wait)
-        if setup == FOLLOWING[0]:
+        if setup == AT_STEP:
             assert bool(one.engine.stats()["pending_updates"]) is not wait
         one.train(range(2, 4))
         save.wait()
@@ -223,7 +225,7 @@ HOW_IT_ENDS: dict[str, Callable[[Any, Any, Path], Any]] = {
 @pytest.mark.parametrize("ended_by", HOW_IT_ENDS)
 def test_no_further_forward_comes(opened: Any, tmp_path: Path, ended_by: str) -> None:
     """Whoever waits for the save on the thread of the model has the updates made that it is of."""
-    run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
+    run = Resumable(opened, AT_STEP)
     run.train(range(1))
     run.save(tmp_path / "earlier")
     run.train(range(1, 2))
@@ -310,7 +312,7 @@ def test_an_update_that_fails_fails_the_save(opened: Any, tmp_path: Path, monkey
     """The update that the save is of: nobody is kept waiting for it."""
     backend = FaultyBackend(1)
     drive_is(monkeypatch, backend)
-    run = Resumable(opened, Setup("nvme", "nvme", "cpu"))
+    run = Resumable(opened, AT_STEP)
     run.train(range(2))
     save = run.engine.save_checkpoint(tmp_path / "beside", wait=False)
     assert run.engine.stats()["pending_updates"]

@@ -21,7 +21,8 @@ from ..tiers.faulty_io import Fault, FaultyBackend
 from .loops import Resumable, byte_model, files_of
 from .standing import FillingDrive
 
-SETUP = Setup("nvme", "nvme", "cpu")
+SETUP = Setup("nvme", "nvme", "cpu", "step")
+"""Units that are not in memory at the step wait for the next forward; of what backward begins any part may be over."""
 
 
 class Watched(FaultyBackend):
@@ -97,6 +98,7 @@ def test_a_write_that_fails_while_more_is_read(opened: Any, backend: Watched, tm
 
 SETUPS = (
     SETUP,
+    Setup("nvme", "nvme", "cpu"),
     Setup("nvme", "nvme", "cpu", "backward"),
     Setup("nvme", "nvme", "deferred"),
     Setup("cpu", "nvme", "cpu"),
