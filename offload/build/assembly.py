@@ -55,6 +55,8 @@ from offload.step.gradients.reduction import AVERAGE_VARIABLE, average_dtype
 _log = logging.getLogger(__name__)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+ANEW = "making the parts anew"
+"""What it is for, as other ranks are told."""
 LEAST_UNIT_NUMEL = 64 * 1024
 """Elements that are worth a message of their own between ranks."""
 
@@ -239,7 +241,9 @@ def rebuild(parts: Components, config: Config, moments: tuple[str, ...], ranks: 
     by_unit = [list(unit.parameters) for unit in parts.units]
     try:
         return together(
-            ranks, lambda: building.finish(modules, by_unit, parts.expected, NoValues(), lambda _: InitialState({}, 0))
+            ranks,
+            lambda: building.finish(modules, by_unit, parts.expected, NoValues(), lambda _: InitialState({}, 0)),
+            call=ANEW,
         )
     except BaseException:
         building.close()

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from offload.build.assembly import Known, choose_accelerator, lay_out, lay_out_together
+from offload.build.assembly import ANEW, Known, choose_accelerator, lay_out, lay_out_together
 from offload.build.building import Building
 from offload.build.materialize import NoValues
 from offload.config import Config
@@ -31,7 +31,6 @@ from offload.ranks.all_or_none import together
 from offload.ranks.group import Group
 from offload.step.components import Components
 
-_CALL = "making the parts anew"
 Groups = Callable[[], Sequence[Mapping[str, Any]]]
 
 
@@ -105,7 +104,7 @@ def refitted(
         return together(
             ranks,
             lambda: made.finish(modules, by_unit, parts.expected, NoValues(), lambda _: InitialState({}, 0)),
-            call=_CALL,
+            call=ANEW,
         )
     except BaseException:
         (building or accelerator).close()

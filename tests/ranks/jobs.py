@@ -508,13 +508,13 @@ def dying_in_refit(fields: dict[str, Any], where: str) -> None:
         model(input_ids=batch, labels=batch)
 
 
-def refused_refit(fields: dict[str, Any], refuses: bool) -> dict[str, Any]:
-    """A block is unfrozen for the third step. `refuses`: for the second too, but rank 1's drive is full as room for its states
-    is made; so it is frozen again."""
-    rank, said = place()[0], None
+def refused_refit(fields: dict[str, Any], refusals: int) -> dict[str, Any]:
+    """A block is unfrozen for the third step. `refusals`: for the second too, but rank 1's drive is full so many times as room
+    for its states is made; so it is frozen again. What was said then, and at the next call, is told with the rest."""
+    rank, said = place()[0], list[list[str]]()
     model = llama()
     block = model.model.layers[0].requires_grad_(False)
-    drives: Iterator[Any] = iter([offload.StorageError("the drive is full")] if rank == 1 else [])
+    drives: Iterator[Any] = iter([offload.StorageError("the drive is full")] * refusals if rank == 1 else [])
 
     def drive() -> Any:
         if (failure := next(drives, None)) is not None:
@@ -523,15 +523,18 @@ def refused_refit(fields: dict[str, Any], refuses: bool) -> dict[str, Any]:
 
     with offload.initialize(model, torch.optim.AdamW(model.parameters(), lr=0.01), offload.Config(**fields)) as engine:
         losses = _train_on(engine, model, 0, 1)
-        if refuses:
+        if refusals:
             block.requires_grad_(True)
             with pytest.MonkeyPatch.context() as patch:
                 drives_from(patch, drive)
-                try:
-                    _train_on(engine, model, 1, 2)
-                except Exception as error:
-                    said = [type(error).__name__, str(error)]
+                for ask in (lambda: _train_on(engine, model, 1, 2), engine.state_dict)[:refusals]:
+                    try:
+                        ask()
+                    except Exception as error:
+                        said.append([type(error).__name__, str(error)])
             block.requires_grad_(False)
+        if refusals > 1:
+            return {"said": said}
         losses += _train_on(engine, model, 1, 2)
         block.requires_grad_(True)
         losses += _train_on(engine, model, 2, 3)

@@ -112,12 +112,20 @@ def test_a_rank_that_cannot_make_room_for_states_keeps_all_from_it(fresh: Callab
     """The others are told what came of it there, and all go on as if nothing had been unfrozen."""
     crew = fresh(2, seconds=60)
     fields = {"stage": 3, "parameters": "cpu", "optimizer_states": "nvme", "nvme": str(tmp_path)}
-    found = crew.do("refused_refit", fields=fields, refuses=True)
-    told = [one.pop("said") for one in found]
-    assert told[1] == ["StorageError", "the drive is full"]
-    assert told[0][0] == "RankError" and "failed on rank 1: StorageError: the drive is full" in told[0][1]
-    expected = crew.do("refused_refit", fields=fields, refuses=False)
+    found = crew.do("refused_refit", fields=fields, refusals=1)
+    (there,), (here,) = (one.pop("said") for one in found[::-1])
+    assert there == ["StorageError", "the drive is full"]
+    assert here == ["RankError", "making the parts anew failed on rank 1: StorageError: the drive is full"]
+    expected = crew.do("refused_refit", fields=fields, refusals=0)
     assert found == [{name: one[name] for name in ("losses", "weights")} for one in expected]
+
+
+def test_a_rank_that_cannot_have_its_parts_again_ends_the_engine_on_all(fresh: Callable[..., Crew], tmp_path: Path) -> None:
+    fields = {"stage": 3, "parameters": "cpu", "optimizer_states": "nvme", "nvme": str(tmp_path)}
+    here, there = (one["said"] for one in fresh(2, seconds=60).do("refused_refit", fields=fields, refusals=2))
+    assert there[0] == ["StorageError", "the drive is full"]
+    assert here[0] == ["RankError", "making the parts anew failed on rank 1: StorageError: the drive is full"]
+    assert there[1][0] == here[1][0] == "EngineFailedError"
 
 
 def test_ranks_that_call_different_things(fresh: Callable[..., Crew]) -> None:
