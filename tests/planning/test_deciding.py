@@ -16,7 +16,7 @@ from offload.deepspeed_config import translate
 from offload.device.accelerator import Accelerator
 from offload.device.cpu import CpuAccelerator
 from offload.device.deferred import DeferredAccelerator
-from offload.device.host_memory.host_room import HostRoom
+from offload.device.host_memory.memory_limits import MemoryLimit
 from offload.errors import BudgetError
 from offload.layout import CHUNK_NUMEL, LARGEST_CHUNK_NUMEL, MANY_CHUNKS, ParameterSpec, build_layout, large_chunk_numels
 from offload.planning import route
@@ -217,7 +217,7 @@ def test_auto_without_budgets_goes_by_the_memory_that_is_free(host: int, device:
     is tried all the same: what is free now may be more in a moment."""
     specs = [("", [])] + [(f"block {one}", [ParameterSpec(one, 64 << 20, "bfloat16", 2, True, 0)]) for one in range(16)]
     expected = Expected.of(0, [Use(number) for number in range(1, 17)])
-    free = FreeMemory((HostRoom("memory", 1 << 40, host),), device, 1 << 50)
+    free = FreeMemory((MemoryLimit("memory", 1 << 40, host),), device, 1 << 50)
     known = Known(DeferredAccelerator(), specs, expected, MOMENTS, free=free)
     with pytest.raises(BudgetError) as refusal:
         lay_out(offload.Config(parameters="nvme", optimizer_states="nvme", nvme=NVME, cpu_memory=1), known)
