@@ -130,6 +130,14 @@ class StagingPool:
         with self._lock:
             return len(self._consumer(purpose).free)
 
+    def coming(self, purpose: str) -> Pending | None:
+        """What `lease` would wait for now; None: for nothing, or all are on lease."""
+        with self._lock:
+            free = self._consumer(purpose).free
+            if not free or any(buffer.last_use is None or buffer.last_use.done() for buffer in free):
+                return None
+            return free[0].last_use
+
     def try_lease(self, purpose: str) -> Lease | None:
         """A buffer that is free and whose last use completed; None where there is none. Never blocks."""
         with self._lock:

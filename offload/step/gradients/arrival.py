@@ -133,24 +133,38 @@ class GradientArrival:
             self._send(self._transit, info, ordered, addition)
             return
         for chunk, piece in info.pieces:
+            self._await_room(chunk)
             with self.lock:
                 gradient_of(chunk).live.add(info.index)
                 if piece.numel:
                     self._place(info, gradient_of(chunk), piece, _cut(ordered, piece), addition, owned=owned)
 
+    def _await_room(self, chunk: Chunk) -> None:
+        """Until a buffer for the chunk can be had at once: without the lock, so that updates go on meanwhile."""
+        if not self.spills:
+            return
+        with self.lock:
+            coming = self.buffers.room_for(gradient_of(chunk))
+        if coming is not None:
+            coming.wait()
+
     def _send(self, transit: GradientTransit, info: ParameterInfo, ordered: torch.Tensor, addition: Addition) -> None:
         index = info.index
+        sent: Sequence[Sequence[tuple[Chunk, Piece]]] = [info.pieces]
         with self.lock:
             for chunk, _ in info.pieces:
                 state = gradient_of(chunk)
                 state.live.add(index)
                 if info.numel:
                     state.squares[index] = None
-            if self.kept is None:
-                transit.arrive(info.pieces, ordered, addition)
-                return
-            for side_by_side in self.kept.take(info.pieces, ordered, addition):
-                transit.arrive(side_by_side, ordered, addition)
+            if self.kept is not None:
+                sent = self.kept.take(info.pieces, ordered, addition)
+        for side_by_side in sent:
+            # What may have to be spilled in between leaves chunk by chunk anyway.
+            for pieces in [[one] for one in side_by_side] if self.spills else [side_by_side]:
+                self._await_room(pieces[0][0])
+                with self.lock:
+                    transit.arrive(pieces, ordered, addition)
 
     def _place(
         self,
@@ -177,7 +191,7 @@ class GradientArrival:
         state.squares[info.index] = summed if on_device is None else None
 
     def arrive_together(self, found: Iterable[tuple[ParameterInfo, torch.Tensor]]) -> None:
-        """`arrive` of several parameters' first gradients, those of one chunk in one pass. Under the lock."""
+        """`arrive` of several parameters' first gradients, those of one chunk in one pass."""
         if not self._is_direct:
             self._send_together(found)
             return
@@ -187,10 +201,12 @@ class GradientArrival:
             for chunk, piece in info.pieces:
                 moves.setdefault(chunk, []).append((info.index, piece, _cut(ordered, piece)))
         for chunk, arriving in moves.items():
-            if self.adopts(chunk):
-                self._adopt(gradient_of(chunk), arriving)
-            else:
-                self._copy(gradient_of(chunk), arriving)
+            self._await_room(chunk)
+            with self.lock:
+                if self.adopts(chunk):
+                    self._adopt(gradient_of(chunk), arriving)
+                else:
+                    self._copy(gradient_of(chunk), arriving)
 
     def _send_together(self, found: Iterable[tuple[ParameterInfo, torch.Tensor]]) -> None:
         transit, together = self._transit, self._packed
@@ -207,9 +223,11 @@ class GradientArrival:
         for chunk, arriving in packed.items():
             assert transit is not None
             state, indices = gradient_of(chunk), [piece.slot.parameter_index for piece, _ in arriving]
-            state.live.update(indices)
-            state.squares.update(dict.fromkeys(indices))
-            transit.pack(chunk, arriving, Addition.FIRST)
+            self._await_room(chunk)
+            with self.lock:
+                state.live.update(indices)
+                state.squares.update(dict.fromkeys(indices))
+                transit.pack(chunk, arriving, Addition.FIRST)
 
     def may_fill(self, infos: Iterable[ParameterInfo]) -> bool:
         """Whether first gradients of these parameters go to the host in chunks that they share."""
@@ -222,9 +240,11 @@ class GradientArrival:
             return False
         for filled in filling.chunks:
             state = gradient_of(filled.chunk)
-            state.live.update(filled.indices)
-            state.squares.update(filled.indices)
-            transit.fill(filled.chunk, gradients[filled.which])
+            self._await_room(filled.chunk)
+            with self.lock:
+                state.live.update(filled.indices)
+                state.squares.update(filled.indices)
+                transit.fill(filled.chunk, gradients[filled.which])
         return True
 
     def _adopt(self, state: ChunkGradient, arriving: list[tuple[int, Piece, torch.Tensor]]) -> None:
@@ -250,6 +270,7 @@ class GradientArrival:
     def add_reduced(self, chunk: Chunk, values: torch.Tensor, present: set[int]) -> None:
         """See `ChunkGradients`."""
         state = gradient_of(chunk)
+        self._await_room(chunk)
         with self.lock:
             for info, piece in chunk.pieces:
                 if info.index not in present:

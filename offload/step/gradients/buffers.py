@@ -30,7 +30,8 @@ from offload.tiers.store import Store
 
 
 class GradientBuffers:
-    """See the module. Everything runs under the lock of `ChunkGradients`."""
+    """See the module. Everything runs under the lock of `ChunkGradients`, which updates need too: what a buffer for a gradient that
+    arrives waits for is told by `room_for`, to be waited for before the lock is taken."""
 
     def __init__(
         self, spilling_count: int, pool: StagingPool, accelerator: Accelerator, leave_device: Callable[[Chunk], None]
@@ -45,6 +46,14 @@ class GradientBuffers:
         self._spare_count = 0 if buffers is None else spare_count(buffers.count, spilling_count)
 
     # ---- for gradients that arrive -------------------------------------------------------------------------------
+
+    def room_for(self, state: ChunkGradient) -> Pending | None:
+        """What `for_adding` would wait for. Where all buffers are on lease, one begins to be spilled for it."""
+        if state.buffer is not None or state.chunk.route.gradients_in is not None:
+            return None
+        if not self._pool.free_count(RETAINED):
+            self._spill_for(state)
+        return self._pool.coming(RETAINED)
 
     def for_adding(self, state: ChunkGradient, dtype: torch.dtype) -> torch.Tensor:
         """The chunk's buffer: what is there, in the dtype that it has, or a new one in `dtype`."""
@@ -157,9 +166,7 @@ class GradientBuffers:
         """`freed_count`: buffers that are given back as soon as this one is had."""
         lease = self._pool.try_lease(RETAINED)
         if lease is None and not self._pool.free_count(RETAINED):
-            leaving = self._order.needed_last(state, at_leisure=False)
-            assert leaving is not None, "no gradient buffer can be spilled"
-            self._spill(leaving)
+            self._spill_for(state)
         lease = lease or self._pool.lease(RETAINED)
         # Spill before the buffers run out, so that the next gradient need not wait for a write.
         while self._pool.free_count(RETAINED) + freed_count < self._spare_count:
@@ -168,6 +175,11 @@ class GradientBuffers:
                 break
             self._spill(coming)
         return lease
+
+    def _spill_for(self, state: ChunkGradient) -> None:
+        leaving = self._order.needed_last(state, at_leisure=False)
+        assert leaving is not None, "no gradient buffer can be spilled"
+        self._spill(leaving)
 
     def _spill(self, state: ChunkGradient) -> None:
         assert state.buffer is not None and state.lease is not None

@@ -100,7 +100,7 @@ class ChunkGradients:
                 if info.index in self._live:
                     self.drop(info)
                 self._live[info.index] = info
-            self._arrival.arrive_together(taken)
+        self._arrival.arrive_together(taken)
 
     def filling(self, infos: Sequence[ParameterInfo]) -> Filling | None:
         """Of parameters whose first gradients fill whole chunks on their way to the host; None of others."""
@@ -111,9 +111,9 @@ class ChunkGradients:
         with self._lock:
             for index in self._live.keys() & filling.by_index.keys():
                 self.drop(self._live[index])
-            if not self._arrival.fill(filling, gradients):
-                return False
-            self._live.update(filling.by_index)
+        if not self._arrival.fill(filling, gradients):
+            return False
+        self._live.update(filling.by_index)
         return True
 
     def add_reduced(self, chunk: Chunk, values: torch.Tensor, present: set[int]) -> None:
