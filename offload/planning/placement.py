@@ -23,7 +23,7 @@ from offload.planning.purposes import StateNames
 from offload.planning.route import Memory, Route, alike, routes_of, with_undo
 from offload.planning.route_bytes import held, passed_through
 from offload.planning.schedule import apart_nbytes, expected_nbytes, worthwhile_nbytes
-from offload.planning.sizes import Footprint, UnitSizes, least_gradient_buffers
+from offload.planning.sizes import Footprint, UnitSizes, buffers_for_a_sum, least_gradient_buffers
 from offload.planning.tier_choice import NOTHING_NEAR, Choice, Kept
 from offload.planning.use_trace import Expected
 
@@ -120,7 +120,8 @@ class Placement:
 
     @property
     def retained_gradient_buffers(self) -> int:
-        return self.choice.retained
+        """For gradients on their way to NVMe, each as one backward leaves it, or where several are expected in fp32."""
+        return self.staging[purposes.RETAINED][0] if purposes.RETAINED in self.staging else 0
 
     @property
     def kept(self) -> Kept:
@@ -317,9 +318,12 @@ _Buffers = dict[tuple[Tier, str], tuple[int, int]]
 def _buffers(problem: Problem, choice: Choice, routed: Sequence[tuple[UnitSizes, Route]]) -> _Buffers:
     """`routed`: units with their routes, alike ones once."""
     footprint = problem.footprint
+    spilling = [unit for unit, route in routed if route.gradients_in is None]
+    parts = 1 if problem.accumulates else buffers_for_a_sum(spilling)
     buffers: _Buffers = {}
     for unit, route in routed:
-        for tier, purpose, count, nbytes in passed_through(unit, route, choice.retained, footprint.parameter_buffer):
+        shared = passed_through(unit, route, choice.retained, footprint.parameter_buffer, gradient_parts=parts)
+        for tier, purpose, count, nbytes in shared:
             most, largest = buffers.get((tier, purpose), (0, 0))
             buffers[tier, purpose] = max(most, count), max(largest, nbytes)
     if problem.packs_gradients:

@@ -96,9 +96,12 @@ def held(unit: UnitSizes, route: Route) -> Iterator[tuple[StateNames, Tier, int]
     yield GRADIENTS, route.gradients, unit.gradients_kept
 
 
-def passed_through(unit: UnitSizes, route: Route, retained: int, parameter_buffer: int) -> Iterator[tuple[Tier, str, int, int]]:
+def passed_through(
+    unit: UnitSizes, route: Route, retained: int, parameter_buffer: int, *, gradient_parts: int
+) -> Iterator[tuple[Tier, str, int, int]]:
     """Buffers that its states pass through, which all units share: tier, purpose, how many, bytes of each. `retained`: how many
-    for gradients on their way to NVMe. `parameter_buffer`: bytes of one for any chunk's parameters."""
+    for fp32 gradients on their way to NVMe, each cut into `gradient_parts`. `parameter_buffer`: bytes of one for any chunk's
+    parameters."""
     comes_from_file = route.parameters == "nvme" and route.kept_parameters < len(unit.chunks)
     if comes_from_file and route.model_in is Memory.DEVICE:
         yield "cpu", FETCHED, FETCH_BUFFERS, parameter_buffer
@@ -112,10 +115,10 @@ def passed_through(unit: UnitSizes, route: Route, retained: int, parameter_buffe
         yield "cpu", RECORDS_ON_DEMAND, 1, max(sizes.chunks)
     spills = route.gradients_in is None and retained > 0
     if spills:
-        yield "cpu", RETAINED, retained, gradient
+        yield "cpu", RETAINED, retained * gradient_parts, gradient // gradient_parts
     if spills or route.brings_gradients:
-        # a gradient comes back with each record that is read ahead, in hand, or out of order
-        yield "cpu", RELOADED, READ_AHEAD + 1 + IN_WRITING + 1, gradient
+        # a gradient comes back with each record that is read ahead, in hand, or out of order; one in writing has none any more
+        yield "cpu", RELOADED, READ_AHEAD + 1 + 1, gradient
     if route.value_path is ValuePath.COPY_IN or (comes_from_file and route.value_path is not ValuePath.RESIDENT):
         # updated parameters on their way home, and where the update reads them too, those read ahead
         yield "cpu", EMITTED, (READ_AHEAD if any(sizes.read) else 0) + 1 + IN_WRITING, parameter_buffer

@@ -170,6 +170,15 @@ def least_gradient_buffers(units: Iterable[UnitSizes]) -> int:
     return min(2 * open_chunk_count + 2 + SPILLING_BUFFERS, max(sum(len(unit.trained) for unit in known), 2))
 
 
+def buffers_for_a_sum(units: Iterable[UnitSizes]) -> int:
+    """How many buffers for gradients of one backward lie where one for fp32 sums would."""
+    known = [unit for unit in units if unit.trained]
+    wide = max((max(unit.gradients_wide) for unit in known), default=0)
+    narrow = max((max(unit.gradients) for unit in known), default=0)
+    count = wide // narrow if narrow else 1
+    return count if wide % (count * EXTENT_ALIGN) == 0 else 1
+
+
 def _unreduced_nbytes(layout: Layout) -> int:
     """Stages 2 and 3: the root's gradients (it is in use throughout) and those of the largest units. Below: all."""
     sizes = [sum(flat.nbytes for flat in unit.flats if flat.trainable) for unit in layout.units]

@@ -118,6 +118,8 @@ class SpareHostMemory:
             for unit, route in zip(self.problem.footprint.units, placement.routes, strict=True)
             if route.gradients_in is None
         ]
-        least, choice = placement.retained_gradient_buffers, placement.choice
-        more = max(sum(len(unit.trained) for unit in spilling) - least, 0)
+        choice = placement.choice
+        least = choice.retained
+        parts = max(placement.retained_gradient_buffers // max(least, 1), 1)
+        more = max(-(-sum(len(unit.trained) for unit in spilling) // parts) - least, 0)
         return self._most(more, lambda count: self._place(replace(choice, retained=least + count)))

@@ -17,8 +17,8 @@ class Kept:
 
         parameters  2n + 1  n + 1   read for forward and backward, written once; whole units where the CPU computes
         records     2       2       read and written once
-        gradients   2n      n       written under backward and read back; half as much where gradients are 16-bit, since
-                                    a buffer has room for their sum in fp32
+        gradients   2n      n       written under backward and read back; half as much where gradients are 16-bit and n > 1,
+                                    since a buffer has room for their sum in fp32
 
     Updates run under the forward, which is when the drive has most to do, so that column decides, and then the first:
     parameters before records before gradients.
@@ -62,7 +62,7 @@ NOTHING_NEAR = Near()
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`parameters`, `states`, `gradients`: the furthest tier of each. `retained`: buffers for gradients on their way to
+    """`parameters`, `states`, `gradients`: the furthest tier of each. `retained`: buffers for fp32 gradients on their way to
     NVMe. `spare_nbytes`: of device memory beyond what is needed for units in use, so that some stay between their uses."""
 
     parameters: Tier

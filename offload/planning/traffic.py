@@ -87,8 +87,11 @@ def spilled_by(problem: Problem, placement: Placement, micro_batches: int) -> tu
     each micro-batch but the last makes all of them leave; the first as it computed them, the others as sums."""
     routed = zip(problem.footprint.units, placement.routes, strict=True)
     spilling = [unit for unit, route in routed if unit.trained and route.gradients_in is None]
-    chunks = [nbytes for unit in spilling for nbytes in (unit.gradients_wide if micro_batches > 1 else unit.gradients)]
-    last = spilled_nbytes(chunks, placement.retained_gradient_buffers)
-    if not last or micro_batches == 1:
-        return 0, last
+    if micro_batches == 1:
+        chunks = [nbytes for unit in spilling for nbytes in unit.gradients]
+        return 0, spilled_nbytes(chunks, placement.retained_gradient_buffers)
+    chunks = [nbytes for unit in spilling for nbytes in unit.gradients_wide]
+    last = spilled_nbytes(chunks, placement.choice.retained)
+    if not last:
+        return 0, 0
     return sum(unit.gradients_nbytes for unit in spilling) + (micro_batches - 2) * sum(chunks), last

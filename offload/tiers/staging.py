@@ -7,17 +7,20 @@ lease = pool.lease("parameter fetch")                   # one holder at a time
 pending = store.read(extent, lease.tensor)
 ...
 lease.release(after=pending)                            # handed out again only when that has completed
+
+Where what passes through is now and then larger, a lease may be of several buffers that lie side by side (`width`).
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from offload.device.pending import Pending
+from offload.device.pending import AllOf, Pending
 from offload.layout import round_up
 from offload.tiers.memory import PAGE_NBYTES, HostMemory, MemoryLedger, RegisterMemory
 
@@ -25,16 +28,42 @@ from offload.tiers.memory import PAGE_NBYTES, HostMemory, MemoryLedger, Register
 @dataclass(slots=True, eq=False)
 class _Buffer:
     tensor: Tensor
+    index: int
+    """Among those of its consumer."""
+    is_free: bool = True
     last_use: Pending | None = None
+
+    @property
+    def is_settled(self) -> bool:
+        return self.last_use is None or self.last_use.done()
+
+
+_Group = Sequence[_Buffer]
+"""Buffers that lie side by side."""
 
 
 @dataclass(slots=True)
 class _Consumer:
     count: int
     nbytes: int
+    memory: Tensor | None = None
+    """Of all its buffers, in order."""
+    buffers: list[_Buffer] = field(default_factory=list)
     free: deque[_Buffer] = field(default_factory=deque)
+    """Those not on lease, the one given back first in front."""
     leased_count: int = 0
     peak_count: int = 0
+
+    def free_groups(self, width: int) -> Iterator[_Group]:
+        """Buffers that may be leased together. Cut at multiples of `width`, so that each is in one group."""
+        for buffer in self.free:
+            if buffer.index % width == 0:
+                group = self.buffers[buffer.index : buffer.index + width]
+                if len(group) == width and all(one.is_free for one in group):
+                    yield group
+
+    def settled_group(self, width: int) -> _Group | None:
+        return next((group for group in self.free_groups(width) if all(one.is_settled for one in group)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,25 +86,27 @@ class StagingStats:
 class Lease:
     """A staging buffer on loan, until `release()`. One holder; not thread-safe in itself."""
 
-    def __init__(self, pool: StagingPool, purpose: str, buffer: _Buffer) -> None:
-        self.purpose = purpose
+    def __init__(self, pool: StagingPool, purpose: str, buffers: _Group, tensor: Tensor) -> None:
+        self.purpose, self.width = purpose, len(buffers)
         self._pool = pool
-        self._buffer: _Buffer | None = buffer
+        self._buffers: _Group | None = buffers
+        self._tensor = tensor
 
     @property
     def tensor(self) -> Tensor:
-        """The buffer: uint8 [nbytes as reserved], 4 KiB aligned, content undefined at first."""
-        if self._buffer is None:
+        """The buffer: uint8 [width x nbytes as reserved], 4 KiB aligned, content undefined at first."""
+        if self._buffers is None:
             raise AssertionError(f"a staging buffer for {self.purpose!r} was used after its release")
-        return self._buffer.tensor
+        return self._tensor
 
     def release(self, after: Pending | None = None) -> None:
         """Give the buffer back. `after`: the last operation on it; until that completed nobody else gets the buffer."""
-        buffer, self._buffer = self._buffer, None
-        if buffer is None:
+        buffers, self._buffers = self._buffers, None
+        if buffers is None:
             raise AssertionError(f"a staging buffer for {self.purpose!r} was released twice")
-        buffer.last_use = after
-        self._pool._take_back(self.purpose, buffer)
+        for buffer in buffers:
+            buffer.last_use = after
+        self._pool._take_back(self.purpose, buffers)
 
 
 class StagingPool:
@@ -121,50 +152,60 @@ class StagingPool:
         )
         start = 0
         for consumer in self._consumers.values():
-            for _ in range(consumer.count):
-                consumer.free.append(_Buffer(self._memory.tensor[start : start + consumer.nbytes]))
-                start += round_up(consumer.nbytes, PAGE_NBYTES)
+            first, step = start, round_up(consumer.nbytes, PAGE_NBYTES)
+            for index in range(consumer.count):
+                buffer = _Buffer(self._memory.tensor[start : start + consumer.nbytes], index)
+                consumer.buffers.append(buffer)
+                consumer.free.append(buffer)
+                start += step
+            consumer.memory = self._memory.tensor[first:start]
 
-    def free_count(self, purpose: str) -> int:
-        """How many buffers of the consumer are not on lease (the last use of some may still be going on)."""
+    def free_count(self, purpose: str, width: int = 1) -> int:
+        """How many leases of so many buffers there could be now (the last use of some may still be going on)."""
         with self._lock:
-            return len(self._consumer(purpose).free)
+            consumer = self._consumer(purpose)
+            return len(consumer.free) if width == 1 else sum(1 for _ in consumer.free_groups(width))
 
-    def coming(self, purpose: str) -> Pending | None:
-        """What `lease` would wait for now; None: for nothing, or all are on lease."""
+    def coming(self, purpose: str, width: int = 1) -> Pending | None:
+        """What `lease` would wait for now; None: for nothing, or too many are on lease."""
         with self._lock:
-            free = self._consumer(purpose).free
-            if not free or any(buffer.last_use is None or buffer.last_use.done() for buffer in free):
+            consumer = self._consumer(purpose)
+            first = next(consumer.free_groups(width), None)
+            if first is None or consumer.settled_group(width) is not None:
                 return None
-            return free[0].last_use
+            return _last_use(first)
 
-    def try_lease(self, purpose: str) -> Lease | None:
+    def try_lease(self, purpose: str, width: int = 1) -> Lease | None:
         """A buffer that is free and whose last use completed; None where there is none. Never blocks."""
         with self._lock:
-            buffer = self._take_settled(self._consumer(purpose))
-        return self._hand_out(purpose, buffer) if buffer is not None else None
+            consumer = self._consumer(purpose)
+            group = consumer.settled_group(width)
+            if group is not None:
+                self._take(consumer, group)
+        return self._hand_out(purpose, group) if group is not None else None
 
-    def lease(self, purpose: str) -> Lease:
+    def lease(self, purpose: str, width: int = 1) -> Lease:
         """A buffer, after waiting for its last use where that is still going on (and raising the failure of it).
 
         The schedule never asks for more than was reserved, so finding all of them on lease is a bug:
         `AssertionError`."""
         with self._lock:
             consumer = self._consumer(purpose)
-            buffer = self._take_settled(consumer)
-            if buffer is None:
-                if not consumer.free:
-                    raise AssertionError(f"all {consumer.count} staging buffers for {purpose!r} are on lease")
+            settled = group = consumer.settled_group(width)
+            if group is None:
                 # The one given back first is likely to be ready first.
-                buffer = self._take(consumer, consumer.free[0])
-        if buffer.last_use is not None:
+                group = next(consumer.free_groups(width), None)
+            if group is None:
+                raise AssertionError(f"all {consumer.count} staging buffers for {purpose!r} are on lease")
+            self._take(consumer, group)
+        if settled is None:
             try:
-                buffer.last_use.wait()
+                _last_use(group).wait()
             except BaseException:
                 # Settled, if badly: the buffer is free again, and the failure is the caller's to see.
-                self._take_back(purpose, buffer)
+                self._take_back(purpose, group)
                 raise
-        return self._hand_out(purpose, buffer)
+        return self._hand_out(purpose, group)
 
     @property
     def stats(self) -> StagingStats:
@@ -181,6 +222,8 @@ class StagingPool:
             self._closed = True
             for consumer in self._consumers.values():
                 consumer.free.clear()
+                consumer.buffers.clear()
+                consumer.memory = None
             if self._memory is not None:
                 self._memory.close()
 
@@ -193,27 +236,34 @@ class StagingPool:
             raise AssertionError(f"no staging buffers were reserved for {purpose!r}; there are {sorted(self._consumers)}")
         return consumer
 
-    def _take_settled(self, consumer: _Consumer) -> _Buffer | None:
-        for buffer in consumer.free:
-            if buffer.last_use is None or buffer.last_use.done():
-                buffer.last_use = None
-                return self._take(consumer, buffer)
-        return None
-
     @staticmethod
-    def _take(consumer: _Consumer, buffer: _Buffer) -> _Buffer:
-        consumer.free.remove(buffer)
-        consumer.leased_count += 1
+    def _take(consumer: _Consumer, group: _Group) -> None:
+        for buffer in group:
+            consumer.free.remove(buffer)
+            buffer.is_free = False
+        consumer.leased_count += len(group)
         consumer.peak_count = max(consumer.peak_count, consumer.leased_count)
-        return buffer
 
-    def _hand_out(self, purpose: str, buffer: _Buffer) -> Lease:
-        buffer.last_use = None
-        return Lease(self, purpose, buffer)
+    def _hand_out(self, purpose: str, group: _Group) -> Lease:
+        for buffer in group:
+            buffer.last_use = None
+        first = group[0]
+        if len(group) == 1:
+            return Lease(self, purpose, group, first.tensor)
+        memory, nbytes = self._consumers[purpose].memory, first.tensor.nbytes
+        assert memory is not None and nbytes % PAGE_NBYTES == 0, "between these buffers lies something else"
+        return Lease(self, purpose, group, memory[first.index * nbytes : (first.index + len(group)) * nbytes])
 
-    def _take_back(self, purpose: str, buffer: _Buffer) -> None:
+    def _take_back(self, purpose: str, group: _Group) -> None:
         with self._lock:
             consumer = self._consumers[purpose]
-            consumer.leased_count -= 1
+            consumer.leased_count -= len(group)
             if not self._closed:
-                consumer.free.append(buffer)
+                for buffer in group:
+                    buffer.is_free = True
+                    consumer.free.append(buffer)
+
+
+def _last_use(group: _Group) -> Pending:
+    """Of all of them."""
+    return AllOf([buffer.last_use for buffer in group if buffer.last_use is not None])

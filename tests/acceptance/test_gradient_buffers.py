@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buffers for gradients that run out: who waits for the drive."""
+"""Buffers for gradients that run out: who waits for the drive, and what becomes of them where a step has more micro-batches."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from offload.device.pending import Pending
 from offload.tiers import open_backend
 from offload.tiers.io.backend import OpenFile, Priority
 from tests.drives import drive_is
-from tests.inside import parts_of
+from tests.inside import parts_of, placement_of
 from tests.small_sizes import small
+
+from .runs import assert_same_bits
 
 WIDTH, LAYERS, STEPS = 64, 40, 3
 
@@ -99,3 +101,35 @@ def test_updates_go_on_while_backward_waits_for_the_drive(
         drive.backward_count += 1
     assert drive.waited_count > LAYERS, "nothing is waited for here"
     assert drive.blocked_count == 0
+
+
+def losses_and_weights(config: offload.Config, micro_batches: tuple[int, ...]) -> list[Any]:
+    trained = model()
+    with offload.initialize(trained, torch.optim.AdamW(trained.parameters()), config) as engine:
+        losses = []
+        for step, count in enumerate(micro_batches):
+            for index in range(count):
+                loss = trained(torch.full((2, WIDTH), 1.0 + step + index)).float().square().mean()
+                losses.append(loss.item())
+                engine.backward(loss)
+            engine.step()
+            engine.zero_grad()
+        if config.optimizer_states == "nvme":
+            retained = placement_of(engine).staging["gradients"]
+            assert retained[1] == 2 * WIDTH * WIDTH and retained[0] < LAYERS, "sums take several buffers each, which run out"
+        return [losses, engine.state_dict()]
+
+
+@pytest.mark.parametrize("update", ["step", "auto"])
+@pytest.mark.parametrize("accelerator", ["cpu", "deferred"])
+def test_sums_that_nobody_said_would_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accelerator: str, update: Any
+) -> None:
+    """Buffers are cut for 16-bit gradients; sums in fp32 take two each, and after them 16-bit gradients one again."""
+    small(monkeypatch, chunk_numel=WIDTH * WIDTH)
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", accelerator)
+    counts = (1, 1, 3, 1, 2, 2, 1)
+    fields: Any = {"dtype": "bf16", "update": update}
+    in_memory = losses_and_weights(offload.Config(parameters="device", optimizer_states="cpu", **fields), counts)
+    spilled = offload.Config(parameters="nvme", optimizer_states="nvme", nvme=str(tmp_path), **fields)
+    assert_same_bits(losses_and_weights(spilled, counts), in_memory)

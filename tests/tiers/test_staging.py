@@ -114,6 +114,49 @@ def test_a_failed_last_use_is_raised_and_the_buffer_is_not_lost() -> None:
     assert pool.stats.consumers["fetch"].peak_count == 1
 
 
+def test_a_lease_of_several_buffers_lies_side_by_side() -> None:
+    pool = StagingPool()
+    pool.reserve("before", 1, 4096)
+    pool.reserve("gradients", 5, 4096)
+    pool.freeze()
+    single = [pool.lease("gradients") for _ in range(5)]
+    start = single[0].tensor.data_ptr()
+    assert [one.tensor.data_ptr() - start for one in single] == [4096 * index for index in range(5)]
+    assert pool.free_count("gradients", 2) == 0 and pool.try_lease("gradients", 2) is None
+    for lease in (single[1], single[2], single[4]):
+        lease.release()
+    # Two that lie side by side, but in two pairs; and the last, which has no neighbour.
+    assert pool.free_count("gradients") == 3 and pool.free_count("gradients", 2) == 0
+    with pytest.raises(AssertionError, match="on lease"):
+        pool.lease("gradients", 2)
+    single[3].release()
+    assert pool.free_count("gradients", 2) == 1
+    pair = pool.lease("gradients", 2)
+    assert (pair.width, pair.tensor.data_ptr() - start, pair.tensor.numel()) == (2, 2 * 4096, 2 * 4096)
+    assert pool.free_count("gradients") == 2
+    assert pool.stats.consumers["gradients"].peak_count == 5
+    pair.release()
+    assert pool.free_count("gradients") == 4 and pool.free_count("gradients", 2) == 1
+
+
+def test_what_the_next_lease_waits_for_is_told_before() -> None:
+    pool = StagingPool()
+    pool.reserve("gradients", 4, 4096)
+    pool.freeze()
+    leases = [pool.lease("gradients") for _ in range(4)]
+    assert pool.coming("gradients") is None  # nothing to wait for would help
+    uses = [Controlled() for _ in range(4)]
+    for lease, use in zip(leases, uses, strict=True):
+        lease.release(after=use)
+    coming = pool.coming("gradients", 2)
+    assert coming is not None and not coming.done()
+    coming.wait()
+    assert [use.waited_count for use in uses] == [1, 1, 0, 0]
+    assert pool.coming("gradients") is None and pool.coming("gradients", 2) is None
+    assert pool.lease("gradients", 2).tensor.data_ptr() == pool.lease("gradients", 2).tensor.data_ptr() - 2 * 4096
+    assert [use.waited_count for use in uses] == [1, 1, 1, 1]
+
+
 def test_threads_never_hold_the_same_buffer() -> None:
     pool = pool_of(fetch=3)
     failures: list[str] = []

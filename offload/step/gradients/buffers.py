@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the gradients of chunks lie: in the store's own memory, or in buffers that the store takes over when they run out.
 
-Where the store offers a view, a chunk's buffer is that view for good. Where it does not (NVMe), buffers are leased. When they
-run out, what is needed last is written to the store, and read back for its update, or to be added to:
+Where the store offers a view, a chunk's buffer is that view for good. Where it does not (NVMe), buffers are leased. Unless
+several micro-batches are expected each has room for a gradient as one backward computes it; an fp32 sum takes as many of them
+as it needs, side by side. When they run out, what is needed last is written to the store, and read back for its update, or to
+be added to:
 
     1. what an update has read already that may have to be undone: it is most likely never read again
     2. of what is complete the chunk whose gradient arrived longest ago: it belongs to the last layers, whose update comes last
@@ -30,8 +32,8 @@ from offload.tiers.store import Store
 
 
 class GradientBuffers:
-    """See the module. Everything runs under the lock of `ChunkGradients`, which updates need too: what a buffer for a gradient that
-    arrives waits for is told by `room_for`, to be waited for before the lock is taken."""
+    """See the module. Everything runs under the lock of `ChunkGradients`, which updates need too. So what a buffer for a
+    gradient that arrives would wait for (`room_for`) is waited for before the lock is taken."""
 
     def __init__(
         self, spilling_count: int, pool: StagingPool, accelerator: Accelerator, leave_device: Callable[[Chunk], None]
@@ -41,9 +43,11 @@ class GradientBuffers:
         self._order = SpillOrder()
         """Of the chunks whose buffer is leased for what comes."""
         buffers = pool.stats.consumers.get(RETAINED)
+        self._count, self._nbytes = (buffers.count, buffers.nbytes) if buffers is not None else (0, 1)
+        """Of those buffers."""
+        self._spilling_count = spilling_count
         self._views: dict[tuple[ChunkGradient, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
         """Of each chunk's memory in a store, and that in the dtype of what lies there: [chunk.numel]."""
-        self._spare_count = 0 if buffers is None else spare_count(buffers.count, spilling_count)
 
     # ---- for gradients that arrive -------------------------------------------------------------------------------
 
@@ -51,14 +55,14 @@ class GradientBuffers:
         """What `for_adding` would wait for. Where all buffers are on lease, one begins to be spilled for it."""
         if state.buffer is not None or state.chunk.route.gradients_in is not None:
             return None
-        if not self._pool.free_count(RETAINED):
-            self._spill_for(state)
-        return self._pool.coming(RETAINED)
+        width = self._width(state, state.spilled or state.chunk.flat.dtype)
+        self._free(state, width)
+        return self._pool.coming(RETAINED, width)
 
     def for_adding(self, state: ChunkGradient, dtype: torch.dtype) -> torch.Tensor:
         """The chunk's buffer: what is there, in the dtype that it has, or a new one in `dtype`."""
         if state.buffer is None and state.spilled is not None:
-            self._read_back(state, self._retaining_lease(state))
+            self._read_back(state, self._retaining_lease(state, state.spilled))
         if state.buffer is None:
             self.take(state, dtype)
         elif state.transfer is not None:
@@ -72,11 +76,11 @@ class GradientBuffers:
     def take(self, state: ChunkGradient, dtype: torch.dtype) -> torch.Tensor:
         """A new buffer for the chunk; the lease of an earlier one is the caller's to release."""
         store, extents = _place(state, dtype)
-        freed_count = int(state.lease is not None)
+        freed_count = state.lease.width if state.lease is not None else 0
         view, state.lease = store.view(extents[0]), None
         self._order.remove(state)
         if view is None:
-            state.lease = self._retaining_lease(state, freed_count)
+            state.lease = self._retaining_lease(state, dtype, freed_count)
             view = state.lease.tensor
             self._order.put(state)
             state.buffer = view[: state.chunk.numel * dtype.itemsize].view(dtype)
@@ -162,29 +166,37 @@ class GradientBuffers:
 
     # ---- spilling ------------------------------------------------------------------------------------------------
 
-    def _retaining_lease(self, state: ChunkGradient, freed_count: int = 0) -> Lease:
+    def _width(self, state: ChunkGradient, dtype: torch.dtype) -> int:
+        """How many buffers the chunk's gradient takes in that dtype."""
+        return -(-state.chunk.numel * dtype.itemsize // self._nbytes)
+
+    def _retaining_lease(self, state: ChunkGradient, dtype: torch.dtype, freed_count: int = 0) -> Lease:
         """`freed_count`: buffers that are given back as soon as this one is had."""
-        lease = self._pool.try_lease(RETAINED)
-        if lease is None and not self._pool.free_count(RETAINED):
-            self._spill_for(state)
-        lease = lease or self._pool.lease(RETAINED)
+        width = self._width(state, dtype)
+        lease = self._pool.try_lease(RETAINED, width)
+        if lease is None:
+            self._free(state, width)
+            lease = self._pool.lease(RETAINED, width)
         # Spill before the buffers run out, so that the next gradient need not wait for a write.
-        while self._pool.free_count(RETAINED) + freed_count < self._spare_count:
+        spare = spare_count(self._count // width, self._spilling_count) * width
+        while self._pool.free_count(RETAINED) + freed_count < spare:
             coming = self._order.needed_last(state, at_leisure=True)
             if coming is None:
                 break
             self._spill(coming)
         return lease
 
-    def _spill_for(self, state: ChunkGradient) -> None:
-        leaving = self._order.needed_last(state, at_leisure=False)
-        assert leaving is not None, "no gradient buffer can be spilled"
-        self._spill(leaving)
+    def _free(self, state: ChunkGradient, width: int) -> None:
+        """Spill until so many buffers side by side are given back."""
+        while not self._pool.free_count(RETAINED, width):
+            leaving = self._order.needed_last(state, at_leisure=False)
+            assert leaving is not None, "no gradient buffer can be spilled"
+            self._spill(leaving)
 
     def _spill(self, state: ChunkGradient) -> None:
         assert state.buffer is not None and state.lease is not None
         # What is still on the device may need a wider buffer. Where there is none it stays, and lands on what is read back.
-        if state.buffer.dtype == torch.float32 or self._pool.free_count(RETAINED):
+        if state.buffer.dtype == torch.float32 or self._pool.free_count(RETAINED, self._width(state, torch.float32)):
             self._leave_device(state.chunk)
         state.settle()
         if state.transfer is not None:
