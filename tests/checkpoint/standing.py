@@ -96,7 +96,7 @@ class HeldUpdates:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.reached = threading.Event()
         """Set as the lane stands."""
-        self._go = threading.Event()
+        self._go, self._seconds = threading.Event(), 0.0
         self._trainer: threading.Thread | None = None
         drives_from(patch, lambda: Told(self._before))
 
@@ -106,6 +106,7 @@ class HeldUpdates:
             self._trainer = None
             self.reached.set()
             assert self._go.wait(60)
+            time.sleep(self._seconds)
 
     def hold(self) -> None:
         """Those of the next step of this thread. Nothing is left of the steps before."""
@@ -114,7 +115,8 @@ class HeldUpdates:
     def go_on(self, after: float) -> None:
         """That many seconds from now. The lane stands."""
         assert self.reached.wait(60)
-        threading.Timer(after, self._go.set).start()
+        self._seconds = after
+        self._go.set()
 
 
 class Hands:
