@@ -56,8 +56,8 @@ def shown(action: argparse.Action) -> bool:
 
 
 def anchor(place: str, action: argparse.Action) -> str:
-    """The place of a flag on the page."""
-    name = action.option_strings[-1] if action.option_strings else f"{action.metavar or action.dest}".lower()
+    """The place of a flag on the page; of an argument without one as it is written, since a flag may have the same name."""
+    name = action.option_strings[-1] if action.option_strings else f"{action.metavar or action.dest}"
     return f"{place}-{name.lstrip('-')}"
 
 

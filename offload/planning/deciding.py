@@ -10,7 +10,7 @@ machine's rates (`offload.planning.cost`); of those that take about as long the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,11 +18,11 @@ from offload.config import Config
 from offload.device.accelerator import Accelerator
 from offload.errors import BudgetError, ConfigError
 from offload.layout import Layout
-from offload.planning.budget import Tier
+from offload.planning.budget import LANDING_BUFFERS, Tier
 from offload.planning.cost import cost, step_seconds
 from offload.planning.free_memory import FreeMemory
 from offload.planning.placement import ALONE, Placement, Problem, RankGroup, Verdict, format_of, place
-from offload.planning.purposes import RETAINED, UNITS_IN_USE
+from offload.planning.purposes import LANDING, RETAINED, UNITS_IN_USE
 from offload.planning.sizes import Footprint, least_gradient_buffers
 from offload.planning.spare_device_memory import SpareDeviceMemory
 from offload.planning.spare_host_memory import SpareHostMemory
@@ -46,6 +46,8 @@ ABOUT_AS_LONG = 1.02
 """Times the quickest: the cost in seconds is not known better than that, bytes are."""
 _BUFFERS_SHARE = 0.02
 """Of the budget for host memory: where buffers take more, smaller chunks are weighed too."""
+_LANDING_SHARE = 0.01
+"""Of host memory, for gradients that wait to be added."""
 _FREE_SHARE = 0.8
 """Of the free memory, where "auto" has no budget to go by: the rest is for activations and everybody else."""
 
@@ -179,12 +181,26 @@ def _grown(problem: Problem, smallest: Placement, guessed: Problem) -> list[Plac
 
     tried = (place(problem, replace(smallest.choice, prefetch=count)) for count in range(problem.config.prefetch, 0, -1))
     best = next((one for one in tried if fits(one) and guessed.excess(one) is None), smallest)
+    best = _with_more_landing(problem, guessed, best, fits)
     found = [best]
     if problem.budget("device") is not None and not problem.accelerator.unified:
         found = SpareDeviceMemory(problem, fits).candidates(best)
     if problem.budget("cpu") is not None:
         found = [SpareHostMemory(problem, fits).best(one) for one in found]
     return found
+
+
+def _with_more_landing(
+    problem: Problem, guessed: Problem, placement: Placement, fits: Callable[[Placement], bool]
+) -> Placement:
+    """Where the host adds up gradients of several micro-batches: buffers in which more of them wait for that, so that backward
+    does not; a small share of what is granted."""
+    if LANDING not in placement.staging or not problem.accumulates:
+        return placement
+    budget, (least, nbytes) = guessed.budget("cpu"), placement.staging[LANDING]
+    affordable = LANDING_BUFFERS if budget is None else int(budget * _LANDING_SHARE) // nbytes
+    more = place(problem, replace(placement.choice, landing=max(least, min(LANDING_BUFFERS, affordable))))
+    return more if fits(more) and guessed.excess(more) is None else placement
 
 
 def _moved(problem: Problem, placement: Placement) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from offload.device.arithmetic.segment import StateFormat
 from offload.device.rates import Rates
 from offload.layout import EXTENT_ALIGN, round_up
 from offload.planning import purposes
-from offload.planning.budget import LANDING_BUFFERS, MemoryLine, MemoryPlan, Tier
+from offload.planning.budget import MemoryLine, MemoryPlan, Tier
 from offload.planning.free_memory import FreeMemory
 from offload.planning.link_seconds import Cost
 from offload.planning.purposes import StateNames
@@ -328,7 +328,7 @@ def _buffers(problem: Problem, choice: Choice, routed: Sequence[tuple[UnitSizes,
             buffers[tier, purpose] = max(most, count), max(largest, nbytes)
     if problem.packs_gradients:
         if any(unit.trained and route.gradients_leave_device for unit, route in routed):
-            buffers["cpu", purposes.LANDING] = LANDING_BUFFERS, footprint.parameter_buffer
+            buffers["cpu", purposes.LANDING] = choice.landing, footprint.parameter_buffer
         buffers["cpu", purposes.SQUARES] = buffers["device", purposes.SQUARES] = 1, footprint.square_sums
     return buffers
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload.planning.budget import Tier
+from offload.planning.budget import LEAST_LANDING_BUFFERS, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +63,15 @@ NOTHING_NEAR = Near()
 @dataclass(frozen=True, slots=True)
 class Choice:
     """`parameters`, `states`, `gradients`: the furthest tier of each. `retained`: buffers for fp32 gradients on their way to
-    NVMe. `spare_nbytes`: of device memory beyond what is needed for units in use, so that some stay between their uses."""
+    NVMe. `landing`: buffers for gradients that are added up on the host. `spare_nbytes`: of device memory beyond what is needed
+    for units in use, so that some stay between their uses."""
 
     parameters: Tier
     states: Tier
     gradients: Tier
     prefetch: int = 0
     retained: int = 0
+    landing: int = LEAST_LANDING_BUFFERS
     kept: Kept = NOTHING_KEPT
     near: Near = NOTHING_NEAR
     spare_nbytes: int = 0

@@ -197,12 +197,16 @@ def _command(words: list[str]) -> None:
             raise AssertionError(f"a command that nothing runs: {words}")
 
 
+def _names_a_model(rest: list[str]) -> bool:
+    return "--model" in rest or (bool(rest) and not rest[0].startswith("-"))
+
+
 def _made_small(command: str, rest: list[str]) -> list[str]:
     if command == "train":
-        shape = [] if "--model" in rest else SMALL_MODEL.split()
+        shape = [] if _names_a_model(rest) else SMALL_MODEL.split()
         return [*shape, *SMALL_RUN.split(), *(["--save-every", "1"] if "--checkpoints" in rest else [])]
     if command == "plan":
-        return [] if "--model" in rest else SMALL_MODEL.split()
+        return [] if _names_a_model(rest) else SMALL_MODEL.split()
     if command == "bench":
         return SMALL_BENCH[rest[0]].split()
     return []

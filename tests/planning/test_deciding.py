@@ -24,7 +24,7 @@ from offload.planning.budget import Tier
 from offload.planning.deciding import ABOUT_AS_LONG, PAIRINGS, Decision
 from offload.planning.free_memory import FreeMemory
 from offload.planning.placement import Placement, place
-from offload.planning.purposes import OPTIMIZER_STATES
+from offload.planning.purposes import LANDING, OPTIMIZER_STATES
 from offload.planning.route import Memory
 from offload.planning.schedule import plan
 from offload.planning.traffic import Traffic
@@ -142,6 +142,26 @@ def test_more_device_memory_never_moves_more(
         now = moved(decided, placement)
         assert before is None or now <= before
         before = now
+
+
+@pytest.mark.parametrize(
+    ("of_buffers", "accumulates", "count"), [(None, True, 16), (900, True, 9), (9000, True, 16), (9000, False, 4)]
+)
+def test_buffers_in_which_gradients_wait_to_be_added(of_buffers: int | None, accumulates: bool, count: int) -> None:
+    """As many as a hundredth of the host memory has room for, where several micro-batches are added up there. The least that a
+    step takes has few."""
+    specs = [ParameterSpec(index, 20 * 4096, "bfloat16", 2, True, 0) for index in range(4)]
+    layout = build_layout([("(root)", []), *((f"unit {one.index}", [one]) for one in specs)], chunk_numel=4096)
+    model = layout, Expected.of(0, [Use(number) for number in range(1, 5)])
+    accelerator, pair = DeferredAccelerator(), ("device", "cpu")
+    nbytes = 4096 * 2
+    fields = {} if of_buffers is None else {"cpu_memory": of_buffers * nbytes}
+    decided = decision(model, accelerator, pair, accumulates, **fields)
+    placement = decided.decide()
+    require_within(decided, placement)
+    assert placement.staging[LANDING] == (count, nbytes)
+    smallest = least(model, accelerator, pair, "cpu_memory", accumulates=accumulates)
+    assert decision(model, accelerator, pair, accumulates, cpu_memory=smallest).decide().staging[LANDING] == (4, nbytes)
 
 
 @settings(max_examples=60, deadline=None)

@@ -56,7 +56,7 @@ class Positions:
 
     def _keep(self, tensor: Tensor, value: Tensor) -> None:
         storage = tensor.untyped_storage()
-        flat = torch.zeros(storage.nbytes() // tensor.element_size(), dtype=tensor.dtype)
+        flat = torch.zeros(storage.nbytes() // tensor.element_size(), dtype=tensor.dtype, device="cpu")
         flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()).copy_(value)
         self._flats[storage._cdata] = flat
         weakref.finalize(storage, self._flats.pop, storage._cdata, None).atexit = False
