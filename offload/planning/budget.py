@@ -31,9 +31,9 @@ SPARE_BUFFERS = 8
 once, and backward would wait for the drive. Of a few buffers half."""
 FETCH_BUFFERS = 3
 """Chunks of parameters on their way through host memory: one being read, one waiting, one being copied."""
-LEAST_LANDING_BUFFERS, LANDING_BUFFERS = 4, 16
-"""Chunks of gradients that came from the device and wait to be added to what the host has: at least, and where several
-micro-batches are added up and there is memory for it."""
+LEAST_LANDING_BUFFERS, LANDING_BUFFERS, LANDING_NBYTES = 4, 16, 64 << 20
+"""Chunks of gradients that came from the device and wait to be added to what the host has: at least; and where several
+micro-batches are added up and there is memory for it, so many, or of small ones as many as have so many bytes."""
 SUM_BLOCK = 4096
 """Elements whose squares are added into one fp64 number."""
 UNREDUCED_UNITS = 2

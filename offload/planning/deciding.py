@@ -18,7 +18,7 @@ from offload.config import Config
 from offload.device.accelerator import Accelerator
 from offload.errors import BudgetError, ConfigError
 from offload.layout import Layout
-from offload.planning.budget import LANDING_BUFFERS, Tier
+from offload.planning.budget import LANDING_BUFFERS, LANDING_NBYTES, Tier
 from offload.planning.cost import cost, step_seconds
 from offload.planning.free_memory import FreeMemory
 from offload.planning.placement import ALONE, Placement, Problem, RankGroup, Verdict, format_of, place
@@ -198,8 +198,10 @@ def _with_more_landing(
     if LANDING not in placement.staging or not problem.accumulates:
         return placement
     budget, (least, nbytes) = guessed.budget("cpu"), placement.staging[LANDING]
-    affordable = LANDING_BUFFERS if budget is None else int(budget * _LANDING_SHARE) // nbytes
-    more = place(problem, replace(placement.choice, landing=max(least, min(LANDING_BUFFERS, affordable))))
+    chunk_count = sum(len(unit.trained) for unit in problem.footprint.units)
+    wanted = min(max(LANDING_BUFFERS, LANDING_NBYTES // nbytes), chunk_count)
+    affordable = wanted if budget is None else int(budget * _LANDING_SHARE) // nbytes
+    more = place(problem, replace(placement.choice, landing=max(least, min(wanted, affordable))))
     return more if fits(more) and guessed.excess(more) is None else placement
 
 

@@ -106,7 +106,7 @@ def test_state_formats(opened: Any, speculating: None, setup: Setup, state_forma
     assert begun == STEPS and 0 < undone < STEPS
 
 
-@pytest.mark.parametrize("share", [0.18, 0.22])
+@pytest.mark.parametrize("share", [0.16, 0.22])
 @both
 def test_a_part_kept_in_memory(opened: Any, nvme: Path, monkeypatch: pytest.MonkeyPatch, setup: Setup, share: float) -> None:
     """What lies in memory waits for `step`, in the same steps in which the rest does not."""

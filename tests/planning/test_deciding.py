@@ -145,7 +145,7 @@ def test_more_device_memory_never_moves_more(
 
 
 @pytest.mark.parametrize(
-    ("of_buffers", "accumulates", "count"), [(None, True, 16), (900, True, 9), (9000, True, 16), (9000, False, 4)]
+    ("of_buffers", "accumulates", "count"), [(None, True, 80), (900, True, 9), (9000, True, 80), (9000, False, 4)]
 )
 def test_buffers_in_which_gradients_wait_to_be_added(of_buffers: int | None, accumulates: bool, count: int) -> None:
     """As many as a hundredth of the host memory has room for, where several micro-batches are added up there. The least that a
