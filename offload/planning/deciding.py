@@ -138,7 +138,8 @@ class Decision:
         budget = self.problem.budget("cpu")
         if budget is None:
             return False
-        buffers = [size for purpose, size in placement.staging.items() if purpose != RETAINED]  # those are the gradients' own
+        own = (RETAINED, LANDING)  # of the gradients, which take as many bytes whatever the chunks are
+        buffers = [size for purpose, size in placement.staging.items() if purpose not in own]
         return sum(count * nbytes for count, nbytes in buffers) > _BUFFERS_SHARE * budget
 
 
