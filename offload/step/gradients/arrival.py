@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import repeat
 from operator import is_not
 
@@ -133,20 +134,20 @@ class GradientArrival:
             self._send(self._transit, info, ordered, addition)
             return
         for chunk, piece in info.pieces:
-            self._await_room(chunk)
-            with self.lock:
+            with self._room_for(chunk):
                 gradient_of(chunk).live.add(info.index)
                 if piece.numel:
                     self._place(info, gradient_of(chunk), piece, _cut(ordered, piece), addition, owned=owned)
 
-    def _await_room(self, chunk: Chunk) -> None:
-        """Until a buffer for the chunk can be had at once: without the lock, so that updates go on meanwhile."""
-        if not self.spills:
-            return
-        with self.lock:
-            coming = self.buffers.room_for(gradient_of(chunk))
-        if coming is not None:
-            coming.wait()
+    def _room_for(self, chunk: Chunk) -> AbstractContextManager[object]:
+        """The lock, to be taken now that a buffer for the chunk can be had at once: that was waited for without it, so that
+        updates went on meanwhile."""
+        if self.spills:
+            with self.lock:
+                coming = self.buffers.room_for(gradient_of(chunk))
+            if coming is not None:
+                coming.wait()
+        return self.lock
 
     def _send(self, transit: GradientTransit, info: ParameterInfo, ordered: torch.Tensor, addition: Addition) -> None:
         index = info.index
@@ -162,8 +163,7 @@ class GradientArrival:
         for side_by_side in sent:
             # What may have to be spilled in between leaves chunk by chunk anyway.
             for pieces in [[one] for one in side_by_side] if self.spills else [side_by_side]:
-                self._await_room(pieces[0][0])
-                with self.lock:
+                with self._room_for(pieces[0][0]):
                     transit.arrive(pieces, ordered, addition)
 
     def _place(
@@ -201,8 +201,7 @@ class GradientArrival:
             for chunk, piece in info.pieces:
                 moves.setdefault(chunk, []).append((info.index, piece, _cut(ordered, piece)))
         for chunk, arriving in moves.items():
-            self._await_room(chunk)
-            with self.lock:
+            with self._room_for(chunk):
                 if self.adopts(chunk):
                     self._adopt(gradient_of(chunk), arriving)
                 else:
@@ -223,8 +222,7 @@ class GradientArrival:
         for chunk, arriving in packed.items():
             assert transit is not None
             state, indices = gradient_of(chunk), [piece.slot.parameter_index for piece, _ in arriving]
-            self._await_room(chunk)
-            with self.lock:
+            with self._room_for(chunk):
                 state.live.update(indices)
                 state.squares.update(dict.fromkeys(indices))
                 transit.pack(chunk, arriving, Addition.FIRST)
@@ -240,8 +238,7 @@ class GradientArrival:
             return False
         for filled in filling.chunks:
             state = gradient_of(filled.chunk)
-            self._await_room(filled.chunk)
-            with self.lock:
+            with self._room_for(filled.chunk):
                 state.live.update(filled.indices)
                 state.squares.update(filled.indices)
                 transit.fill(filled.chunk, gradients[filled.which])
@@ -270,8 +267,7 @@ class GradientArrival:
     def add_reduced(self, chunk: Chunk, values: torch.Tensor, present: set[int]) -> None:
         """See `ChunkGradients`."""
         state = gradient_of(chunk)
-        self._await_room(chunk)
-        with self.lock:
+        with self._room_for(chunk):
             for info, piece in chunk.pieces:
                 if info.index not in present:
                     continue
