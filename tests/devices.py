@@ -46,12 +46,17 @@ class _Around:
 
 
 def at_update_lane(patch: pytest.MonkeyPatch, kind: type[Accelerator], submit: Callable[..., Pending]) -> None:
-    """On such a device jobs come to the lane of updates by `submit(lane, job, about, nbytes)`."""
+    """`at_lane` of the updates."""
+    at_lane(patch, kind, "update", submit)
+
+
+def at_lane(patch: pytest.MonkeyPatch, kind: type[Accelerator], of: str, submit: Callable[..., Pending]) -> None:
+    """On such a device jobs come to the lane of this name by `submit(lane, job, about, nbytes)`."""
 
     def made(inner: type[Accelerator]) -> type[Accelerator]:
         def host_lane(device: Accelerator, name: str, **waits: bool) -> Any:
             lane = inner.host_lane(device, name, **waits)
-            return _Around(lane, submit) if name == "update" else lane
+            return _Around(lane, submit) if name == of else lane
 
         return type(inner.__name__, (inner,), {"host_lane": host_lane})
 

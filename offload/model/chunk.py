@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from offload.device.arithmetic.step_table import StepTable
-from offload.device.pending import Pending
+from offload.device.pending import AllOf, Pending
 from offload.layout import ChunkLayout, Extent, Piece
 from offload.planning.route import RecordPath, Route
 from offload.tiers.staging import Lease
@@ -94,6 +94,12 @@ class ChunkGradient:
     def is_complete(self) -> bool:
         """Whether every parameter of the chunk has a gradient."""
         return len(self.live) == self.trainable_count
+
+    @property
+    def arriving(self) -> Pending | None:
+        """What the buffer still waits for before it may be read."""
+        jobs = [job for job in self.jobs if not job.done()]
+        return AllOf(jobs) if jobs else None
 
     def settle(self) -> None:
         """Wait until the buffer may be read. By the thread of the updates and that of the model, maybe at once: so both wait,

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,13 @@ import torch
 from torch import nn
 
 import offload
+from offload.device.deferred import DeferredAccelerator
+from offload.device.lane import HostLane
 from offload.device.pending import Pending
+from offload.planning.purposes import LANDING
 from offload.tiers import open_backend
 from offload.tiers.io.backend import OpenFile, Priority
+from tests.devices import at_lane
 from tests.drives import drive_is
 from tests.inside import parts_of, placement_of
 from tests.small_sizes import small
@@ -29,38 +35,24 @@ def model() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
 
 
-class Written(Pending):
-    """A write that is over when somebody waits for it, or when a later backward runs."""
-
-    def __init__(self, drive: SlowDrive, write: Pending) -> None:
-        self._drive, self._write = drive, write
-        self._backward, self._was_waited_for = drive.backward_count, False
-
-    def wait(self) -> None:
-        self._drive.waited()
-        self._write.wait()
-        self._was_waited_for = True
-
-    def done(self) -> bool:
-        return self._was_waited_for or (self._drive.backward_count > self._backward and self._write.done())
-
-
-class SlowDrive:
-    """Is waited for whenever buffers run out. `blocked_count`: whether backward once did so while updates could not go on."""
+class Backward:
+    """Whether the model is in backward, and how often that waits. `blocked_count`: while updates could not go on meanwhile."""
 
     def __init__(self) -> None:
-        self._drive: Any = open_backend()
         self._thread = threading.get_ident()
         self.engine: offload.Engine | None = None
-        self.backward_count = self.waited_count = self.blocked_count = 0
-        self.in_backward = False
+        self.count = self.waited_count = self.blocked_count = 0
+        self.is_running = False
 
-    def write(self, file: OpenFile, source: torch.Tensor, offset_nbytes: int, *, priority: Priority) -> Pending:
-        write = self._drive.write(file, source, offset_nbytes, priority=priority)
-        return Written(self, write) if "gradients" in file.path.name and self.in_backward else write
+    @contextmanager
+    def runs(self) -> Iterator[None]:
+        self.is_running, self.count = True, self.count + 1
+        yield
+        self.is_running = False
 
-    def waited(self) -> None:
-        if not self.in_backward or threading.get_ident() != self._thread:
+    def waits(self) -> None:
+        """Is called in whichever thread waits, before it does."""
+        if not self.is_running or threading.get_ident() != self._thread:
             return
         self.waited_count += 1
         if self.blocked_count:
@@ -72,6 +64,35 @@ class SlowDrive:
         update.start()
         update.join(timeout=5.0)
         self.blocked_count += update.is_alive()
+
+
+class Awaited(Pending):
+    """What is over when somebody waits for it, or, if it was by itself, when a later backward runs."""
+
+    def __init__(self, backward: Backward, inner: Pending) -> None:
+        self._backward, self._inner = backward, inner
+        self._begun_in, self._was_waited_for = backward.count, False
+
+    def wait(self) -> None:
+        if not self.done():
+            self._backward.waits()
+        self._inner.wait()
+        self._was_waited_for = True
+
+    def done(self) -> bool:
+        return self._was_waited_for or (self._backward.count > self._begun_in and self._inner.done())
+
+
+class SlowDrive:
+    """Writes of gradients are over when backward waits for them."""
+
+    def __init__(self, backward: Backward) -> None:
+        self._drive: Any = open_backend()
+        self._backward = backward
+
+    def write(self, file: OpenFile, source: torch.Tensor, offset_nbytes: int, *, priority: Priority) -> Pending:
+        write = self._drive.write(file, source, offset_nbytes, priority=priority)
+        return Awaited(self._backward, write) if "gradients" in file.path.name and self._backward.is_running else write
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._drive, name)
@@ -85,22 +106,52 @@ def test_updates_go_on_while_backward_waits_for_the_drive(
 ) -> None:
     small(monkeypatch, chunk_numel=WIDTH * WIDTH, gradients_together_nbytes=together_nbytes)
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", accelerator)
-    drive = SlowDrive()
-    drive_is(monkeypatch, drive)
+    backward = Backward()
+    drive_is(monkeypatch, SlowDrive(backward))
     trained = model()
     config = offload.Config(parameters="nvme", optimizer_states="nvme", nvme=str(tmp_path), dtype=dtype, update="step")
     with offload.initialize(trained, torch.optim.AdamW(trained.parameters()), config) as engine:
-        drive.engine = engine
+        backward.engine = engine
         for _ in range(STEPS):
             loss = trained(torch.ones(2, WIDTH)).float().square().mean()
-            drive.in_backward, drive.backward_count = True, drive.backward_count + 1
-            loss.backward()
-            drive.in_backward = False
+            with backward.runs():
+                loss.backward()
             engine.step()
             engine.zero_grad()
-        drive.backward_count += 1
-    assert drive.waited_count > LAYERS, "nothing is waited for here"
-    assert drive.blocked_count == 0
+        backward.count += 1
+    assert backward.waited_count > LAYERS, "nothing is waited for here"
+    assert backward.blocked_count == 0
+
+
+@pytest.mark.parametrize("states", ["cpu", "nvme"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_updates_go_on_while_backward_waits_for_additions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: Any, states: Any
+) -> None:
+    """Of several micro-batches, which host memory adds up; there are few buffers for those that come over to be added."""
+    small(monkeypatch, chunk_numel=WIDTH * WIDTH)
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", "deferred")
+    backward = Backward()
+
+    def slow(lane: HostLane, job: Callable[[], None], about: object, nbytes: int) -> Pending:
+        return Awaited(backward, lane.submit(job, about, nbytes))
+
+    at_lane(monkeypatch, DeferredAccelerator, "gradients", slow)
+    trained = model()
+    config = offload.Config(parameters="cpu", optimizer_states=states, nvme=str(tmp_path), dtype=dtype, update="step")
+    with offload.initialize(trained, torch.optim.AdamW(trained.parameters()), config) as engine:
+        backward.engine = engine
+        for _ in range(STEPS):
+            for _ in range(2):
+                loss = trained(torch.ones(2, WIDTH)).float().square().mean()
+                with backward.runs():
+                    loss.backward()
+            engine.step()
+            engine.zero_grad()
+        landing = placement_of(engine).staging[LANDING]
+        assert landing[0] < LAYERS
+    assert backward.waited_count > LAYERS, "nothing is waited for here"
+    assert backward.blocked_count == 0
 
 
 def losses_and_weights(config: offload.Config, micro_batches: tuple[int, ...]) -> list[Any]:

@@ -51,6 +51,11 @@ def _packed_with_others(chunks: Sequence[Chunk]) -> set[int]:
     return {info.index for info, _ in pieces if all(len(chunk.pieces) > 1 for chunk, _ in info.pieces)}
 
 
+def _dtype_of(state: ChunkGradient, *, wide: bool) -> torch.dtype:
+    """Of the buffer for what is added to the chunk: fp32 for a sum."""
+    return torch.float32 if wide or not state.narrower else state.chunk.flat.dtype
+
+
 def _cut(ordered: torch.Tensor, piece: Piece) -> torch.Tensor:
     """What of a parameter's gradient, [numel], lies in the piece."""
     return ordered if piece.numel == piece.slot.numel else ordered[piece.in_parameter]
@@ -134,19 +139,22 @@ class GradientArrival:
             self._send(self._transit, info, ordered, addition)
             return
         for chunk, piece in info.pieces:
-            with self._room_for(chunk):
+            with self._room_for(chunk, wide=addition is Addition.SUM):
                 gradient_of(chunk).live.add(info.index)
                 if piece.numel:
                     self._place(info, gradient_of(chunk), piece, _cut(ordered, piece), addition, owned=owned)
 
-    def _room_for(self, chunk: Chunk) -> AbstractContextManager[object]:
-        """The lock, to be taken now that a buffer for the chunk can be had at once: that was waited for without it, so that
+    def _room_for(self, chunk: Chunk, *, wide: bool = False) -> AbstractContextManager[object]:
+        """The lock, to be taken now that buffers for the chunk can be had at once: they were waited for without it, so that
         updates went on meanwhile."""
-        if self.spills:
+        state = gradient_of(chunk)
+        self._landing.wait_for_room()
+        while self.spills:
             with self.lock:
-                coming = self.buffers.room_for(gradient_of(chunk))
-            if coming is not None:
-                coming.wait()
+                coming = self.buffers.room_for(state, _dtype_of(state, wide=wide))
+            if coming is None:
+                break
+            coming.wait()
         return self.lock
 
     def _send(self, transit: GradientTransit, info: ParameterInfo, ordered: torch.Tensor, addition: Addition) -> None:
@@ -163,7 +171,7 @@ class GradientArrival:
         for side_by_side in sent:
             # What may have to be spilled in between leaves chunk by chunk anyway.
             for pieces in [[one] for one in side_by_side] if self.spills else [side_by_side]:
-                with self._room_for(pieces[0][0]):
+                with self._room_for(pieces[0][0], wide=addition is Addition.SUM):
                     transit.arrive(pieces, ordered, addition)
 
     def _place(
@@ -267,7 +275,7 @@ class GradientArrival:
     def add_reduced(self, chunk: Chunk, values: torch.Tensor, present: set[int]) -> None:
         """See `ChunkGradients`."""
         state = gradient_of(chunk)
-        with self._room_for(chunk):
+        with self._room_for(chunk, wide=True):
             for info, piece in chunk.pieces:
                 if info.index not in present:
                     continue
@@ -423,7 +431,7 @@ class GradientArrival:
         self._unsummed.pop(info.index, None)
 
     def _buffer_for_adding(self, state: ChunkGradient, *, wide: bool) -> torch.Tensor:
-        dtype = torch.float32 if wide or not state.narrower else state.chunk.flat.dtype
+        dtype = _dtype_of(state, wide=wide)
         buffer = self.buffers.for_adding(state, dtype)
         if dtype == torch.float32 and buffer.dtype != torch.float32:
             self._widen(state)

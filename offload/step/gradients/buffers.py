@@ -14,7 +14,7 @@ be added to:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -51,13 +51,31 @@ class GradientBuffers:
 
     # ---- for gradients that arrive -------------------------------------------------------------------------------
 
-    def room_for(self, state: ChunkGradient) -> Pending | None:
-        """What `for_adding` would wait for. Where all buffers are on lease, one begins to be spilled for it."""
-        if state.buffer is not None or state.chunk.route.gradients_in is not None:
+    def room_for(self, state: ChunkGradient, dtype: torch.dtype) -> Pending | None:
+        """What `for_adding` would wait for first, to be asked again after that. Where all buffers are on lease one begins to be
+        spilled for it."""
+        if state.chunk.route.gradients_in is not None:
             return None
-        width = self._width(state, state.spilled or state.chunk.flat.dtype)
-        self._free(state, width)
-        return self._pool.coming(RETAINED, width)
+        for count, width in enumerate(self._wanted(state, dtype), 1):
+            while self._pool.free_count(RETAINED, width) < count:
+                leaving = self._order.needed_last(state, at_leisure=False)
+                if leaving is None:
+                    return None
+                self._take_off_device(leaving)
+                if (arriving := leaving.arriving) is not None:
+                    return arriving
+                self._spill(leaving)
+            if (coming := self._pool.coming(RETAINED, width, count)) is not None:
+                return coming
+        return None
+
+    def _wanted(self, state: ChunkGradient, dtype: torch.dtype) -> Iterator[int]:
+        """How many buffers side by side `for_adding` takes: for what is to be read back, then for what is in another dtype."""
+        there = state.buffer.dtype if state.buffer is not None else state.spilled
+        if state.buffer is None:
+            yield self._width(state, there or dtype)
+        if there is not None and dtype == torch.float32 != there:
+            yield self._width(state, dtype)
 
     def for_adding(self, state: ChunkGradient, dtype: torch.dtype) -> torch.Tensor:
         """The chunk's buffer: what is there, in the dtype that it has, or a new one in `dtype`."""
@@ -181,7 +199,7 @@ class GradientBuffers:
         spare = spare_count(self._count // width, self._spilling_count) * width
         while self._pool.free_count(RETAINED) + freed_count < spare:
             coming = self._order.needed_last(state, at_leisure=True)
-            if coming is None:
+            if coming is None or coming.arriving is not None:
                 break
             self._spill(coming)
         return lease
@@ -193,14 +211,19 @@ class GradientBuffers:
             assert leaving is not None, "no gradient buffer can be spilled"
             self._spill(leaving)
 
-    def _spill(self, state: ChunkGradient) -> None:
-        assert state.buffer is not None and state.lease is not None
-        # What is still on the device may need a wider buffer. Where there is none it stays, and lands on what is read back.
+    def _take_off_device(self, state: ChunkGradient) -> None:
+        """Have what is still on the device come over, which may need a wider buffer. Where there is none it stays, and lands on
+        what is read back."""
+        assert state.buffer is not None
         if state.buffer.dtype == torch.float32 or self._pool.free_count(RETAINED, self._width(state, torch.float32)):
             self._leave_device(state.chunk)
+
+    def _spill(self, state: ChunkGradient) -> None:
+        self._take_off_device(state)
         state.settle()
         if state.transfer is not None:
             state.transfer.wait()
+        assert state.buffer is not None and state.lease is not None
         store, extents = _place(state, state.buffer.dtype)
         state.transfer = _moved(store.write, extents, state.lease.tensor)
         state.lease.release(after=state.transfer)

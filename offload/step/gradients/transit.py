@@ -262,16 +262,21 @@ class Landing:
 
     def __init__(self, accelerator: Accelerator, pool: StagingPool, lane: HostLane) -> None:
         self._accelerator, self._pool, self._lane = accelerator, pool, lane
+        buffers = pool.stats.consumers.get(LANDING)
+        self._count = buffers.count if buffers is not None else 0
         self._jobs: deque[Pending] = deque()
+        """Those that may have a buffer, the oldest first."""
+
+    def wait_for_room(self) -> None:
+        """Until a buffer is free, if there are any."""
+        while self._count and len(self._jobs) >= self._count:
+            self._jobs.popleft().wait()
 
     def land(self, values: torch.Tensor, add: Callable[[torch.Tensor], None]) -> tuple[Pending, Pending]:
         """Bring device values over and have the lane call `add` with them. Settle: when the values may be overwritten, and
-        when `add` ran. Waits for an earlier one if all buffers are in use."""
-        lease = self._pool.try_lease(LANDING)
-        while lease is None and self._jobs:
-            self._jobs.popleft().wait()
-            lease = self._pool.try_lease(LANDING)
-        landing = lease or self._pool.lease(LANDING)
+        when `add` ran."""
+        self.wait_for_room()
+        landing = self._pool.lease(LANDING)
         landed = landing.tensor[: values.nbytes].view(values.dtype)
         copied = self._accelerator.copy_out(landed, values)
 
