@@ -63,7 +63,7 @@ class _Consumer:
                     yield group
 
     def settled_group(self, width: int) -> _Group | None:
-        return next(filter(_is_settled, self.free_groups(width)), None)
+        return next((group for group in self.free_groups(width) if all(one.is_settled for one in group)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,13 +166,14 @@ class StagingPool:
             consumer = self._consumer(purpose)
             return len(consumer.free) if width == 1 else sum(1 for _ in consumer.free_groups(width))
 
-    def coming(self, purpose: str, width: int = 1, count: int = 1) -> Pending | None:
-        """What so many leases would wait for now; None: for nothing, or too many are on lease."""
+    def coming(self, purpose: str, width: int = 1) -> Pending | None:
+        """What `lease` would wait for now; None: for nothing, or too many are on lease."""
         with self._lock:
-            groups = list(self._consumer(purpose).free_groups(width))
-            if len(groups) < count or sum(map(_is_settled, groups)) >= count:
+            consumer = self._consumer(purpose)
+            first = next(consumer.free_groups(width), None)
+            if first is None or consumer.settled_group(width) is not None:
                 return None
-            return AllOf([_last_use(group) for group in groups[:count]])
+            return _last_use(first)
 
     def try_lease(self, purpose: str, width: int = 1) -> Lease | None:
         """A buffer that is free and whose last use completed; None where there is none. Never blocks."""
@@ -261,11 +262,6 @@ class StagingPool:
                 for buffer in group:
                     buffer.is_free = True
                     consumer.free.append(buffer)
-
-
-def _is_settled(group: _Group) -> bool:
-    """Whether nobody need wait for any of them."""
-    return all(one.is_settled for one in group)
 
 
 def _last_use(group: _Group) -> Pending:

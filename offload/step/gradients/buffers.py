@@ -53,19 +53,17 @@ class GradientBuffers:
 
     def room_for(self, state: ChunkGradient, dtype: torch.dtype) -> Pending | None:
         """What `for_adding` would wait for first, to be asked again after that. Where all buffers are on lease one begins to be
-        spilled for it."""
+        spilled for it. What is read back and widened, both in the second micro-batch, may still wait for the latter."""
         if state.chunk.route.gradients_in is not None:
             return None
-        for count, width in enumerate(self._wanted(state, dtype), 1):
-            while self._pool.free_count(RETAINED, width) < count:
-                leaving = self._order.needed_last(state, at_leisure=False)
-                if leaving is None:
-                    return None
+        for width in self._wanted(state, dtype):
+            while not self._pool.free_count(RETAINED, width):
+                leaving = self._needed_last(state)
                 self._take_off_device(leaving)
                 if (arriving := leaving.arriving) is not None:
                     return arriving
                 self._spill(leaving)
-            if (coming := self._pool.coming(RETAINED, width, count)) is not None:
+            if (coming := self._pool.coming(RETAINED, width)) is not None:
                 return coming
         return None
 
@@ -207,9 +205,12 @@ class GradientBuffers:
     def _free(self, state: ChunkGradient, width: int) -> None:
         """Spill until so many buffers side by side are given back."""
         while not self._pool.free_count(RETAINED, width):
-            leaving = self._order.needed_last(state, at_leisure=False)
-            assert leaving is not None, "no gradient buffer can be spilled"
-            self._spill(leaving)
+            self._spill(self._needed_last(state))
+
+    def _needed_last(self, besides: ChunkGradient) -> ChunkGradient:
+        found = self._order.needed_last(besides, at_leisure=False)
+        assert found is not None, "no gradient buffer can be spilled"
+        return found
 
     def _take_off_device(self, state: ChunkGradient) -> None:
         """Have what is still on the device come over, which may need a wider buffer. Where there is none it stays, and lands on
