@@ -384,6 +384,8 @@ class Player(ABC):
         if others:
             self.optimizer.add_param_group({"params": [one.requires_grad_() for one in others], "lr": 2e-3})
             self.facts.added = True
+            # What backward left on them no step has taken: it is the next one's.
+            self.facts.live = self.facts.live or any(one.grad is not None for one in others)
         return {}
 
     def do_rate(self, group: int, rate: float) -> Any:
