@@ -516,6 +516,19 @@ def test_a_drive_has_room_for_a_part(
 
 
 @both
+def test_a_step_count_is_that_of_the_last_step(opened: Any, speculating: None, setup: Setup) -> None:
+    model = stack(WIDTH, 2)
+    engine = opened(model, adamw(model), setup)
+    for step, (x, y) in enumerate(vector_batches(2, WIDTH)):
+        F.mse_loss(model(x), y).backward()
+        read = [engine.read(parameter, "step").item() for parameter in model.parameters()]
+        assert counts(engine) == (step + 1, 0) and set(read) == {step}
+        engine.step()
+        assert {engine.read(parameter, "step").item() for parameter in model.parameters()} == {step + 1}
+        engine.zero_grad()
+
+
+@both
 def test_the_second_places_are_planned(opened: Any, nvme: Path, setup: Setup) -> None:
     """To the byte: the records and trained parameters of every unit but the root, once more."""
     planned, held = {}, {}

@@ -36,7 +36,7 @@ class NamedStates:
     def read(self, info: ParameterInfo, kind: str) -> Tensor | None:
         """See `Engine.read`."""
         if kind == STEP and len(self.kinds(info)) > 1:
-            return torch.tensor(float(info.step), dtype=torch.float32, device="cpu")
+            return torch.tensor(float(self._step_count(info)), dtype=torch.float32, device="cpu")
         self._require(info, kind)
         if kind == VALUE:
             return self._gathering.value_of(info)
@@ -94,6 +94,11 @@ class NamedStates:
             return bits.view(torch.float32)
 
         return info.shaped(self._gathering.meet(MeetingPoint.STATE_DICT, joined, argument=info.index))
+
+    def _step_count(self, info: ParameterInfo) -> int:
+        """How often it was updated: not counting an update that began before the step."""
+        early = self._parts.units[info.unit_index].early
+        return info.step - (early is not None and any(one is info for one in early.updated))
 
     def _moment(self, info: ParameterInfo, kind: str) -> Tensor:
         values, records = torch.zeros(info.numel, dtype=torch.float32, device="cpu"), self._parts.records
