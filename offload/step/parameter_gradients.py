@@ -28,6 +28,7 @@ from offload.model.guard import unguarded
 from offload.model.taken_gradient import TakenGradient
 from offload.model.unit import Unit
 from offload.model.unit_state import ShardState
+from offload.ranks.next_transfers import MeetingPoint
 from offload.step.components import Components
 from offload.step.gradients.filling import Filling
 from offload.step.micro_batches import MicroBatches
@@ -95,6 +96,11 @@ class ParameterGradients:
         return self._waiting_of_part.get(module_id, self.waiting.get(unit.index, []))
 
     # ---- backward ------------------------------------------------------------------------------------------------
+
+    def backward_begins(self) -> None:
+        """An outermost one."""
+        self._drop_taken_out()
+        self.micro_batches.backward_begins()
 
     def first_coming(self, info: ParameterInfo) -> bool:
         """`coming`, if there is no gradient yet: whether there is none."""
@@ -236,8 +242,21 @@ class ParameterGradients:
         with unguarded():
             return any(_is_new(info.parameter.grad) for info in self._trained) or bool(self.live())
 
+    def _drop_taken_out(self) -> None:
+        """On several ranks drop what the user took out of `p.grad` since, averaged or not: before others add to what this rank
+        keeps of it, and before it goes to them. (What one rank has of it is dropped when somebody asks whether it is live.)"""
+        self.adopt()
+        with unguarded():
+            infos = self._intake.remembered()
+            taken_out = [info for info in infos if not isinstance(info.parameter.grad, TakenGradient)]
+            if taken_out:
+                self._intake.settle()
+            for info in taken_out:
+                self._intake.drop(info)
+
     def take_assigned(self) -> None:
         """A gradient that the user assigned to `p.grad` counts like one that backward computed."""
+        self._drop_taken_out()
         with unguarded():
             if set(map(type, map(_GRADIENT_OF, self._trained))) <= _NOT_ASSIGNED:
                 return
@@ -298,7 +317,12 @@ class ParameterGradients:
                 "optimizer.zero_grad() after each step; to apply a gradient twice, run forward and backward again."
             )
 
-    def squares(self) -> list[torch.Tensor]:
+    def sum_of_squares(self, point: MeetingPoint) -> int | None:
+        """See `Intake.sum`."""
+        self._drop_taken_out()
+        return self._intake.sum(point, self._squares)
+
+    def _squares(self) -> list[torch.Tensor]:
         """Sums of squares, block by block, of what this rank keeps of the gradients."""
         assert self._gradients is not None
         self.adopt()

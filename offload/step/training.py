@@ -203,7 +203,7 @@ class Training(FailureState):
 
     def _measure_norm(self, point: MeetingPoint) -> float:
         """The global L2 norm of the gradients as they stand, un-scaled; on several ranks, once all are at `point`."""
-        return norm_of(self._intake.sum(point, self.parameter_gradients.squares), self.loss_scale.value)
+        return norm_of(self.parameter_gradients.sum_of_squares(point), self.loss_scale.value)
 
     # ---- step ----------------------------------------------------------------------------------------------------
 

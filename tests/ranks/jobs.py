@@ -244,6 +244,32 @@ def routes(fields: dict[str, Any], kind: str, plan: list[list[list[int]]], accel
             return {"weights": digest(state), "counts": counts, "each": {n: digest({n: v}) for n, v in state.items()}}
 
 
+def taken_out(fields: dict[str, Any], how: str, *, syncs: bool, accelerator: str = "cpu") -> dict[str, Any]:
+    """A step of one backward. Before that another one, whose gradients are dropped (`how`: "optimizer", "model"), or replaced
+    by ones and the step made of those ("assigned"); "": there is none. Each rank has an expert of its own."""
+    rank, _ = place()
+    with accelerator_of(accelerator):
+        torch.manual_seed(3)
+        model = Experts()
+        with offload.initialize(model, adamw(model), offload.Config(**fields)) as engine:
+            dropped, used = vector_batches(2, seed=rank)
+            if how:
+                with contextlib.nullcontext() if syncs else engine.no_sync():
+                    F.mse_loss(model(dropped[0], [rank, 3]), dropped[1]).backward()
+            if how == "optimizer":
+                engine.optimizer.zero_grad()
+            elif how == "model":
+                model.zero_grad()
+            if how == "assigned":
+                for parameter in model.parameters():
+                    parameter.grad = torch.ones(parameter.shape)
+            else:
+                F.mse_loss(model(used[0], [rank]), used[1]).backward()
+            engine.optimizer.step()
+            counts = {info.fqn: info.step for info in parts_of(engine).parameters}
+            return {"weights": digest(engine.state_dict()), "counts": counts, "norm": engine.grad_norm}
+
+
 def different_evaluations(fields: dict[str, Any]) -> str:
     """Between two steps the ranks evaluate different numbers of batches."""
     rank, _ = place()

@@ -63,6 +63,20 @@ def test_routes_on_a_device_of_its_own(pair: Crew, tmp_path: Path, accelerator: 
         assert pair.do("routes", fields=case, kind="experts", plan=plan, accelerator=accelerator) == expected
 
 
+@pytest.mark.parametrize("accelerator", ["cpu", "deferred"])
+@pytest.mark.parametrize("syncs", [False, True], ids=["no_sync", "every backward"])
+def test_gradients_that_are_taken_out_are_nowhere(pair: Crew, tmp_path: Path, syncs: bool, accelerator: str) -> None:
+    """Whoever takes them out, and whether they were averaged: also where a rank has those of others alone."""
+    for case in cases(tmp_path):
+        run = {"fields": case, "syncs": syncs, "accelerator": accelerator}
+        expected = pair.do("taken_out", how="", **run)
+        for how in ("optimizer", "model"):
+            assert pair.do("taken_out", how=how, **run) == expected, (case, how)
+        replaced = pair.do("taken_out", how="assigned", **run)
+        assert replaced[0] == replaced[1] and set(replaced[0]["counts"].values()) == {1}
+        assert replaced[0]["norm"] == pytest.approx((6 * 16 * 17) ** 0.5)  # six layers of 16 x 16 and a bias
+
+
 def test_evaluations_of_different_lengths(pair: Crew, tmp_path: Path) -> None:
     """The other rank lends its shards meanwhile, from wherever it is blocked."""
     found = [pair.do("different_evaluations", fields=case) for case in cases(tmp_path) if "update" not in case]

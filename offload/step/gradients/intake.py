@@ -48,6 +48,10 @@ class Intake:
     def drop(self, info: ParameterInfo) -> None:
         """Forget what arrived of this parameter."""
 
+    def remembered(self) -> Sequence[ParameterInfo]:
+        """The parameters of which it remembers, beside `ChunkGradients`, a gradient of this step: until `drop`, or a step."""
+        return ()
+
     def settle(self) -> None:
         """Nothing that arrived so far changes any gradient after this, though backward did not come to its end."""
 

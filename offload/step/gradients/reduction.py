@@ -98,6 +98,14 @@ class Reduction(Intake):
         state.present.discard(info.index)
         state.told.discard(info.index)
 
+    def remembered(self) -> list[ParameterInfo]:
+        return [
+            info
+            for unit in self._units
+            for info in unit.parameters
+            if info.index in unit.gradient.arrived or info.index in unit.gradient.present
+        ]
+
     def leave(self, unit: Unit) -> None:
         # From stage 2 on.
         state = unit.gradient

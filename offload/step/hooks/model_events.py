@@ -73,7 +73,7 @@ class ModelEvents:
     def backward_begins(self) -> None:
         """An outermost backward reached the model."""
         self._training.check()
-        self._parameter_gradients.micro_batches.backward_begins()
+        self._parameter_gradients.backward_begins()
         self._speculation.backward_begins()
 
     def backward_reaches(self, unit: Unit, version: int | None) -> None:
