@@ -165,3 +165,11 @@ class Chunk:
     def values(self) -> torch.Tensor:
         """The same in the parameters' dtype: [numel]."""
         return self.flat.values[self.start : self.stop]
+
+    def values_in(self, memory: torch.Tensor) -> torch.Tensor:
+        """Its parameters in memory (uint8) that begins with them: [numel] in their dtype."""
+        return memory[: self.nbytes].view(self.flat.dtype)
+
+    def part(self, piece: Piece) -> slice:
+        """The piece's elements among the chunk's."""
+        return slice(piece.start - self.start, piece.stop - self.start)

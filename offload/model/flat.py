@@ -145,10 +145,6 @@ class Flat:
         """The whole flat in chunks: where parameters stay on the device they do so on every rank."""
         return [self._chunk(chunk) for chunk in self.layout.cut(0, self.layout.numel)]
 
-    def chunks_of(self, info: ParameterInfo) -> Sequence[Chunk]:
-        """This rank's chunks that hold a part of the parameter, in order."""
-        return [chunk for chunk, _ in info.pieces]
-
     def lay_back(self, info: ParameterInfo) -> None:
         """After its storage was exchanged for another: the parameter lies in its place again, with the values there."""
         position = self.parameters.index(info)

@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
+from offload.device.arithmetic.records import Record
+from offload.device.arithmetic.rounding import round_into
 from offload.device.arithmetic.segment import MASTER
 from offload.layout import Piece
 from offload.model.chunk import Chunk
-from offload.model.flat import ParameterInfo
+from offload.model.flat import Flat, ParameterInfo
 from offload.planning.purposes import EMITTED, RECORDS_ON_DEMAND
 from offload.planning.route import Memory, ValuePath
+from offload.step.chunk_stores import RecordStore
 from offload.step.components import Components
 from offload.tiers.memory import HostMemory
 
@@ -23,40 +27,49 @@ class Homes:
     def __init__(self, parts: Components) -> None:
         self._parts = parts
 
-    def read_record(self, chunk: Chunk) -> torch.Tensor:
-        """The chunk's record in memory: where it lies, or read into a buffer of its own."""
+    def has_master(self, flat: Flat) -> bool:
+        """Whether records hold the masters of the flat's parameters, or a part of them."""
         records = self._parts.records
-        assert records is not None
-        stored = records.view(chunk)
-        if stored is not None:
-            return stored
-        buffer = HostMemory(records.nbytes(chunk), "gathered records", ledger=self._parts.ledger).tensor
-        records.read(chunk, buffer).wait()
-        return buffer
+        return records is not None and flat.layout.trainable and records.flat_format(flat).own_master
 
-    def put_back(self, chunk: Chunk, record: torch.Tensor) -> None:
-        """What `read_record` gave was changed: bring it home."""
+    def record(self, chunk: Chunk) -> Record:
+        """The chunk's record in memory: where it lies, or read into a buffer of its own."""
+        records, buffer = self._read(chunk)
+        return records.over(chunk, buffer)
+
+    @contextmanager
+    def changing(self, chunk: Chunk) -> Iterator[Record]:
+        """The same, to be changed inside the block: behind it the record is at home."""
+        records, buffer = self._read(chunk)
+        yield records.over(chunk, buffer)
+        if records.view(chunk) is None:
+            records.write(chunk, buffer).wait()
+
+    def _read(self, chunk: Chunk) -> tuple[RecordStore, torch.Tensor]:
         records = self._parts.records
         assert records is not None
-        if records.view(chunk) is None:
-            records.write(chunk, record).wait()
+        buffer = records.view(chunk)
+        if buffer is None:
+            buffer = HostMemory(records.nbytes(chunk), "gathered records", ledger=self._parts.ledger).tensor
+            records.read(chunk, buffer).wait()
+        return records, buffer
 
     def tell(self, chunk: Chunk, pieces: Iterable[Piece]) -> None:
         """Make the values of these pieces, in memory, what the record's masters on NVMe say, as an update leaves them. In
         staging buffers of the updates, none of which may run."""
         records, parameter_store, pool = self._parts.records, self._parts.parameter_store, self._parts.pool
-        home = parameter_store.view(chunk)
-        assert records is not None and home is not None
-        home = home[: chunk.nbytes].view(chunk.flat.dtype)
+        stored = parameter_store.view(chunk)
+        assert records is not None and stored is not None
+        home = chunk.values_in(stored)
         parameter_store.settle_copies(chunk)
         lease = pool.lease(RECORDS_ON_DEMAND)
         records.read(chunk, lease.tensor[: records.nbytes(chunk)]).wait()
         masters = records.over(chunk, lease.tensor).arrays[MASTER]
         goes_over = chunk.route.value_path is ValuePath.COPY_IN
         emitted = pool.lease(EMITTED) if goes_over else None
-        values = home if emitted is None else emitted.tensor[: chunk.nbytes].view(chunk.flat.dtype)
+        values = home if emitted is None else chunk.values_in(emitted.tensor)
         for piece in pieces:
-            part = slice(piece.start - chunk.start, piece.stop - chunk.start)
+            part = chunk.part(piece)
             records.format(chunk).round_values(values[part], masters[part])
             if goes_over:
                 self._parts.accelerator.copy_in(home[part], values[part]).wait()
@@ -64,25 +77,34 @@ class Homes:
             if one is not None:
                 one.release()
 
+    def rounded(self, flat: Flat, value: torch.Tensor) -> torch.Tensor:
+        """`value` [numel] in the flat's dtype, rounded as an update would leave it."""
+        records = self._parts.records
+        rounded = torch.empty(value.numel(), dtype=flat.dtype, device="cpu")
+        if records is None or not flat.layout.trainable or value.dtype != torch.float32 or flat.dtype == torch.float32:
+            round_into(rounded, value.contiguous())
+        else:
+            records.flat_format(flat).round_values(rounded, value.contiguous())
+        return rounded
+
     def write(self, info: ParameterInfo, written: torch.Tensor) -> None:
         """Carry the written elements (`written`: bool [numel] in slot order) to the parameter's home and its master."""
-        unit, records = self._parts.units[info.unit_index], self._parts.records
         ordered = info.in_memory_order(info.view)
-        for chunk in unit.chunks:
-            for other, piece in chunk.pieces:
-                part = piece.in_parameter
-                if other is not info or not bool(written[part].any()):
-                    continue
-                if records is not None and info.trainable and records.format(chunk).own_master:
-                    buffer = self.read_record(chunk)
-                    record = records.over(chunk, buffer)
-                    low, high = piece.start - chunk.start, piece.stop - chunk.start
-                    record.replace_master(low, high, written[part].to(buffer.device), ordered[part].to(buffer.device))
-                    self.put_back(chunk, buffer)
-                if chunk.route.has_store:
-                    self._write_chunk(chunk)
+        for chunk, piece in info.pieces:
+            mask = written[piece.in_parameter]
+            if not bool(mask.any()):
+                continue
+            if self.has_master(info.flat):
+                values = ordered[piece.in_parameter]
+                with self.changing(chunk) as record:
+                    part, device = chunk.part(piece), record.device
+                    record.replace_master(part.start, part.stop, mask.to(device), values.to(device))
+            self.write_values(chunk)
 
-    def _write_chunk(self, chunk: Chunk) -> None:
+    def write_values(self, chunk: Chunk) -> None:
+        """Carry what the chunk's parameters are in device memory to their home."""
+        if not chunk.route.has_store:
+            return
         parameter_store = self._parts.parameter_store
         values = chunk.bytes
         stored = parameter_store.view(chunk)

@@ -80,6 +80,11 @@ class Record:
     format: RecordFormat
     arrays: Mapping[str, Tensor] = field(default_factory=dict)
 
+    @property
+    def device(self) -> torch.device:
+        """That it lies on, if it holds anything."""
+        return next(iter(self.arrays.values())).device
+
     def part(self, low: int, high: int) -> dict[str, Tensor]:
         """The arrays of elements [low, high); scale bytes from the group that begins at `low`."""
         cut = {}

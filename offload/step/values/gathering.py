@@ -80,11 +80,8 @@ class Gathering:
             value = info.parameter if info.lent_count else info.view
             values[info.index] = value.detach().to("cpu", copy=True)
         uses.release(unit)
-        records = self._parts.records
         for flat in unit.flats:
-            if not flat.layout.trainable or records is None:
-                continue
-            if records.flat_format(flat).own_master:
+            if self._homes.has_master(flat):
                 self._overlay_masters(flat, values)
 
     def _overlay_masters(self, flat: Flat, values: dict[int, torch.Tensor]) -> None:
@@ -109,21 +106,16 @@ class Gathering:
 
     def _master(self, chunk: Chunk, values: dict[int, torch.Tensor]) -> torch.Tensor:
         """The chunk's fp32 masters [chunk.numel]; `values`: those of the flat's parameters, by parameter index."""
-        records = self._parts.records
-        assert records is not None
-        buffer = self._homes.read_record(chunk)
-        record = records.over(chunk, buffer)
+        record = self._homes.record(chunk)
         if MASTER in record.arrays:
             return record.arrays[MASTER]
         master = torch.zeros(chunk.numel, dtype=torch.float32, device="cpu")
         for info, piece in chunk.pieces:
-            low, high = piece.start - chunk.start, piece.stop - chunk.start
-            part = info.in_memory_order(values[info.index])[piece.in_parameter]
-            master[low:high].copy_(record.master(low, high, part.to(buffer.device)))
+            part = chunk.part(piece)
+            narrow = info.in_memory_order(values[info.index])[piece.in_parameter]
+            master[part].copy_(record.master(part.start, part.stop, narrow.to(record.device)))
         return master
 
     def _put_master(self, chunk: Chunk, master: torch.Tensor, values: dict[int, torch.Tensor]) -> None:
         for info, piece in chunk.pieces:
-            low, high = piece.start - chunk.start, piece.stop - chunk.start
-            part = info.in_memory_order(values[info.index])[piece.in_parameter]
-            part.copy_(master[low:high])
+            info.in_memory_order(values[info.index])[piece.in_parameter].copy_(master[chunk.part(piece)])

@@ -9,11 +9,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from offload.device.arithmetic.rounding import round_into
 from offload.errors import UsageError
 from offload.model.chunk import Chunk
 from offload.model.file_dtypes import converts
-from offload.model.flat import Flat
 from offload.model.unit import Unit
 from offload.model.weight_names import Differences, persistent_buffers
 from offload.ranks.group import Group
@@ -113,27 +111,13 @@ class ValueLoading:
         for chunk in unit.homes:
             self._set_home(chunk, ordered)
 
-    def _rounded(self, flat: Flat, value: Tensor) -> Tensor:
-        """`value` in the flat's dtype, rounded as an update would leave it."""
-        records = self._parts.records
-        rounded = torch.empty(value.numel(), dtype=flat.dtype, device="cpu")
-        if records is None or not flat.layout.trainable or value.dtype != torch.float32 or flat.dtype == torch.float32:
-            round_into(rounded, value.contiguous())
-        else:
-            records.flat_format(flat).round_values(rounded, value.contiguous())
-        return rounded
-
     def _set_master(self, chunk: Chunk, ordered: Mapping[int, Tensor]) -> None:
-        records = self._parts.records
-        if records is None or not chunk.flat.layout.trainable or not records.format(chunk).own_master:
+        if not self._homes.has_master(chunk.flat):
             return
-        buffer = self._homes.read_record(chunk)
-        record = records.over(chunk, buffer)
-        for info, piece in chunk.pieces:
-            part = ordered[info.index][piece.in_parameter]
-            low, high = piece.start - chunk.start, piece.stop - chunk.start
-            record.put_master(low, high, part.to(buffer.device))
-        self._homes.put_back(chunk, buffer)
+        with self._homes.changing(chunk) as record:
+            for info, piece in chunk.pieces:
+                part = chunk.part(piece)
+                record.put_master(part.start, part.stop, ordered[info.index][piece.in_parameter].to(record.device))
 
     def _set_home(self, chunk: Chunk, ordered: Mapping[int, Tensor]) -> None:
         parameter_store = self._parts.parameter_store
@@ -141,11 +125,9 @@ class ValueLoading:
         content = stored
         if content is None:
             content = HostMemory(parameter_store.nbytes(chunk), "loaded parameters", ledger=self._parts.ledger).tensor
-        values = content[: chunk.nbytes].view(chunk.flat.dtype)
+        values = chunk.values_in(content)
         for info, piece in chunk.pieces:
-            part = ordered[info.index][piece.in_parameter]
-            low, high = piece.start - chunk.start, piece.stop - chunk.start
-            values[low:high].copy_(self._rounded(chunk.flat, part))
+            values[chunk.part(piece)].copy_(self._homes.rounded(chunk.flat, ordered[info.index][piece.in_parameter]))
         if stored is None:
             parameter_store.write(chunk, content).wait()
 

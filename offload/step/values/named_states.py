@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -72,12 +72,6 @@ class NamedStates:
                 "engine.read or write was called inside `with engine.gathered(...)`: call it outside of the block."
             )
 
-    def _own_pieces(self, info: ParameterInfo) -> Iterator[tuple[Chunk, Piece]]:
-        for chunk in info.flat.chunks_of(info):
-            for other, piece in chunk.pieces:
-                if other is info and piece.numel:
-                    yield chunk, piece
-
     # ---- reading -------------------------------------------------------------------------------------------------
 
     def _whole(self, info: ParameterInfo, own: Callable[[], Tensor]) -> Tensor:
@@ -101,50 +95,42 @@ class NamedStates:
         return info.step - (early is not None and any(one is info for one in early.updated))
 
     def _moment(self, info: ParameterInfo, kind: str) -> Tensor:
-        values, records = torch.zeros(info.numel, dtype=torch.float32, device="cpu"), self._parts.records
-        assert records is not None
-        for chunk, piece in self._own_pieces(info):
-            record = records.over(chunk, self._homes.read_record(chunk))
-            part = record.moment(kind, piece.start - chunk.start, piece.stop - chunk.start)
-            values[piece.in_parameter].copy_(part)
+        values = torch.zeros(info.numel, dtype=torch.float32, device="cpu")
+        for chunk, piece in _filled_pieces(info):
+            part = chunk.part(piece)
+            values[piece.in_parameter].copy_(self._homes.record(chunk).moment(kind, part.start, part.stop))
         return values
 
     def _gradient(self, info: ParameterInfo) -> Tensor | None:
         gradients = self._training.parameter_gradients
         gradients.gather_in()
-        found = self._whole(info, lambda: gradients.own(info, list(self._own_pieces(info))))
+        found = self._whole(info, lambda: gradients.own(info, _filled_pieces(info)))
         return found / self._training.loss_scale.value if gradients.is_live(info) else None
 
     # ---- writing -------------------------------------------------------------------------------------------------
 
     def _write_value(self, info: ParameterInfo, value: Tensor) -> None:
-        unit, uses, records = self._parts.units[info.unit_index], self._training.uses, self._parts.records
-        exact = info.in_memory_order(value.detach().to("cpu", torch.float32)).contiguous()
-        own_master = records is not None and info.trainable and records.flat_format(info.flat).own_master
-        rounded = exact.to(info.dtype)
-        if own_master and records is not None:
-            rounded = torch.empty(info.numel, dtype=info.dtype, device="cpu")
-            records.flat_format(info.flat).round_values(rounded, exact)
+        unit, uses = self._parts.units[info.unit_index], self._training.uses
+        exact = info.in_memory_order(value.detach().to("cpu", torch.float32))
         uses.hold(unit)
-        info.view.copy_(info.shaped(rounded))
-        self._homes.write(info, torch.ones(info.numel, dtype=torch.bool, device="cpu"))
-        if own_master and records is not None:
-            for chunk, piece in self._own_pieces(info):
-                buffer = self._homes.read_record(chunk)
-                part = exact[piece.in_parameter]
-                low, high = piece.start - chunk.start, piece.stop - chunk.start
-                records.over(chunk, buffer).put_master(low, high, part.to(buffer.device))
-                self._homes.put_back(chunk, buffer)
+        info.view.copy_(info.shaped(self._homes.rounded(info.flat, exact)))
+        for chunk, piece in _filled_pieces(info):
+            if self._homes.has_master(info.flat):
+                with self._homes.changing(chunk) as record:
+                    part = chunk.part(piece)
+                    record.put_master(part.start, part.stop, exact[piece.in_parameter].to(record.device))
+            self._homes.write_values(chunk)
         self._training.values_changed(unit)
         uses.release(unit)
 
     def _write_moment(self, info: ParameterInfo, kind: str, value: Tensor) -> None:
-        records = self._parts.records
-        assert records is not None
         exact = info.in_memory_order(value.detach().to("cpu", torch.float32))
-        for chunk, piece in self._own_pieces(info):
-            buffer = self._homes.read_record(chunk)
-            part = exact[piece.in_parameter]
-            low, high = piece.start - chunk.start, piece.stop - chunk.start
-            records.over(chunk, buffer).put_moment(kind, low, high, part.to(buffer.device))
-            self._homes.put_back(chunk, buffer)
+        for chunk, piece in _filled_pieces(info):
+            with self._homes.changing(chunk) as record:
+                part = chunk.part(piece)
+                record.put_moment(kind, part.start, part.stop, exact[piece.in_parameter].to(record.device))
+
+
+def _filled_pieces(info: ParameterInfo) -> list[tuple[Chunk, Piece]]:
+    """What of it lies in each of this rank's chunks, where that is anything."""
+    return [(chunk, piece) for chunk, piece in info.pieces if piece.numel]
