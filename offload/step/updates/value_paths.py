@@ -109,6 +109,7 @@ class ReadAhead:
     def __init__(self, pool: StagingPool) -> None:
         self._pool = pool
         self._coming: dict[Chunk, tuple[Lease, Pending]] = {}
+        self._in_hand: Lease | None = None
 
     def __len__(self) -> int:
         return len(self._coming)
@@ -123,15 +124,22 @@ class ReadAhead:
         self._coming[chunk] = lease, bring(lease.tensor[: chunk.nbytes])
         return True
 
-    def take(self, chunk: Chunk, bring: Callable[[torch.Tensor], Pending] | None) -> Lease:
-        """The buffer that it came into, now; where it was not read ahead one that `bring` fills, if that is given."""
+    def take(self, chunk: Chunk, bring: Callable[[torch.Tensor], Pending] | None) -> torch.Tensor:
+        """The values that came, now; where they were not read ahead `bring` fills a buffer, if it is given. Until `release`."""
         lease, coming = self._coming.pop(chunk, (None, None))
         if lease is None:
             lease = self._pool.lease(EMITTED)
             coming = bring(lease.tensor[: chunk.nbytes]) if bring is not None else None
         if coming is not None:
             coming.wait()
-        return lease
+        self._in_hand = lease
+        return chunk.values_in(lease.tensor)
+
+    def release(self, after: Pending) -> None:
+        """The buffer that was taken is free when `after` has settled."""
+        assert self._in_hand is not None
+        lease, self._in_hand = self._in_hand, None
+        lease.release(after=after)
 
     def forget(self, chunk: Chunk) -> None:
         """It will not be taken."""
@@ -147,7 +155,6 @@ class ValuesInStore(ValueAccess):
 
     def __init__(self, parameter_store: ParameterStore, ahead: ReadAhead) -> None:
         self._parameter_store, self._ahead = parameter_store, ahead
-        self._lease: Lease | None = None
         self._views: dict[Chunk, tuple[torch.Tensor, torch.Tensor]] = {}
         """By chunk: its memory in the store, and its values there."""
 
@@ -167,22 +174,19 @@ class ValuesInStore(ValueAccess):
         stored = self._parameter_store.view(chunk)
         if stored is None:
             reads = old is not ValuesNeeded.NONE
-            self._lease = self._ahead.take(chunk, partial(self._parameter_store.read, chunk) if reads else None)
-            return self._lease.tensor[: chunk.nbytes].view(chunk.flat.dtype)
+            return self._ahead.take(chunk, partial(self._parameter_store.read, chunk) if reads else None)
         known = self._views.get(chunk)
         if known is None or known[0] is not stored:
-            known = self._views[chunk] = stored, stored[: chunk.nbytes].view(chunk.flat.dtype)
+            known = self._views[chunk] = stored, chunk.values_in(stored)
         return known[1]
+
+    def commit(self, chunk: Chunk, values: torch.Tensor, pieces: list[Piece]) -> Pending:
+        if chunk not in self._views:
+            self._ahead.release(after=self._parameter_store.write(chunk, values.view(torch.uint8)))
+        return _OVER
 
     def close(self) -> None:
         self._views = {}
-
-    def commit(self, chunk: Chunk, values: torch.Tensor, pieces: list[Piece]) -> Pending:
-        if self._lease is None:
-            return _OVER
-        lease, self._lease = self._lease, None
-        lease.release(after=self._parameter_store.write(chunk, values.view(torch.uint8)))
-        return _OVER
 
 
 class ValuesCopiedIn(ValueAccess):
@@ -190,7 +194,6 @@ class ValuesCopiedIn(ValueAccess):
 
     def __init__(self, accelerator: Accelerator, parameter_store: ParameterStore, ahead: ReadAhead) -> None:
         self._accelerator, self._parameter_store, self._ahead = accelerator, parameter_store, ahead
-        self._lease: Lease | None = None
 
     def read_ahead(self, chunk: Chunk) -> bool:
         return self._ahead.start(chunk, partial(self._bring, chunk))
@@ -200,28 +203,20 @@ class ValuesCopiedIn(ValueAccess):
 
     def begin(self, chunk: Chunk, old: ValuesNeeded) -> torch.Tensor:
         # Of others than all of the old values none are wanted: only updated slots are copied over.
-        self._lease = self._ahead.take(chunk, partial(self._bring, chunk) if old is ValuesNeeded.ALL else None)
-        return self._lease.tensor[: chunk.nbytes].view(chunk.flat.dtype)
+        return self._ahead.take(chunk, partial(self._bring, chunk) if old is ValuesNeeded.ALL else None)
 
     def _bring(self, chunk: Chunk, into: torch.Tensor) -> Pending:
         return self._accelerator.copy_out_beside_compute(into, self._home(chunk).view(torch.uint8))
 
     def commit(self, chunk: Chunk, values: torch.Tensor, pieces: list[Piece]) -> Pending:
-        assert self._lease is not None
-        lease, self._lease = self._lease, None
-        start = chunk.start
-        last: Pending = _OVER
-        home = self._home(chunk)
-        for piece in pieces:
-            low, high = piece.start - start, piece.stop - start
-            last = self._accelerator.copy_in(home[low:high], values[low:high])
-        lease.release(after=last)  # copies of one stream settle in order
+        last = _copied(self._accelerator.copy_in, self._home(chunk), values, chunk, pieces)
+        self._ahead.release(after=last)
         return last
 
     def _home(self, chunk: Chunk) -> torch.Tensor:
         stored = self._parameter_store.view(chunk)
         assert stored is not None
-        return stored[: chunk.nbytes].view(chunk.flat.dtype)
+        return chunk.values_in(stored)
 
 
 class ValuesCopiedOut(ValueAccess):
@@ -256,32 +251,38 @@ class ValuesCopiedOut(ValueAccess):
     def commit(self, chunk: Chunk, values: torch.Tensor, pieces: list[Piece]) -> Pending:
         self._parameter_store.settle_copies(chunk)
         stored = self._parameter_store.view(chunk)
-        lease = None
-        nbytes = chunk.nbytes
-        if stored is None:
-            lease = self._pool.lease(EMITTED)
-            stored = lease.tensor[:nbytes]
-            updated = sum(piece.numel for piece in pieces)
-            if updated < chunk.numel:
-                self._parameter_store.read(chunk, stored).wait()
-        home = stored[:nbytes].view(chunk.flat.dtype)
-        start = chunk.start
-        last: Pending = _OVER
-        for piece in pieces:
-            low, high = piece.start - start, piece.stop - start
-            last = self._accelerator.copy_out(home[low:high], values[low:high])
-        if lease is None:
+        if stored is not None:
+            last = _copied(self._accelerator.copy_out, chunk.values_in(stored), values, chunk, pieces)
             self._parameter_store.writing(chunk, last)
             before, self._leaving = self._leaving, last
             before.wait()
-        else:
-            last.wait()
-            lease.release(after=self._parameter_store.write(chunk, lease.tensor[:nbytes]))
+            return _OVER
+        lease = self._pool.lease(EMITTED)
+        content = lease.tensor[: chunk.nbytes]
+        if sum(piece.numel for piece in pieces) < chunk.numel:
+            self._parameter_store.read(chunk, content).wait()
+        _copied(self._accelerator.copy_out, chunk.values_in(content), values, chunk, pieces).wait()
+        lease.release(after=self._parameter_store.write(chunk, content))
         return _OVER
 
     def close(self) -> None:
         leaving, self._leaving = self._leaving, _OVER  # it keeps the memory
         leaving.wait()
+
+
+def _copied(
+    copy: Callable[[torch.Tensor, torch.Tensor], Pending],
+    target: torch.Tensor,
+    source: torch.Tensor,
+    chunk: Chunk,
+    pieces: Iterable[Piece],
+) -> Pending:
+    """Pieces of the chunk's values, [chunk.numel], by `copy`, whose copies settle in order: the last one."""
+    last: Pending = _OVER
+    for piece in pieces:
+        part = chunk.part(piece)
+        last = copy(target[part], source[part])
+    return last
 
 
 def value_accesses(tools: UpdateTools, routes: Iterable[Route]) -> dict[tuple[ValuePath, Memory], ValueAccess]:
