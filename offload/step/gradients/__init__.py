@@ -9,8 +9,9 @@ The way of one, file by file. Names without a folder lie here:
     intake.py                         one rank's goes on, that of several is averaged first (reduction.py); what waited on one
                                       rank goes on without it
     chunk_gradients.py                whether it counts for the coming step, as the first or added to others
-    arrival.py                        into its chunk's buffer: adopted, added, or packed on the device (transit.py), copied
-                                      over and received here again; several that waited at once (filling.py)
+    arrival.py                        into its chunk's buffer: adopted, added (addition.py), or packed on the device
+                                      (transit.py), copied over and received (reception.py); several that waited at once
+                                      (filling.py)
     buffers.py, extents.py            where buffers lie; what leaves them for the store when they run out
     step/training.py                  the step: its norm (norm.py), then an update of it (step/update_making.py)
     step/updates/update.py            `ChunkGradients.open` brings it where the kernel reads it; `release` ends it, unless the

@@ -12,7 +12,6 @@ adopted, until its update, or until a second micro-batch adds to it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import repeat
@@ -22,43 +21,25 @@ import torch
 
 from offload.device.accelerator import Accelerator
 from offload.device.arithmetic import kernels
-from offload.device.lane import HostLane
-from offload.device.pending import Pending, Settled
-from offload.layout import Piece, Slot
+from offload.layout import Piece
 from offload.model.chunk import Chunk, ChunkGradient
 from offload.model.flat import ParameterInfo
 from offload.planning.purposes import SQUARES
 from offload.planning.route import Memory
+from offload.step.gradients.addition import Addition, cut, take_in
 from offload.step.gradients.buffers import GradientBuffers
 from offload.step.gradients.extents import gradient_of
 from offload.step.gradients.filling import Filling
+from offload.step.gradients.reception import Reception
 from offload.step.gradients.squares_on_device import SquaresOnDevice
 from offload.step.gradients.sums_on_device import SumsOnDevice
-from offload.step.gradients.transit import (
-    Addition,
-    GradientTransit,
-    Landing,
-    PackedPiece,
-    joined,
-    runs,
-    take_in,
-)
+from offload.step.gradients.transit import GradientTransit
 from offload.tiers.staging import StagingPool
 
 
-def _packed_with_others(chunks: Sequence[Chunk]) -> set[int]:
-    pieces = [one for chunk in chunks if chunk.route.gradients_in is not Memory.DEVICE for one in chunk.pieces]
-    return {info.index for info, _ in pieces if all(len(chunk.pieces) > 1 for chunk, _ in info.pieces)}
-
-
-def _dtype_of(state: ChunkGradient, *, wide: bool) -> torch.dtype:
-    """Of the buffer for what is added to the chunk: fp32 for a sum."""
-    return torch.float32 if wide or not state.narrower else state.chunk.flat.dtype
-
-
-def _cut(ordered: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """What of a parameter's gradient, [numel], lies in the piece."""
-    return ordered if piece.numel == piece.slot.numel else ordered[piece.in_parameter]
+def _packed_with_others(leaving: Sequence[Chunk]) -> set[int]:
+    infos = [info for chunk in leaving for info in chunk.infos]
+    return {info.index for info in infos if all(len(chunk.pieces) > 1 for chunk, _ in info.pieces)}
 
 
 class GradientArrival:
@@ -70,58 +51,47 @@ class GradientArrival:
         pool: StagingPool,
         accelerator: Accelerator,
         *,
-        reduced: bool,
         transit_buffer_count: int,
         narrow_sums: bool,
     ) -> None:
         """See `ChunkGradients`."""
-        self._accelerator, self._reduced, self._narrow_sums = accelerator, reduced, narrow_sums
+        self._chunks, self._narrow_sums = chunks, narrow_sums
         self.lock = accelerator.lock()
         """Who looks at a chunk's buffer or changes it holds it."""
-        self._lane: HostLane = accelerator.host_lane("gradients", waits_for_io=False)
-        self._spilling_count = sum(chunk.route.gradients_in is None for chunk in chunks)
-        self.buffers = GradientBuffers(self._spilling_count, pool, accelerator, self.leave_device)
-        self._in_order = chunks
+        self._lane = accelerator.host_lane("gradients", waits_for_io=False)
+        spilling_count = sum(chunk.route.gradients_in is None for chunk in chunks)
+        self.spills = spilling_count > 0
+        """Whether gradients may leave for a store when buffers run out."""
+        casting = self._lane if transit_buffer_count else None
+        self.buffers = GradientBuffers(spilling_count, pool, accelerator, casting, self.leave_device)
+        self._reception = Reception(accelerator, pool, self.buffers, self._lane, self.lock)
         self._unsummed: dict[int, None] = {}
         """Indices of parameters whose gradient was adopted, and its squares are not yet summed."""
         self._squares_on_device = SquaresOnDevice(accelerator, chunks, pool) if SQUARES in pool.stats.consumers else None
-        self._landing = Landing(accelerator, pool, self._lane)
-        self._transit = self._made_transit(chunks, transit_buffer_count) if transit_buffer_count else None
-        self._packed = _packed_with_others(chunks)
+        self._transit: GradientTransit | None = None
+        self._packed: set[int] = set()
         """Indices of parameters that leave the device in chunks which they share."""
         self.kept: SumsOnDevice | None = None
         """Where fp32 sums may stay on the device that belong in host memory."""
-        if self._transit is not None and self._squares_on_device is not None and not narrow_sums:
-            self.kept = SumsOnDevice(accelerator, self, self._squares_on_device)
-
-    def _made_transit(self, chunks: Sequence[Chunk], buffer_count: int) -> GradientTransit:
-        assert self._squares_on_device is not None
-        leaving = [chunk for chunk in chunks if chunk.route.gradients_in is not Memory.DEVICE]
-        nbytes = max(chunk.nbytes for chunk in leaving)
-        shared = Counter(one.flat.layout.unit_index for one in leaving if len(one.pieces) > 1)
-        # Chunks that leave together are received together, which buffers that may have to be spilled in between cannot do.
-        single_count = buffer_count if self.spills else min(buffer_count, 2 * max(shared.values(), default=0) + 2)
-        return GradientTransit(
-            self._accelerator,
-            self,
-            self._squares_on_device,
-            shared_nbytes=(single_count, nbytes),
-            whole_nbytes=(buffer_count - single_count) * nbytes,
-        )
+        if transit_buffer_count:
+            leaving = [chunk for chunk in chunks if chunk.route.gradients_in is not Memory.DEVICE]
+            squares = self._squares_on_device
+            assert squares is not None, "what leaves the device has its squares summed there"
+            self._packed = _packed_with_others(leaving)
+            self._transit = GradientTransit(
+                accelerator, self._reception, squares, leaving, buffer_count=transit_buffer_count, spills=self.spills
+            )
+            if not narrow_sums:
+                self.kept = SumsOnDevice(accelerator, self._reception, squares)
 
     @property
-    def spills(self) -> bool:
-        """Whether gradients may leave for a store when buffers run out."""
-        return self._spilling_count > 0
-
-    @property
-    def _is_direct(self) -> bool:
-        """Whether gradients are computed where they are summed."""
-        return not self._reduced and self._transit is None and self._squares_on_device is None
+    def _packing_transit(self) -> GradientTransit | None:
+        """By which first gradients leave the device at once; None where none leaves, or they are to be summed there."""
+        return None if self.kept is not None and self.kept.expects_several else self._transit
 
     def adopts(self, chunk: Chunk) -> bool:
         """Whether autograd's own tensors are kept: they lie where gradients do."""
-        return not self._reduced and chunk.route.model_in is Memory.HOST and chunk.route.gradients_in is Memory.HOST
+        return chunk.route.model_in is Memory.HOST and chunk.route.gradients_in is Memory.HOST
 
     def close(self) -> None:
         """Stop the lane."""
@@ -142,16 +112,15 @@ class GradientArrival:
             with self._room_for(chunk, wide=addition is Addition.SUM):
                 gradient_of(chunk).live.add(info.index)
                 if piece.numel:
-                    self._place(info, gradient_of(chunk), piece, _cut(ordered, piece), addition, owned=owned)
+                    self._place(info, gradient_of(chunk), piece, cut(ordered, piece), addition, owned=owned)
 
     def _room_for(self, chunk: Chunk, *, wide: bool = False) -> AbstractContextManager[object]:
         """The lock, to be taken now that buffers for the chunk can be had at once: they were waited for without it, so that
-        updates went on meanwhile."""
-        state = gradient_of(chunk)
-        self._landing.wait_for_room()
+        updates went on meanwhile. `wide`: in fp32."""
+        self._reception.wait_for_room()
         while self.spills:
             with self.lock:
-                coming = self.buffers.room_for(state, _dtype_of(state, wide=wide))
+                coming = self.buffers.room_for(gradient_of(chunk), wide=wide)
             if coming is None:
                 break
             coming.wait()
@@ -189,8 +158,8 @@ class GradientArrival:
             state.adopted[info.index] = source
             state.squares[info.index] = kernels.ingest_async(None, source, piece.start, False)
             return
-        buffer = self._buffer_for_adding(state, wide=addition is Addition.SUM)
-        target = buffer[piece.start - chunk.start : piece.stop - chunk.start]
+        buffer = self.buffers.for_adding(state, wide=addition is Addition.SUM)
+        target = buffer[chunk.part(piece)]
         if info.index in state.adopted:
             self._unsummed.pop(info.index, None)
             kernels.convert(target, state.adopted.pop(info.index))
@@ -200,14 +169,14 @@ class GradientArrival:
 
     def arrive_together(self, found: Iterable[tuple[ParameterInfo, torch.Tensor]]) -> None:
         """`arrive` of several parameters' first gradients, those of one chunk in one pass."""
-        if not self._is_direct:
+        if self._squares_on_device is not None:  # they are not computed where they are summed, or not on the host
             self._send_together(found)
             return
         moves: dict[Chunk, list[tuple[int, Piece, torch.Tensor]]] = {}
         for info, gradient in found:
             ordered = info.in_memory_order(gradient)
             for chunk, piece in info.pieces:
-                moves.setdefault(chunk, []).append((info.index, piece, _cut(ordered, piece)))
+                moves.setdefault(chunk, []).append((info.index, piece, cut(ordered, piece)))
         for chunk, arriving in moves.items():
             with self._room_for(chunk):
                 if self.adopts(chunk):
@@ -216,17 +185,15 @@ class GradientArrival:
                     self._copy(gradient_of(chunk), arriving)
 
     def _send_together(self, found: Iterable[tuple[ParameterInfo, torch.Tensor]]) -> None:
-        transit, together = self._transit, self._packed
-        if transit is None or (self.kept is not None and self.kept.expects_several):
-            together = set()
+        transit = self._packing_transit
         packed: dict[Chunk, list[tuple[Piece, torch.Tensor]]] = {}
         for info, gradient in found:
-            if info.index not in together:
+            if transit is None or info.index not in self._packed:
                 self.arrive(info, gradient, Addition.FIRST, owned=True)
                 continue
             ordered = info.in_memory_order(gradient)
             for chunk, piece in info.pieces:
-                packed.setdefault(chunk, []).append((piece, _cut(ordered, piece)))
+                packed.setdefault(chunk, []).append((piece, cut(ordered, piece)))
         for chunk, arriving in packed.items():
             assert transit is not None
             state, indices = gradient_of(chunk), [piece.slot.parameter_index for piece, _ in arriving]
@@ -237,12 +204,12 @@ class GradientArrival:
 
     def may_fill(self, infos: Iterable[ParameterInfo]) -> bool:
         """Whether first gradients of these parameters go to the host in chunks that they share."""
-        return self._transit is not None and self._packed.issuperset([info.index for info in infos])
+        return self._packed.issuperset([info.index for info in infos])
 
     def fill(self, filling: Filling, gradients: list[torch.Tensor]) -> bool:
         """`arrive_together` of gradients that fill whole chunks, unless they are to be summed on the device."""
-        transit = self._transit
-        if transit is None or (self.kept is not None and self.kept.expects_several):
+        transit = self._packing_transit
+        if transit is None:
             return False
         for filled in filling.chunks:
             state = gradient_of(filled.chunk)
@@ -264,11 +231,11 @@ class GradientArrival:
         filled = [one for one in arriving if one[1].numel]
         if not filled:
             return
-        buffer, start = self._buffer_for_adding(state, wide=False), state.chunk.start
+        buffer, chunk = self.buffers.for_adding(state, wide=False), state.chunk
         for index, piece, _ in filled:
             if index in state.adopted:
-                kernels.convert(buffer[piece.start - start : piece.stop - start], state.adopted.pop(index))
-        parts = [(buffer[piece.start - start : piece.stop - start], source, piece.start) for _, piece, source in filled]
+                kernels.convert(buffer[chunk.part(piece)], state.adopted.pop(index))
+        parts = [(buffer[chunk.part(piece)], source, piece.start) for _, piece, source in filled]
         for (index, _, _), squares in zip(filled, kernels.ingest_all(parts), strict=True):
             state.squares[index] = squares
 
@@ -281,82 +248,14 @@ class GradientArrival:
                     continue
                 accumulate = info.index in state.live
                 state.live.add(info.index)
-                buffer = self._buffer_for_adding(state, wide=True)
-                low, high = piece.start - chunk.start, piece.stop - chunk.start
+                buffer = self.buffers.for_adding(state, wide=True)
                 addition = Addition.FIRST
                 if accumulate:
                     addition = Addition.PART if self._narrow_sums else Addition.SUM
-                source = values[low:high].to(buffer.device)
-                state.squares[info.index] = take_in(buffer[low:high], source, piece.start, addition, info.flat.dtype)
-
-    # ---- what comes over from the device -------------------------------------------------------------------------
-
-    def receive_pieces(self, chunk: Chunk, pieces: list[PackedPiece], values: torch.Tensor) -> Pending:
-        """See `Receiver`."""
-        state = gradient_of(chunk)
-        copied: Pending = Settled()
-        with self.lock:
-            added = [packed.addition for packed in pieces if packed.addition is not Addition.FIRST]
-            is_sum = values.dtype == torch.float32
-            wide = is_sum or Addition.SUM in added
-            buffer = self._buffer_for_adding(state, wide=wide)
-            if is_sum and state.jobs:
-                state.settle()  # one of them may be widening all of the buffer
-            for run in runs(chunk, pieces):
-                low, high = run[0].piece.start - chunk.start, run[-1].piece.stop - chunk.start
-                if added or buffer.dtype != values.dtype:
-                    copied = self._land(state, run, buffer[low:high], values[low:high])
-                else:
-                    copied = self._accelerator.copy_out(buffer[low:high], values[low:high])
-                    state.jobs.append(copied)
-        return copied  # copies of one stream settle in order
-
-    def receive_filled(self, chunk: Chunk, values: torch.Tensor) -> Pending:
-        """See `Receiver`."""
-        state = gradient_of(chunk)
-        with self.lock:
-            buffer = self._buffer_for_adding(state, wide=False)
-            if buffer.dtype != values.dtype or state.jobs:
-                pieces = [PackedPiece(piece, Addition.FIRST) for _, piece in chunk.pieces]
-                return self.receive_pieces(chunk, pieces, values)
-            copied = self._accelerator.copy_out(buffer, values)
-            state.jobs.append(copied)
-        return copied
-
-    def receive_chunks(self, chunks: list[Chunk], slot: Slot, values: torch.Tensor, addition: Addition) -> Pending:
-        """See `Receiver`."""
-        copied: Pending = Settled()
-        states = [gradient_of(chunk) for chunk in chunks]
-        with self.lock:
-            buffers = [self._buffer_for_adding(state, wide=addition is Addition.SUM) for state in states]
-            if addition is Addition.FIRST and all(buffer.dtype == values.dtype for buffer in buffers):
-                for first, last, target in joined(buffers):
-                    low, high = (chunks[index] for index in (first, last))
-                    start = chunks[0].start
-                    copied = self._accelerator.copy_out(target, values[low.start - start : high.stop - start])
-                    for state in states[first : last + 1]:
-                        state.jobs.append(copied)
-                return copied
-            for state, buffer in zip(states, buffers, strict=True):
-                chunk = state.chunk
-                part = values[chunk.start - chunks[0].start : chunk.stop - chunks[0].start]
-                copied = self._land(state, [PackedPiece(Piece(slot, chunk.start, chunk.stop), addition)], buffer, part)
-        return copied
-
-    def _land(self, state: ChunkGradient, run: list[PackedPiece], target: torch.Tensor, values: torch.Tensor) -> Pending:
-        start = run[0].piece.start
-
-        def add(landed: torch.Tensor) -> None:
-            for packed in run:
-                part = slice(packed.piece.start - start, packed.piece.stop - start)
-                start_index, addition = packed.piece.start, packed.addition
-                # The model computes on the device: the host's cores are free.
-                squares = take_in(target[part], landed[part], start_index, addition, values.dtype, all_cores=True)
-                state.squares[packed.parameter_index] = squares
-
-        copied, added = self._landing.land(values, add)
-        state.jobs.append(added)
-        return copied
+                part = chunk.part(piece)
+                state.squares[info.index] = take_in(
+                    buffer[part], values[part].to(buffer.device), piece.start, addition, info.flat.dtype
+                )
 
     def leave_device(self, chunk: Chunk) -> None:
         """Send what of the chunk's gradient is still on the device."""
@@ -374,20 +273,20 @@ class GradientArrival:
 
     # ---- sums of squares -----------------------------------------------------------------------------------------
 
-    def settle(self, chunks: Iterable[Chunk], live: Mapping[int, ParameterInfo]) -> None:
+    def settle(self, live: Mapping[int, ParameterInfo]) -> None:
         """Wait until all that has come is in the chunks' buffers, or on its way there from sums on the device, and its squares
         are summed. `live`: what counts."""
         if self._transit is not None:
             self._transit.leave_all()
-        for chunk in chunks:
+        for chunk in self._chunks:
             gradient_of(chunk).settle()
-        self._landing.settled()
+        self._reception.settled()
         self._sum_up(live)
         if self._squares_on_device is not None:
             self._squares_on_device.read()
         if self.kept is not None:
             with self.lock:
-                self.kept.leave_all(self._in_order)
+                self.kept.leave_all(self._chunks)
 
     def _sum_up(self, live: Mapping[int, ParameterInfo]) -> None:
         """Take the sums of squares of what was adopted, in one pass over it."""
@@ -429,29 +328,3 @@ class GradientArrival:
     def forget(self, info: ParameterInfo) -> None:
         """Its gradient is dropped: there is nothing to be summed."""
         self._unsummed.pop(info.index, None)
-
-    def _buffer_for_adding(self, state: ChunkGradient, *, wide: bool) -> torch.Tensor:
-        dtype = _dtype_of(state, wide=wide)
-        buffer = self.buffers.for_adding(state, dtype)
-        if dtype == torch.float32 and buffer.dtype != torch.float32:
-            self._widen(state)
-        assert state.buffer is not None
-        return state.buffer
-
-    def _widen(self, state: ChunkGradient) -> None:
-        narrow, narrow_lease, arriving = state.buffer, state.lease, state.jobs
-        assert narrow is not None
-        wide = self.buffers.take(state, torch.float32)
-
-        def widen() -> None:
-            for job in arriving:
-                job.wait()
-            kernels.convert(wide, narrow, all_cores=self._transit is not None)
-
-        if self._transit is None or state.chunk.route.gradients_in is Memory.DEVICE:
-            widen()
-            state.jobs = []
-        else:
-            state.jobs = [self._lane.submit(widen)]
-        if narrow_lease is not None:
-            narrow_lease.release(after=state.jobs[0] if state.jobs else None)

@@ -20,11 +20,14 @@ from functools import partial
 import torch
 
 from offload.device.accelerator import Accelerator
+from offload.device.arithmetic import kernels
+from offload.device.lane import HostLane
 from offload.device.pending import AllOf, Pending
 from offload.layout import Extent
 from offload.model.chunk import Chunk, ChunkGradient
 from offload.planning.budget import spare_count
 from offload.planning.purposes import RELOADED, RETAINED
+from offload.planning.route import Memory
 from offload.step.gradients.spill_order import SpillOrder
 from offload.tiers.io import Priority
 from offload.tiers.staging import Lease, StagingPool
@@ -36,10 +39,16 @@ class GradientBuffers:
     gradient that arrives would wait for (`room_for`) is waited for before the lock is taken."""
 
     def __init__(
-        self, spilling_count: int, pool: StagingPool, accelerator: Accelerator, leave_device: Callable[[Chunk], None]
+        self,
+        spilling_count: int,
+        pool: StagingPool,
+        accelerator: Accelerator,
+        lane: HostLane | None,
+        leave_device: Callable[[Chunk], None],
     ) -> None:
-        """`spilling_count`: chunks whose buffers may run out. `leave_device`: sends what of the chunk is still packed there."""
-        self._pool, self._accelerator, self._leave_device = pool, accelerator, leave_device
+        """`spilling_count`: chunks whose buffers may run out. `lane`: casts what came from a device; None: nothing comes from
+        one. `leave_device`: sends what of the chunk is still packed there."""
+        self._pool, self._accelerator, self._lane, self._leave_device = pool, accelerator, lane, leave_device
         self._order = SpillOrder()
         """Of the chunks whose buffer is leased for what comes."""
         buffers = pool.stats.consumers.get(RETAINED)
@@ -51,12 +60,12 @@ class GradientBuffers:
 
     # ---- for gradients that arrive -------------------------------------------------------------------------------
 
-    def room_for(self, state: ChunkGradient, dtype: torch.dtype) -> Pending | None:
+    def room_for(self, state: ChunkGradient, *, wide: bool) -> Pending | None:
         """What `for_adding` would wait for first, to be asked again after that. Where all buffers are on lease one begins to be
         spilled for it. What is read back and widened, both in the second micro-batch, may still wait for the latter."""
         if state.chunk.route.gradients_in is not None:
             return None
-        for width in self._wanted(state, dtype):
+        for width in self._wanted(state, _dtype(state, wide=wide)):
             while not self._pool.free_count(RETAINED, width):
                 leaving = self._needed_last(state)
                 self._take_off_device(leaving)
@@ -75,8 +84,9 @@ class GradientBuffers:
         if there is not None and dtype == torch.float32 != there:
             yield self._width(state, dtype)
 
-    def for_adding(self, state: ChunkGradient, dtype: torch.dtype) -> torch.Tensor:
-        """The chunk's buffer: what is there, in the dtype that it has, or a new one in `dtype`."""
+    def for_adding(self, state: ChunkGradient, *, wide: bool) -> torch.Tensor:
+        """The chunk's buffer, and what is there; `wide`: in fp32."""
+        dtype = _dtype(state, wide=wide)
         if state.buffer is None and state.spilled is not None:
             self._read_back(state, self._retaining_lease(state, state.spilled))
         if state.buffer is None:
@@ -87,7 +97,27 @@ class GradientBuffers:
         if state.lease is not None:
             self._order.put(state)
         assert state.buffer is not None
+        if dtype == torch.float32 and state.buffer.dtype != dtype:
+            return self._widened(state, state.buffer)
         return state.buffer
+
+    def _widened(self, state: ChunkGradient, narrow: torch.Tensor) -> torch.Tensor:
+        narrow_lease, arriving = state.lease, state.jobs
+        wide = self.take(state, torch.float32)
+
+        def widen() -> None:
+            for job in arriving:
+                job.wait()
+            kernels.convert(wide, narrow, all_cores=self._lane is not None)
+
+        if self._lane is None or state.chunk.route.gradients_in is Memory.DEVICE:
+            widen()
+            state.jobs = []
+        else:
+            state.jobs = [self._lane.submit(widen)]
+        if narrow_lease is not None:
+            narrow_lease.release(after=state.jobs[0] if state.jobs else None)
+        return wide
 
     def take(self, state: ChunkGradient, dtype: torch.dtype) -> torch.Tensor:
         """A new buffer for the chunk; the lease of an earlier one is the caller's to release."""
@@ -240,6 +270,11 @@ class GradientBuffers:
         state.lease = lease
         state.buffer = lease.tensor[: state.chunk.numel * state.spilled.itemsize].view(state.spilled)
         state.spilled = None
+
+
+def _dtype(state: ChunkGradient, *, wide: bool) -> torch.dtype:
+    """Of the buffer for what is added to the chunk."""
+    return torch.float32 if wide or not state.narrower else state.chunk.flat.dtype
 
 
 def _place(state: ChunkGradient, dtype: torch.dtype) -> tuple[Store, tuple[Extent, ...]]:

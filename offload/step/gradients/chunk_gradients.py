@@ -20,11 +20,11 @@ from offload.model.chunk import Chunk, ChunkGradient
 from offload.model.flat import ParameterInfo
 from offload.model.taken_gradient import TakenGradient
 from offload.step.chunk_stores import StoreFactory
+from offload.step.gradients.addition import Addition
 from offload.step.gradients.arrival import GradientArrival
 from offload.step.gradients.extents import GradientExtents, gradient_of
 from offload.step.gradients.filling import Filling, fill_chunks
 from offload.step.gradients.sums_on_device import SumsOnDevice
-from offload.step.gradients.transit import Addition
 from offload.tiers.staging import StagingPool
 
 _GRADIENT_OF, _INDEX_OF = attrgetter("parameter.grad"), attrgetter("index")
@@ -60,7 +60,6 @@ class ChunkGradients:
             self._chunks,
             pool,
             accelerator,
-            reduced=reduced,
             transit_buffer_count=transit_buffer_count,
             narrow_sums=narrow_sums,
         )
@@ -188,7 +187,7 @@ class ChunkGradients:
 
     def settle(self) -> None:
         """Wait until every gradient taken over has arrived in its buffer."""
-        self._arrival.settle(self._chunks, self._live)
+        self._arrival.settle(self._live)
 
     def squares(self) -> list[torch.Tensor]:
         """Sums of squares, block by block, of all live gradients: float64. Call after `settle`."""
@@ -287,8 +286,7 @@ class ChunkGradients:
         if adopted is not None:
             return adopted
         assert state.buffer is not None, "an update was asked for on a chunk that has no gradient"
-        start = state.chunk.start
-        return state.buffer[piece.start - start : piece.stop - start]
+        return state.buffer[state.chunk.part(piece)]
 
     def release(self, chunk: Chunk) -> None:
         """The update has read the chunk's gradient: it is consumed or, where it is held, kept."""

@@ -21,8 +21,9 @@ from offload.device.accelerator import Accelerator
 from offload.device.pending import Pending
 from offload.layout import Piece
 from offload.model.chunk import Chunk
+from offload.step.gradients.addition import Addition, cut, take_in
+from offload.step.gradients.reception import PackedPiece, Reception
 from offload.step.gradients.squares_on_device import SquaresOnDevice
-from offload.step.gradients.transit import Addition, PackedPiece, Receiver, take_in
 
 _SUM_ITEMSIZE = 4
 _Part = tuple[Chunk, Piece]
@@ -47,8 +48,8 @@ class SumsOnDevice:
     nbytes           that it takes now; `peak_nbytes`: that it took at most
     """
 
-    def __init__(self, accelerator: Accelerator, receiver: Receiver, squares: SquaresOnDevice) -> None:
-        self._accelerator, self._receiver, self._squares = accelerator, receiver, squares
+    def __init__(self, accelerator: Accelerator, reception: Reception, squares: SquaresOnDevice) -> None:
+        self._accelerator, self._reception, self._squares = accelerator, reception, squares
         self._sums: dict[Chunk, _Sum] = {}
         """The one begun first, first."""
         self._leaving: deque[tuple[torch.Tensor, Pending]] = deque()
@@ -81,9 +82,8 @@ class SumsOnDevice:
                 return False
         known.pieces[index] = piece
         if piece.numel:
-            target = known.values[piece.start - chunk.start : piece.stop - chunk.start]
-            squares = self._squares.part(index, chunk.index)
-            take_in(target, source[piece.in_parameter], piece.start, addition, chunk.flat.dtype, squares)
+            target, squares = known.values[chunk.part(piece)], self._squares.part(index, chunk.index)
+            take_in(target, cut(source, piece), piece.start, addition, chunk.flat.dtype, squares)
         return True
 
     def _begun(self, chunk: Chunk) -> _Sum | None:
@@ -110,7 +110,7 @@ class SumsOnDevice:
             return
         ordered = sorted(known.pieces.values(), key=lambda piece: piece.start)
         pieces = [PackedPiece(piece, Addition.FIRST) for piece in ordered if piece.numel]
-        self._leaving.append((known.memory, self._receiver.receive_pieces(chunk, pieces, known.values)))
+        self._leaving.append((known.memory, self._reception.take_pieces(chunk, pieces, known.values)))
 
     def leave_all(self, order: Sequence[Chunk]) -> None:
         """Everything that is kept, those of `order` in that order."""
