@@ -21,8 +21,6 @@ from typing import TypeGuard
 import torch
 
 from offload.errors import BudgetError, UsageError
-from offload.layout import Piece
-from offload.model.chunk import Chunk
 from offload.model.flat import ParameterInfo, some_of
 from offload.model.guard import unguarded
 from offload.model.taken_gradient import TakenGradient
@@ -73,7 +71,7 @@ class ParameterGradients:
             if unit.has_parts
             for module in unit.modules
         }
-        self._fillings = self._made_fillings(parts.units)
+        self._fillings = self._made_fillings()
         self._trained = [info for info in parts.parameters if info.trainable]
         self.step_index = 0
         """Of the step that the gradients are for: that many were done."""
@@ -81,12 +79,13 @@ class ParameterGradients:
         """While PyTorch accumulates into a gradient that the last step consumed: its token. PyTorch would add to it, so what
         comes is dropped, and whatever would use the sum raises (`require_new`)."""
 
-    def _made_fillings(self, units: Iterable[Unit]) -> dict[tuple[int, int | None], Filling]:
+    def _made_fillings(self) -> dict[tuple[int, int | None], Filling]:
         """By unit and id of a module, where that has a part of the unit to itself: those that wait, if they fill chunks."""
-        made = {}
-        for unit in units if self._gradients is not None else ():
+        made: dict[tuple[int, int | None], Filling] = {}
+        if self._gradients is None:
+            return made
+        for unit in self._units:
             for module_id in map(id, unit.modules) if unit.has_parts else (None,):
-                assert self._gradients is not None
                 if (filling := self._gradients.filling(self.waiting_of(unit, module_id))) is not None:
                     made[unit.index, module_id] = filling
         return made
@@ -124,7 +123,7 @@ class ParameterGradients:
             _refuse_clipped(gradient)
             info.parameter.grad = None
 
-    def arrived(self, unit: Unit, info: ParameterInfo) -> torch.Tensor | None:
+    def arrived(self, info: ParameterInfo) -> torch.Tensor | None:
         """PyTorch accumulated. Returns what it brought; None: a function of the user's has no gradient to give, or the
         parameter was frozen since its forward."""
         gradient, consumed = info.parameter.grad, self._consumed.pop(info.index, None)
@@ -133,7 +132,7 @@ class ParameterGradients:
             return gradient
         if not _is_new(gradient):
             return None
-        self._take_over(unit, info, gradient, owned=True)
+        self._take_over(info, gradient, owned=True)
         return gradient
 
     def take_waiting(self, unit: Unit | None = None, module_id: int | None = None) -> int:
@@ -141,18 +140,9 @@ class ParameterGradients:
         filling = self._fillings.get((unit.index, module_id if unit.has_parts else None)) if unit is not None else None
         if filling is not None and self._fill(filling):
             return filling.nbytes
-        lists: Collection[Collection[ParameterInfo]] = self.waiting.values()
-        if unit is not None:
-            lists = [self.waiting_of(unit, module_id)]
+        waiting = self.waiting_of(unit, module_id) if unit is not None else list(chain.from_iterable(self.waiting.values()))
         with unguarded():
-            if set(map(type, map(_GRADIENT_OF, chain.from_iterable(lists)))) <= _NOT_ASSIGNED:
-                return 0
-            found = [
-                (info, gradient)
-                for infos in lists
-                for info in infos
-                if (gradient := info.parameter.grad) is not None and type(gradient) is not TakenGradient
-            ]
+            found = _new_gradients(waiting)
             if not found:
                 return 0
             assert self._gradients is not None
@@ -214,8 +204,8 @@ class ParameterGradients:
             self._drop_waiting()
             raise
 
-    def _take_over(self, unit: Unit, info: ParameterInfo, gradient: torch.Tensor, *, owned: bool) -> None:
-        unit.shard.become(ShardState.REDUCING)
+    def _take_over(self, info: ParameterInfo, gradient: torch.Tensor, *, owned: bool) -> None:
+        self._units[info.unit_index].shard.become(ShardState.REDUCING)
         is_part = self.micro_batches.adds_part(info)
         self._intake.arrive(info, gradient, owned=owned, is_part=is_part)
         info.parameter.grad = self.clipping.token(info, self.step_index)
@@ -258,13 +248,9 @@ class ParameterGradients:
         """A gradient that the user assigned to `p.grad` counts like one that backward computed."""
         self._drop_taken_out()
         with unguarded():
-            if set(map(type, map(_GRADIENT_OF, self._trained))) <= _NOT_ASSIGNED:
-                return
-            assigned = [(info, gradient) for info in self._trained if _is_new(gradient := info.parameter.grad)]
-            for info, gradient in assigned:
-                assert self._gradients is not None
-                self._gradients.is_live(info)
-                self._take_over(self._units[info.unit_index], info, gradient, owned=False)
+            for info, gradient in _new_gradients(self._trained):
+                self._intake.drop(info)  # what stood there before it
+                self._take_over(info, gradient, owned=False)
 
     # ---- a single one ----------------------------------------------------------------------------------------------
 
@@ -279,25 +265,24 @@ class ParameterGradients:
         with unguarded():
             return self._gradients is not None and self._gradients.is_live(info)
 
-    def own(self, info: ParameterInfo, pieces: list[tuple[Chunk, Piece]]) -> torch.Tensor:
+    def own(self, info: ParameterInfo) -> torch.Tensor:
         """This rank's pieces of a gradient as it lies in its buffers, scaled; fp32 [numel], zeros elsewhere."""
         values = torch.zeros(info.numel, dtype=torch.float32, device="cpu")
         assert self._gradients is not None
         self._gradients.settle()
-        for chunk, piece in pieces:
-            found = self._gradients.read(chunk, info.index, piece)
+        for chunk, piece in info.pieces:
+            found = self._gradients.read(chunk, info.index, piece) if piece.numel else None
             if found is not None:
                 values[piece.in_parameter].copy_(found)
         return values
 
     def replace(self, info: ParameterInfo, value: torch.Tensor) -> None:
         """What backward brought is forgotten; `value`, scaled, in the parameter's dtype and the same on all ranks, counts."""
-        unit = self._units[info.unit_index]
         self._intake.settle()
         self.adopt()
         with unguarded():
-            self._drop(unit, info, set_to_none=True)
-            self._take_over(unit, info, value, owned=False)
+            self._drop(info, set_to_none=True)
+            self._take_over(info, value, owned=False)
 
     def put_consumed(self, info: ParameterInfo) -> None:
         """A step before these parts were made has consumed the gradient, and what stands in `p.grad` is to say so."""
@@ -339,26 +324,24 @@ class ParameterGradients:
     def drop(self, set_to_none: bool) -> None:
         """Drop every gradient that no update has taken yet; without `set_to_none` put zeros where there was one."""
         self.micro_batches.step_begins_anew()
-        are_dropped = set_to_none and self._intake.is_empty
-        if are_dropped:
-            with unguarded():
+        with unguarded():
+            if set_to_none and self._intake.is_empty:
                 _exhaust(map(setattr, map(_PARAMETER_OF, self._parameters), repeat("grad"), repeat(None)))
-        for unit in self._units:
-            if not are_dropped:
-                with unguarded():
-                    for info in unit.parameters:
-                        self._drop(unit, info, set_to_none)
-            if set_to_none and unit.shard.state is ShardState.REDUCING:
+            else:
+                for info in self._parameters:
+                    self._drop(info, set_to_none)
+        for unit in self._units if set_to_none else ():
+            if unit.shard.state is ShardState.REDUCING:
                 unit.shard.become(ShardState.CLEAN)
 
-    def _drop(self, unit: Unit, info: ParameterInfo, set_to_none: bool) -> None:
+    def _drop(self, info: ParameterInfo, set_to_none: bool) -> None:
         had_gradient = info.parameter.grad is not None
         self._intake.drop(info)
         info.parameter.grad = None
         if had_gradient and not set_to_none:
             zeros = torch.empty_strided(info.shape, info.stride, dtype=info.dtype, device=info.parameter.device).zero_()
             if info.trainable:
-                self._take_over(unit, info, zeros, owned=True)
+                self._take_over(info, zeros, owned=True)
             else:
                 info.parameter.grad = zeros
 
@@ -403,6 +386,13 @@ def _nbytes(info: ParameterInfo) -> int:
 def _is_new(gradient: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     """Whether it is one that was not taken over."""
     return gradient is not None and type(gradient) is not TakenGradient
+
+
+def _new_gradients(infos: Collection[ParameterInfo]) -> list[tuple[ParameterInfo, torch.Tensor]]:
+    """Of these parameters those with a gradient that was not taken over, and that."""
+    if set(map(type, map(_GRADIENT_OF, infos))) <= _NOT_ASSIGNED:  # as most often
+        return []
+    return [(info, gradient) for info in infos if _is_new(gradient := info.parameter.grad)]
 
 
 def _refuse_clipped(token: TakenGradient) -> None:

@@ -108,7 +108,7 @@ class ModelEvents:
     def gradient_arrived(self, unit: Unit, info: ParameterInfo) -> None:
         """PyTorch accumulated into the parameter's `grad`."""
         with self._timeline.working("gradients", unit):
-            gradient = self._parameter_gradients.arrived(unit, info)
+            gradient = self._parameter_gradients.arrived(info)
         if gradient is None:
             return
         self._residency.go_on()

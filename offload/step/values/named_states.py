@@ -104,7 +104,7 @@ class NamedStates:
     def _gradient(self, info: ParameterInfo) -> Tensor | None:
         gradients = self._training.parameter_gradients
         gradients.gather_in()
-        found = self._whole(info, lambda: gradients.own(info, _filled_pieces(info)))
+        found = self._whole(info, lambda: gradients.own(info))
         return found / self._training.loss_scale.value if gradients.is_live(info) else None
 
     # ---- writing -------------------------------------------------------------------------------------------------
