@@ -22,7 +22,7 @@ _PLACES = {
         "offload.build.assembly.LEAST_UNIT_NUMEL",
         "offload.cli.plans.outline.LEAST_UNIT_NUMEL",
     ),  # of several ranks
-    "gradients_together_nbytes": ("offload.step.parameter_gradients._TOGETHER_NBYTES",),
+    "gradients_together_nbytes": ("offload.step.waiting_gradients._TOGETHER_NBYTES",),
     "quiet_steps": ("offload.step.clip_history.QUIET_STEPS",),  # before updates begin early
     "quiet_seconds": ("offload.checkpoint.saving.idleness.QUIET_SECONDS",),  # before a save makes updates
     "patience_seconds": ("offload.step.threads.taking_turns.PATIENCE_SECONDS",),

@@ -12,9 +12,9 @@ take_assigned  one that the user put there counts like one that backward compute
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
-from itertools import chain, repeat
+from itertools import repeat
 from operator import attrgetter
 from typing import TypeGuard
 
@@ -31,6 +31,7 @@ from offload.step.components import Components
 from offload.step.gradients.filling import Filling
 from offload.step.micro_batches import MicroBatches
 from offload.step.torch_clipping import TokenClipping
+from offload.step.waiting_gradients import WaitingGradients, gradient_nbytes
 
 _STEP_OF = attrgetter("step_index")
 _PARAMETER_OF, _GRADIENT_OF = attrgetter("parameter"), attrgetter("parameter.grad")
@@ -39,8 +40,6 @@ _exhaust = deque[object](maxlen=0).extend
 """Goes through an iterator for what that does."""
 _NAMED = 5
 """How many names an error message lists."""
-_TOGETHER_NBYTES = 1 << 20
-"""Of small gradients that may wait for each other."""
 
 
 class ParameterGradients:
@@ -62,37 +61,13 @@ class ParameterGradients:
         self._require_scaled_loss, self._failures = require_scaled_loss, failures
         self.micro_batches = MicroBatches(parts, narrow=narrow_sums)
         self.clipping = TokenClipping(parts.parameters, self.live, measure, self._accumulate)
-        self.waiting = waiting_parameters(parts)
-        """The parameters into whose `grad` PyTorch accumulates undisturbed, by unit."""
-        indices = {info.index for infos in self.waiting.values() for info in infos}
-        self._waiting_of_part: dict[int | None, list[ParameterInfo]] = {
-            id(module): [info for info in unit.part_of(id(module)) if info.index in indices]
-            for unit in parts.units
-            if unit.has_parts
-            for module in unit.modules
-        }
-        self._fillings = self._made_fillings()
+        self.waiting = WaitingGradients(parts)
         self._trained = [info for info in parts.parameters if info.trainable]
         self.step_index = 0
         """Of the step that the gradients are for: that many were done."""
         self._consumed: dict[int, TakenGradient] = {}
         """While PyTorch accumulates into a gradient that the last step consumed: its token. PyTorch would add to it, so what
         comes is dropped, and whatever would use the sum raises (`require_new`)."""
-
-    def _made_fillings(self) -> dict[tuple[int, int | None], Filling]:
-        """By unit and id of a module, where that has a part of the unit to itself: those that wait, if they fill chunks."""
-        made: dict[tuple[int, int | None], Filling] = {}
-        if self._gradients is None:
-            return made
-        for unit in self._units:
-            for module_id in map(id, unit.modules) if unit.has_parts else (None,):
-                if (filling := self._gradients.filling(self.waiting_of(unit, module_id))) is not None:
-                    made[unit.index, module_id] = filling
-        return made
-
-    def waiting_of(self, unit: Unit, module_id: int | None) -> list[ParameterInfo]:
-        """Of `waiting` those that a call of the module uses (`Unit.part_of`)."""
-        return self._waiting_of_part.get(module_id, self.waiting.get(unit.index, []))
 
     # ---- backward ------------------------------------------------------------------------------------------------
 
@@ -137,10 +112,10 @@ class ParameterGradients:
 
     def take_waiting(self, unit: Unit | None = None, module_id: int | None = None) -> int:
         """Backward left a module of the unit, or (None) is over: take over what waits in `p.grad`. Returns its bytes."""
-        filling = self._fillings.get((unit.index, module_id if unit.has_parts else None)) if unit is not None else None
+        filling = self.waiting.filling(unit, module_id) if unit is not None else None
         if filling is not None and self._fill(filling):
             return filling.nbytes
-        waiting = self.waiting_of(unit, module_id) if unit is not None else list(chain.from_iterable(self.waiting.values()))
+        waiting = self.waiting.of(unit, module_id) if unit is not None else self.waiting.all()
         with unguarded():
             found = _new_gradients(waiting)
             if not found:
@@ -150,7 +125,7 @@ class ParameterGradients:
             self._gradients.take(found)
             for info, _ in found:
                 info.parameter.grad = self.clipping.token(info, self.step_index)
-        return sum([_nbytes(info) for info, _ in found])
+        return sum([gradient_nbytes(info) for info, _ in found])
 
     def _fill(self, filling: Filling) -> bool:
         """`take_waiting` of all its parameters, if each has a first gradient."""
@@ -180,7 +155,7 @@ class ParameterGradients:
             raise
 
     def _drop_waiting(self) -> None:
-        for info in chain.from_iterable(self.waiting.values()):
+        for info in self.waiting.all():
             if _is_new(info.parameter.grad):
                 info.parameter.grad = None
 
@@ -344,43 +319,6 @@ class ParameterGradients:
                 self._take_over(info, zeros, owned=True)
             else:
                 info.parameter.grad = zeros
-
-
-def waiting_parameters(parts: Components) -> dict[int, list[ParameterInfo]]:
-    """By unit the parameters into whose `grad` PyTorch accumulates undisturbed, as the engine would. They are taken over
-    together: at the end of backward where the tensors that autograd made are kept, else when backward leaves their unit. What
-    waits for that takes no more memory than is worth a word: of a unit with more the small ones wait. Of a shared parameter the
-    engine adds the parts itself."""
-    gradients = parts.gradients
-    if gradients is None or parts.ranks.world_size > 1:
-        return {}
-    found = {}
-    for unit in parts.units:
-        trained = [info for info in unit.parameters if info.trainable]
-        if unit.shares_parameters:
-            continue
-        if parts.stays:
-            found[unit.index] = [info for info in trained if gradients.adopts(info) and info.dtype == torch.float32]
-        elif max(sum(_nbytes(info) for info in part if info.trainable) for part in unit.parts) <= _TOGETHER_NBYTES:
-            found[unit.index] = trained
-        elif not unit.has_parts:
-            found[unit.index] = _small_ones(trained)
-    return found
-
-
-def _small_ones(infos: Sequence[ParameterInfo]) -> list[ParameterInfo]:
-    """The smallest, as many as may wait for each other, in order."""
-    total_nbytes, chosen = 0, set()
-    for info in sorted(infos, key=_nbytes):
-        total_nbytes += _nbytes(info)
-        if total_nbytes > _TOGETHER_NBYTES:
-            break
-        chosen.add(info.index)
-    return [info for info in infos if info.index in chosen]
-
-
-def _nbytes(info: ParameterInfo) -> int:
-    return info.numel * info.dtype.itemsize
 
 
 def _is_new(gradient: torch.Tensor | None) -> TypeGuard[torch.Tensor]:

@@ -5,6 +5,7 @@ The way of one, file by file. Names without a folder lie here:
 
     step/hooks/backward_passes.py     PyTorch accumulated it into `p.grad` and calls the hook
     step/hooks/model_events.py        tells who is to know; of what waits for others, until the last has come
+    step/waiting_gradients.py         says which wait there for each other
     step/parameter_gradients.py       takes it over, and puts a token in its place
     intake.py                         one rank's goes on, that of several is averaged first (reduction.py); what waited on one
                                       rank goes on without it

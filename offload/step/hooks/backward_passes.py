@@ -153,7 +153,7 @@ class BackwardPasses:
 
     def __init__(self, units: Sequence[Unit], training: Training, events: ModelEvents) -> None:
         self.units, self._training, self._uses, self._events = units, training, training.uses, events
-        self.turn, self._waiting = training.turn, training.parameter_gradients.waiting
+        self.turn, self._waiting = training.turn, training.parameter_gradients.waiting.by_unit
         self._clock = itertools.count(1)
         self._open: dict[BackwardUse, None] = {}
         self._graph_tasks: dict[int, weakref.ref[_GraphTaskEnd]] = {}

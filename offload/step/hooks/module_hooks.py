@@ -98,7 +98,7 @@ class Hooks:
         for unit in self._units:
             for module in _use_modules(unit, unit is self._units[0]):
                 self._hook_module(unit, module)
-            waiting = {info.index for info in self._training.parameter_gradients.waiting.get(unit.index, ())}
+            waiting = {info.index for info in self._training.parameter_gradients.waiting.of(unit)}
             for position, info in enumerate(unit.parameters):
                 if (info.parameter.requires_grad or info.trainable) and info.index not in waiting:
                     self._hook_parameter(unit.index, position, info)
@@ -342,7 +342,7 @@ class Hooks:
     def _hear_parameters(self, unit: Unit, module_id: int) -> None:
         """The gradients of a module's parameters, the last of which ends a use of it, are told of from now on."""
         with self._training.failures():
-            waiting = {info.index for info in self._training.parameter_gradients.waiting_of(unit, module_id)}
+            waiting = {info.index for info in self._training.parameter_gradients.waiting.of(unit, module_id)}
             for position, info in enumerate(unit.parameters):
                 if info.index in waiting:
                     self._hook_parameter(unit.index, position, info, waits=True)
