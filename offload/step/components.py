@@ -7,22 +7,18 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from offload.device.accelerator import Accelerator
-from offload.layout import Layout
 from offload.model.flat import ParameterInfo
-from offload.model.unit import Unit
 from offload.planning.placement import Placement
 from offload.planning.use_trace import Expected
 from offload.ranks.group import Group, Meeting
 from offload.step.chunk_stores import ParameterStore, RecordStore
+from offload.step.foundation import Foundation
 from offload.step.gradients.chunk_gradients import ChunkGradients
 from offload.step.gradients.intake import Intake
 from offload.step.residency.fetching import Fetcher
 from offload.step.residency.residency import Residency
-from offload.step.timeline import Timeline
 from offload.step.updates.update import Updates
 from offload.tiers.io import IoBackend
-from offload.tiers.memory import MemoryLedger
 from offload.tiers.staging import StagingPool
 
 
@@ -61,17 +57,12 @@ def give_back(made: list[Closable]) -> None:
 
 
 @dataclass(slots=True)
-class Components:
+class Components(Foundation):
     """What an engine is made of. Closed in the reverse of the order in which it was made."""
 
-    accelerator: Accelerator
-    layout: Layout
     placement: Placement
-    units: list[Unit]
     parameters: list[ParameterInfo]
     pool: StagingPool
-    ledger: MemoryLedger
-    timeline: Timeline
     fetcher: Fetcher
     residency: Residency
     expected: Expected

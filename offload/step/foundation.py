@@ -12,7 +12,7 @@ from offload.step.timeline import Timeline
 from offload.tiers.memory import MemoryLedger
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Foundation:
     """One engine's."""
 

@@ -11,6 +11,7 @@ import sys
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from traceback import walk_tb
 from types import TracebackType
 
 import torch
@@ -173,16 +174,9 @@ def _was_cut_short(lending: Lending) -> bool:
     while error is not None and id(error) not in errors:
         errors[id(error)] = error
         error = error.__context__
-    return any(_leaves(error.__traceback__, lending) for error in errors.values())
-
-
-def _leaves(trace: TracebackType | None, lending: Lending) -> bool:
-    while trace is not None:
-        frame = trace.tb_frame
-        if frame.f_code is Lending.__exit__.__code__ and frame.f_locals.get("self") is lending:
-            return True
-        trace = trace.tb_next
-    return False
+    frames = (frame for error in errors.values() for frame, _ in walk_tb(error.__traceback__))
+    end = Lending.__exit__.__code__
+    return any(frame.f_code is end and frame.f_locals.get("self") is lending for frame in frames)
 
 
 def _digest(infos: Sequence[ParameterInfo]) -> int:

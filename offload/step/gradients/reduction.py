@@ -107,7 +107,6 @@ class Reduction(Intake):
         ]
 
     def leave(self, unit: Unit) -> None:
-        # From stage 2 on.
         state = unit.gradient
         # The root waits for the end of backward: what units share may get a second gradient until then.
         if self._stage >= 2 and unit.index != 0 and state.arrived and state.asked is None:

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -34,22 +34,13 @@ _ANSWERS = (ParameterAccessError, UsageError, EngineFailedError, NonFiniteGradie
 """To an error of the user's: they leave the engine as it was."""
 
 
-@contextmanager
-def outside_transforms() -> Iterator[None]:
-    """What runs inside is no part of the function that torch.func (grad, jvp, vmap, ...) transforms around it."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        yield
-        return
-    with temporarily_clear_interpreter_stack():
-        yield
-
-
 class _OwnWork(HeldInterrupt):
     """Around the engine's own work. No generator: there an interrupt could come between its `yield` and the work."""
 
     __slots__ = ("_began", "_holds", "_outside", "_turn", "_usable")
 
-    _outside: AbstractContextManager[None] | None
+    _outside: AbstractContextManager[object] | None
+    """Where torch.func (grad, jvp, vmap, ...) transforms a function around it: what takes the work out of that."""
 
     def __init__(self, usable: FailureState, turn: Turn | None, *, holds: bool) -> None:
         """`holds`: interrupts, until it is over."""
@@ -70,7 +61,7 @@ class _OwnWork(HeldInterrupt):
                 check = usable.check if self._turn is not None else usable.check_not_failed
                 check()
             if torch._C._functorch.peek_interpreter_stack() is not None:
-                self._outside = outside_transforms()
+                self._outside = temporarily_clear_interpreter_stack()
                 self._outside.__enter__()
         except BaseException:
             self._end()
@@ -158,7 +149,7 @@ class FailureState:
 
     def check_process(self) -> None:
         """Raise if this is not the engine's process."""
-        if os.getpid() != self._process_id:
+        if self.is_forked:
             raise UsageError(
                 f"the engine belongs to process {self._process_id}, and this one was forked from it, without its threads and "
                 "files. Use the model there. What a worker needs of it, give it before the fork: engine.state_dict(), or a "

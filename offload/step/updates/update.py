@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import takewhile
 from typing import Protocol
 
@@ -320,19 +320,13 @@ class Updates:
         access = self._access(chunk)
         if chunk_update.failure is not None:
             raise chunk_update.failure
-        if not self._reads and self._gradients.is_here(chunk):
+        is_here = not self._reads and self._gradients.is_here(chunk)
+        with nullcontext() if is_here else self._timeline.lane_waiting("read records"):
             buffer = access.begin(chunk_update)
             self._gradients.open(chunk)
-        else:
-            with self._timeline.lane_waiting("read records"):
-                buffer = access.begin(chunk_update)
-                self._gradients.open(chunk)
         path = self._values(chunk)
-        if path.is_at_hand(chunk):
+        with nullcontext() if path.is_at_hand(chunk) else self._timeline.lane_waiting("read parameters"):
             values = path.begin(chunk, self._old(chunk_update))
-        else:
-            with self._timeline.lane_waiting("read parameters"):
-                values = path.begin(chunk, self._old(chunk_update))
         watcher = self.watcher  # once: a save that ends takes it away
         if watcher is not None:
             with self._timeline.lane_waiting("copy for checkpoint"):
