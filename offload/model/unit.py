@@ -38,11 +38,13 @@ class UnitUses:
 
     count       uses that have started and not ended; a unit in use is never evicted
     held_count  those of them that last until `Uses.release`, whatever forwards come and go: at most `count`
+    called_count  those of them that are its own: neither held, nor another's whose companion it is
     companions  units that come and go with this one, beside their own uses: it computes with their parameters
     """
 
     count: int = 0
     held_count: int = 0
+    called_count: int = 0
     companions: list[Unit] = field(default_factory=list)
 
 

@@ -69,18 +69,21 @@ class Uses:
     def start(self, unit: Unit, *, recorded: bool, module_id: int | None = None) -> None:
         """The unit's parameters must be there from now on. `recorded`: part of a training step, so of its trace. `module_id`:
         which of its modules uses it; None: all of it is used."""
-        self._begin(unit, recorded=recorded)
-        uses = unit.uses
-        if uses.count - uses.held_count == 1 or unit.has_parts:
-            unit.open_up(module_id)
-        for count, companion in enumerate(uses.companions):
+        self._open(unit, recorded=recorded, module_id=module_id)
+        companions = _companions_of(unit)
+        for count, companion in enumerate(companions):
             try:
-                self.start(companion, recorded=recorded)
+                self._open(companion, recorded=recorded)
             except BudgetError:  # there is no room for them together: none of them is in use
-                for started in uses.companions[:count]:
-                    self.end(started, recorded=recorded)
-                self._end(unit, recorded=recorded)
+                for started in (*companions[:count], unit):
+                    self._end(started, recorded=recorded)
                 raise
+        unit.uses.called_count += 1
+
+    def _open(self, unit: Unit, *, recorded: bool, module_id: int | None = None) -> None:
+        self._begin(unit, recorded=recorded)
+        if unit.uses.count - unit.uses.held_count == 1 or unit.has_parts:
+            unit.open_up(module_id)
 
     def _begin(self, unit: Unit, *, recorded: bool) -> None:
         self._speculation.before_use(unit)
@@ -89,8 +92,9 @@ class Uses:
 
     def end(self, unit: Unit, *, recorded: bool, then: Callable[[], None] | None = None) -> None:
         """`then`: what the end of the use leads to, before other units take the room."""
-        for companion in unit.uses.companions:
-            self.end(companion, recorded=recorded)
+        unit.uses.called_count -= 1
+        for companion in _companions_of(unit):
+            self._end(companion, recorded=recorded)
         self._end(unit, recorded=recorded, then=then)
 
     def _end(self, unit: Unit, *, recorded: bool, then: Callable[[], None] | None = None) -> None:
@@ -197,19 +201,23 @@ class Uses:
 
     def accompany(self, enclosing: Unit, unit: Unit) -> bool:
         """From now on the unit comes and goes with `enclosing`, beside its own uses; False where it does already."""
-        uses = enclosing.uses
-        if unit is enclosing or unit in uses.companions:
+        companions = enclosing.uses.companions
+        if unit is enclosing or unit in companions:
             return False
-        uses.companions.append(unit)
-        count = uses.count - uses.held_count
-        for started in range(count):
-            try:
-                self.start(unit, recorded=False)
-            except BudgetError:
-                uses.companions.remove(unit)
-                for _ in range(started):
-                    self.end(unit, recorded=False)
-                raise
+        called = [(one, _companions_of(one)) for one in self._units if one.uses.called_count]
+        companions.append(unit)
+        started: list[Unit] = []
+        try:
+            for one, before in called:
+                for joining in _companions_of(one):
+                    for _ in range(one.uses.called_count if joining not in before else 0):
+                        self._open(joining, recorded=False)
+                        started.append(joining)
+        except BudgetError:
+            companions.remove(unit)
+            for one in started:
+                self._end(one, recorded=False)
+            raise
         return True
 
     def abandon(self) -> None:
@@ -221,6 +229,17 @@ class Uses:
             self._cover_count = 1
             self.uncover()
         for unit in self._units:
+            unit.uses.called_count = 0
             if unit.uses.count > unit.uses.held_count:
                 unit.uses.count = unit.uses.held_count
                 unit.close_off()
+
+
+def _companions_of(unit: Unit) -> list[Unit]:
+    """All that come with it: its own companions and theirs, each once, though two units may be each other's."""
+    if not unit.uses.companions:  # as most often
+        return []
+    found = [unit]
+    for one in found:  # what is added on the way is gone through, too
+        found += [companion for companion in one.uses.companions if companion not in found]
+    return found[1:]

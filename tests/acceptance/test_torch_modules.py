@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import offload
+
 from .models import (
     ALL_SETUPS,
     ON_CPU,
@@ -259,6 +261,29 @@ class InPlace(nn.Module):
 @anywhere
 def test_in_place_activations(opened: Any, setup: Setup) -> None:
     compare(InPlace, simple_loop(), setup, opened)
+
+
+@few
+def test_blocks_that_read_each_other(opened: Any, setup: Setup) -> None:
+    """Each computes with the weight of the next, and the last with that of the first, without calling it."""
+
+    class Reading(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+            self.others: list[nn.Linear] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.linear(x, self.linear.weight + self.others[0].weight, self.linear.bias)
+
+    def build() -> nn.Module:
+        model = Stack()
+        model.blocks = nn.ModuleList(offload.unit(Reading()) for _ in range(3))
+        for index, block in enumerate(model.blocks):
+            block.others.append(model.blocks[(index + 1) % 3].linear)
+        return model
+
+    compare(build, simple_loop(), setup, opened)
 
 
 @anywhere
