@@ -259,6 +259,30 @@ def test_a_backward_that_was_cut_short_before_a_step_leaves_no_use(tmp_path: Pat
         )
 
 
+def test_a_second_backward_that_was_cut_short_leaves_no_use(tmp_path: Path) -> None:
+    """Nor a parameter that could be written to without a word, in whichever of its functions it ended."""
+    model = blocks()
+
+    def stop(_: Any) -> None:
+        raise RuntimeError("stop here")
+
+    with opened_with(model, parameters="nvme", optimizer_states="cpu", nvme=tmp_path) as engine:
+        for count in range(4, 24, 3):
+            x = torch.ones(3, 32, requires_grad=True)
+            (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+            nodes = [slope.grad_fn]
+            for node in nodes:
+                nodes += [one for one, _ in node.next_functions if one is not None and one not in nodes]
+            nodes[count].register_prehook(stop)
+            with pytest.raises(RuntimeError, match="stop here"):
+                slope.square().sum().backward()
+            engine.state_dict()
+            assert not any(unit.uses.count for unit in units_of(engine))
+            with refused(offload.ParameterAccessError, "written outside"), torch.no_grad():
+                model[2][0].weight.zero_()
+            engine.zero_grad()
+
+
 def least(build: Any, **config: Any) -> int:
     """The smallest budget of device memory."""
     with pytest.raises(offload.BudgetError) as refusal:

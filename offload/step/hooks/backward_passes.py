@@ -242,7 +242,7 @@ class BackwardPasses:
                 self._events.waiting_arrived()
             self._left_early.clear()
             self._coming.clear()
-            self.second_order.abandon()
+            self.second_order.let_go()
         return bool(self._graph_tasks)
 
     def graph_task_done(self, graph_task: int) -> None:
