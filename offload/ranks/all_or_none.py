@@ -68,8 +68,8 @@ def _short(value: Any) -> str:
 def checksum(value: Tensor) -> int:
     """A number that differs where the bits of two tensors of one shape do, but for a coincidence. Order matters little."""
     flat = value.detach().contiguous().view(-1)
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
-    bits = flat.view(integers)
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = flat.view(integers[min(flat.element_size(), 8)])
     total = 0
     for part in bits.split(1 << 20):
         wide = part.to(torch.int64)

@@ -6,8 +6,11 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 
+from offload.ranks.all_or_none import checksum
 from offload.ranks.next_transfers import Announcement, Blocked, MeetingPoint, decide
 
 UNITS = 5
@@ -140,3 +143,12 @@ def test_nothing_is_done_while_somebody_computes() -> None:
     computing = Announcement(gathers=frozenset({2}))
     assert decide([waiting, computing]).is_nothing
     assert decide([waiting, waiting]).gathers == ((1, frozenset({0, 1})),)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32, torch.int64, torch.complex64, torch.complex128])
+def test_a_checksum_tells_values_of_any_dtype_apart(dtype: torch.dtype) -> None:
+    values = torch.ones(5, 3, dtype=dtype)
+    other = values.clone()
+    other[4, 2] = 0
+    assert checksum(values) == checksum(values.clone()) != checksum(other)
+    assert checksum(values[:0]) == checksum(other[:0])
