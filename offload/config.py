@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -27,20 +28,18 @@ _UNITS.update({"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**1
 
 def parse_nbytes(value: int | float | str, field: str) -> int:
     """Bytes from a number, or from text such as "16GiB" or "500 MB" (KiB = 1024, KB = 1000)."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ConfigError(f"{field}={value!r} is not a size: expected bytes as a number, or text such as '16GiB'.")
+    nbytes = math.nan
     if isinstance(value, str):
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*", value)
-        if match is None or match[2].lower() not in _UNITS:
-            raise ConfigError(
-                f"{field}={value!r} is not a size: expected bytes as a number, or text such as '16GiB' or '500MB'."
-            )
-        nbytes = int(float(match[1]) * _UNITS[match[2].lower()])
-    else:
-        nbytes = int(value)
-    if nbytes <= 0:
+        if match is not None and match[2].lower() in _UNITS:
+            nbytes = float(match[1]) * _UNITS[match[2].lower()]
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        nbytes = value
+    if not -math.inf < nbytes < math.inf:
+        raise ConfigError(f"{field}={value!r} is not a size: expected bytes as a number, or text such as '16GiB' or '500MB'.")
+    if int(nbytes) <= 0:
         raise ConfigError(f"{field}={value!r} must be more than zero bytes.")
-    return nbytes
+    return int(nbytes)
 
 
 @dataclass(frozen=True)
