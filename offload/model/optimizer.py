@@ -154,7 +154,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the numbers of the param_groups to what `state_dict` returned after as many steps as the engine has done."""
         marker = state_dict.get(MARKER)
-        if not isinstance(marker, Mapping) or any(set(one.values()) != {_ELSEWHERE} for one in state_dict["state"].values()):
+        if not isinstance(marker, Mapping) or any(set(one.values()) - {_ELSEWHERE} for one in state_dict["state"].values()):
             raise UsageError(
                 "optimizer.load_state_dict() cannot reach state that lies in the tiers: load it into the torch optimizer "
                 "before offload.initialize (its moments and step counts are taken over), or use engine.load_checkpoint(dir)."

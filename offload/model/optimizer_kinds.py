@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any
 
 import torch
@@ -130,6 +131,8 @@ def check_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], grou
     betas = given if isinstance(given, (tuple, list)) else ()
     named = {name: group[name] for name in (*_AT_LEAST_0, "dampening") if name in group}
     named |= {f"betas[{index}]": betas[index] if index < len(betas) else None for index in range(2)}
+    if kind.rule is Rule.OWN:  # which knows what its options mean, where they are no numbers
+        named = {name: value for name, value in named.items() if name == "lr" or not isinstance(value, (tuple, list, NoneType))}
     for name, value in named.items():
         try:
             number = float(value)

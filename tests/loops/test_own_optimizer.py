@@ -98,6 +98,32 @@ def test_trains_as_in_memory_and_resumes(kind: str, tier: str, tmp_path: Path) -
         torch.testing.assert_close(ours, expected, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("kind", ["averaging", "plain"])
+def test_wrappers_get_back_what_they_had(kind: str) -> None:
+    """Also of one that keeps nothing."""
+    model = _model()
+    with offload.initialize(model, KINDS[kind](model.parameters())) as engine:
+        _train(model, engine.optimizer, range(2))
+        state = engine.optimizer.state_dict()
+        engine.optimizer.param_groups[0]["lr"] = 7.0
+        engine.optimizer.load_state_dict(state)
+        assert engine.optimizer.param_groups[0]["lr"] == 0.01 / 2
+
+
+@pytest.mark.parametrize("options", [{"eps": (1e-3, 1e-4)}, {"betas": (0.9,)}, {"betas": 0.9}, {"momentum": None}])
+def test_options_mean_what_the_optimizer_takes_them_for(options: dict[str, Any]) -> None:
+    model = _model()
+    with offload.initialize(model, Plain([{"params": list(model.parameters()), **options}])) as engine:
+        _train(model, engine.optimizer, range(2))
+        engine.optimizer.param_groups[0]["lr"] = float("nan")
+        model(torch.ones(6, 40)).sum().backward()
+        with pytest.raises(offload.UsageError, match=r"lr=nan .* is no number to step with"):
+            engine.step()
+        found = list(engine.state_dict().values())
+    for ours, expected in zip(found, _in_memory("plain", 2), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=2e-6, atol=2e-6)
+
+
 def test_masters_and_split_states_are_the_same_numbers() -> None:
     """After a first step: what the two round to bf16 for the second differs in ties."""
     found = []
