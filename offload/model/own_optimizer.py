@@ -12,14 +12,16 @@ others, so another size of the chunks can change a last bit, which it cannot wit
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from offload.device.arithmetic.rules import MOMENTS
 from offload.errors import ConfigError
@@ -33,8 +35,8 @@ class _Unfit(Exception):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OwnStep:
-    """The step of one parameter group, with its numbers as they were when this was made.
+class OwnOptimizer:
+    """What was found by trying it.
 
     names     the optimizer's name of each moment that it keeps
     counters  what counts steps in its state, and one that says of which kind
@@ -42,39 +44,63 @@ class OwnStep:
 
     kind: type
     attributes: Mapping[str, Any]
+    names: dict[str, str]
+    counters: dict[str, Any]
+
+    def step_of(self, group: Mapping[str, Any]) -> OwnStep:
+        """With the group's numbers as they are now, also where they are tensors or lists, which the loop may change in place."""
+        return OwnStep(self, copy.deepcopy({name: value for name, value in group.items() if name != "params"}))
+
+    def made(self, options: Mapping[str, Any], parameter: nn.Parameter) -> Any:
+        """One which has this one parameter, and has done nothing yet."""
+        optimizer: Any = object.__new__(self.kind)
+        vars(optimizer).update(self.attributes)
+        vars(optimizer).update({name: OrderedDict() for name in self.attributes if name.endswith("_hooks")})
+        optimizer.state = defaultdict(dict)
+        optimizer.param_groups = [dict(options) | {"params": [parameter]}]
+        return optimizer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnStep:
+    """The step of one parameter group, with these numbers. Those of the same numbers are equal."""
+
+    optimizer: OwnOptimizer
     options: Mapping[str, Any]
-    names: Mapping[str, str]
-    counters: Mapping[str, Any]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OwnStep) and self.optimizer is other.optimizer and _are_same(self.options, other.options)
+
+    def __hash__(self) -> int:
+        return hash(self.optimizer)
 
     @property
     def moments(self) -> tuple[str, ...]:
-        return tuple(self.names)
+        return tuple(self.optimizer.names)
 
     def __call__(self, p: Tensor, g: Tensor, moments: dict[str, Tensor], step: int) -> Tensor:
         """The new weights of p, with the gradient g, both float32 [numel]; `moments` are replaced. Update `step`, from 1: at
         the first the optimizer makes its state. p and the old moments may be written to. Any thread."""
-        state: dict[str, Any] = {}
-        if step > 1:
-            state = {theirs: moments[ours] for ours, theirs in self.names.items()}
-            state |= {name: _count_like(one, step - 1) for name, one in self.counters.items()}
+        own = self.optimizer
         parameter = nn.Parameter(p)
-        optimizer = _made(self.kind, self.attributes, self.options, parameter)
-        if state:
+        optimizer = own.made(self.options, parameter)
+        if step > 1:
+            state: dict[str, Any] = {theirs: moments[ours] for ours, theirs in own.names.items()}
+            state |= {name: _count_like(one, step - 1) for name, one in own.counters.items()}
             optimizer.state[parameter] = state
         _step(optimizer, parameter, g)
-        for ours, theirs in self.names.items():
+        for ours, theirs in own.names.items():
             moments[ours] = optimizer.state[parameter][theirs]
         return parameter.data
 
 
-def _made(kind: type, attributes: Mapping[str, Any], options: Mapping[str, Any], parameter: nn.Parameter) -> Any:
-    """An optimizer of that kind which has this one parameter, and has done nothing yet."""
-    optimizer: Any = object.__new__(kind)
-    vars(optimizer).update(attributes)
-    vars(optimizer).update({name: OrderedDict() for name in attributes if name.endswith("_hooks")})
-    optimizer.state = defaultdict(dict)
-    optimizer.param_groups = [dict(options) | {"params": [parameter]}]
-    return optimizer
+def _are_same(one: Any, other: Any) -> bool:
+    """Values of options, with tensors in them perhaps."""
+    (leaves, structure), (others, other_structure) = pytree.tree_flatten(one), pytree.tree_flatten(other)
+    return structure == other_structure and all(
+        torch.equal(*pair) if isinstance(pair[0], Tensor) and isinstance(pair[1], Tensor) else pair[0] == pair[1]
+        for pair in zip(leaves, others, strict=True)
+    )
 
 
 def _step(optimizer: Any, parameter: nn.Parameter, g: Tensor) -> None:
@@ -85,20 +111,6 @@ def _step(optimizer: Any, parameter: nn.Parameter, g: Tensor) -> None:
 
 def _count_like(one: Any, count: int) -> Any:
     return torch.full_like(one, count) if isinstance(one, Tensor) else type(one)(count)
-
-
-@dataclass(frozen=True, slots=True)
-class OwnOptimizer:
-    """What was found by trying it."""
-
-    kind: type
-    attributes: Mapping[str, Any]
-    names: Mapping[str, str]
-    counters: Mapping[str, Any]
-
-    def step_of(self, group: Mapping[str, Any]) -> OwnStep:
-        options = {name: value for name, value in group.items() if name != "params"}
-        return OwnStep(self.kind, self.attributes, options, self.names, self.counters)
 
 
 _found: WeakKeyDictionary[torch.optim.Optimizer, OwnOptimizer] = WeakKeyDictionary()
@@ -122,36 +134,32 @@ def own_optimizer(optimizer: torch.optim.Optimizer) -> OwnOptimizer:
     if optimizer not in _found:
         apart = ("state", "param_groups", "step")
         attributes = {name: value for name, value in vars(optimizer).items() if name not in apart}
-        names: dict[str, str] = {}
-        counters: dict[str, Any] = {}
+        own = OwnOptimizer(type(optimizer), attributes, {}, {})
         try:
             for group in optimizer.param_groups:
-                options = {name: value for name, value in group.items() if name != "params"}
-                _try(type(optimizer), attributes, options, names, counters)
+                _try(own, own.step_of(group).options)
         except _Unfit as unfit:
             raise ConfigError(
                 f"optimizer {type(optimizer).__module__}.{type(optimizer).__qualname__} is not supported: {unfit}. The engine "
                 "updates parts of parameters, one after the other. Pass torch.optim.AdamW, Adam, Adagrad, SGD or offload.Lion "
                 "(or the Lion of lion-pytorch or timm), or any optimizer that computes element by element."
             ) from unfit.__cause__
-        _found[optimizer] = OwnOptimizer(type(optimizer), attributes, names, counters)
+        _found[optimizer] = own
     return _found[optimizer]
 
 
-def _try(
-    kind: type, attributes: Mapping[str, Any], options: Mapping[str, Any], names: dict[str, str], counters: dict[str, Any]
-) -> None:
-    """Three steps as a whole, then by parts. `names` and `counters` grow by what the optimizer keeps. Raises `_Unfit`."""
+def _try(own: OwnOptimizer, options: Mapping[str, Any]) -> None:
+    """Three steps as a whole, then by parts. `own.names` and `own.counters` grow by what it keeps. Raises `_Unfit`."""
     random = torch.Generator().manual_seed(0)
     whole = nn.Parameter(torch.randn(_SHAPE, generator=random, dtype=torch.float32, device="cpu"))
     gradients = [torch.randn(_SHAPE, generator=random, dtype=torch.float32, device="cpu") for _ in range(_STEPS)]
     parts = [whole.detach().flatten()[:_CUT].clone(), whole.detach().flatten()[_CUT:].clone()]
     try:
-        optimizer = _made(kind, attributes, options, whole)
+        optimizer = own.made(options, whole)
         for count, gradient in enumerate(gradients, 1):
             _step(optimizer, whole, gradient.clone())
-            _sort(optimizer.state[whole], count, names, counters)
-        step = OwnStep(kind, attributes, options, _used(names, optimizer.state[whole]), counters)
+            _sort(optimizer.state[whole], count, own.names, own.counters)
+        step = OwnStep(replace(own, names=_used(own.names, optimizer.state[whole])), options)
         arrays: list[dict[str, Tensor]] = [{}, {}]
         for count, gradient in enumerate(gradients, 1):
             pieces = gradient.flatten()[:_CUT].clone(), gradient.flatten()[_CUT:].clone()

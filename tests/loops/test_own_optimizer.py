@@ -124,6 +124,37 @@ def test_options_mean_what_the_optimizer_takes_them_for(options: dict[str, Any])
         torch.testing.assert_close(ours, expected, rtol=2e-6, atol=2e-6)
 
 
+def _deep() -> torch.nn.Sequential:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(1100, 1100), torch.nn.Tanh()) for _ in range(3)))
+
+
+def _train_deep(model: Any, optimizer: Any) -> None:
+    """With a number that is a tensor, and changes in place right after each step."""
+    optimizer.param_groups[0]["lr"] = rate = torch.tensor(0.01)
+    for index in range(4):
+        model(torch.randn(2, 1100, generator=torch.Generator().manual_seed(index))).square().sum().backward()
+        optimizer.step()
+        rate.mul_(0.5)
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_updates_go_by_the_numbers_of_their_step(update: Any, tmp_path: Path) -> None:
+    """Also those that begin before it, and go on: none has to be undone, as the numbers are those that it began with."""
+    reference = _deep()
+    _train_deep(reference, Plain(reference.parameters()))
+    model = _deep()
+    config = offload.Config(parameters="nvme", optimizer_states="nvme", nvme=str(tmp_path), update=update)
+    with offload.initialize(model, Plain(model.parameters()), config) as engine:
+        _train_deep(model, engine.optimizer)
+        found = list(engine.state_dict().values())
+        counts = [engine.stats()[name] for name in ("speculated_steps", "undone_steps")]
+    for ours, expected in zip(found, reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, expected.detach(), rtol=2e-6, atol=2e-6)
+    assert counts == ([4, 0] if update == "backward" else [0, 0])
+
+
 def test_masters_and_split_states_are_the_same_numbers() -> None:
     """After a first step: what the two round to bf16 for the second differs in ties."""
     found = []
