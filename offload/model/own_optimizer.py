@@ -48,7 +48,7 @@ class OwnOptimizer:
     counters: dict[str, Any]
 
     def step_of(self, group: Mapping[str, Any]) -> OwnStep:
-        """With the group's numbers as they are now, also where they are tensors or lists, which the loop may change in place."""
+        """With the group's numbers as they are now, also where they are tensors or lists that the loop changes in place."""
         return OwnStep(self, copy.deepcopy({name: value for name, value in group.items() if name != "params"}))
 
     def made(self, options: Mapping[str, Any], parameter: nn.Parameter) -> Any:

@@ -34,33 +34,26 @@ class Group(Protocol):
 
     def exchange(self, payload: Tensor) -> list[Tensor]:
         """Everybody's payload, by member: same shape and dtype on all, CPU."""
-        ...
 
     def exchange_bytes(self, data: bytes) -> list[bytes]:
         """Everybody's bytes, by member; lengths may differ."""
-        ...
 
     def gather(self, own: Tensor, into: Tensor | None, wanters: frozenset[int], whole_nbytes: int) -> None:
         """All-gather of one flat over the ranks of `shards`, to those members that want it: `own`, uint8 [n] on the host, and
         `into`, uint8 [n * shard_count], where this one does."""
-        ...
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """`tensor` (host, contiguous) of member `source` into that of all others."""
-        ...
 
     def use_devices(self, device: torch.device) -> None:
         """Talk between the devices where that is possible."""
-        ...
 
     def renewed(self) -> Group:
         """The same members with connections of their own, for parts that are made anew: what closes an engine's parts gives
         back its group too."""
-        ...
 
     def statistics(self) -> dict[str, dict[str, int]]:
         """By verb: how often, and the bytes of the whole buffers that it was about."""
-        ...
 
 
 class Meeting(Protocol):
@@ -72,23 +65,18 @@ class Meeting(Protocol):
     @property
     def failure(self) -> BaseException | None:
         """Why the ranks can meet no more, if they cannot."""
-        ...
 
     def meet(self, point: MeetingPoint, action: Callable[[], Any] | None = None, *, argument: int = 0) -> Any:
         """Wait until every rank is here; then `action` runs on all of them. Returns its result."""
-        ...
 
     def alongside(self, point: MeetingPoint, act: Callable[[], T]) -> T:
         """`act`, which waits for the other ranks in a way of its own, while it is seen when one of them is gone."""
-        ...
 
     def watch(self, on: bool) -> None:
         """From now on it is seen when a rank is gone, though nothing is asked of it; or no longer."""
-        ...
 
     def abandon(self, reason: str) -> None:
         """This rank stops here. Never raises."""
-        ...
 
 
 class Alone:

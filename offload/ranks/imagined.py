@@ -22,7 +22,7 @@ from offload.device.virtual.operations import CountedOperations
 from offload.device.virtual.simulation import Event, Simulation
 from offload.ranks.group import Alone, Group
 from offload.ranks.threads import Asked, Started, Threads, Waited
-from offload.ranks.transport import DATA, Posted, Ranks, Traffic
+from offload.ranks.transport import DATA, Posted, Ranks
 
 
 class _Latch:
@@ -121,7 +121,7 @@ class ImaginedRanks(Ranks):
         self.world_size = self.local_world_size = self.shard_count = count
         self.shards, self.replicas = tuple(range(count)), (0,)
         self.phase = "initialize"
-        self.traffic: dict[str, Traffic] = {}
+        self._traffic = {}
         self.threads = _VirtualThreads(machine)
         self._said: dict[int, Tensor] = {}
         """By tag what this rank sent last."""

@@ -16,7 +16,7 @@ So no order of uses on any rank can make them wait for each other for ever.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -31,43 +31,28 @@ class Blocked(IntEnum):
 
 
 class MeetingPoint(IntEnum):
-    """Places of the program that all ranks pass together."""
+    """Places of the program that all ranks pass together. `call`: what the user called."""
 
-    NONE = 0
-    END_OF_BACKWARD = 1
-    STEP = 2
-    CLIPPING = 3
-    GATHERED = 4
-    WRITTEN = 5
-    STATE_DICT = 6
-    LOADING_STATE_DICT = 7
-    SAVING = 8
-    LOADING = 9
-    EXPORTING = 10
-    CLOSING = 11
-    UNFREEZING = 12
+    NONE = 0, "nothing"
+    END_OF_BACKWARD = 1, "the end of backward"
+    STEP = 2, "optimizer.step()"
+    CLIPPING = 3, "clip_grad_norm_()"
+    GATHERED = 4, "engine.gathered()"
+    WRITTEN = 5, "the end of engine.gathered()"
+    STATE_DICT = 6, "engine.state_dict()"
+    LOADING_STATE_DICT = 7, "engine.load_state_dict()"
+    SAVING = 8, "engine.save_checkpoint()"
+    LOADING = 9, "engine.load_checkpoint()"
+    EXPORTING = 10, "engine.export()"
+    CLOSING = 11, "engine.close()"
+    UNFREEZING = 12, "the first forward with newly trained parameters"
 
-    @property
-    def call(self) -> str:
-        """What the user called."""
-        return _CALLS[self]
+    call: str
 
-
-_CALLS = {
-    MeetingPoint.NONE: "nothing",
-    MeetingPoint.END_OF_BACKWARD: "the end of backward",
-    MeetingPoint.STEP: "optimizer.step()",
-    MeetingPoint.CLIPPING: "clip_grad_norm_()",
-    MeetingPoint.GATHERED: "engine.gathered()",
-    MeetingPoint.WRITTEN: "the end of engine.gathered()",
-    MeetingPoint.STATE_DICT: "engine.state_dict()",
-    MeetingPoint.LOADING_STATE_DICT: "engine.load_state_dict()",
-    MeetingPoint.SAVING: "engine.save_checkpoint()",
-    MeetingPoint.LOADING: "engine.load_checkpoint()",
-    MeetingPoint.EXPORTING: "engine.export()",
-    MeetingPoint.CLOSING: "engine.close()",
-    MeetingPoint.UNFREEZING: "the first forward with newly trained parameters",
-}
+    def __new__(cls, number: int, call: str = "") -> MeetingPoint:  # looked up by its number alone
+        point = int.__new__(cls, number)
+        point._value_, point.call = number, call
+        return point
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,22 +95,16 @@ def decide(announcements: Sequence[Announcement]) -> Decision:
     if any(said.blocked is Blocked.ON_NOTHING for said in announcements):
         return Decision()
     if urgent:
-        return Decision(
-            tuple(
-                (unit, frozenset(index for index, said in enumerate(announcements) if unit in said.gathers))
-                for unit in sorted(urgent)
-            )
-        )
+        return Decision(gathers=_by_unit(urgent, [said.gathers for said in announcements]))
     ready = frozenset().union(*(said.reductions for said in announcements))
     if ready:
-        return Decision(
-            (),
-            tuple(
-                (unit, frozenset(index for index, said in enumerate(announcements) if unit in said.reductions))
-                for unit in sorted(ready)
-            ),
-        )
+        return Decision(reductions=_by_unit(ready, [said.reductions for said in announcements]))
     return _pass_point(announcements)
+
+
+def _by_unit(units: Iterable[int], asked_for: Sequence[frozenset[int]]) -> tuple[tuple[int, frozenset[int]], ...]:
+    """Each with the members that ask for it; `asked_for`: by member."""
+    return tuple((unit, frozenset(index for index, asked in enumerate(asked_for) if unit in asked)) for unit in sorted(units))
 
 
 def _pass_point(announcements: Sequence[Announcement]) -> Decision:

@@ -35,24 +35,6 @@ _EXCHANGE, _BYTES, _PREFIX, DATA = range(7000, 7004)
 
 
 @dataclass(slots=True)
-class Traffic:
-    """What one verb moved: calls, and bytes of the whole (unsharded) buffers that they were about."""
-
-    count: int = 0
-    nbytes: int = 0
-
-    def add(self, nbytes: int) -> None:
-        self.count += 1
-        self.nbytes += nbytes
-
-
-@dataclass(slots=True)
-class _Failure:
-    peer: int
-    cause: str
-
-
-@dataclass(slots=True)
 class Posted:
     """Transfers under way, by the member at their other end."""
 
@@ -76,7 +58,7 @@ class Ranks:
         self.shard_count = len(arrangement.shards)
         self.shard_index = arrangement.shards.index(self.index)
         self.phase = "initialize"
-        self.traffic: dict[str, Traffic] = {}
+        self._traffic: dict[str, dict[str, int]] = {}
         self.local_world_size = 1
         self._groups: list[Any] = []
         self.close = weakref.finalize(self, _destroy, self._groups)
@@ -140,15 +122,11 @@ class Ranks:
     def settle(self, posted: Posted) -> None:
         """Wait for all that was begun; the first peer that failed is named."""
         works, posted.works = posted.works, []
-        failure: _Failure | None = None
         for peer, work in works:
             try:
-                if failure is None:
-                    work.wait(self._timeout)
+                work.wait(self._timeout)
             except RuntimeError as error:
-                failure = _Failure(peer, str(error))
-        if failure is not None:
-            raise self._error(failure)
+                raise self._error(peer, error) from error
 
     def _post(self, posted: Posted, peer: int, begin: Callable[[int], Any]) -> None:
         if self._group is None:
@@ -156,7 +134,7 @@ class Ranks:
         try:
             posted.works.append((peer, begin(self._arrangement.members[peer])))
         except RuntimeError as error:
-            raise self._error(_Failure(peer, str(error))) from error
+            raise self._error(peer, error) from error
 
     # ---- small messages ------------------------------------------------------------------------------------------
 
@@ -249,16 +227,18 @@ class Ranks:
             try:
                 dist.all_reduce(values, group=self._replica_group)
             except RuntimeError as error:
-                raise self._error(_Failure(self.replicas[0], str(error))) from error
+                raise self._error(self.replicas[0], error) from error
             self.count("all_reduce", values.nbytes)
 
     def count(self, verb: str, nbytes: int) -> None:
         """Note a transfer, also one that was put together from the methods above."""
-        self.traffic.setdefault(verb, Traffic()).add(nbytes)
+        moved = self._traffic.setdefault(verb, {"count": 0, "nbytes": 0})
+        moved["count"] += 1
+        moved["nbytes"] += nbytes
 
     def statistics(self) -> dict[str, dict[str, int]]:
         """By verb: how often, and the bytes of the whole buffers that it was about."""
-        return {verb: {"count": one.count, "nbytes": one.nbytes} for verb, one in self.traffic.items()}
+        return {verb: dict(moved) for verb, moved in self._traffic.items()}
 
     # ---- between GPUs --------------------------------------------------------------------------------------------
 
@@ -340,10 +320,9 @@ class Ranks:
         except RuntimeError:
             return  # the store went with the rank that hosted it; the others see the connection close
 
-    def _error(self, failure: _Failure) -> RankError:
+    def _error(self, peer: int, cause: RuntimeError) -> RankError:
         """Who failed first, by what the ranks left word of; else the peer whose connection broke."""
-        peer, phase, cause = failure.peer, self.phase, failure.cause
-        reason = f"its connection failed or timed out after {self._timeout}: {cause}"
+        phase, reason = self.phase, f"its connection failed or timed out after {self._timeout}: {cause}"
         try:
             word = self._store.compare_set("failed", "", f"{peer}\n{phase}\n{reason}")
             first, said_phase, said = word.decode(errors="replace").split("\n", 2)
