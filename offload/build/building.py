@@ -27,7 +27,7 @@ from offload.step.components import Closable, Components, give_back
 from offload.step.foundation import Foundation
 from offload.step.gradients.chunk_gradients import ChunkGradients
 from offload.step.residency.activation_memory import ActivationMemory
-from offload.step.residency.fetching import DirectFetcher, Fetcher, HomeFetcher, StagedFetcher
+from offload.step.residency.fetching import DirectFetcher, Fetcher, StagedFetcher
 from offload.step.residency.residency import Capacity, Residency
 from offload.step.timeline import Timeline
 from offload.step.updates.tools import UpdateTools
@@ -162,8 +162,7 @@ class Building:
         return format_of(self._config, self._moments, flat.layout.dtype, flat.route.crosses)
 
     def _fetcher(self, parameter_store: ParameterStore, pool: StagingPool, updates: Updates | None) -> Fetcher:
-        fetch_paths = {route.fetch_path for route in self._routes}
-        if FetchPath.COPIED in fetch_paths:
+        if any(route.fetch_path is FetchPath.COPIED for route in self._routes):
             reads_directly = all(route.model_in is Memory.HOST for route in self._routes)
             return StagedFetcher(self._accelerator, parameter_store, None if reads_directly else pool, updates)
-        return DirectFetcher(parameter_store) if FetchPath.READ in fetch_paths else HomeFetcher()
+        return DirectFetcher(parameter_store)

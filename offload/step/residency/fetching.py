@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a unit's parameters come into device memory and leave it: one fetcher per way.
+"""How a unit's parameters come into device memory and leave it: one fetcher per way. What is there for good is asked of none.
 
-HomeFetcher    they are there for good
 DirectFetcher  device memory is host memory: the store reads straight into it
 StagedFetcher  store -> (staging buffer ->) H2D, on a lane of its own, after the update of the unit if one runs
 GatheredFetcher  this rank's shard by one of the above, those of the other ranks by an all-gather into the same memory
@@ -34,10 +33,6 @@ class Fetcher(ABC):
     """See the module. Called by the thread that drives the model."""
 
     @abstractmethod
-    def fetched_nbytes(self, unit: Unit) -> int:
-        """Device memory that the unit takes while it is resident; 0 if it is there for good."""
-
-    @abstractmethod
     def start(self, unit: Unit) -> None:
         """Begin to bring the unit's values into its memory, which is filled."""
 
@@ -57,30 +52,11 @@ class Fetcher(ABC):
         """Stop what runs. Idempotent."""
 
 
-class HomeFetcher(Fetcher):
-    """Parameters that never leave."""
-
-    def fetched_nbytes(self, unit: Unit) -> int:
-        return 0
-
-    def start(self, unit: Unit) -> None:
-        raise AssertionError(f"unit {unit.name} is always resident")
-
-    def finish(self, unit: Unit) -> None:
-        raise AssertionError(f"unit {unit.name} is always resident")
-
-    def evict(self, unit: Unit) -> None:
-        raise AssertionError(f"unit {unit.name} is always resident")
-
-
 class DirectFetcher(Fetcher):
     """Device memory where updates happen: the store can address it, or (units kept in memory) it is the store's own."""
 
     def __init__(self, parameter_store: ParameterStore) -> None:
         self._parameter_store = parameter_store
-
-    def fetched_nbytes(self, unit: Unit) -> int:
-        return sum(flat.memory.nbytes for flat in unit.flats if not flat.memory.stays)
 
     def start(self, unit: Unit) -> None:
         for chunk in unit.chunks:
@@ -108,9 +84,6 @@ class StagedFetcher(Fetcher):
         self._lane = accelerator.host_lane("fetch", waits_for_io=True)
         self._stored: dict[Unit, list[_Run]] = {}
         """Of units that lie in host memory: what is copied. There each chunk stays in its place until the store is closed."""
-
-    def fetched_nbytes(self, unit: Unit) -> int:
-        return sum(flat.memory.nbytes for flat in unit.flats if not flat.memory.stays)
 
     def start(self, unit: Unit) -> None:
         updates = self._updates
@@ -244,9 +217,6 @@ class GatheredFetcher(Fetcher):
 
     def __init__(self, accelerator: Accelerator, own: StagedFetcher, rendezvous: Rendezvous) -> None:
         self._accelerator, self._own, self._rendezvous = accelerator, own, rendezvous
-
-    def fetched_nbytes(self, unit: Unit) -> int:
-        return self._own.fetched_nbytes(unit)
 
     def start(self, unit: Unit) -> None:
         self._own.start(unit)

@@ -62,7 +62,7 @@ class Residency:
         self._units, self._fetcher, self._updates = units, fetcher, updates
         self._prefetch, self._timeline = prefetch, timeline
         for unit in units:
-            unit.residency.nbytes = fetcher.fetched_nbytes(unit)
+            unit.residency.nbytes = sum(flat.memory.nbytes for flat in unit.flats if not flat.memory.stays)
             unit.residency.state = UnitState.ABSENT if unit.residency.nbytes else UnitState.RESIDENT
         self._nbytes = [unit.residency.nbytes for unit in units]
         self._fixed_capacity, self._activations, self._sums = capacity.is_fixed, capacity.activations, capacity.sums
@@ -126,7 +126,7 @@ class Residency:
     def end_staying(self, before: int) -> None:
         self._staying = frozenset()
         self.capacity_nbytes = before
-        self._make_room(0, optional=False)
+        self._make_room(0)
 
     def _chosen_to_stay(self) -> frozenset[Unit]:
         sizes = sorted((unit.residency.nbytes for unit in self._units), reverse=True)
@@ -282,11 +282,8 @@ class Residency:
         self.capacity_nbytes = max(left, self._least_nbytes)
         if self._sums is not None:
             self._sums.limit(max(left - sum(self._nbytes), 0))
-        while self._resident_nbytes > self.capacity_nbytes:
-            candidates = self._may_leave()
-            if not candidates:
-                return
-            self._evict(max(candidates, key=self._cursor.next_use))
+        while self._resident_nbytes > self.capacity_nbytes and (unit := self._first_to_leave()) is not None:
+            self._evict(unit)
 
     def _reach(self, code: int) -> None:
         """Do what the schedule says comes with the event of this code (`code_of`)."""
@@ -326,6 +323,10 @@ class Residency:
         """For others to have the room."""
         return [unit for unit in self._units if self._may_evict(unit) and not unit.residency.kept]
 
+    def _first_to_leave(self) -> Unit | None:
+        """Of those: what is used last; what is to stay only where there is nothing else. None: there are none."""
+        return max(self._may_leave(), key=lambda unit: (unit not in self._staying, self._cursor.next_use(unit)), default=None)
+
     def _is_let_go(self, unit: Unit) -> bool:
         return self._may_evict(unit) and unit not in self._staying and not unit.residency.kept
 
@@ -335,8 +336,10 @@ class Residency:
         residency = unit.residency
         if residency.state is not UnitState.ABSENT or not residency.nbytes:
             return
-        if not self._make_room(residency.nbytes, optional=optional):
-            return
+        if not optional:
+            self._make_room(residency.nbytes)
+        elif self._resident_nbytes + residency.nbytes > self.capacity_nbytes:
+            return  # what is fetched ahead never pushes out what the schedule left in
         try:
             unit.fill()
         except (torch.OutOfMemoryError, BudgetError):  # of a device, of the host's memory: there is less than was thought
@@ -365,16 +368,13 @@ class Residency:
                     self._fetcher.finish(unit)
             unit.residency.become(UnitState.RESIDENT)
 
-    def _make_room(self, nbytes: int, *, optional: bool) -> bool:
-        if optional:  # what is fetched ahead never pushes out what the schedule left in
-            return self._resident_nbytes + nbytes <= self.capacity_nbytes
+    def _make_room(self, nbytes: int) -> None:
         while self._resident_nbytes + nbytes > self.capacity_nbytes:
-            candidates = self._may_leave()
-            if not candidates:
+            unit = self._first_to_leave()
+            if unit is None:
                 self._outgrow(nbytes)
-                return True
-            self._evict(max(candidates, key=lambda unit: (unit not in self._staying, self._cursor.next_use(unit))))
-        return True
+                return
+            self._evict(unit)
 
     def _fill_in_place_of_others(self, unit: Unit) -> None:
         while self._gives_memory_up():
@@ -389,10 +389,10 @@ class Residency:
             self._sums.limit(0)
             if self._sums.nbytes < before:
                 return True
-        candidates = self._may_leave()
-        if candidates:
-            self._evict(max(candidates, key=self._cursor.next_use))
-        return bool(candidates)
+        unit = self._first_to_leave()
+        if unit is not None:
+            self._evict(unit)
+        return unit is not None
 
     def lacking_nbytes(self, units: Collection[Unit]) -> int:
         """By how much a budget is too small for the units to be there at once, beside those in use; 0: it is not."""
