@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -27,6 +25,7 @@ from torch.utils import _pytree as pytree
 from offload.errors import ParameterAccessError
 from offload.model.leading_call import leading_call, led_by
 from offload.model.quantized import class_in_use
+from offload.model.set_each import set_each
 from offload.model.torch_functions import (
     ASKING_GRADIENTS,
     CONVERSIONS,
@@ -242,9 +241,6 @@ def _guard_class(original: type, *, readable: bool) -> type:
     return found
 
 
-_exhaust = deque[object](maxlen=0).extend
-"""Goes through an iterator for what that does."""
-
 unguarded = torch._C.DisableTorchFunctionSubclass
 """A context manager: what the engine asks of its own parameters inside passes no guard. That takes longer than most answers."""
 
@@ -272,7 +268,6 @@ class ParameterGuard:
 
     def leave(self) -> None:
         """The engine is closed and the value went with it: who asks for it is told so, until `Remains` takes the parameter."""
-
         fqn = self._watch.fqn
 
         def refuse() -> None:  # knows the name alone: the table of watches keeps no parameter alive
@@ -292,7 +287,7 @@ class ParameterGuard:
 class GuardsTogether:
     """The guards of several parameters, switched at once: a few calls of C, however many they are."""
 
-    def __init__(self, guards: Sequence[ParameterGuard]) -> None:
+    def __init__(self, guards: Sequence[ParameterGuard] = ()) -> None:
         self._parameters = [one._parameter for one in guards]
         self._classes_in_use = [one._class_in_use for one in guards]
         self._absent_classes = [one._absent_class for one in guards]
@@ -300,14 +295,11 @@ class GuardsTogether:
 
     def close_off(self, *, readable: bool) -> None:
         """See `ParameterGuard`."""
-        self._switch(self._readable_classes if readable else self._absent_classes)
+        set_each(self._parameters, "__class__", self._readable_classes if readable else self._absent_classes)
 
     def open_up(self) -> None:
         """See `ParameterGuard`."""
-        self._switch(self._classes_in_use)
-
-    def _switch(self, classes: Sequence[type]) -> None:
-        _exhaust(map(setattr, self._parameters, repeat("__class__"), classes))
+        set_each(self._parameters, "__class__", self._classes_in_use)
 
 
 class Remains:

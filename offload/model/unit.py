@@ -11,11 +11,9 @@ The actors of `offload.step` do things to units and keep queues of them; what on
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import repeat
 from operator import attrgetter
 
 import torch
@@ -27,6 +25,7 @@ from offload.model.chunk import Chunk
 from offload.model.flat import Flat, ParameterInfo
 from offload.model.guard import GuardsTogether
 from offload.model.partition import share_parameters
+from offload.model.set_each import set_each
 from offload.model.unit_state import Fetch, UnitGradient, UnitResidency, UnitShard, UnitState
 from offload.model.update import EarlyUpdate, UnitUpdate
 from offload.planning.route import Route, ValuePath
@@ -87,8 +86,6 @@ def _swap(info: ParameterInfo, twin: nn.Parameter) -> None:
 
 
 _LENT_COUNT_OF, _VERSION_OF = attrgetter("lent_count"), attrgetter("_version")
-_exhaust = deque[object](maxlen=0).extend
-"""Goes through an iterator for what that does."""
 
 
 @dataclass(slots=True, eq=False)
@@ -129,8 +126,8 @@ class Unit:
     """By index, where there are such parts: those that may not be guarded."""
     _guarded_readable: bool | None = field(init=False, default=None)
     """How the others are guarded; where there are no such parts how all are. None: not all of them, or not known."""
-    _together: GuardsTogether | None = field(init=False, default=None)
-    """The guards of all its parameters, from `join_guards` on."""
+    _together: GuardsTogether = field(init=False, default_factory=GuardsTogether)
+    """The guards of all its parameters, from `join_guards` on; before, none."""
     _tensors: list[nn.Parameter] = field(init=False)
     _versions: list[int] = field(init=False, default_factory=list)
     """PyTorch's counts of in-place writes when all were last opened together. No `seen_version` is behind them."""
@@ -240,18 +237,14 @@ class Unit:
     def join_guards(self) -> None:
         """Each of its parameters has its guard now, for as long as the unit is an engine's."""
         self._together = GuardsTogether([info.guard for info in self.parameters if info.guard is not None])
+        self._guarded_readable = None
 
     def _open_all(self) -> None:
         self._guarded_readable = None
-        if self._together is not None:
-            self._together.open_up()
-        else:
-            for info in self.parameters:
-                if info.guard is not None:
-                    info.guard.open_up()
+        self._together.open_up()
         versions = list(map(_VERSION_OF, self._tensors))
         if versions != self._versions:
-            _exhaust(map(setattr, self.parameters, repeat("seen_version"), versions))
+            set_each(self.parameters, "seen_version", versions)
             self._versions = versions
 
     def close_off(self) -> None:
@@ -262,9 +255,7 @@ class Unit:
         readable = is_there and self.update is None and (self.was_read or not self.route.undoable)
         if not self._parts:
             if self._guarded_readable is not readable:
-                self._guarded_readable = None
-                if self._close_all(readable):
-                    self._guarded_readable = readable
+                self._guarded_readable = readable if self._close_all(readable) else None
             return
         closed = self._open.values() if self._guarded_readable is readable else self.parameters
         for info in closed:
@@ -275,16 +266,13 @@ class Unit:
 
     def _close_all(self, readable: bool) -> bool:
         """Guard what is not gathered; whether that is all."""
-        if self._together is not None and not any(map(_LENT_COUNT_OF, self.parameters)):
+        if not any(map(_LENT_COUNT_OF, self.parameters)):
             self._together.close_off(readable=readable)
             return True
-        is_all = True
         for info in self.parameters:
-            if info.guard is None or info.lent_count:
-                is_all = False
-            else:
+            if info.guard is not None and not info.lent_count:
                 info.guard.close_off(readable=readable)
-        return is_all
+        return False
 
     def leave(self) -> None:
         """The engine is closed: what lay in a tier has no value any more."""

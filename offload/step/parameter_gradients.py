@@ -11,7 +11,6 @@ take_assigned  one that the user put there counts like one that backward compute
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from itertools import repeat
@@ -23,6 +22,7 @@ import torch
 from offload.errors import BudgetError, UsageError
 from offload.model.flat import ParameterInfo, some_of
 from offload.model.guard import unguarded
+from offload.model.set_each import set_each
 from offload.model.taken_gradient import TakenGradient
 from offload.model.unit import Unit
 from offload.model.unit_state import ShardState
@@ -36,8 +36,6 @@ from offload.step.waiting_gradients import WaitingGradients, gradient_nbytes
 _STEP_OF = attrgetter("step_index")
 _PARAMETER_OF, _GRADIENT_OF = attrgetter("parameter"), attrgetter("parameter.grad")
 _TAKEN, _NOT_ASSIGNED = {TakenGradient}, {TakenGradient, type(None)}
-_exhaust = deque[object](maxlen=0).extend
-"""Goes through an iterator for what that does."""
 _NAMED = 5
 """How many names an error message lists."""
 
@@ -301,7 +299,7 @@ class ParameterGradients:
         self.micro_batches.step_begins_anew()
         with unguarded():
             if set_to_none and self._intake.is_empty:
-                _exhaust(map(setattr, map(_PARAMETER_OF, self._parameters), repeat("grad"), repeat(None)))
+                set_each(map(_PARAMETER_OF, self._parameters), "grad", repeat(None))
             else:
                 for info in self._parameters:
                     self._drop(info, set_to_none)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import repeat
 
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from offload.errors import ParameterAccessError, UsageError
 from offload.model.flat import ParameterInfo, some_of
+from offload.model.set_each import set_each
 from offload.model.taken_gradient import TakenGradient, TakenGradients
 from offload.step.gradients.filling import Filling
 
@@ -26,7 +26,6 @@ _OWN_REFERENCES = 3
 """To a token that nobody else has, while it is asked for the number: the table's, the variable's and the question's."""
 _LISTED_REFERENCES = max(map(sys.getrefcount, [object()]))
 """The same of one in a list that is gone through."""
-_exhaust = deque[object](maxlen=0).extend
 _EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_
 
 
@@ -67,10 +66,10 @@ class TokenClipping:
             made = [TakenGradient(info.fqn, info.index, info.parameter, step_index, reference) for info in filling.infos]
             tokens = filling.tokens = made
         else:
-            _exhaust(map(setattr, tokens, repeat("step_index"), repeat(step_index)))
+            set_each(tokens, "step_index", repeat(step_index))
             if self._ever_scaled:
-                _exhaust(map(setattr, tokens, repeat("factor"), repeat(1.0)))
-        _exhaust(map(setattr, filling.parameters, repeat("grad"), tokens))
+                set_each(tokens, "factor", repeat(1.0))
+        set_each(filling.parameters, "grad", tokens)
 
     def accumulate(self, token: TakenGradient, gradient: Tensor) -> None:
         """See `taken_gradient.TakenGradients`."""

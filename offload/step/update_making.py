@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 from operator import add, attrgetter
 
 from offload.device.arithmetic.rules import Hyper
 from offload.model.flat import ParameterInfo
+from offload.model.set_each import set_each
 from offload.model.unit import Unit
 from offload.model.unit_state import ShardState
 from offload.model.update import ChunkUpdate, chunk_updates
@@ -17,7 +17,6 @@ from offload.step.components import Components
 
 _INDEX_OF, _UNIT_INDEX_OF, _GROUP_INDEX_OF = attrgetter("index"), attrgetter("unit_index"), attrgetter("group_index")
 _STEP_OF = attrgetter("step")
-_exhaust = deque[object](maxlen=0).extend
 
 HyperOf = Callable[[int], Hyper]
 """The numbers of one parameter group, as they stand now."""
@@ -40,7 +39,7 @@ class UpdateMaker:
         """The updates of these parameters, by unit in the order of the next forward: to be enqueued, whatever comes. `factor`:
         what multiplies their gradients."""
         hypers = {index: self.hyper_of(index) for index in set(map(_GROUP_INDEX_OF, live))}
-        _exhaust(map(setattr, live, repeat("step"), map(add, map(_STEP_OF, live), repeat(1))))
+        set_each(live, "step", map(add, map(_STEP_OF, live), repeat(1)))
         self._intake.forget(live)
         touched, updated = set(map(_UNIT_INDEX_OF, live)), set(map(_INDEX_OF, live))
         for unit in self._residency.next_order():
