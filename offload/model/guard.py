@@ -287,7 +287,7 @@ class ParameterGuard:
 class GuardsTogether:
     """The guards of several parameters, switched at once: a few calls of C, however many they are."""
 
-    def __init__(self, guards: Sequence[ParameterGuard] = ()) -> None:
+    def __init__(self, guards: Sequence[ParameterGuard]) -> None:
         self._parameters = [one._parameter for one in guards]
         self._classes_in_use = [one._class_in_use for one in guards]
         self._absent_classes = [one._absent_class for one in guards]

@@ -126,8 +126,8 @@ class Unit:
     """By index, where there are such parts: those that may not be guarded."""
     _guarded_readable: bool | None = field(init=False, default=None)
     """How the others are guarded; where there are no such parts how all are. None: not all of them, or not known."""
-    _together: GuardsTogether = field(init=False, default_factory=GuardsTogether)
-    """The guards of all its parameters, from `join_guards` on; before, none."""
+    _together: GuardsTogether = field(init=False)
+    """The guards of all its parameters; until `join_guards` those that they have of an engine before, if any."""
     _tensors: list[nn.Parameter] = field(init=False)
     _versions: list[int] = field(init=False, default_factory=list)
     """PyTorch's counts of in-place writes when all were last opened together. No `seen_version` is behind them."""
@@ -146,6 +146,7 @@ class Unit:
         self._parts = self._split() if len(self.modules) > 1 and not self.shares_parameters else {}
         self.chunks = [chunk for flat in self.flats for chunk in flat.chunks]
         self.trained_chunks = [chunk for chunk in self.chunks if chunk.flat.layout.trainable]
+        self.join_guards()
 
     def _split(self) -> dict[int, list[ParameterInfo]]:
         part_of = {id(parameter): id(module) for module in self.modules for parameter in module.parameters()}
@@ -235,7 +236,7 @@ class Unit:
             info.seen_version = info.parameter._version  # now: to ask a guarded parameter takes longer than all else here
 
     def join_guards(self) -> None:
-        """Each of its parameters has its guard now, for as long as the unit is an engine's."""
+        """Each of its parameters has another guard now, for as long as the unit is an engine's."""
         self._together = GuardsTogether([info.guard for info in self.parameters if info.guard is not None])
         self._guarded_readable = None
 
