@@ -289,13 +289,11 @@ def stream(
 
 
 class _Mapping:
-    """Memory that is unmapped when it is closed or when nothing refers to it or its buffers any more."""
+    """Memory that `_unmap` gives back when it is closed, or when nothing refers to it or its buffers any more."""
 
+    _unmap = ""
     address: int = 0
     nbytes: int = 0
-
-    def _unmap(self, library: ctypes.CDLL, address: int, nbytes: int) -> int:
-        raise NotImplementedError
 
     def buffer(self) -> memoryview:
         """The bytes, writable; keeps the mapping alive. `close` does not look whether one is still in use."""
@@ -307,7 +305,7 @@ class _Mapping:
         """Unmap it. Nothing may use the memory any more."""
         address, self.address = self.address, 0
         if address and _library is not None:
-            check(self._unmap(_library, address, self.nbytes), f"unmap {self.nbytes} bytes")
+            check(getattr(_library, self._unmap)(address, self.nbytes), f"unmap {self.nbytes} bytes")
 
     def __del__(self) -> None:
         self.close()
@@ -316,25 +314,23 @@ class _Mapping:
 class Arena(_Mapping):
     """Zeroed anonymous memory on a 2 MiB boundary; `nbytes`: what was asked for, rounded up to whole pages, no more."""
 
+    _unmap = "offload_arena_destroy"
+
     def __init__(self, nbytes: int, *, huge_pages: bool = True) -> None:
         out, mapped = c_void_p(), c_int64()
         check(loaded().offload_arena_create(nbytes, int(huge_pages), byref(out), byref(mapped)), f"Arena of {nbytes} bytes")
         self.address, self.nbytes = out.value or 0, mapped.value
 
-    def _unmap(self, library: ctypes.CDLL, address: int, nbytes: int) -> int:
-        return int(library.offload_arena_destroy(address, nbytes))
-
 
 class PageRange(_Mapping):
     """Reserved addresses on a 2 MiB boundary, without memory until `pages_move` brings some. `nbytes`: n x 2 MiB."""
+
+    _unmap = "offload_pages_release"
 
     def __init__(self, nbytes: int) -> None:
         out = c_void_p()
         check(loaded().offload_pages_reserve(nbytes, byref(out)), f"PageRange of {nbytes} bytes")
         self.address, self.nbytes = out.value or 0, nbytes
-
-    def _unmap(self, library: ctypes.CDLL, address: int, nbytes: int) -> int:
-        return int(library.offload_pages_release(address, nbytes))
 
 
 def pages_supported() -> bool:

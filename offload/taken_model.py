@@ -79,6 +79,7 @@ class TakenModel:
         self._newly_trained: NewlyTrained | None = None
         self._fingerprint: ModelFingerprint | None = None
         self._places = StayingPlaces(parts.parameters)
+        self._by_id = {id(info.parameter): info for info in parts.parameters}
         if optimizer is not None:
             self._newly_trained = NewlyTrained(parts.parameters, lambda: optimizer.param_groups)
             self._fingerprint = ModelFingerprint(model, parts.parameters, lambda: optimizer.param_groups)
@@ -177,12 +178,11 @@ class TakenModel:
 
     def gathered(self, params: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
         """See `Engine.gathered`."""
-        by_id = {id(info.parameter): info for info in self.parts.parameters}
         infos: list[ParameterInfo] = []
         for position, parameter in enumerate(params):
-            if id(parameter) not in by_id:
+            if not self.owns(parameter):
                 raise ParameterAccessError(f"parameter {position} given to gathered is not a parameter of this engine's model.")
-            infos.append(by_id[id(parameter)])
+            infos.append(self._by_id[id(parameter)])
         # What is written inside goes around the updates.
         return self.gathering.gathered(infos, first=self.checkpointing.saver.settle)
 
@@ -206,10 +206,9 @@ class TakenModel:
 
     def info_of(self, parameter: nn.Parameter) -> ParameterInfo:
         """What the engine knows of one of the model's."""
-        for info in self.parts.parameters:
-            if info.parameter is parameter:
-                return info
-        raise ParameterAccessError("the parameter given is not one of this engine's model.")
+        if not self.owns(parameter):
+            raise ParameterAccessError("the parameter given is not one of this engine's model.")
+        return self._by_id[id(parameter)]
 
     def _generate(self, own: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
         with self.resident():
@@ -217,7 +216,7 @@ class TakenModel:
 
     def owns(self, parameter: object) -> bool:
         """Whether it is one of the model's."""
-        return any(info.parameter is parameter for info in self.parts.parameters)
+        return id(parameter) in self._by_id
 
     def begin_profile(self, config: Config, path: Path, steps: int | None) -> Profile:
         """See `Engine.profile`."""
