@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
@@ -25,8 +25,8 @@ from offload.step.chunk_stores import ParameterStore
 from offload.step.updates.update import Updates
 from offload.tiers.staging import Lease, StagingPool
 
-_Run = tuple[list[Chunk], Tensor, Tensor]
-"""Chunks, and from where to where they are copied."""
+_Run = tuple[list[Chunk], Tensor, Tensor | None]
+"""Chunks, where they go, and where in host memory they are copied from; None: one that is read."""
 
 
 class Fetcher(ABC):
@@ -83,7 +83,7 @@ class StagedFetcher(Fetcher):
         self._accelerator, self._parameter_store, self._pool, self._updates = accelerator, parameter_store, pool, updates
         self._lane = accelerator.host_lane("fetch", waits_for_io=True)
         self._stored: dict[Unit, list[_Run]] = {}
-        """Of units that lie in host memory: what is copied. There each chunk stays in its place until the store is closed."""
+        """Of units that lie in host memory as a whole. There each chunk stays in its place until the store is closed."""
 
     def start(self, unit: Unit) -> None:
         updates = self._updates
@@ -131,56 +131,49 @@ class StagedFetcher(Fetcher):
     def _bring(self, unit: Unit, copies: list[Pending], update: Pending | None) -> None:
         if update is not None:
             update.wait()
-        if (runs := self._stored_runs(unit)) is not None:
-            copies.extend([self._copy_together(run) for run in runs])
-            return
         reading: deque[tuple[Chunk, Lease, Pending]] = deque()
+        runs: list[_Run] = []
+        for run in self._runs(unit):
+            runs.append(run)
+            (chunk, *_), target, source = run
+            if source is not None:
+                copies.append(self._copy_together(run, source))
+                continue
+            if self._pool is None:
+                copies.append(self._parameter_store.read(chunk, target))
+                continue
+            while (lease := self._pool.try_lease(FETCHED)) is None and reading:
+                copies.append(self._copy(*reading.popleft()))
+            if lease is None:
+                lease = self._pool.lease(FETCHED)
+            reading.append((chunk, lease, self._parameter_store.read(chunk, lease.tensor[: chunk.nbytes])))
+        while reading:
+            copies.append(self._copy(*reading.popleft()))
+        if all(source is not None for _, _, source in runs):
+            self._stored[unit] = runs
+
+    def _runs(self, unit: Unit) -> Iterator[_Run]:
+        """All of the unit, in order. Waits for the last writes to what lies in host memory."""
+        if unit in self._stored:
+            for chunk in unit.chunks:
+                self._parameter_store.settle_write(chunk)
+            yield from self._stored[unit]
+            return
         side_by_side: list[tuple[Chunk, Tensor]] = []
         for chunk in unit.chunks:
             stored = self._parameter_store.view(chunk)
             if side_by_side and (stored is None or not _continues(side_by_side, chunk, stored)):
-                copies.append(self._copy_together(_run_of(side_by_side)))
+                yield _run_of(side_by_side)
                 side_by_side = []
-            if stored is not None:
-                side_by_side.append((chunk, stored[: chunk.nbytes]))
-                continue
-            if self._pool is None:
-                copies.append(self._parameter_store.read(chunk, chunk.bytes))
-                continue
-            lease = self._pool.try_lease(FETCHED)
-            while lease is None:
-                if reading:
-                    copies.append(self._copy(*reading.popleft()))
-                    lease = self._pool.try_lease(FETCHED)
-                else:
-                    lease = self._pool.lease(FETCHED)
-            nbytes = chunk.nbytes
-            reading.append((chunk, lease, self._parameter_store.read(chunk, lease.tensor[:nbytes])))
-        if side_by_side:
-            copies.append(self._copy_together(_run_of(side_by_side)))
-        while reading:
-            copies.append(self._copy(*reading.popleft()))
-
-    def _stored_runs(self, unit: Unit) -> list[_Run] | None:
-        """What is copied of a unit that lies in host memory; None of others. Waits for the last writes there."""
-        runs = self._stored.get(unit)
-        if runs is not None:
-            for chunk in unit.chunks:
-                self._parameter_store.settle_write(chunk)
-            return runs
-        side_by_side: list[list[tuple[Chunk, Tensor]]] = []
-        for chunk in unit.chunks:
-            stored = self._parameter_store.view(chunk)
             if stored is None:
-                return None
-            if not side_by_side or not _continues(side_by_side[-1], chunk, stored):
-                side_by_side.append([])
-            side_by_side[-1].append((chunk, stored[: chunk.nbytes]))
-        runs = self._stored[unit] = [_run_of(one) for one in side_by_side]
-        return runs
+                yield [chunk], chunk.bytes, None
+            else:
+                side_by_side.append((chunk, stored[: chunk.nbytes]))
+        if side_by_side:
+            yield _run_of(side_by_side)
 
-    def _copy_together(self, run: _Run) -> Pending:
-        chunks, target, source = run
+    def _copy_together(self, run: _Run, source: Tensor) -> Pending:
+        chunks, target, _ = run
         copied = self._accelerator.copy_in(target, source)
         for chunk in chunks:
             self._parameter_store.copying(chunk, copied)
