@@ -55,12 +55,6 @@ class BackwardUse:
         """Of an outermost call, by unit: forwards inside it without a graph, which reentrant checkpoints compute again."""
         self.began, self.ended = passes.tick(), 0
 
-    @property
-    def unit(self) -> Unit:
-        passes = self._passes()
-        assert passes is not None, "a use is asked by its passes alone"
-        return passes.units[self.unit_index]
-
     def is_behind(self, other: BackwardUse) -> bool:
         """Whether forward made this call, in the same thread, when it was through with that one."""
         return self.thread == other.thread and self.began > other.ended
@@ -73,12 +67,7 @@ class BackwardUse:
         passes = self._passes()
         if passes is None:
             raise _parts_are_gone(self._turn())
-        passes.enter()
-        if not passes.is_open(self):
-            self.graph_task = torch._C._current_graph_task_id()
-            if self.ends_with_parameters:
-                self.awaited = {info.index for info in self.unit.part_of(self.module_id) if info.parameter.requires_grad}
-            passes.start_use(self)
+        passes.start_use(self)
 
     def reach(self, gradient: torch.Tensor) -> None:
         """A gradient reaches the only output."""
@@ -94,7 +83,7 @@ class BackwardUse:
 
     def end(self, *_: Any) -> None:
         passes = self._passes()
-        if passes is not None and passes.is_open(self):
+        if passes is not None:
             passes.end_use(self)
 
     def gradient_arrived(self, info: ParameterInfo) -> None:
@@ -234,7 +223,7 @@ class BackwardPasses:
             if use.told is not None:
                 use.told()
             if use.reads_values and use.epoch == self._uses.epoch:
-                self._uses.end(use.unit, recorded=True)
+                self._uses.end(self.units[use.unit_index], recorded=True)
         if gone and not self._graph_tasks:
             if self._events.all_stays:
                 self._uses.uncover()
@@ -291,16 +280,19 @@ class BackwardPasses:
 
     # ---- uses ----------------------------------------------------------------------------------------------------
 
-    def is_open(self, use: BackwardUse) -> bool:
-        return use in self._open
-
     def start_use(self, use: BackwardUse) -> None:
         """A gradient reached an output of the call."""
+        self.enter()
+        if use in self._open:
+            return
+        unit = self.units[use.unit_index]
+        use.graph_task = torch._C._current_graph_task_id()
+        if use.ends_with_parameters:
+            use.awaited = {info.index for info in unit.part_of(use.module_id) if info.parameter.requires_grad}
         with self._training.failures():
             for other in [other for other in self._open if other.is_behind(use)]:
                 self._end(other)
             self.second_order.let_go()  # a gradient is there: the function that made it is done
-            unit = self.units[use.unit_index]
             self._events.backward_reaches(unit, use.version)
             if use.reads_values:
                 self._uses.start(unit, recorded=True, module_id=use.module_id)
@@ -309,12 +301,13 @@ class BackwardPasses:
             if use.passed is not None:
                 self._coming = use.passed.copy()
         if (recording := self._training.recorder.to) is not None:
-            use.told = recording.use("backward", use.unit)
+            use.told = recording.use("backward", unit)
 
     def end_use(self, use: BackwardUse) -> None:
         """Backward is through with the call."""
-        with self._training.failures():
-            self._end(use)
+        if use in self._open:
+            with self._training.failures():
+                self._end(use)
 
     def _end(self, use: BackwardUse) -> None:
         del self._open[use]
