@@ -86,14 +86,9 @@ class ChunkGradient:
     applied: bool = False
 
     @property
-    def trainable_count(self) -> int:
-        """How many parameters have a piece in the chunk."""
-        return len(self.chunk.pieces)
-
-    @property
     def is_complete(self) -> bool:
         """Whether every parameter of the chunk has a gradient."""
-        return len(self.live) == self.trainable_count
+        return len(self.live) == len(self.chunk.pieces)
 
     @property
     def arriving(self) -> Pending | None:

@@ -162,16 +162,15 @@ def moments_of(optimizer: torch.optim.Optimizer | None) -> tuple[str, ...]:
 
 def moments_saved_by(kind_name: str, groups: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """What a checkpoint of an optimizer whose class has this name holds of every trained parameter."""
-    known = {**{one.__name__: one for one in _KINDS}, Lion.__name__: Lion}
+    kinds = {one.__name__: kind for one, kind in _KINDS.items()} | {Lion.__name__: _LION}
     _, parenthesis, kept = kind_name.removesuffix(")").partition("(")
     if parenthesis:
         return tuple(name for name in MOMENTS if name in kept.split(", "))
-    if kind_name not in known:
+    kind = kinds.get(kind_name)
+    if kind is None:
         return MOMENTS
-    if known[kind_name] is torch.optim.SGD:
-        return MOMENTS[:1] if any(group.get("momentum") for group in groups) else ()
-    kind = kind_of(known[kind_name])
-    assert kind is not None
+    if kind.rule is Rule.SGD and not any(group.get("momentum") for group in groups):
+        return ()
     return tuple(kind.state_names)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from offload.errors import InitializerError
 from offload.model.file_dtypes import converts
+from offload.model.flat import some_of
 from offload.model.peft_names import base_namer
 
 _LISTED_COUNT = 10
@@ -38,7 +39,7 @@ class Differences:
             ("of another shape", self.misshapen),
             ("of a dtype that does not become the model's unasked (floating point does)", self.of_other_kinds),
         )
-        return "; ".join(f"{len(lines)} {kind}: {_listed(lines)}" for kind, lines in kinds if lines)
+        return "; ".join(f"{len(lines)} {kind}: {some_of(lines, _LISTED_COUNT)}" for kind, lines in kinds if lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +143,3 @@ def _has_buffer(model: nn.Module, suffix: str) -> bool:
 def _ignorer(model: nn.Module, attribute: str, more: Iterable[str]) -> Callable[[str], bool]:
     patterns = [re.compile(pattern) for pattern in (*(getattr(model, attribute, None) or ()), *more)]
     return lambda name: any(pattern.search(name) for pattern in patterns)
-
-
-def _listed(lines: list[str]) -> str:
-    text = ", ".join(lines[:_LISTED_COUNT])
-    rest = len(lines) - _LISTED_COUNT
-    return f"{text} and {rest} more" if rest > 0 else text

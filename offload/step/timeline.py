@@ -64,19 +64,19 @@ class Timeline:
 
     def waiting(self, what: str, about: object = None) -> AbstractContextManager[None]:
         """The model's own thread waits for `what`, of the unit `about`."""
-        return _Phase(self, f"wait: {what}", what, about, waits=what == _UPDATE)
+        return _Phase(self, what, about, is_wait=True)
 
     def working(self, what: str, about: object = None) -> AbstractContextManager[None]:
         """The model's own thread does the engine's work `what`, with the unit `about`."""
-        return _Phase(self, f"work: {what}", what, about)
+        return _Phase(self, what, about)
 
     def lane_waiting(self, what: str) -> AbstractContextManager[None]:
         """The update lane waits for `what`."""
-        return _Phase(self, f"lane wait: {what}", what, on_lane=True)
+        return _Phase(self, what, is_wait=True, on_lane=True)
 
     def lane_working(self, what: str) -> AbstractContextManager[None]:
         """The update lane does `what`."""
-        return _Phase(self, f"lane work: {what}", what, on_lane=True)
+        return _Phase(self, what, on_lane=True)
 
     def _enter(self, phase: _Phase) -> None:
         """Account for the time since the last change, then change who waits or what the lane is at."""
@@ -92,12 +92,12 @@ class Timeline:
         """The same, and add what passed."""
         with self._lock:
             now_ns, seconds = self.clock_ns(), self._sums.seconds
-            if phase.on_lane:
+            if phase.counts:
                 self._account(now_ns)
-                self._lane_phases.remove(phase.what)
-            elif phase.waits:
-                self._account(now_ns)
-                self._update_waits -= 1
+                if phase.on_lane:
+                    self._lane_phases.remove(phase.what)
+                else:
+                    self._update_waits -= 1
             name, passed_ns = phase.name, now_ns - phase.start_ns
             seconds[name] = seconds[name] + passed_ns / 1e9 if name in seconds else passed_ns / 1e9
 
@@ -107,11 +107,8 @@ class Timeline:
             self._sums.exposed[phase] = self._sums.exposed.get(phase, 0.0) + (now_ns - self._since_ns) / 1e9
         self._since_ns = now_ns
 
-    def take(self) -> dict[str, float]:
-        """The sums by phase so far; starts anew."""
-        return self._take().seconds
-
-    def _take(self) -> _Sums:
+    def take(self) -> _Sums:
+        """The sums so far; starts anew."""
         with self._lock:
             self._account(self.clock_ns())
             sums, self._sums = self._sums, _Sums()
@@ -121,19 +118,22 @@ class Timeline:
 class _Phase:
     """One phase of a thread: adds to the sums, and is told of where somebody records."""
 
-    __slots__ = ("_about", "_timeline", "_told", "name", "on_lane", "start_ns", "waits", "what")
+    __slots__ = ("_about", "_is_wait", "_timeline", "_told", "counts", "name", "on_lane", "start_ns", "what")
 
     def __init__(
-        self, timeline: Timeline, name: str, what: str, about: object = None, *, waits: bool = False, on_lane: bool = False
+        self, timeline: Timeline, what: str, about: object = None, *, is_wait: bool = False, on_lane: bool = False
     ) -> None:
-        """`waits`: the model waits for an update. `on_lane`: of updates, else of the thread that drives the model."""
-        self._timeline, self.name, self.what, self._about = timeline, name, what, about
-        self.waits, self.on_lane, self.start_ns = waits, on_lane, 0
+        """`on_lane`: of updates, else of the thread that drives the model."""
+        self._timeline, self.what, self._about, self._is_wait, self.on_lane = timeline, what, about, is_wait, on_lane
+        self.name = f"{'lane ' if on_lane else ''}{'wait' if is_wait else 'work'}: {what}"
+        self.counts = on_lane or (is_wait and what == _UPDATE)
+        """For what the lane is at while the model waits for an update."""
+        self.start_ns = 0
 
     def __enter__(self) -> None:
         timeline = self._timeline
         self._told = self._tell(timeline.recorder.to) if timeline.recorder.to is not None else None
-        if self.on_lane or self.waits:
+        if self.counts:
             timeline._enter(self)
         else:
             self.start_ns = timeline.clock_ns()
@@ -146,10 +146,9 @@ class _Phase:
     def _tell(self, recording: Recording) -> Callable[[], None]:
         """Returns what is to be called when the phase is over."""
         what, awaits = self.what, _AWAITS.get(self.what, ())
-        is_wait = " wait: " in f" {self.name}"
         if self.on_lane:
-            return partial(recording.end, recording.begin(_UPDATES, WAIT if is_wait else WORK, what, awaits=awaits))
-        if is_wait:
+            return partial(recording.end, recording.begin(_UPDATES, WAIT if self._is_wait else WORK, what, awaits=awaits))
+        if self._is_wait:
             return partial(recording.end_compute, recording.begin_compute(WAIT, what, self._about, awaits))
         return partial(recording.end, recording.begin(MAIN, WORK, what, self._about))
 
@@ -194,7 +193,7 @@ class LinkMeter:
 
     def take(self) -> LinkReading:
         """What happened since the last time."""
-        sums = self._timeline._take()
+        sums = self._timeline.take()
         links = {_ADAM: Link(sums.seconds.get(f"lane work: {_ADAM}", 0.0), sums.exposed.get(_ADAM, 0.0))}
         if self._backend is None:
             return LinkReading(sums.seconds, links, None)
