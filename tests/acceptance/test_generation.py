@@ -65,6 +65,22 @@ def test_weights_are_read_once(opened: Any, setup: Any) -> None:
     assert_same_bits(engine.state_dict(), other.state_dict())
 
 
+def test_generation_inside_leaves_what_stays(opened: Any) -> None:
+    """`generate` makes units stay by itself: what stayed before goes on to."""
+    model, engine = begun(opened, ON_NVME, update="step")
+    engine.state_dict()
+    parameters = sum(unit["nbytes"] for unit in engine.stats()["units"])
+    with engine.resident():
+        for _ in range(3):
+            generated(model)
+            with torch.no_grad():
+                model(input_ids=byte_batches(1)[0])
+        assert 0 < read_nbytes(engine) <= parameters
+    read_nbytes(engine)
+    generated(model, lambda *args, **fields: type(model).generate(model, *args, **fields))
+    assert read_nbytes(engine) > (TOKENS - 3) * parameters, "they stay after the block"
+
+
 def test_a_budget_is_kept(opened: Any) -> None:
     plain, other = begun(opened, IN_MEMORY)
     model, engine = begun(opened, ON_NVME, device_memory=BUDGET, update="step")

@@ -114,18 +114,18 @@ class Residency:
             then()
         self._reach(~unit.index)
 
-    def begin_staying(self, spare_nbytes: int) -> int:
+    def begin_staying(self, spare_nbytes: int) -> tuple[int, frozenset[Unit]]:
         """From now on units that were used stay, as many as there is room for beside two of the others, which come and go.
         Where there is no budget, `spare_nbytes` may be taken beyond what a step takes. Returns what `end_staying` needs."""
-        before = self.capacity_nbytes
-        if not self._fixed_capacity:
-            self.capacity_nbytes = max(before, self._resident_nbytes + spare_nbytes)
-        self._staying = self._chosen_to_stay() if not self._staying else self._staying
+        before = self.capacity_nbytes, self._staying
+        if not self._staying:
+            if not self._fixed_capacity:
+                self.capacity_nbytes = max(self.capacity_nbytes, self._resident_nbytes + spare_nbytes)
+            self._staying = self._chosen_to_stay()
         return before
 
-    def end_staying(self, before: int) -> None:
-        self._staying = frozenset()
-        self.capacity_nbytes = before
+    def end_staying(self, before: tuple[int, frozenset[Unit]]) -> None:
+        self.capacity_nbytes, self._staying = before
         self._make_room(0)
 
     def _chosen_to_stay(self) -> frozenset[Unit]:
