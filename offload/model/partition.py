@@ -22,8 +22,9 @@ begins at a block of the sums of squares, so that the bits are the same; where b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import cast
 
 from torch import nn
 
@@ -33,6 +34,7 @@ from offload.planning.use_trace import Use
 JOINED_NUMEL = 1 << 20
 """Elements: what the host does for a unit takes as long as a drive needs for some of 4 MiB, however small the unit is."""
 _MARK = "_offload_unit"
+_LISTS = (nn.ModuleList, nn.Sequential)
 
 
 def unit(module: nn.Module) -> nn.Module:
@@ -102,15 +104,6 @@ def _can_be_called(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
 
-def _called_in(module: nn.Module) -> Iterator[nn.Module]:
-    """What is called in place of a module that cannot be; else the module."""
-    if _can_be_called(module):
-        yield module
-    else:
-        for child in module.children():
-            yield from _called_in(child)
-
-
 def _block_class_names(model: nn.Module) -> set[str]:
     names: set[str] = set()
     for module in model.modules():
@@ -120,40 +113,18 @@ def _block_class_names(model: nn.Module) -> set[str]:
     return names
 
 
-def _outermost(module: nn.Module, prefix: str, class_names: set[str]) -> Iterator[tuple[str, nn.Module]]:
+def _outermost(module: nn.Module, is_meant: Callable[[nn.Module], bool], prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The outermost modules inside that are meant, by name."""
     for name, child in module.named_children():
-        path = f"{prefix}{name}"
-        if type(child).__name__ in class_names:
-            yield path, child
-        else:
-            yield from _outermost(child, f"{path}.", class_names)
-
-
-def _elements(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    for name, child in module.named_children():
-        path = f"{prefix}{name}"
-        if isinstance(child, (nn.ModuleList, nn.Sequential)) and len(child) > 1:
-            for index, element in enumerate(child):
-                yield from _called_elements(element, f"{path}.{index}")
-        else:
-            yield from _elements(child, f"{path}.")
-
-
-def _called_elements(element: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    if _can_be_called(element):
-        yield path, element
-    else:
-        for name, child in element.named_children():
-            yield from _called_elements(child, f"{path}.{name}")
-
-
-def _marked(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The outermost marked modules inside, by name."""
-    for name, child in module.named_children():
-        if _is_marked(child):
+        if is_meant(child):
             yield f"{prefix}{name}", child
         else:
-            yield from _marked(child, f"{prefix}{name}.")
+            yield from _outermost(child, is_meant, f"{prefix}{name}.")
+
+
+def _called(module: nn.Module, path: str = "") -> list[tuple[str, nn.Module]]:
+    """The module, or what is called in place of one that cannot be."""
+    return [(path, module)] if _can_be_called(module) else list(_outermost(module, _can_be_called, f"{path}."))
 
 
 def _blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -161,17 +132,28 @@ def _blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     model."""
     if _is_marked(model):
         return []
-    marked = _unique(_marked(model))
+    marked = _unique(_outermost(model, _is_marked))
     inside = {id(module) for _, one in marked for module in one.modules()}
     blocks = (entry for entry in _default_blocks(model) if not any(id(module) in inside for module in entry[1].modules()))
     return [entry for entry in _unique((*marked, *blocks)) if next(entry[1].parameters(), None) is not None]
 
 
 def _default_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    named = list(_outermost(model, "", _block_class_names(model)))
-    if not named and isinstance(model, (nn.ModuleList, nn.Sequential)):
-        named = [entry for index, element in enumerate(model) for entry in _called_elements(element, str(index))]
-    return named or list(_elements(model, ""))
+    class_names = _block_class_names(model)
+    named = list(_outermost(model, lambda child: type(child).__name__ in class_names))
+    if named:
+        return named
+    lists = [("", model)] if isinstance(model, _LISTS) else _outermost(model, _is_list_of_several)
+    return [
+        entry
+        for path, blocks in lists
+        for index, block in enumerate(cast(Iterable[nn.Module], blocks))
+        for entry in _called(block, f"{path}.{index}".removeprefix("."))
+    ]
+
+
+def _is_list_of_several(module: nn.Module) -> bool:
+    return isinstance(module, _LISTS) and len(module) > 1
 
 
 def _unique(found: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
@@ -209,7 +191,7 @@ def partition(model: nn.Module) -> list[ModuleUnit]:
     leaves = _big_leaves(model, blocks) if not _is_marked(model) else []
     chosen: dict[int, ModuleUnit] = {}
     for name, module in blocks + leaves:
-        called = list(dict.fromkeys(_called_in(module))) or [module]
+        called = list(dict.fromkeys(one for _, one in _called(module))) or [module]
         unit = ModuleUnit(name, called, marked=_is_marked(module))
         chosen.update({id(one): unit for one in (module, *called)})
     _join_sharing(chosen, [module for _, module in leaves])
