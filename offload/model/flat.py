@@ -129,17 +129,18 @@ class Flat:
                 pieces[info.index].append((chunk, piece))
         # Each view is made from a fresh `.data` alias, so none shares a version counter with another.
         self.values = memory.flat.data.view(dtype)
-        self.views = [info.shaped(self._part(slot)).data for info, slot in zip(parameters, layout.slots, strict=True)]
-
-        self._view_of = {info.index: view for info, view in zip(parameters, self.views, strict=True)}
+        self._view_of = {info.index: self._laid_out(info) for info in parameters}
         for info in parameters:
             info.flat, info.pieces = self, tuple(pieces[info.index])
 
-    def _part(self, slot: Slot) -> torch.Tensor:
-        if not self.memory.stays:
-            return self.values.data[slot.start : slot.stop]
-        itemsize = self.layout.itemsize
-        return with_own_storage(self.memory.flat[slot.start * itemsize : slot.stop * itemsize]).view(self.dtype)
+    def _laid_out(self, info: ParameterInfo) -> torch.Tensor:
+        """A view of the parameter's place."""
+        slot, itemsize = self._slot_of[info.index], self.layout.itemsize
+        if self.memory.stays:
+            part = with_own_storage(self.memory.flat[slot.start * itemsize : slot.stop * itemsize]).view(self.dtype)
+        else:
+            part = self.values.data[slot.start : slot.stop]
+        return info.shaped(part).data
 
     def homes(self) -> list[Chunk]:
         """The whole flat in chunks: where parameters stay on the device they do so on every rank."""
@@ -147,8 +148,7 @@ class Flat:
 
     def lay_back(self, info: ParameterInfo) -> None:
         """After its storage was exchanged for another: the parameter lies in its place again, with the values there."""
-        position = self.parameters.index(info)
-        self.views[position] = self._view_of[info.index] = view = info.shaped(self._part(self._slot_of[info.index])).data
+        self._view_of[info.index] = view = self._laid_out(info)
         with torch._C.DisableTorchFunctionSubclass():  # it may be guarded
             info.parameter.data = view
             info.note_version()

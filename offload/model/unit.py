@@ -196,8 +196,8 @@ class Unit:
         Parameter that it is swapped with.
         """
         for flat in self.flats:
-            for info, view in zip(flat.parameters, flat.views, strict=True):
-                info.lent_count = 0
+            for info in flat.parameters:
+                view, info.lent_count = info.view, 0
                 if info.parameter.is_meta:
                     # `.data` cannot change the kind of a tensor; swapping keeps the Parameter that the optimizer knows.
                     held[info.index] = twin = _twin(info.parameter, view)
