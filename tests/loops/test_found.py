@@ -304,6 +304,18 @@ FOUND = {
         (Setup("cpu", update="backward", prefetch=0, memory=1.4, seed=384, speculates=True),),
         (op("add_group"), op("forward", batch=3, interrupt=1718)),
     ),
+    "a unit that was to be fetched ahead kept all buffers when the drive failed: the next one found none": Program(
+        Model(blocks=("parametrised", "large", "large")),
+        (Setup("nvme", "nvme", "deferred", drive="failing", failing=59, marked="outlet", room=1.5),),
+        (
+            op("state_dict"),
+            op("step"),
+            op("write", parameter=9, fails=False),
+            op("forward", batch=0, fails_at=2, error="Boom"),
+            op("backward", fails_at=1, error="Boom"),
+            op("train", batch=0, micro=1),
+        ),
+    ),
 } | {
     f"one backward through what is used twice found no room, {where}": Program(
         Model(width=3, blocks=blocks, reused=True, tie=tie, checkpointing="reentrant"),

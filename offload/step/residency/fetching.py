@@ -11,11 +11,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 from torch import Tensor
 
 from offload.device.accelerator import Accelerator
-from offload.device.pending import Pending
+from offload.device.pending import Pending, Settled
 from offload.model.chunk import Chunk
 from offload.model.unit import Unit
 from offload.model.unit_state import Fetch
@@ -132,25 +133,40 @@ class StagedFetcher(Fetcher):
         if update is not None:
             update.wait()
         reading: deque[tuple[Chunk, Lease, Pending]] = deque()
-        runs: list[_Run] = []
+        try:
+            runs = list(self._begun(unit, reading, copies))
+            while reading:
+                copies.append(self._copy_first(reading))
+        except BaseException:
+            self._give_back(reading)
+            raise
+        if all(source is not None for _, _, source in runs):
+            self._stored[unit] = runs
+
+    def _begun(self, unit: Unit, reading: deque[tuple[Chunk, Lease, Pending]], copies: list[Pending]) -> Iterator[_Run]:
+        """All of the unit, in order, each on its way: in `copies`, or in `reading`."""
         for run in self._runs(unit):
-            runs.append(run)
             (chunk, *_), target, source = run
             if source is not None:
                 copies.append(self._copy_together(run, source))
-                continue
-            if self._pool is None:
+            elif self._pool is None:
                 copies.append(self._parameter_store.read(chunk, target))
-                continue
-            while (lease := self._pool.try_lease(FETCHED)) is None and reading:
-                copies.append(self._copy(*reading.popleft()))
-            if lease is None:
-                lease = self._pool.lease(FETCHED)
-            reading.append((chunk, lease, self._parameter_store.read(chunk, lease.tensor[: chunk.nbytes])))
-        while reading:
-            copies.append(self._copy(*reading.popleft()))
-        if all(source is not None for _, _, source in runs):
-            self._stored[unit] = runs
+            else:
+                while (lease := self._pool.try_lease(FETCHED)) is None and reading:
+                    copies.append(self._copy_first(reading))
+                if lease is None:
+                    lease = self._pool.lease(FETCHED)
+                reading.append((chunk, lease, Settled()))
+                reading[-1] = chunk, lease, self._parameter_store.read(chunk, lease.tensor[: chunk.nbytes])
+            yield run
+
+    @staticmethod
+    def _give_back(reading: deque[tuple[Chunk, Lease, Pending]]) -> None:
+        """After a failure, which is told: the units that others fetch meanwhile have need of the buffers."""
+        for _, lease, read in reading:
+            with suppress(Exception):
+                read.wait()
+            lease.release()
 
     def _runs(self, unit: Unit) -> Iterator[_Run]:
         """All of the unit, in order. Waits for the last writes to what lies in host memory."""
@@ -179,10 +195,11 @@ class StagedFetcher(Fetcher):
             self._parameter_store.copying(chunk, copied)
         return copied
 
-    def _copy(self, chunk: Chunk, lease: Lease, read: Pending) -> Pending:
+    def _copy_first(self, reading: deque[tuple[Chunk, Lease, Pending]]) -> Pending:
+        chunk, lease, read = reading[0]
         read.wait()
-        nbytes = chunk.nbytes
-        copied = self._accelerator.copy_in(chunk.bytes, lease.tensor[:nbytes])
+        copied = self._accelerator.copy_in(chunk.bytes, lease.tensor[: chunk.nbytes])
+        reading.popleft()
         lease.release(after=copied)
         return copied
 
