@@ -41,8 +41,8 @@ def accelerator_of(engine: Engine) -> Accelerator:
 def sums_on_device_of(engine: Engine) -> SumsOnDevice:
     """What stays there of several micro-batches."""
     gradients = parts_of(engine).gradients
-    assert gradients is not None and gradients.kept_on_device is not None
-    return gradients.kept_on_device
+    assert gradients is not None and gradients.sums_on_device is not None
+    return gradients.sums_on_device
 
 
 def residency_of(engine: Engine) -> Residency:

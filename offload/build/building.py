@@ -25,7 +25,9 @@ from offload.ranks.group import Group
 from offload.step.chunk_stores import ParameterStore, RecordStore
 from offload.step.components import Closable, Components, give_back
 from offload.step.foundation import Foundation
+from offload.step.gradients.arrival import GradientArrival
 from offload.step.gradients.chunk_gradients import ChunkGradients
+from offload.step.gradients.extents import GradientExtents
 from offload.step.residency.activation_memory import ActivationMemory
 from offload.step.residency.fetching import DirectFetcher, Fetcher, StagedFetcher
 from offload.step.residency.residency import Capacity, Residency
@@ -89,7 +91,8 @@ class Building:
         of_ranks = rank_parts(self._ranks, Foundation(accelerator, self._layout, units, self._ledger, timeline))
         gradients = updates = None
         if records is not None:
-            gradients = self._gradients([chunk for chunk, _, _ in trained], pool, averaged=of_ranks.averages_gradients)
+            chunks = [chunk for chunk, _, _ in trained]
+            gradients = self._gradients(chunks, pool, timeline, averaged=of_ranks.averages_gradients)
             tools = UpdateTools(accelerator, pool, records, parameter_store, timeline)
             updates = of_ranks.updates(tools, gradients, self._routes)
             self._made.extend((gradients, updates))
@@ -97,7 +100,7 @@ class Building:
         self._made.append(own_fetcher)
         fetcher, intake = of_ranks.fetcher(own_fetcher), of_ranks.intake(gradients)
         self._made.extend(of_ranks.attend(parameter_store, updates))
-        sums = gradients.kept_on_device if gradients is not None else None
+        sums = gradients.sums_on_device if gradients is not None else None
         nbytes, activations = placement.unit_capacity_nbytes or 0, self._activation_memory()
         capacity = Capacity(nbytes, placement.bounds_units, activations, self._config.kept_numel, sums)
         residency = Residency(
@@ -136,22 +139,19 @@ class Building:
     def _memory(self, route: Route, nbytes: int) -> UnitMemory:
         return self._accelerator.unit_memory(nbytes) if route.has_store else self._storage.home(route, nbytes)
 
-    def _gradients(self, chunks: list[Chunk], pool: StagingPool, *, averaged: bool) -> ChunkGradients:
-        placement = self._placement
-        made = ChunkGradients(
-            chunks,
-            self._storage.gradients,
-            None if self._config.keeps_wide_gradients else self._storage.sums,
-            pool,
-            self._accelerator,
-            reduced=averaged,
-            transit_buffer_count=placement.transit_buffer_count,
-            narrow_sums=self._config.sums_are_narrow,
-        )
-        if made.kept_on_device is not None:
-            budget_nbytes = self._config.device_memory
+    def _gradients(self, chunks: list[Chunk], pool: StagingPool, timeline: Timeline, *, averaged: bool) -> ChunkGradients:
+        placement, expects_several = self._placement, self._config.keeps_wide_gradients
+        make_sums = None if expects_several else self._storage.sums
+        extents = GradientExtents(chunks, self._storage.gradients, make_sums, reduced=averaged)
+        arrival = GradientArrival(
+            chunks, pool, self._accelerator, timeline,
+            transit_buffer_count=placement.transit_buffer_count, narrow_sums=self._config.sums_are_narrow,
+        )  # fmt: skip
+        made = ChunkGradients(chunks, extents, arrival)
+        if (sums := arrival.sums_on_device) is not None:
+            sums.expects_several, budget_nbytes = expects_several, self._config.device_memory
             # Without a budget what the device has left is followed (`_activation_memory`).
-            made.kept_on_device.limit(placement.left_on_device(int(budget_nbytes)) if budget_nbytes is not None else 0)
+            sums.limit(placement.left_on_device(int(budget_nbytes)) if budget_nbytes is not None else 0)
         if not placement.sums:
             made.take_room_for_sums()  # they are in the plan
         return made

@@ -51,10 +51,10 @@ class Place:
 class ChunkGradient:
     """Owned by `ChunkGradients` and what is behind it, under its lock.
 
-    narrow         its extent in `store`, as one backward leaves it; `narrower`: than fp32, in which sums are kept. Where
-                   several micro-batches are expected, and it does not spill, it is fp32 from the first one on
-    wide           the extents in `wide_store`, one after the other, in which sums are else: from the first second micro-batch
-                   on, or where several are expected `narrow` and what follows it
+    extent         its extent in `store`, as one backward leaves it. It `is_narrow` where that is less than fp32, in which sums
+                   are kept. Where several micro-batches are expected, and it does not spill, it is fp32 from the first one on
+    wide_extents   those in `wide_store`, one after the other, in which sums are else: from the first second micro-batch on, or
+                   where several are expected `extent` and what follows it
     buffer         [chunk.numel] where it lies now; `lease` if that is a staging buffer
     spilled        the dtype in which it lies in the store alone
     live           indices of the parameters whose gradient is there, or coming
@@ -68,9 +68,9 @@ class ChunkGradient:
     """
 
     chunk: Chunk
-    narrow: Extent
-    narrower: bool
-    wide: tuple[Extent, ...] = ()
+    extent: Extent
+    is_narrow: bool
+    wide_extents: tuple[Extent, ...] = ()
     store: Store | None = None
     wide_store: Store | None = None
     buffer: torch.Tensor | None = None

@@ -100,8 +100,8 @@ def _units_by_place(parts: Components) -> dict[object, str]:
                 for extent in (place.extent, place.other):
                     found[place.store, extent] = unit.name
             if chunk.gradient is not None:
-                found[chunk.gradient.store, chunk.gradient.narrow] = unit.name
-                found.update(((chunk.gradient.wide_store, extent), unit.name) for extent in chunk.gradient.wide)
+                found[chunk.gradient.store, chunk.gradient.extent] = unit.name
+                found.update(((chunk.gradient.wide_store, extent), unit.name) for extent in chunk.gradient.wide_extents)
     return found
 
 

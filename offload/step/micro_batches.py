@@ -45,8 +45,8 @@ class MicroBatches:
 
     def _expect(self, several: bool) -> None:
         gradients = self._parts.gradients
-        if gradients is not None and gradients.kept_on_device is not None:
-            gradients.kept_on_device.expects_several = several
+        if gradients is not None and gradients.sums_on_device is not None:
+            gradients.sums_on_device.expects_several = several
 
     def first_gradients_coming(self, coming: Mapping[int, ParameterInfo]) -> None:
         """`gradient_coming` of parameters that have none yet, by index."""

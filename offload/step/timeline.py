@@ -27,7 +27,7 @@ from offload.device.recording import (
 from offload.tiers.io import IoBackend, IoStats
 
 _FETCH, _UPDATE, _ADAM = "fetch", "update", "adam"
-RECORD_WRITES = "write records"
+RECORD_WRITES, ROOM_FOR_GRADIENTS = "write records", "room for gradients"
 _UPDATES, _FETCHES, _GRADIENTS = lane_row("update"), lane_row("fetch"), lane_row("gradients")
 _AWAITS: dict[str, tuple[str, ...]] = {
     _UPDATE: (_UPDATES, lane_row("device update"), H2D, D2H),
@@ -35,6 +35,7 @@ _AWAITS: dict[str, tuple[str, ...]] = {
     "gather": (COLLECTIVES, _UPDATES),
     "reduction": (COLLECTIVES,),
     "gradients": (D2H, _GRADIENTS, COLLECTIVES),
+    ROOM_FOR_GRADIENTS: (NVME_WRITE, D2H, _GRADIENTS),
     "read records": (NVME_READ, D2H, _GRADIENTS),
     "read parameters": (NVME_READ, NVME_WRITE, H2D),
     RECORD_WRITES: (NVME_WRITE,),

@@ -295,7 +295,7 @@ def test_within_a_budget_for_the_device(started: Any, spare: float, micro_batche
         assert_same_bits(step(engine, number, 3), step(elsewhere, number, 3))
     assert_same_bits(engine.state_dict(), elsewhere.state_dict())
     planned = sum(line["nbytes"] for line in engine.stats()["planned"] if line["tier"] == "device")
-    sums = sums_on_device_of(engine).peak_nbytes if parts_of(engine).gradients.kept_on_device is not None else 0
+    sums = sums_on_device_of(engine).peak_nbytes if parts_of(engine).gradients.sums_on_device is not None else 0
     assert planned + sums <= budget
 
 

@@ -16,7 +16,7 @@ from offload.step.gradients.spill_order import SpillOrder
 def state_of(pieces: int, kind: type[ChunkGradient] = ChunkGradient) -> ChunkGradient:
     chunk: Any = SimpleNamespace(pieces=[None] * pieces)
     narrow: Any = None
-    return kind(chunk, narrow, narrower=False)
+    return kind(chunk, narrow, is_narrow=False)
 
 
 def by_definition(states: list[ChunkGradient], besides: ChunkGradient, at_leisure: bool) -> ChunkGradient | None:

@@ -21,6 +21,7 @@ import torch
 
 from offload.device.accelerator import Accelerator
 from offload.device.arithmetic import kernels
+from offload.device.pending import Pending
 from offload.layout import Piece
 from offload.model.chunk import Chunk, ChunkGradient
 from offload.model.flat import ParameterInfo
@@ -34,6 +35,7 @@ from offload.step.gradients.reception import Reception
 from offload.step.gradients.squares_on_device import SquaresOnDevice
 from offload.step.gradients.sums_on_device import SumsOnDevice
 from offload.step.gradients.transit import GradientTransit
+from offload.step.timeline import ROOM_FOR_GRADIENTS, Timeline
 from offload.tiers.staging import StagingPool
 
 
@@ -50,12 +52,14 @@ class GradientArrival:
         chunks: Sequence[Chunk],
         pool: StagingPool,
         accelerator: Accelerator,
+        timeline: Timeline,
         *,
-        transit_buffer_count: int,
-        narrow_sums: bool,
+        transit_buffer_count: int = 0,
+        narrow_sums: bool = False,
     ) -> None:
-        """See `ChunkGradients`."""
-        self._chunks, self._narrow_sums = chunks, narrow_sums
+        """`transit_buffer_count`: chunks that may lie on the device on their way to the host; 0: nothing goes that way.
+        `narrow_sums`: averages over several ranks are added in the parameters' dtype."""
+        self._chunks, self._timeline, self._narrow_sums = chunks, timeline, narrow_sums
         self.lock = accelerator.lock()
         """Who looks at a chunk's buffer or changes it holds it."""
         self._lane = accelerator.host_lane("gradients", waits_for_io=False)
@@ -71,7 +75,7 @@ class GradientArrival:
         self._transit: GradientTransit | None = None
         self._packed: set[int] = set()
         """Indices of parameters that leave the device in chunks which they share."""
-        self.kept: SumsOnDevice | None = None
+        self.sums_on_device: SumsOnDevice | None = None
         """Where fp32 sums may stay on the device that belong in host memory."""
         if transit_buffer_count:
             leaving = [chunk for chunk in chunks if chunk.route.gradients_in is not Memory.DEVICE]
@@ -82,12 +86,12 @@ class GradientArrival:
                 accelerator, self._reception, squares, leaving, buffer_count=transit_buffer_count, spills=self.spills
             )
             if not narrow_sums:
-                self.kept = SumsOnDevice(accelerator, self._reception, squares)
+                self.sums_on_device = SumsOnDevice(accelerator, self._reception, squares)
 
     @property
     def _packing_transit(self) -> GradientTransit | None:
         """By which first gradients leave the device at once; None where none leaves, or they are to be summed there."""
-        return None if self.kept is not None and self.kept.expects_several else self._transit
+        return None if self.sums_on_device is not None and self.sums_on_device.expects_several else self._transit
 
     def adopts(self, chunk: Chunk) -> bool:
         """Whether autograd's own tensors are kept: they lie where gradients do."""
@@ -117,14 +121,17 @@ class GradientArrival:
     def _room_for(self, chunk: Chunk, *, wide: bool = False) -> AbstractContextManager[object]:
         """The lock, to be taken now that buffers for the chunk can be had at once: they were waited for without it, so that
         updates went on meanwhile. `wide`: in fp32."""
-        self._reception.wait_for_room()
-        while self.spills:
-            with self.lock:
-                coming = self.buffers.room_for(gradient_of(chunk), wide=wide)
-            if coming is None:
-                break
-            coming.wait()
+        while (coming := self._coming(gradient_of(chunk), wide=wide)) is not None:
+            with self._timeline.waiting(ROOM_FOR_GRADIENTS):
+                coming.wait()
         return self.lock
+
+    def _coming(self, state: ChunkGradient, *, wide: bool) -> Pending | None:
+        coming = self._reception.coming()
+        if coming is None and self.spills:
+            with self.lock:
+                coming = self.buffers.room_for(state, wide=wide)
+        return coming
 
     def _send(self, transit: GradientTransit, info: ParameterInfo, ordered: torch.Tensor, addition: Addition) -> None:
         index = info.index
@@ -135,8 +142,8 @@ class GradientArrival:
                 state.live.add(index)
                 if info.numel:
                     state.squares[index] = None
-            if self.kept is not None:
-                sent = self.kept.take(info.pieces, ordered, addition)
+            if self.sums_on_device is not None:
+                sent = self.sums_on_device.take(info.pieces, ordered, addition)
         for side_by_side in sent:
             # What may have to be spilled in between leaves chunk by chunk anyway.
             for pieces in [[one] for one in side_by_side] if self.spills else [side_by_side]:
@@ -261,13 +268,13 @@ class GradientArrival:
         """Send what of the chunk's gradient is still on the device."""
         if self._transit is not None:
             self._transit.leave(chunk)
-        if self.kept is not None:
-            self.kept.leave(chunk)
+        if self.sums_on_device is not None:
+            self.sums_on_device.leave(chunk)
 
     def keep_off(self, chunk: Chunk, parameter_index: int) -> None:
         """The parameter's gradient is dropped: what is still on the device of it is not to come any more."""
-        if self.kept is not None:
-            self.kept.forget(chunk, parameter_index)
+        if self.sums_on_device is not None:
+            self.sums_on_device.forget(chunk, parameter_index)
         if self._transit is not None:
             self._transit.leave(chunk)
 
@@ -284,9 +291,9 @@ class GradientArrival:
         self._sum_up(live)
         if self._squares_on_device is not None:
             self._squares_on_device.read()
-        if self.kept is not None:
+        if self.sums_on_device is not None:
             with self.lock:
-                self.kept.leave_all(self._chunks)
+                self.sums_on_device.leave_all(self._chunks)
 
     def _sum_up(self, live: Mapping[int, ParameterInfo]) -> None:
         """Take the sums of squares of what was adopted, in one pass over it."""

@@ -274,16 +274,16 @@ class GradientBuffers:
 
 def _dtype(state: ChunkGradient, *, wide: bool) -> torch.dtype:
     """Of the buffer for what is added to the chunk."""
-    return torch.float32 if wide or not state.narrower else state.chunk.flat.dtype
+    return torch.float32 if wide or not state.is_narrow else state.chunk.flat.dtype
 
 
 def _place(state: ChunkGradient, dtype: torch.dtype) -> tuple[Store, tuple[Extent, ...]]:
     """Several extents, one after the other, only of what is never in the store's own memory."""
-    if not state.narrower or dtype != torch.float32:
+    if not state.is_narrow or dtype != torch.float32:
         assert state.store is not None
-        return state.store, (state.narrow,)
-    assert state.wide_store is not None and state.wide, "sums of micro-batches came before their room"
-    return state.wide_store, state.wide
+        return state.store, (state.extent,)
+    assert state.wide_store is not None and state.wide_extents, "sums of micro-batches came before their room"
+    return state.wide_store, state.wide_extents
 
 
 def _moved(transfer: Callable[[Extent, torch.Tensor], Pending], extents: Sequence[Extent], memory: torch.Tensor) -> Pending:

@@ -13,19 +13,16 @@ from operator import attrgetter
 
 import torch
 
-from offload.device.accelerator import Accelerator
 from offload.device.arithmetic import kernels
 from offload.layout import Piece
 from offload.model.chunk import Chunk, ChunkGradient
 from offload.model.flat import ParameterInfo
 from offload.model.taken_gradient import TakenGradient
-from offload.step.chunk_stores import StoreFactory
 from offload.step.gradients.addition import Addition
 from offload.step.gradients.arrival import GradientArrival
 from offload.step.gradients.extents import GradientExtents, gradient_of
 from offload.step.gradients.filling import Filling, fill_chunks
 from offload.step.gradients.sums_on_device import SumsOnDevice
-from offload.tiers.staging import StagingPool
 
 _GRADIENT_OF, _INDEX_OF = attrgetter("parameter.grad"), attrgetter("index")
 _TAKEN = {TakenGradient}
@@ -34,37 +31,8 @@ _TAKEN = {TakenGradient}
 class ChunkGradients:
     """See the module. `add` runs in whichever thread backward runs; `open` and `release` in the update's; both lock."""
 
-    def __init__(
-        self,
-        chunks: Iterable[Chunk],
-        make_store: StoreFactory,
-        make_sums: StoreFactory | None,
-        pool: StagingPool,
-        accelerator: Accelerator,
-        *,
-        reduced: bool = False,
-        transit_buffer_count: int = 0,
-        narrow_sums: bool = False,
-    ) -> None:
-        """`make_store`, `make_sums`: of the gradients of one backward, and of the fp32 sums of several; None: there is
-        room for sums alone, as several are expected (`offload.step.gradients.extents`).
-
-        `reduced`: what arrives are averages over ranks, fp32, through `add_reduced` alone. `narrow_sums`: several of them are
-        added in the parameters' dtype.
-
-        `transit_buffer_count`: chunks that may lie on the device on their way to the host; 0: nothing goes that way.
-        """
-        self._chunks = tuple(chunks)
-        self._extents = GradientExtents(self._chunks, make_store, make_sums, reduced=reduced)
-        self._arrival = GradientArrival(
-            self._chunks,
-            pool,
-            accelerator,
-            transit_buffer_count=transit_buffer_count,
-            narrow_sums=narrow_sums,
-        )
-        if self.kept_on_device is not None:
-            self.kept_on_device.expects_several = make_sums is None
+    def __init__(self, chunks: Iterable[Chunk], extents: GradientExtents, arrival: GradientArrival) -> None:
+        self._chunks, self._extents, self._arrival = tuple(chunks), extents, arrival
         self._lock, self._buffers = self._arrival.lock, self._arrival.buffers
         self.spills = self._arrival.spills
         """Whether gradients may leave for a store when buffers run out."""
@@ -127,9 +95,9 @@ class ChunkGradients:
         self._extents.take_room_for_sums()
 
     @property
-    def kept_on_device(self) -> SumsOnDevice | None:
+    def sums_on_device(self) -> SumsOnDevice | None:
         """Sums of micro-batches that stay on the device as long as it has room; None where none may."""
-        return self._arrival.kept
+        return self._arrival.sums_on_device
 
     def expect(self, info: ParameterInfo) -> None:
         """A gradient of `info` counts for the coming step, wherever it was computed and whether this rank's shard has any."""

@@ -28,7 +28,8 @@ class GradientExtents:
     def __init__(
         self, chunks: Sequence[Chunk], make_store: StoreFactory, make_sums: StoreFactory | None, *, reduced: bool
     ) -> None:
-        """See `ChunkGradients`."""
+        """`make_store`, `make_sums`: of the gradients of one backward, and of the fp32 sums of several; None: there is room for
+        sums alone, as several are expected. `reduced`: what arrives are averages over ranks, fp32."""
         self._chunks = chunks
         self._make_sums, holds_sums = make_sums, reduced or make_sums is None
         allocators: dict[Tier, ExtentAllocator] = {}
@@ -37,15 +38,15 @@ class GradientExtents:
             itemsize = 4 if is_wide else chunk.flat.layout.itemsize
             allocator = allocators.setdefault(chunk.route.gradients, ExtentAllocator())
             extent = allocator.take(chunk.numel * itemsize)
-            chunk.gradient = ChunkGradient(chunk, extent, narrower=itemsize != 4)
-            if holds_sums and chunk.gradient.narrower:
+            chunk.gradient = ChunkGradient(chunk, extent, is_narrow=itemsize != 4)
+            if holds_sums and chunk.gradient.is_narrow:
                 rest_nbytes = chunk.numel * 4 - extent.nbytes
-                chunk.gradient.wide = (extent, allocator.take(rest_nbytes))
+                chunk.gradient.wide_extents = (extent, allocator.take(rest_nbytes))
         stores = {tier: make_store(tier, allocator.extents) for tier, allocator in allocators.items()}
         for chunk in chunks:
             state = gradient_of(chunk)
             state.store = stores[chunk.route.gradients]
-            state.wide_store = state.store if state.wide else None
+            state.wide_store = state.store if state.wide_extents else None
 
     def take_room_for_sums(self) -> None:
         """Before the first sum of several micro-batches: make the store that fp32 sums lie in. Idempotent."""
@@ -53,9 +54,9 @@ class GradientExtents:
         if make_sums is None:
             return
         wide: dict[Tier, ExtentAllocator] = {}
-        states = [gradient_of(chunk) for chunk in self._chunks if gradient_of(chunk).narrower]
+        states = [gradient_of(chunk) for chunk in self._chunks if gradient_of(chunk).is_narrow]
         for state in states:
-            state.wide = (wide.setdefault(state.chunk.route.gradients, ExtentAllocator()).take(state.chunk.numel * 4),)
+            state.wide_extents = (wide.setdefault(state.chunk.route.gradients, ExtentAllocator()).take(state.chunk.numel * 4),)
         stores: dict[Tier, Store] = {}
         try:
             for tier, allocator in wide.items():

@@ -57,10 +57,9 @@ class Reception:
         self._landings: deque[Pending] = deque()
         """When the landing buffers on lease are given back, the first one first."""
 
-    def wait_for_room(self) -> None:
-        """Until one of the landing buffers, if there are any, is free: what is taken next may need it."""
-        while self._landing_count and len(self._landings) >= self._landing_count:
-            self._landings.popleft().wait()
+    def coming(self) -> Pending | None:
+        """What a landing buffer, which what is taken next may need, waits for; None: for nothing."""
+        return self._landings.popleft() if 0 < self._landing_count <= len(self._landings) else None
 
     def take_pieces(self, chunk: Chunk, pieces: list[PackedPiece], values: torch.Tensor) -> Pending:
         """Pieces of one chunk, in order, from device values [chunk.numel]."""
@@ -114,7 +113,8 @@ class Reception:
 
     def _land(self, state: ChunkGradient, run: list[PackedPiece], target: torch.Tensor, values: torch.Tensor) -> Pending:
         """Have the lane take device values into `target`, both of all of the run."""
-        self.wait_for_room()
+        if (coming := self.coming()) is not None:
+            coming.wait()
         landing = self._pool.lease(LANDING)
         landed = landing.tensor[: values.nbytes].view(values.dtype)
         copied = self._accelerator.copy_out(landed, values)
