@@ -119,6 +119,8 @@ def test_updates_go_on_while_backward_waits_for_the_drive(
             engine.step()
             engine.zero_grad()
         backward.count += 1
+        told = engine.stats()["seconds"]
+    assert told["wait: room for gradients"] > 0
     assert backward.waited_count > LAYERS, "nothing is waited for here"
     assert backward.blocked_count == 0
 
@@ -150,6 +152,7 @@ def test_updates_go_on_while_backward_waits_for_additions(
             engine.zero_grad()
         landing = placement_of(engine).staging[LANDING]
         assert landing[0] < LAYERS
+        assert engine.stats()["seconds"]["wait: room for gradients"] > 0
     assert backward.waited_count > LAYERS, "nothing is waited for here"
     assert backward.blocked_count == 0
 
