@@ -266,7 +266,7 @@ class Engine:
 
         Saved are weights (fp32 masters), moments, step counts, persistent buffers, the loss scale, the numbers in
         param_groups, and the states of torch's random generators. A complete checkpoint at `dir` is replaced; until the new
-        one is there, the old one is. Host memory: the largest chunk's record.
+        one is there, the old one is. What others put into the folder stays. Host memory: the largest chunk's record.
 
         client_state  JSON values to get back from `load_checkpoint`: a scheduler's state_dict(), the position in the data, ...
         keep_last     with `dir` = "folder/step-<n>": remove all numbered checkpoints in the folder but the last so many, by

@@ -8,6 +8,8 @@ Names in the parent of a target folder T, each with a token of its own:
     .offload-aside-*-T     the former T, while the new one takes its name; holds until the new one has it
     .offload-removing-*    no longer wanted
 
+What others put into T is theirs: it moves on into the new T, whether it was there before or came while that was written.
+
 A kill leaves some of these. The next save in the same parent takes back or removes those whose lock is free: an aside
 folder whose T is missing becomes T again, everything else goes. A folder whose lock is held belongs to a living process
 and is left alone, and so is everything on file systems without such locks.
@@ -23,10 +25,12 @@ import re
 import secrets
 import stat
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 
+from offload.checkpoint.format.others_files import CHECKPOINT_FILE, is_of_checkpoint, move_others
 from offload.errors import CheckpointError, StorageError
 from offload.tiers.io.failure import CHECKPOINT, errno_text, remedy_of, storage_error
 
@@ -117,11 +121,16 @@ def require_replaceable(target: Path, *, replace: bool) -> None:
     if not held:
         return
     foreign = [one for one in held if not OUR_FILE.fullmatch(one)]
-    if not replace or MANIFEST_NAME not in held or foreign:
+    if not replace or not _is_checkpoint(held) or foreign:
         raise CheckpointError(
             f"{name!r} exists and holds {', '.join(sorted(foreign or held)[:3])}: only an empty folder"
             f"{' or a complete checkpoint' if replace else ''} is replaced. Remove it, or use another name."
         )
+
+
+def _is_checkpoint(held: Collection[str]) -> bool:
+    """Whether these are the names in a complete checkpoint, and not beside another program's MANIFEST.json."""
+    return MANIFEST_NAME in held and any(is_of_checkpoint(name) for name in held if name != MANIFEST_NAME)
 
 
 class StagedFolder:
@@ -166,21 +175,25 @@ class StagedFolder:
             self._close()
 
     def commit(self) -> None:
-        """Give the folder its name. All its files are synced already; afterwards it is durable."""
-        parent, aside = self.target.parent, None
+        """Give the folder its name. All its files are synced already; afterwards it is durable. What others have put into
+        `target` is in it too, or where that cannot be, a `CheckpointError` names it."""
+        asides: list[Path] = []
         try:
             os.fsync(self._filenos[0])
-            aside = self._move_aside()
-            os.rename(self.path, self.target)
-            self.path = self.target
-            sync_folder(parent)
-        except OSError as error:
-            if aside is not None and self.path != self.target:
-                self._put_back(aside)
+            self._take_name(asides)
+            for aside in asides:
+                _move_on(aside, self.target)
+            sync_folder(self.target.parent)
+        except (OSError, CheckpointError) as error:
+            if self.path != self.target:
+                for aside in asides:
+                    self._put_back(aside)
+            if isinstance(error, CheckpointError):
+                raise
             raise write_failure("committing", self.target, error) from error
         self._close()
-        if aside is not None:
-            remove_quietly(aside)
+        for aside in asides:
+            remove_quietly(aside, self.target)
 
     def _make(self) -> None:
         token = secrets.token_hex(8)
@@ -192,14 +205,42 @@ class StagedFolder:
         os.rename(new, saving)
         self.path = saving
 
+    def _take_name(self, asides: list[Path]) -> None:
+        """`asides`: gets what was moved out of the way."""
+        while self.path != self.target:
+            aside = self._move_aside()
+            if aside is not None:
+                asides.append(aside)
+            try:
+                os.rename(self.path, self.target)
+                self.path = self.target
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                # Somebody has just put something there: that moves too.
+
     def _move_aside(self) -> Path | None:
-        if not self.target.is_dir() or not os.listdir(self.target):
+        held = _names_in(self.target)
+        if not held:
             return None  # rename replaces an empty folder by itself
+        self._require_room_for(held)
         aside = self.target.parent / f"{PREFIX}aside-{secrets.token_hex(8)}-{self.target.name}"
         self._filenos.append(open_folder(self.target))
         lock_folder(self._filenos[-1])  # so that nobody takes it back in the moment between the two renames
         os.rename(self.target, aside)
         return aside
+
+    def _require_room_for(self, held: list[str]) -> None:
+        """Raise `CheckpointError` where something in the target cannot move into the folder that gets its name."""
+        others = held
+        if self._replace and _is_checkpoint(held):
+            others = [name for name in held if not is_of_checkpoint(name)]
+        blocked = sorted(name for name in others if is_of_checkpoint(name) or os.path.lexists(self.path / name))
+        if blocked:
+            raise CheckpointError(
+                f"{str(self.target)!r} got {', '.join(blocked[:3])} while it was written, and has a file of that name itself: "
+                "what is there stays, and nothing was written. Remove it, or use another name."
+            )
 
     def _put_back(self, aside: Path) -> None:
         try:
@@ -211,6 +252,21 @@ class StagedFolder:
     def _close(self) -> None:
         while self._filenos:
             os.close(self._filenos.pop())
+
+
+def _names_in(target: Path) -> list[str]:
+    """What a folder holds; nothing where there is none. Raises `CheckpointError` where it is something else."""
+    try:
+        if stat.S_ISDIR(os.lstat(target).st_mode):
+            return os.listdir(target)
+    except FileNotFoundError:
+        return []
+    raise CheckpointError(f"{str(target)!r} exists and is not a folder: remove it, or save under another name.")
+
+
+def _move_on(aside: Path, target: Path) -> None:
+    if move_others(aside, target):
+        sync_folder(target)
 
 
 def take_back(parent: Path) -> None:
@@ -234,10 +290,21 @@ def take_back(parent: Path) -> None:
 def remove_leftovers(parent: Path) -> None:
     """Remove what killed saves left in `parent`."""
     for name in _names(parent):
-        path = parent / name
-        aside = _ASIDE.fullmatch(name)
-        if _GARBAGE.fullmatch(name) or (aside is not None and os.path.lexists(parent / aside[1])) or _is_old_new(path):
+        path, aside = parent / name, _ASIDE.fullmatch(name)
+        if aside is not None:
+            _remove_superseded(path, parent / aside[1])
+        elif _GARBAGE.fullmatch(name) or _is_old_new(path):
             remove_quietly(path)
+
+
+def _remove_superseded(aside: Path, target: Path) -> None:
+    """Remove an aside folder, if another has its name."""
+    if not os.path.lexists(target):
+        return
+    if os.path.lexists(aside / MANIFEST_NAME) and not os.path.lexists(target / MANIFEST_NAME):
+        _log.warning("%s is no checkpoint; the one that was there lies at %s", target, aside)
+    else:
+        remove_quietly(aside, target)
 
 
 def retire(path: Path) -> None:
@@ -251,13 +318,17 @@ def retire(path: Path) -> None:
     remove_quietly(removing)
 
 
-def remove_quietly(path: Path) -> None:
-    """Remove a folder of ours if no process uses it; what cannot be removed now is left for the next save."""
+def remove_quietly(path: Path, target: Path | None = None) -> None:
+    """Remove a folder of ours if no process uses it; what cannot be removed now is left for the next save.
+
+    `target`: of an aside folder, that which has its name now."""
     try:
         fileno = open_folder(path)
         try:
             if lock_folder(fileno) is Lock.OURS:
-                _empty_and_remove(path)
+                if target is not None:
+                    _move_on(path, target)
+                _empty_and_remove(path, OUR_FILE if target is None else CHECKPOINT_FILE)
         finally:
             os.close(fileno)
     except FileNotFoundError:
@@ -291,14 +362,15 @@ def _is_folder_of_ours(path: Path) -> bool:
     return all(OUR_FILE.fullmatch(name) for name in os.listdir(path))
 
 
-def _empty_and_remove(path: Path) -> None:
+def _empty_and_remove(path: Path, ours: re.Pattern[str] = OUR_FILE) -> None:
+    """`ours`: the files that go; where anything else is left, so is the folder."""
     fileno = open_folder(path)
     try:
         # The manifest goes first, so that a half-removed checkpoint is none.
         for name in sorted(os.listdir(fileno), key=lambda name: name != MANIFEST_NAME):
-            if OUR_FILE.fullmatch(name):
+            if ours.fullmatch(name):
                 os.unlink(name, dir_fd=fileno)
-            elif _is_folder_of_ours(path / name):  # of an adapter
+            elif ours is OUR_FILE and _is_folder_of_ours(path / name):  # of an adapter
                 _empty_and_remove(path / name)
     finally:
         os.close(fileno)
