@@ -7,6 +7,7 @@ import errno
 import json
 import math
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -414,6 +415,21 @@ def test_an_older_runs_higher_numbers(opened: Any, tmp_path: Path, ahead_seconds
         newer.save_checkpoint(tmp_path / f"step-{n}", client_state={"n": n}, keep_last=3, wait=n % 2 == 0).wait()
         assert numbers_in(tmp_path) == {5: {5, 300, 200}, 6: {6, 5, 300}, 7: {7, 6, 5}, 8: {8, 7, 6}}[n]
         assert make(opened).resume_or_start(tmp_path) == {"n": n}
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors", "runs"])
+def test_an_old_file_in_the_newest_makes_it_no_older(opened: Any, tmp_path: Path, name: str) -> None:
+    """Copied there with its times, as `shutil.copy2` and `cp -a` do."""
+    engine, folder = make(opened), tmp_path / "saves"
+    old = tmp_path / name
+    old.mkdir() if name == "runs" else old.write_text("{}")
+    os.utime(old, (1e9, 1e9))
+    for n in (100, 200):
+        engine.save_checkpoint(folder / f"step-{n}", client_state={"n": n}, keep_last=2)
+    (shutil.copytree if old.is_dir() else shutil.copy2)(old, folder / "step-200" / name)
+    assert engine.resume_or_start(folder) == {"n": 200}
+    engine.save_checkpoint(folder / "step-300", client_state={"n": 300}, keep_last=2)
+    assert numbers_in(folder) == {300, 200}
 
 
 def flip_a_byte(folder: Path) -> None:

@@ -2,7 +2,7 @@
 """Checkpoints named "step-<n>" in one folder: which there are, and which are no longer wanted.
 
 The newest is the one that was written last, whatever the numbers: another run's may be higher. When it was written is said
-by the times of its files, which a save sets behind all others' where the clock went back. Copies must keep these times.
+by the times of its own files, which a save sets behind all others' where the clock went back. Copies must keep these times.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import re
 from pathlib import Path
 
+from offload.checkpoint.format.others_files import is_of_checkpoint
 from offload.checkpoint.format.soundness import Soundness
 from offload.checkpoint.format.staged_folder import MANIFEST_NAME, raise_if_short, retire, take_back, write_failure
 from offload.config import expanded
@@ -46,13 +47,14 @@ def _number(name: str) -> int:
 
 
 def _written_ns(path: Path) -> int:
-    """The time of its oldest file: one that is damaged later makes it no newer."""
+    """The time of its oldest file: one that is damaged later makes it no newer. What others put beside them says nothing."""
     return min(_times_ns(path), default=0)
 
 
 def _times_ns(path: Path) -> list[int]:
     try:
-        return [entry.stat(follow_symlinks=False).st_mtime_ns for entry in os.scandir(path)]
+        own = [entry for entry in os.scandir(path) if is_of_checkpoint(entry.name)]
+        return [entry.stat(follow_symlinks=False).st_mtime_ns for entry in own]
     except OSError:
         return []  # whoever opens it says why
 
