@@ -60,6 +60,11 @@ def raising(code: int) -> Callable[..., Any]:
     return fail
 
 
+def no_locks(patch: pytest.MonkeyPatch, code: int) -> None:
+    """Folders cannot be locked."""
+    patch.setattr(fcntl, "flock", raising(code))
+
+
 def free_room(patch: pytest.MonkeyPatch, nbytes: float) -> None:
     """So much is left on every file system, whoever asks."""
     plenty = SimpleNamespace(f_frsize=1, f_blocks=1 << 50, f_bfree=int(nbytes), f_bavail=int(nbytes))

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
+import shutil
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 
 import offload
 from offload.checkpoint.format.staged_folder import StagedFolder, remove_leftovers, take_back
+from tests.file_systems import no_locks
 from tests.warm import WarmProcess
 
 from ..acceptance.models import ON_CPU, adamw, stack
@@ -127,6 +130,27 @@ def test_an_aside_of_a_living_save_is_not_taken_back(saves: Path) -> None:
     os.close(fileno)
     take_back(saves)
     assert os.listdir(saves) == ["saved"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF])  # the last is NFS's answer
+def test_without_locks_what_is_not_wanted_goes(
+    saves: Path, opened: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    """Retired and replaced checkpoints, of this run and of one that was killed; what may be in writing stays, and is named."""
+    no_locks(monkeypatch, code)
+    engine = opened((model := stack(blocks=1)), adamw(model), ON_CPU)
+    for n in (1, 2, 3, 4):
+        engine.save_checkpoint(saves / f"step-{n}", client_state={"n": n}, keep_last=2)
+        engine.save_checkpoint(saves / "last", client_state={"n": n})
+    assert sorted(os.listdir(saves)) == ["last", "step-3", "step-4"] and not caplog.records
+    token = "0123456789abcdef"
+    for stage in (f"saving-{token}", f"removing-{token}", f"aside-{token}-last"):
+        shutil.copytree(saves / "last", saves / f".offload-{stage}")
+    engine.save_checkpoint(saves / "last")
+    assert sorted(os.listdir(saves)) == [f".offload-saving-{token}", "last", "step-3", "step-4"]
+    (record,) = caplog.records
+    assert f".offload-saving-{token}" in record.getMessage() and "no locks" in record.getMessage()
+    assert engine.resume_or_start(saves) == {"n": 4}
 
 
 def test_leftovers_with_files_of_others_stay(saves: Path) -> None:

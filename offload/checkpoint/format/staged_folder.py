@@ -12,7 +12,8 @@ What others put into T is theirs: it moves on into the new T, whether it was the
 
 A kill leaves some of these. The next save in the same parent takes back or removes those whose lock is free: an aside
 folder whose T is missing becomes T again, everything else goes. A folder whose lock is held belongs to a living process
-and is left alone, and so is everything on file systems without such locks.
+and is left alone. On file systems without such locks (NFS has none for folders) so is what may be in writing; what is no
+longer wanted goes, even if another process is reading it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from offload.tiers.io.failure import CHECKPOINT, errno_text, remedy_of, storage_
 PREFIX = ".offload-"
 _TOKEN = r"[0-9a-f]{16}"
 _NEW = re.compile(rf"\.offload-new-{_TOKEN}")
-_GARBAGE = re.compile(rf"\.offload-(saving|removing)-{_TOKEN}")
+_SAVING = re.compile(rf"\.offload-saving-{_TOKEN}")
+_REMOVING = re.compile(rf"\.offload-removing-{_TOKEN}")
 _ASIDE = re.compile(rf"\.offload-aside-{_TOKEN}-(.+)", re.DOTALL)
 _NEW_LIFETIME_SECONDS = 3600
 _LATE_FILES = 3
@@ -293,7 +295,7 @@ def remove_leftovers(parent: Path) -> None:
         path, aside = parent / name, _ASIDE.fullmatch(name)
         if aside is not None:
             _remove_superseded(path, parent / aside[1])
-        elif _GARBAGE.fullmatch(name) or _is_old_new(path):
+        elif _SAVING.fullmatch(name) or _REMOVING.fullmatch(name) or _is_old_new(path):
             remove_quietly(path)
 
 
@@ -325,7 +327,14 @@ def remove_quietly(path: Path, target: Path | None = None) -> None:
     try:
         fileno = open_folder(path)
         try:
-            if lock_folder(fileno) is Lock.OURS:
+            lock = lock_folder(fileno)
+            if lock is Lock.UNKNOWN and _SAVING.fullmatch(path.name):
+                _log.warning(
+                    "left in place: %s. Its file system has no locks (flock), so another process may be writing it: remove it "
+                    "yourself where none is.",
+                    path,
+                )
+            elif lock is not Lock.HELD:
                 if target is not None:
                     _move_on(path, target)
                 _empty_and_remove(path, OUR_FILE if target is None else CHECKPOINT_FILE)
