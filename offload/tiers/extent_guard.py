@@ -9,6 +9,7 @@ Breaking the first two is this project's own bug: `AssertionError`, naming both 
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 from collections.abc import Iterable
@@ -89,7 +90,7 @@ class ExtentGuard:
             self.nbytes = extent.offset_nbytes + extent.nbytes
 
     def begin(self, extent: Extent, tensor: Tensor, *, is_write: bool) -> Operation:
-        """Check and register an operation; the caller must `start` or `abandon` it."""
+        """Check and register an operation; the caller must `start` or `abandon` it, or say that it `ended`."""
         operation = Operation(self, extent, is_write=is_write)
         _check_tensor(f"{self._name}: {operation}", extent, tensor)
         with self._lock:
@@ -103,12 +104,15 @@ class ExtentGuard:
             state.active.append(operation)
         return operation
 
-    def abandon(self, operation: Operation) -> None:
-        """Forget the operation, unless it was submitted before what failed."""
+    def abandon(self, operation: Operation, cause: BaseException) -> None:
+        """Forget the operation, which could not be submitted whole, unless it was before what failed. A write has failed then:
+        a part of it may have been."""
         with self._lock:
-            active = self._states[operation.extent].active
-            if operation in active and not operation.submitted:
-                active.remove(operation)
+            state = self._states[operation.extent]
+            if operation in state.active and not operation.submitted:
+                state.active.remove(operation)
+                if operation.is_write:
+                    state.broken = _of_storage(cause)
 
     def ended(self, operation: Operation, error: StorageError | None, *, seen: bool) -> None:
         """Take in how an operation ended. Called at every wait, so it may be told the same again."""
@@ -198,6 +202,13 @@ def _check_tensor(what: str, extent: Extent, tensor: Tensor) -> None:
         raise AssertionError(f"{what}: the tensor has {tensor.numel()} bytes, the extent {extent.nbytes}; whole extents only")
     if tensor.data_ptr() % EXTENT_ALIGN:
         raise AssertionError(f"{what}: the tensor is not {EXTENT_ALIGN}-byte aligned; use a lease or a view of HostMemory")
+
+
+def _of_storage(cause: BaseException) -> StorageError:
+    if isinstance(cause, StorageError):
+        return cause
+    code = cause.errno if isinstance(cause, OSError) else None
+    return StorageError(code or errno.EIO, f"it could not be begun ({type(cause).__name__}: {cause})")
 
 
 def _unreadable(name: str, operation: str, cause: StorageError) -> StorageError:

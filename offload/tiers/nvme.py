@@ -76,8 +76,8 @@ class NvmeStore:
         try:
             expected = self._checksums.get(extent) if self._checksums is not None else None
             operation.start(self._read(extent, into, priority, self._asides.files(extent), expected))
-        except BaseException:
-            self._guard.abandon(operation)
+        except BaseException as error:
+            self._guard.abandon(operation, error)
             raise
         return operation
 
@@ -88,8 +88,8 @@ class NvmeStore:
                 self._checksums[extent] = [checksum(_part(source, piece)) for piece in self._pieces(extent)]
             files = self._asides.about_to_write(extent)
             operation.start(self._submit(self._backend.write, extent, source, priority, files))
-        except BaseException:
-            self._guard.abandon(operation)
+        except BaseException as error:
+            self._guard.abandon(operation, error)
             raise
         return operation
 

@@ -149,8 +149,10 @@ class CpuStore(KeepsNothing):
             if not _same_place(stored, tensor):  # else: used in place through view()
                 target, source = (stored, tensor) if is_write else (tensor, stored)
                 target.copy_(source)
-        finally:
-            self._guard.abandon(operation)
+        except BaseException as error:
+            self._guard.abandon(operation, error)
+            raise
+        self._guard.ended(operation, None, seen=True)
         return Settled()
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from offload.device.pending import Pending
 from offload.errors import ConfigError, StorageError
 from offload.layout import Extent
 from offload.tiers import (
@@ -52,11 +53,34 @@ def extents_of(sizes: tuple[int, ...], gap_nbytes: int = 8 * KIB) -> list[Extent
     return extents
 
 
+class Refusing:
+    """A drive that takes `room` transfers more, once that is said, and refuses the next with `failure`."""
+
+    def __init__(self, drive: IoBackend) -> None:
+        self._drive, self.room, self.failure = drive, -1, BaseException()
+
+    def read(self, *given: Any, **named: Any) -> Pending:
+        self._take()
+        return self._drive.read(*given, **named)
+
+    def write(self, *given: Any, **named: Any) -> Pending:
+        self._take()
+        return self._drive.write(*given, **named)
+
+    def _take(self) -> None:
+        self.room -= 1
+        if self.room == -1:
+            raise self.failure
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drive, name)
+
+
 @dataclass
 class Subject:
     store: Store
     extents: list[Extent]
-    backend: IoBackend | None
+    backend: Refusing | None
     ledger: MemoryLedger
     kept_count: int = 0
 
@@ -88,7 +112,7 @@ def subject_of(kind: str, tmp_path: Path) -> Iterator[Subject]:
         store.close()
         return
     _, backend_name, path_count = kind.split("-")
-    backend = make_backend(backend_name)
+    backend = Refusing(make_backend(backend_name))
     scratch = ScratchFolder([tmp_path / f"drive{index}" for index in range(int(path_count))])
 
     store = NvmeStore("states", extents, scratch, backend, stripe_nbytes=STRIPE_NBYTES)
@@ -296,6 +320,51 @@ def test_a_file_cut_short_by_others_is_an_error_that_says_where(kind: str, tmp_p
             subject.store.read(subject.extents[2], aligned(SIZES[2])).wait()
         assert str(tmp_path / "drive0") in str(caught.value) and caught.value.errno == errno.ENODATA
         subject.store.read(subject.extents[0], aligned(SIZES[0])).wait()  # the others can still be read
+
+
+FAILURES = (OSError(errno.ENOMEM, "no memory"), StorageError(errno.EIO, "gone"), KeyboardInterrupt())
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: type(failure).__name__)
+@pytest.mark.parametrize("verifies", ["0", "1"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_could_not_be_begun_whole(
+    kind: str, tmp_path: Path, aligned: Aligned, monkeypatch: pytest.MonkeyPatch, verifies: str, failure: BaseException
+) -> None:
+    """A write that raises has failed as one that was waited for: part of it may be there, so nobody reads it before the next
+    write. A read leaves everything as it was."""
+    monkeypatch.setenv("OFFLOAD_VERIFY", verifies)
+    with subject_of(kind, tmp_path) as subject:
+        store, extent, into = subject.store, subject.extents[2], aligned(SIZES[2])
+
+        def refused(call: Callable[..., Pending], tensor: Tensor, room: int) -> None:
+            """In memory what cannot be copied does."""
+            if subject.backend is None:
+                with pytest.raises(NotImplementedError):
+                    call(extent, torch.empty(extent.nbytes, dtype=torch.uint8, device="meta"))
+                return
+            subject.backend.room, subject.backend.failure = room, failure
+            with pytest.raises(type(failure)):
+                call(extent, tensor)
+
+        pieces = 1 if kind.endswith("1") or kind == "cpu" else -(-extent.nbytes // STRIPE_NBYTES)
+        for room in {0, pieces - 1}:
+            before, torn = aligned(extent.nbytes, seed=1), aligned(extent.nbytes, seed=2)
+            store.write(extent, before).wait()
+            if subject.backend is not None:
+                refused(store.read, into, room)
+            store.read(extent, into).wait()
+            assert torch.equal(into, before)
+            refused(store.write, torn, room)
+            with pytest.raises(StorageError, match="last write of it failed"):
+                store.read(extent, into)
+            if extent in subject.on_nvme:
+                with pytest.raises(StorageError, match="last write of it failed"):
+                    store.snapshot(extent)
+        store.write(extent, torn).wait()
+        store.read(extent, into).wait()
+        assert torch.equal(into, torn)
+        store.flush()
 
 
 def test_extents_that_overlap_or_are_not_aligned_are_refused() -> None:
