@@ -28,20 +28,34 @@ class Preemption:
             raise UsageError("catch_sigterm=True needs the main thread: Python delivers signals to no other.")
         self._process_id = os.getpid()
         self.requested = False
-        self._before = signal.signal(signal.SIGTERM, self._arrived)
+        self._closed = False
+        self._before = signal.getsignal(signal.SIGTERM)
+        """None: a handler that is not Python's."""
+        signal.signal(signal.SIGTERM, self._arrived)
 
     def close(self) -> None:
         """Put back the handler that was there before. Idempotent."""
-        before, self._before = self._before, None
-        if before is not None and signal.getsignal(signal.SIGTERM) == self._arrived:
-            signal.signal(signal.SIGTERM, before)
+        if not self._closed and self._before is not None and signal.getsignal(signal.SIGTERM) == self._arrived:
+            signal.signal(signal.SIGTERM, self._before)
+        self._closed = True
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:
-        del frame
-        if self.requested or os.getpid() != self._process_id:
+        if self.requested or self._closed or os.getpid() != self._process_id:
             # Asked twice; or a forked worker of a DataLoader, which has nothing to save and ends as it would have.
-            self.close()
-            os.kill(os.getpid(), number)
+            self._pass_on(number, frame)
             return
         self.requested = True
-        os.write(2, b"offload: SIGTERM: saving after this step, then exiting\n")  # print is not safe in a handler
+        earlier = getattr(self._before, "__self__", None)
+        if isinstance(earlier, Preemption) and not earlier._closed:  # another engine's, which is asked as well
+            earlier._arrived(number, frame)
+        else:
+            os.write(2, b"offload: SIGTERM: saving after this step, then exiting\n")  # print is not safe in a handler
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        """Do what would have been done. Whoever has set a handler since, and calls this one from it, goes on calling it."""
+        self.close()
+        if callable(self._before):
+            self._before(number, frame)
+        elif self._before is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)

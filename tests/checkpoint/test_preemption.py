@@ -163,6 +163,58 @@ def test_the_second_signal_ends_at_once(tmp_path: Path) -> None:
     assert process.returncode == -signal.SIGTERM
 
 
+WITH_OTHERS = """
+import os, signal, sys, offload
+from tests.acceptance.models import adamw, stack
+
+def told(name, *then):
+    def handler(number, frame):
+        print(name, flush=True)
+        for one in then:
+            one(number, frame)
+    return handler
+
+def engine():
+    model = stack(width=8, blocks=1)
+    made = offload.initialize(model, adamw(model), offload.Config())
+    made.resume_or_start(sys.argv[1], catch_sigterm=True)
+    return made
+
+case = sys.argv[2]
+if case == "an earlier one":
+    signal.signal(signal.SIGTERM, told("earlier", lambda *_: os._exit(7)))
+engines = [engine() for _ in range(2 if case == "two engines" else 1)]
+if case in ("a later one", "a closed engine"):
+    signal.signal(signal.SIGTERM, told("later", signal.getsignal(signal.SIGTERM)))
+if case == "a closed engine":
+    engines[0].close()
+else:
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("asked", flush=True)
+    for one in engines:
+        assert one._preemption.requested
+os.kill(os.getpid(), signal.SIGTERM)
+print("not ended")
+"""
+
+ENDS = {
+    "nothing else": (["asked"], -signal.SIGTERM),
+    "a later one": (["later", "asked", "later"], -signal.SIGTERM),
+    "an earlier one": (["asked", "earlier"], 7),
+    "two engines": (["asked"], -signal.SIGTERM),
+    "a closed engine": (["later"], -signal.SIGTERM),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_beside_other_handlers(tmp_path: Path, case: str) -> None:
+    """Set before, or later by one that calls the engine's: the first signal asks, the second does what it would have done."""
+    process = WarmProcess(["-c", WITH_OTHERS, str(tmp_path), case])
+    out, err = process.communicate(timeout=240)
+    assert (out.split("\n")[:-1], process.returncode) == ENDS[case], err
+    assert err.count("saving after this step") == (case != "a closed engine")
+
+
 def test_a_forked_worker_ends_as_ever(opened: Any, tmp_path: Path) -> None:
     engine = opened((model := stack()), adamw(model), ON_CPU)
     engine.resume_or_start(tmp_path / "saves", catch_sigterm=True)
