@@ -231,11 +231,16 @@ class ParameterStore(ChunkStore):
 
     def settle_copies(self, chunk: Chunk) -> None:
         """Wait until no copy reads the chunk where it lies in the store."""
-        with self._lock:
-            copy, chunk.parameters.copy = chunk.parameters.copy, None
-            self._copying.pop(chunk, None)
-        if copy is not None:
+        copy = chunk.parameters.copy
+        if copy is None:
+            return
+        try:
             copy.wait()
+        finally:
+            with self._lock:  # as in `_settle`: whoever comes meanwhile waits too
+                if chunk.parameters.copy is copy and copy.done():
+                    chunk.parameters.copy = None
+                    self._copying.pop(chunk, None)
 
     def settle_all_copies(self) -> None:
         """The same for every chunk."""
