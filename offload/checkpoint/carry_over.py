@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from offload.checkpoint.agreement import Agreement
 from offload.checkpoint.format.staged_folder import PREFIX, StagedFolder, remove_leftovers
 from offload.config import Config
 from offload.errors import RankError
@@ -36,21 +37,16 @@ def _parent(config: Config) -> Path:
 def passing_checkpoint(config: Config, ranks: Group, meeting: Meeting) -> Iterator[Path]:
     """Where the state can be saved, in a folder of the first rank; gone afterwards. Collective as it begins."""
     with ExitStack() as stack:
-        said, failure = "", None
-        try:
-            if ranks.index == 0:
-                folder = stack.enter_context(StagedFolder(_parent(config) / f"{PREFIX}passing", replace=False))
-                os.chmod(folder.path, 0o700)
-                said = str(folder.path / "state")
-        except Exception as error:
-            said, failure = f"!{error}", error
-        answers = meeting.meet(MeetingPoint.UNFREEZING, lambda: ranks.exchange_bytes(said.encode()))
-        told = answers[0].decode()
-        if failure is not None:
-            raise failure
-        if told.startswith("!"):
-            raise RankError(f"rank 0 has no place for the state that newly trained parameters join: {told[1:]}")
-        yield Path(told)
+
+        def make() -> str:
+            folder = stack.enter_context(StagedFolder(_parent(config) / f"{PREFIX}passing", replace=False))
+            os.chmod(folder.path, 0o700)
+            return str(folder.path / "state")
+
+        def refusal(word: str) -> RankError:
+            return RankError(f"rank 0 has no place for the state that newly trained parameters join: {word}")
+
+        yield Path(Agreement(ranks, meeting.meet).by_first(MeetingPoint.UNFREEZING, make, refusal))
 
 
 def has_room(config: Config, parts: Components) -> bool:

@@ -7,17 +7,17 @@ checks everything first; a checkpoint that is refused has changed nothing.
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from offload.checkpoint.agreement import Agreement
 from offload.checkpoint.client_state import checked_client_state
 from offload.checkpoint.format.manifest import LossScaleEntry, Manifest, ModelEntry, OptimizerEntry
 from offload.checkpoint.format.numbering import check_keep_last, checked_target, highest_number, numbered
@@ -28,13 +28,15 @@ from offload.checkpoint.param_groups import group_numbers, restore_group_numbers
 from offload.checkpoint.random_state import CPU, DEVICE, put_random_state
 from offload.checkpoint.restoring import StateWriter, StoredParameter
 from offload.checkpoint.saving.saves import Save, Saver
-from offload.errors import CheckpointError, EngineFailedError, OffloadError, RankError, StorageError, UsageError, words_of
+from offload.errors import CheckpointError, EngineFailedError, RankError, UsageError, words_of
 from offload.model.optimizer import OffloadOptimizer
 from offload.ranks.next_transfers import MeetingPoint
 from offload.step.calls import in_backward
 from offload.step.components import Components
 from offload.step.training import Training
 from offload.step.values.gathering import Gathering
+
+T = TypeVar("T")
 
 
 class Checkpointing:
@@ -49,7 +51,7 @@ class Checkpointing:
         optimizer: OffloadOptimizer | None,
     ) -> None:
         self._parts, self._training, self._model, self._optimizer = parts, training, model, optimizer
-        self._gathering = gathering
+        self._agreement = Agreement(parts.ranks, gathering.meet)
         self.saver = Saver(parts, training, model, self._finish_updates)
 
     # ---- save ----------------------------------------------------------------------------------------------------
@@ -95,25 +97,16 @@ class Checkpointing:
     def _agreed(self, check: Callable[[], tuple[Path, dict[str, Any]]], without_frozen: bool) -> tuple[Path, dict[str, Any]]:
         """What `check` gives. On several ranks only if all of them may save, the same in the same folder; else each raises why
         not."""
-        ranks = self._parts.ranks
-        failure: OffloadError | None = None
-        path, client = Path(), dict[str, Any]()
-        try:
-            path, client = check()
-        except (EngineFailedError, RankError):
-            raise  # the others know
-        except OffloadError as error:
-            failure = error
-        asked = {"folder": os.path.abspath(path), "without_frozen": without_frozen}
-        said = json.dumps([asked, str(failure) if failure is not None else ""]).encode()
-        answers = [json.loads(one) for one in self._gathering.meet(MeetingPoint.SAVING, lambda: ranks.exchange_bytes(said))]
-        if failure is not None:
-            raise failure
-        for index, (_, word) in enumerate(answers):
-            if word:
-                raise RankError(f"rank {index} refused to save, so no rank does; training may go on. It said: {word}")
-        for index, (other, _) in enumerate(answers):
-            for what, first in answers[0][0].items():
+        (path, client), asked = self._agreement.on_all(
+            MeetingPoint.SAVING,
+            check,
+            lambda checked: {"folder": os.path.abspath(checked[0]), "without_frozen": without_frozen},
+            lambda index, _, word: RankError(
+                f"rank {index} refused to save, so no rank does; training may go on. It said: {word}"
+            ),
+        )
+        for index, other in enumerate(asked):
+            for what, first in asked[0].items():
                 if other[what] != first:
                     raise RankError(
                         f"save_checkpoint was given {what} {first!r} on rank 0 and {other[what]!r} on rank {index}: give all "
@@ -199,26 +192,19 @@ class Checkpointing:
             return opened, missing
 
     def _open_together(self, stack: ExitStack, path: Path) -> tuple[OpenedCheckpoint, Matching | StatesMissing]:
-        """On several ranks: what fails with a `CheckpointError` on one fails so on all, and all open the same checkpoint."""
-        ranks = self._parts.ranks
-        failure: CheckpointError | None = None
-        digest = ""
-        try:
-            found = self._open_checked(stack, path)
-            digest = found[0].digest
-        except CheckpointError as error:
-            failure = error
-        said = json.dumps([str(failure) if failure is not None else "", digest, str(path)]).encode()
-        answers = [json.loads(one) for one in self._gathering.meet(MeetingPoint.LOADING, lambda: ranks.exchange_bytes(said))]
-        if failure is not None:
-            raise failure
-        for index, (word, _, _) in enumerate(answers):
-            if word:
-                raise CheckpointError(f"on rank {index}: {word}")
-        for index, (_, other, place) in enumerate(answers):
-            if other != answers[0][1]:
+        """On several ranks: what fails on one fails on all, and all open the same checkpoint."""
+        found, places = self._agreement.on_all(
+            MeetingPoint.LOADING,
+            lambda: self._open_checked(stack, path),
+            lambda found: [found[0].digest, str(path)],
+            lambda index, kind, word: (CheckpointError if kind == CheckpointError.__name__ else RankError)(
+                f"on rank {index}: {word}"
+            ),
+        )
+        for index, (digest, place) in enumerate(places):
+            if digest != places[0][0]:
                 raise RankError(
-                    f"load_checkpoint was given {answers[0][2]!r} on rank 0, and on rank {index} another, {place!r}: "
+                    f"load_checkpoint was given {places[0][1]!r} on rank 0, and on rank {index} another, {place!r}: "
                     "give all ranks the same. Nothing was loaded; training may go on."
                 )
         return found
@@ -226,9 +212,7 @@ class Checkpointing:
     def save_next(self, folder: Path, client_state: Mapping[str, Any] | None, keep_last: int | None) -> None:
         """Save as the newest checkpoint in `folder`: "step-<steps done>", or one more than the highest number there."""
         done = self._training.step_count + self._training.loss_scale.skipped_step_count
-        highest, ranks = highest_number(folder), self._parts.ranks
-        own = str(highest).encode()
-        highest = int(self._gathering.meet(MeetingPoint.SAVING, lambda: ranks.exchange_bytes(own))[0])
+        highest = self._found(MeetingPoint.SAVING, lambda: highest_number(folder))
         self.save(folder / f"step-{done if highest <= done else highest + 1}", client_state, keep_last)
 
     def resume_or_start(self, path: Path) -> dict[str, Any] | None:
@@ -255,27 +239,16 @@ class Checkpointing:
         return None
 
     def _candidates(self, path: Path) -> list[Path]:
-        """The numbered checkpoints in a folder, the newest first; on several ranks those that the first one sees."""
-        ranks = self._parts.ranks
-        failure: Exception | None = None
-        names: list[str] = []
-        if ranks.index == 0:
-            try:
-                names = [one.name for one in numbered(path)]
-            except StorageError as error:
-                failure = error
-        said = json.dumps(names if failure is None else str(failure)).encode()
-        answer = json.loads(self._gathering.meet(MeetingPoint.LOADING, lambda: ranks.exchange_bytes(said))[0])
-        if failure is not None:
-            raise failure
-        if isinstance(answer, str):
-            raise RankError(f"rank 0 could not look for checkpoints: {answer}")
-        return [path / name for name in answer]
+        """The numbered checkpoints in a folder, the newest first."""
+        return [path / name for name in self._found(MeetingPoint.LOADING, lambda: [one.name for one in numbered(path)])]
+
+    def _found(self, point: MeetingPoint, look: Callable[[], T]) -> T:
+        """On several ranks what the first one sees."""
+        return self._agreement.by_first(point, look, lambda word: RankError(f"rank 0 could not look for checkpoints: {word}"))
 
     def agree_to_end(self, requested: bool) -> bool:
         """Whether any rank is to end."""
-        ranks = self._parts.ranks
-        return any(self._gathering.meet(MeetingPoint.SAVING, lambda: ranks.exchange_bytes(b"!" if requested else b"")))
+        return any(self._agreement.exchange(MeetingPoint.SAVING, requested))
 
     def _check(self, opened: OpenedCheckpoint) -> Matching:
         matching = Matching(opened.manifest, str(opened.path), self._parts)

@@ -779,6 +779,57 @@ def given_up_save(fields: dict[str, Any], folder: str, wait: bool, first_writes:
         return said
 
 
+def calls_after_a_lost_save(fields: dict[str, Any], folder: str, call: str, loser: int) -> list[Any]:
+    """One rank's disk is full under a save beside training. Returns what the next call, which is told of it, raises here;
+    training goes on, and so do saves."""
+
+    def full(fileno: int) -> None:
+        if path_of(fileno).name.startswith("unit-"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    model = llama(layers=2)
+    with offload.initialize(model, adamw(model), offload.Config(**fields)) as engine:
+        _train_on(engine, model, 0, 1)
+        with pytest.MonkeyPatch.context() as patch:
+            if place()[0] == loser:
+                at_call(patch, "fsync", before=full)
+            lost = engine.save_checkpoint(os.path.join(folder, "step-1"), wait=False)
+            while not lost.done():
+                time.sleep(0.01)
+        try:
+            getattr(engine, call)(os.path.join(folder, "step-2"))
+        except Exception as error:
+            said = [type(error).__name__, str(error)]
+        _train_on(engine, model, 1, 2)
+        engine.save_checkpoint(os.path.join(folder, "step-3"))
+        return said
+
+
+def load_without_files(fields: dict[str, Any], folder: str, call: str) -> list[Any]:
+    """The last rank has no file left to open as it reads the newer of two checkpoints. Returns this rank's error; then the same
+    call loads it."""
+
+    def short(path: Any, *_: Any, **__: Any) -> None:
+        if str(path).startswith("unit-"):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    model = llama(layers=2)
+    with offload.initialize(model, adamw(model), offload.Config(**fields)) as engine:
+        for step in (1, 2):
+            _train_on(engine, model, 0, 1)
+            engine.save_checkpoint(os.path.join(folder, f"step-{step}"), client_state={"step": step})
+        path = folder if call == "resume_or_start" else os.path.join(folder, "step-2")
+        with pytest.MonkeyPatch.context() as patch:
+            if place()[0] == 1:
+                at_call(patch, "open", before=short)
+            try:
+                getattr(engine, call)(path)
+            except Exception as error:
+                said = [type(error).__name__, str(error)]
+        assert getattr(engine, call)(path) == {"step": 2}
+        return said
+
+
 def refused_load(fields: dict[str, Any], folder: str) -> str:
     """A load that is refused on every rank leaves the engine as it was."""
     model = llama()

@@ -143,6 +143,27 @@ def test_a_rank_that_gives_a_save_up(pair: Crew, tmp_path: Path, wait: bool, fir
     assert os.listdir(folder) == ["step-2"]
 
 
+@pytest.mark.parametrize("loser", [0, 1])
+@pytest.mark.parametrize("call", ["save_checkpoint", "load_checkpoint", "resume_or_start", "export"])
+def test_a_save_that_was_lost_is_told_on_every_rank(pair: Crew, tmp_path: Path, call: str, loser: int) -> None:
+    """By the next call, in which no rank waits for another that was told; then all goes on."""
+    fields, folder = placed("stage 3 on cpu", tmp_path), tmp_path / "saves"
+    said = pair.do("calls_after_a_lost_save", fields=fields, folder=str(folder), call=call, loser=loser)
+    assert said[loser][0] == "StorageError" and "No space left" in said[loser][1], said
+    error, message = said[1 - loser]
+    assert error == "RankError" and f"rank {loser}" in message and "step-1" in message, said
+    assert os.listdir(folder) == ["step-3"]
+
+
+@pytest.mark.parametrize("call", ["load_checkpoint", "resume_or_start"])
+def test_what_one_rank_lacks_is_told_on_every_rank(pair: Crew, tmp_path: Path, call: str) -> None:
+    """It says nothing of the checkpoint, so that is not passed over."""
+    asked = {"folder": str(tmp_path / "saves"), "call": call}
+    first, second = pair.do("load_without_files", fields=placed("stage 3 on cpu", tmp_path), **asked)
+    assert second[0] == "StorageError" and "EMFILE" in second[1], second
+    assert first[0] == "RankError" and "on rank 1" in first[1] and "EMFILE" in first[1], first
+
+
 def test_export(pair: Crew, tmp_path: Path) -> None:
     from transformers import LlamaForCausalLM
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.checkpoint.agreement import Agreement
 from offload.checkpoint.checkpoint import Checkpointing
 from offload.checkpoint.export.peft import AdapterFile, Merging, Skeleton, adapter_files, computed_parameters
 from offload.checkpoint.export.unpacking import Unpacking
@@ -232,10 +233,9 @@ class Exporting:
 
     def _write_first(self, write: Callable[[Iterator[Any]], None]) -> None:
         """On several ranks: all of them gather unit by unit, the first writes."""
-        ranks = self._parts.ranks
         gathered = self._gathering.values_by_unit(MeetingPoint.EXPORTING)
         failure: Exception | None = None
-        if ranks.index == 0:
+        if self._parts.ranks.index == 0:
             try:
                 write(gathered)
             except Exception as error:
@@ -244,12 +244,15 @@ class Exporting:
                 failure = error
         for _ in gathered:
             pass  # the other ranks, and this one after a failure: the gathers are everybody's
-        said = f"{type(failure).__name__}: {failure}".encode() if failure is not None else b""
-        word = self._gathering.meet(MeetingPoint.EXPORTING, lambda: ranks.exchange_bytes(said))[0]
-        if failure is not None:
-            raise failure
-        if word:
-            raise RankError(f"rank 0 could not write the export: {word.decode()}")
+
+        def outcome() -> None:
+            if failure is not None:
+                raise failure
+
+        agreement = Agreement(self._parts.ranks, self._gathering.meet)
+        agreement.by_first(
+            MeetingPoint.EXPORTING, outcome, lambda word: RankError(f"rank 0 could not write the export: {word}")
+        )
 
 
 def _fill(skeleton: Skeleton, wanted: Collection[int], pieces: Pieces) -> None:

@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
+from offload.checkpoint.agreement import Agreement
 from offload.checkpoint.format.manifest import Manifest, ParameterEntry, encode
 from offload.checkpoint.format.manifest_decoding import decode
 from offload.checkpoint.format.numbering import date_behind_others
@@ -38,6 +39,7 @@ class RankFolder:
         self.target = Path(os.path.abspath(target))
         self.path = self.target
         self._ranks, self._meeting = ranks, meeting
+        self._agreement = Agreement(ranks, meeting.meet)
         self._staged: StagedFolder | None = None
         self._fileno = -1
         self._part_written = False
@@ -49,41 +51,36 @@ class RankFolder:
 
     def __enter__(self) -> RankFolder:
         with ExitStack() as stack:
-            said, failure = b"", None
-            if self._ranks.index == 0:
-                try:
-                    self._staged = stack.enter_context(StagedFolder(self.target, replace=True))
-                    said = str(self._staged.path).encode()
-                except Exception as error:
-                    failure = error
-                    said = f"!{type(error).__name__}: {error}".encode()
-            answers = self._meeting.meet(MeetingPoint.SAVING, lambda: self._ranks.exchange_bytes(said))
-            if failure is not None:
-                raise failure
-            path = answers[0].decode()
-            if path.startswith("!"):
-                raise CheckpointError(f"rank 0 could not begin the checkpoint: {path[1:]}")
-            self.path = Path(path)
-            try:
-                self._fileno = open_folder(self.path)
-            except OSError as error:
-                seen, failure = b"!", error
-            else:
-                seen = b""
+            self.path = Path(
+                self._agreement.by_first(
+                    MeetingPoint.SAVING,
+                    lambda: self._make(stack),
+                    lambda word: CheckpointError(f"rank 0 could not begin the checkpoint: {word}"),
+                )
+            )
             stack.callback(self._close)
-            blind = [
-                index
-                for index, word in enumerate(self._meeting.meet(MeetingPoint.SAVING, lambda: self._ranks.exchange_bytes(seen)))
-                if word
-            ]
-            if blind:
-                raise CheckpointError(
-                    f"rank {blind[0]} does not see the folder {str(self.path.parent)!r} that rank 0 writes to: save to a file "
-                    "system that all ranks share."
-                ) from failure
+            self._open()
             self._meeting.watch(True)
             stack.pop_all()
         return self
+
+    def _make(self, stack: ExitStack) -> str:
+        self._staged = stack.enter_context(StagedFolder(self.target, replace=True))
+        return str(self._staged.path)
+
+    def _open(self) -> None:
+        """Raises `CheckpointError` on every rank where one does not see the folder."""
+        failure: OSError | None = None
+        try:
+            self._fileno = open_folder(self.path)
+        except OSError as error:
+            failure = error
+        blind = [rank for rank, sees in enumerate(self._agreement.exchange(MeetingPoint.SAVING, failure is None)) if not sees]
+        if blind:
+            raise CheckpointError(
+                f"rank {blind[0]} does not see the folder {str(self.path.parent)!r} that rank 0 writes to: save to a file "
+                "system that all ranks share."
+            ) from failure
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         was_given_up = value is not None and self._staged is None and self._is_removed(value)
