@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import offload
 from offload.checkpoint.format.staged_folder import StagedFolder
 from tests.file_systems import at_call, no_syncs
 
@@ -47,6 +48,21 @@ def test_order(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rep
     else:
         assert not removed
         assert ("sync", tmp_path) in done[:committed]  # the parent was made on the way
+
+
+def test_all_of_a_universal_checkpoint_is_synced(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file, and then every folder with what it lists."""
+    model = stack(blocks=1)
+    opened(model, adamw(model), ON_CPU).save_checkpoint(tmp_path / "saved")
+    done = record(monkeypatch)
+    offload.export_universal_checkpoint(tmp_path / "saved", tmp_path / "out")
+    committed = done.index(("rename", tmp_path / "out"))
+    saving = next(path for what, path in done if what == "rename" and ".offload-saving-" in path.name)
+    synced = [path.relative_to(saving) for what, path in done[:committed] if what == "sync" and path.is_relative_to(saving)]
+    written = [path.relative_to(tmp_path / "out") for path in (tmp_path / "out").rglob("*")]
+    assert len(written) > 20 and sorted(synced) == sorted([*written, Path(".")])
+    for place, path in enumerate(synced):
+        assert all(synced.index(inside) < place for inside in written if inside.parent == path)
 
 
 def test_a_folder_that_is_given_up_takes_what_others_still_make_with_it(

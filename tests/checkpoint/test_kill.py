@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import offload
 from offload.checkpoint.format.staged_folder import StagedFolder, remove_leftovers, take_back
@@ -161,6 +162,27 @@ def test_leftovers_with_files_of_others_stay(saves: Path) -> None:
     (saves / ".offload-removing-0123456789abcdef").symlink_to(left)
     remove_leftovers(saves)
     assert (left / "notes.txt").read_text() == "mine"
+
+
+def test_nothing_is_left_of_a_universal_checkpoint_that_was_not_finished(
+    saves: Path, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has files of other kinds than checkpoints have, in folders; neither a failure leaves them there nor a kill does."""
+    model = stack(blocks=1)
+    engine = opened(model, adamw(model), ON_CPU)
+    engine.save_checkpoint(saves / "saved")
+    offload.export_universal_checkpoint(saves / "saved", saves / "whole")
+    os.rename(saves / "whole", saves / ".offload-saving-0123456789abcdef")
+
+    def full(content: Any, path: Path) -> None:
+        Path(path).touch()
+        if path.name == "step.pt":
+            raise RuntimeError("no room")
+
+    monkeypatch.setattr(torch, "save", full)
+    with refused(offload.StorageError, "step.pt", "no room"):
+        offload.export_universal_checkpoint(saves / "saved", saves / "out")
+    assert os.listdir(saves) == ["saved"]
 
 
 def test_a_checkpoint_that_is_being_read_is_not_removed(saves: Path, opened: Any) -> None:

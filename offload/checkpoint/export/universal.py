@@ -20,7 +20,7 @@ import torch
 
 from offload.checkpoint.format.manifest import MOMENTS, VALUE, Manifest, ParameterEntry
 from offload.checkpoint.format.opened import OpenedCheckpoint
-from offload.checkpoint.format.staged_folder import MANIFEST_NAME, StagedFolder
+from offload.checkpoint.format.staged_folder import MANIFEST_NAME, StagedFolder, sync, write_failure
 from offload.checkpoint.format.values import whole_tensor
 from offload.errors import CheckpointError, StorageError
 from offload.model.file_dtypes import DTYPES
@@ -62,6 +62,7 @@ def export_universal(source: Path, target: Path) -> int:
                     raise
                 raise opened.damaged(MANIFEST_NAME, f"{parameter.fqns[0]!r} cannot be put together ({error})") from error
         _save(_optimizer(manifest), folder.path / "zero" / "optimizer_state.pt")
+        _make_durable(folder.path / "zero")
         states = _model_states(opened)
         for name in _MODEL_FILES:
             _save(states, folder.path / name)
@@ -89,11 +90,11 @@ def _write_parameter(opened: OpenedCheckpoint, parameter: ParameterEntry, folder
     own = folder / parameter.fqns[0]
     own.mkdir(parents=True)
     _save(_content(_whole(opened, parameter, VALUE)), own / "fp32.pt")
-    if parameter.group is None:
-        return
-    for name in MOMENTS:
-        _save(_content(_whole(opened, parameter, name)), own / f"{name}.pt")
-    _save(parameter.step, own / "step.pt")
+    if parameter.group is not None:
+        for name in MOMENTS:
+            _save(_content(_whole(opened, parameter, name)), own / f"{name}.pt")
+        _save(parameter.step, own / "step.pt")
+    _make_durable(own)
 
 
 def _save(content: Any, path: Path) -> None:
@@ -101,6 +102,14 @@ def _save(content: Any, path: Path) -> None:
         torch.save(content, path)
     except (OSError, RuntimeError) as error:  # torch's writer says RuntimeError of a full disk
         raise StorageError(getattr(error, "errno", None), f"{str(path)!r} cannot be written ({error}).") from error
+    _make_durable(path)
+
+
+def _make_durable(path: Path) -> None:
+    try:
+        sync(path)
+    except OSError as error:
+        raise write_failure("syncing", path, error) from error
 
 
 def _content(whole: torch.Tensor) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 
 from offload.checkpoint.export.peft import AdapterFile
 from offload.checkpoint.format.consistency import row_major, same_order
-from offload.checkpoint.format.staged_folder import StagedFolder, sync_folder
+from offload.checkpoint.format.staged_folder import StagedFolder, sync
 from offload.checkpoint.format.tensor_file import METADATA, TensorFile, TensorSpec, known_dtype, write_file
 from offload.checkpoint.model_names import CONFIGS
 from offload.device.arithmetic.rounding import round_into
@@ -182,7 +182,7 @@ class AdapterExporter(Exporter):
         for adapter in self._adapters:
             folder = self._folder.path / adapter.folder
             write_file(folder / "adapter_config.json", adapter.config)
-            sync_folder(folder)
+            sync(folder)
         self._folder.commit()
 
 

@@ -24,6 +24,7 @@ import logging
 import os
 import re
 import secrets
+import shutil
 import stat
 import time
 from collections.abc import Collection
@@ -40,12 +41,15 @@ _TOKEN = r"[0-9a-f]{16}"
 _NEW = re.compile(rf"\.offload-new-{_TOKEN}")
 _SAVING = re.compile(rf"\.offload-saving-{_TOKEN}")
 _REMOVING = re.compile(rf"\.offload-removing-{_TOKEN}")
+_STAGED = re.compile(rf"\.offload-(new|saving)-{_TOKEN}")
 _ASIDE = re.compile(rf"\.offload-aside-{_TOKEN}-(.+)", re.DOTALL)
 _NEW_LIFETIME_SECONDS = 3600
 _LATE_FILES = 3
 """Of other ranks, which had found the folder before it lost its name."""
 OUR_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.(safetensors|json)|MANIFEST\.json(\.new)?")
 """What a folder made here may hold; a folder with anything else in it is never removed."""
+_STAGED_FILE = re.compile(rf"{OUR_FILE.pattern}|[A-Za-z0-9_]+\.pt")
+"""The same of one that has no name of its own yet, at any depth: what becomes another project's checkpoint, too."""
 MANIFEST_NAME = "MANIFEST.json"
 
 _log = logging.getLogger(__name__)
@@ -66,9 +70,9 @@ def raise_if_short(path: Path, error: OSError) -> None:
         raise storage_error("cannot open", path, error.errno, CHECKPOINT) from error
 
 
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
-    fileno = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def sync(path: Path) -> None:
+    """Make a file durable, or the names in a folder."""
+    fileno = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fileno)
     finally:
@@ -82,7 +86,7 @@ def _make_parents(path: Path) -> None:
         path = path.parent
     for folder in reversed(missing):
         folder.mkdir(exist_ok=True)
-        sync_folder(folder.parent)
+        sync(folder.parent)
 
 
 class Lock(Enum):
@@ -185,7 +189,7 @@ class StagedFolder:
             self._take_name(asides)
             for aside in asides:
                 _move_on(aside, self.target)
-            sync_folder(self.target.parent)
+            sync(self.target.parent)
         except (OSError, CheckpointError) as error:
             if self.path != self.target:
                 for aside in asides:
@@ -268,7 +272,7 @@ def _names_in(target: Path) -> list[str]:
 
 def _move_on(aside: Path, target: Path) -> None:
     if move_others(aside, target):
-        sync_folder(target)
+        sync(target)
 
 
 def take_back(parent: Path) -> None:
@@ -284,7 +288,7 @@ def take_back(parent: Path) -> None:
         try:
             if lock_folder(fileno) is not Lock.HELD and not os.path.lexists(parent / match[1]):
                 os.rename(parent / name, parent / match[1])
-                sync_folder(parent)
+                sync(parent)
         finally:
             os.close(fileno)
 
@@ -315,8 +319,8 @@ def retire(path: Path) -> None:
     if foreign:
         _log.warning("kept: %s, which holds %s", path, foreign[0])
         return
-    removing = _renamed_for_removal(path)  # first of all: nothing half removed is ever under a checkpoint's name
-    sync_folder(path.parent)
+    removing = _renamed(path, "removing")  # first of all: nothing half removed is ever under a checkpoint's name
+    sync(path.parent)
     remove_quietly(removing)
 
 
@@ -346,15 +350,15 @@ def remove_quietly(path: Path, target: Path | None = None) -> None:
         _log.warning("left in place: %s (%s)", path, error.strerror)
 
 
-def _renamed_for_removal(path: Path) -> Path:
-    removing = path.parent / f"{PREFIX}removing-{secrets.token_hex(8)}"
-    os.rename(path, removing)
-    return removing
+def _renamed(path: Path, stage: str) -> Path:
+    renamed = path.parent / f"{PREFIX}{stage}-{secrets.token_hex(8)}"
+    os.rename(path, renamed)
+    return renamed
 
 
 def _remove_for_all(path: Path) -> None:
-    """Remove a folder that other ranks may be writing to: what they are about to make they find no folder for."""
-    removing = _renamed_for_removal(path)
+    """Remove a staged folder that other ranks may be writing to: what they are about to make they find no folder for."""
+    removing = _renamed(path, "saving")
     for _ in range(_LATE_FILES):
         try:
             return _empty_and_remove(removing)
@@ -373,6 +377,8 @@ def _is_folder_of_ours(path: Path) -> bool:
 
 def _empty_and_remove(path: Path, ours: re.Pattern[str] = OUR_FILE) -> None:
     """`ours`: the files that go; where anything else is left, so is the folder."""
+    if _STAGED.fullmatch(path.name) and all(_STAGED_FILE.fullmatch(name) for *_, names in os.walk(path) for name in names):
+        return shutil.rmtree(path)
     fileno = open_folder(path)
     try:
         # The manifest goes first, so that a half-removed checkpoint is none.
