@@ -6,13 +6,12 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from offload.checkpoint.format.manifest import (
     FORMAT,
     KEYS_OF,
-    MOMENTS,
     VERSION,
     VERSION_IMPORTED,
     VERSION_PADDED,
@@ -32,6 +31,7 @@ from offload.checkpoint.format.manifest import (
 from offload.errors import CheckpointError
 from offload.model.file_dtypes import DTYPES
 
+T = TypeVar("T")
 READABLE_VERSIONS = (VERSION, VERSION_IMPORTED, VERSION_PADDED, VERSION_PARTIAL)
 
 _FILE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,99}\.safetensors")
@@ -43,7 +43,7 @@ class Malformed(Exception):
 
 
 class _Fields:
-    """The fields of one JSON object, each taken once and checked; `end` refuses what is left."""
+    """The fields of one JSON object, each taken once and checked."""
 
     def __init__(self, value: Any, where: str) -> None:
         if not isinstance(value, dict):
@@ -55,14 +55,17 @@ class _Fields:
             raise Malformed(f"{self._where} has no {name!r}")
         return self._left.pop(name)
 
+    def _typed(self, name: str, kind: type[T], otherwise: str) -> T:
+        value = self.take(name)
+        if not isinstance(value, kind):
+            raise Malformed(f"{name} of {self._where} is {otherwise}")
+        return value
+
     def count(self, name: str) -> int:
         return _count(self.take(name), f"{name} of {self._where}")
 
     def text(self, name: str) -> str:
-        value = self.take(name)
-        if not isinstance(value, str):
-            raise Malformed(f"{name} of {self._where} is not a text")
-        return value
+        return self._typed(name, str, "not a text")
 
     def number(self, name: str) -> float:
         value = self.take(name)
@@ -71,16 +74,10 @@ class _Fields:
         return float(value)
 
     def truth(self, name: str) -> bool:
-        value = self.take(name)
-        if not isinstance(value, bool):
-            raise Malformed(f"{name} of {self._where} is neither true nor false")
-        return value
+        return self._typed(name, bool, "neither true nor false")
 
     def items(self, name: str) -> list[Any]:
-        value = self.take(name)
-        if not isinstance(value, list):
-            raise Malformed(f"{name} of {self._where} is not a list")
-        return value
+        return self._typed(name, list, "not a list")
 
     def counts(self, name: str) -> list[int]:
         return [_count(value, f"{name} of {self._where}") for value in self.items(name)]
@@ -92,10 +89,7 @@ class _Fields:
         return values
 
     def mapping(self, name: str) -> dict[str, Any]:
-        value = self.take(name)
-        if not isinstance(value, dict):
-            raise Malformed(f"{name} of {self._where} is not an object")
-        return value
+        return self._typed(name, dict, "not an object")
 
     def crc32(self, name: str) -> int:
         value = self.count(name)
@@ -103,9 +97,34 @@ class _Fields:
             raise Malformed(f"{name} of {self._where} is not a number of 32 bits")
         return value
 
+    def dtype(self, name: str) -> str:
+        code = self.text(name)
+        if code not in DTYPES:
+            raise Malformed(f"the dtype {code!r} is unknown")
+        return code
+
+    def object(self, name: str, decode: Callable[[_Fields], T]) -> T:
+        return _object(self.take(name), name, decode)
+
+    def optional(self, name: str, decode: Callable[[_Fields], T]) -> T | None:
+        value = self.take(name)
+        return None if value is None else _object(value, name, decode)
+
+    def objects(self, name: str, each: str, decode: Callable[[_Fields], T]) -> list[T]:
+        """`each`: what one of them is called."""
+        return [_object(value, f"{each} {index}", decode) for index, value in enumerate(self.items(name))]
+
     def end(self) -> None:
+        """Refuse what is left."""
         if self._left:
             raise Malformed(f"{self._where} has the unknown key {next(iter(self._left))!r}")
+
+
+def _object(value: Any, where: str, decode: Callable[[_Fields], T]) -> T:
+    fields = _Fields(value, where)
+    result = decode(fields)
+    fields.end()
+    return result
 
 
 def _count(value: Any, what: str) -> int:
@@ -130,37 +149,35 @@ def _decode(content: bytes) -> Manifest:
         readable = ", ".join(map(str, READABLE_VERSIONS))
         raise Malformed(f"it is of version {envelope.get('version')!r}, and this release reads {readable}")
     fields = _Fields(envelope, "the manifest's envelope")
-    version = (fields.take("format"), fields.take("version"))[1]
+    fields.take("format")
+    version = fields.take("version")
     line, newline, body = content.partition(b"\n")
     crc32 = fields.crc32("crc32")
     if line + newline != head(version, crc32):  # no checksum covers it
         raise Malformed(f"its first line is not {head(version, crc32)!r}: it is damaged")
     if zlib.crc32(body) != crc32:
         raise Malformed(f"its bytes have the checksum {zlib.crc32(body)}, not {crc32}: it is damaged")
-    manifest = _manifest(_Fields(fields.take("manifest"), "the manifest"), version)
+    manifest = _object(fields.take("manifest"), "the manifest", lambda inside: _manifest(inside, version))
     fields.end()
     return manifest
 
 
 def _manifest(fields: _Fields, version: int) -> Manifest:
-    optimizer = fields.take("optimizer")
-    result = Manifest(
+    return Manifest(
         world_size=fields.count("world_size"),
         step_count=fields.count("step_count"),
-        loss_scale=_loss_scale(_Fields(fields.take("loss_scale"), "loss_scale")),
-        optimizer=None if optimizer is None else _optimizer(_Fields(optimizer, "optimizer")),
-        model=_model(_Fields(fields.take("model"), "model")),
-        parameters=[_parameter(_Fields(value, f"parameter {index}")) for index, value in enumerate(fields.items("parameters"))],
-        buffers=[_buffer(_Fields(value, f"buffer {index}")) for index, value in enumerate(fields.items("buffers"))],
-        random=[_random(_Fields(value, f"random {index}")) for index, value in enumerate(fields.items("random"))],
-        files=[_file(_Fields(value, f"file {index}")) for index, value in enumerate(fields.items("files"))],
+        loss_scale=fields.object("loss_scale", _loss_scale),
+        optimizer=fields.optional("optimizer", _optimizer),
+        model=fields.object("model", _model),
+        parameters=fields.objects("parameters", "parameter", _parameter),
+        buffers=fields.objects("buffers", "buffer", _buffer),
+        random=fields.objects("random", "random", _random),
+        files=fields.objects("files", "file", _file),
         client_state=fields.mapping("client_state"),
         imported=fields.text("imported") if version in KEYS_OF["imported"] else None,
-        padding=_padding(fields) if version in KEYS_OF["padding"] else [],
+        padding=fields.objects("padding", "padding", _tensor) if version in KEYS_OF["padding"] else [],
         without_frozen=version in KEYS_OF["without_frozen"] and fields.truth("without_frozen"),
     )
-    fields.end()
-    return result
 
 
 def _loss_scale(fields: _Fields) -> LossScaleEntry:
@@ -172,7 +189,6 @@ def _loss_scale(fields: _Fields) -> LossScaleEntry:
     )
     if not result.value > 0:
         raise Malformed("value of loss_scale is not above 0")
-    fields.end()
     return result
 
 
@@ -180,16 +196,13 @@ def _optimizer(fields: _Fields) -> OptimizerEntry:
     groups = fields.items("param_groups")
     if not all(isinstance(group, dict) for group in groups):
         raise Malformed("param_groups of optimizer holds something that is not an object")
-    result = OptimizerEntry(fields.text("kind"), groups)
-    fields.end()
-    return result
+    return OptimizerEntry(fields.text("kind"), groups)
 
 
 def _model(fields: _Fields) -> ModelEntry:
     result = ModelEntry(fields.text("kind"), fields.mapping("configs"), fields.texts("kept_fqns"))
     if not all(isinstance(text, str) for text in result.configs.values()):
         raise Malformed("configs of model holds something that is not a text")
-    fields.end()
     return result
 
 
@@ -198,70 +211,43 @@ def _parameter(fields: _Fields) -> ParameterEntry:
     if not fqns or len(set(fqns)) != len(fqns):
         raise Malformed("a parameter has no name, or one name twice")
     group = fields.take("group")
-    result = ParameterEntry(
+    return ParameterEntry(
         fqns=fqns,
         shape=fields.counts("shape"),
         stride=fields.counts("stride"),
-        dtype=_dtype(fields.text("dtype")),
+        dtype=fields.dtype("dtype"),
         group=None if group is None else _count(group, f"group of {fqns[0]!r}"),
         step=fields.count("step"),
-        pieces=[_piece(_Fields(value, f"a piece of {fqns[0]!r}")) for value in fields.items("pieces")],
+        pieces=[_object(value, f"a piece of {fqns[0]!r}", _piece) for value in fields.items("pieces")],
     )
-    fields.end()
-    return result
 
 
 def _piece(fields: _Fields) -> PieceEntry:
-    moments = {name: fields.take(name) for name in MOMENTS}
-    entries = {name: None if value is None else _tensor(_Fields(value, name)) for name, value in moments.items()}
-    result = PieceEntry(fields.count("start"), fields.count("stop"), _tensor(_Fields(fields.take("value"), "value")), **entries)
-    fields.end()
-    return result
+    return PieceEntry(
+        start=fields.count("start"),
+        stop=fields.count("stop"),
+        value=fields.object("value", _tensor),
+        exp_avg=fields.optional("exp_avg", _tensor),
+        exp_avg_sq=fields.optional("exp_avg_sq", _tensor),
+    )
 
 
 def _tensor(fields: _Fields) -> TensorEntry:
-    result = TensorEntry(
-        fields.text("file"),
-        _dtype(fields.text("dtype")),
-        fields.count("offset"),
-        fields.count("nbytes"),
-        fields.crc32("crc32"),
+    return TensorEntry(
+        fields.text("file"), fields.dtype("dtype"), fields.count("offset"), fields.count("nbytes"), fields.crc32("crc32")
     )
-    fields.end()
-    return result
 
 
 def _buffer(fields: _Fields) -> BufferEntry:
-    result = BufferEntry(fields.text("fqn"), fields.counts("shape"), _tensor(_Fields(fields.take("data"), "a buffer's data")))
-    fields.end()
-    return result
+    return BufferEntry(fields.text("fqn"), fields.counts("shape"), _object(fields.take("data"), "a buffer's data", _tensor))
 
 
 def _random(fields: _Fields) -> RandomEntry:
-    device = fields.take("device")
-    result = RandomEntry(
-        fields.count("rank"),
-        _tensor(_Fields(fields.take("cpu"), "cpu")),
-        None if device is None else _tensor(_Fields(device, "device")),
-    )
-    fields.end()
-    return result
-
-
-def _padding(fields: _Fields) -> list[TensorEntry]:
-    return [_tensor(_Fields(value, f"padding {index}")) for index, value in enumerate(fields.items("padding"))]
+    return RandomEntry(fields.count("rank"), fields.object("cpu", _tensor), fields.optional("device", _tensor))
 
 
 def _file(fields: _Fields) -> FileEntry:
     name = fields.text("name")
     if not _FILE_NAME.fullmatch(name):
         raise Malformed(f"the file name {name!r} is not a plain name of lower-case letters, digits, _ and -")
-    result = FileEntry(name, fields.count("nbytes"), fields.count("header_nbytes"), fields.crc32("header_crc32"))
-    fields.end()
-    return result
-
-
-def _dtype(code: str) -> str:
-    if code not in DTYPES:
-        raise Malformed(f"the dtype {code!r} is unknown")
-    return code
+    return FileEntry(name, fields.count("nbytes"), fields.count("header_nbytes"), fields.crc32("header_crc32"))
