@@ -16,7 +16,6 @@ from offload.checkpoint.format.consistency import row_major
 from offload.checkpoint.format.manifest import (
     MOMENTS,
     BufferEntry,
-    FileEntry,
     LossScaleEntry,
     Manifest,
     ModelEntry,
@@ -26,8 +25,7 @@ from offload.checkpoint.format.manifest import (
     encode,
 )
 from offload.checkpoint.format.staged_folder import MANIFEST_NAME, StagedFolder
-from offload.checkpoint.format.tensor_file import METADATA, TensorFile, TensorSpec, known_dtype, write_file
-from offload.device.arithmetic.rounding import round_into
+from offload.checkpoint.format.tensor_file import TensorFile, TensorSpec, known_dtype, write_file
 from offload.errors import CheckpointError
 from offload.importing import deepspeed_universal, deepspeed_zero, torch_distributed
 from offload.importing.source import Source, SourceParameter, SourceTensor, check_source, reading, refused
@@ -47,7 +45,6 @@ _RECOGNISED: dict[str, Callable[[Path], bool]] = {
     torch_distributed.KIND: torch_distributed.recognises,
 }
 _FILE_NBYTES = 2**30
-_STEP_NUMEL = 2**20
 
 
 def import_checkpoint(source: Path, target: Path, kind: str | None = None, names: Sequence[str] | None = None) -> Source:
@@ -140,19 +137,14 @@ class _Converter:
         specs = [TensorSpec(name, known_dtype(name, tensor.dtype), tensor.shape) for name, tensor in tensors]
         if len({spec.name for spec in specs}) != len(specs):
             raise refused(Path(file_name), "two of its tensors have one name")
-        with closing(TensorFile(self._folder, file_name, specs, METADATA)) as file:
+        with closing(TensorFile(self._folder, file_name, specs)) as file:
             for (name, tensor), spec in zip(tensors, specs, strict=True):
                 for part in _parts(name, tensor):
-                    _append(file, name, spec.dtype, part)
+                    file.append(name, part)
                 self._progress.add(spec.nbytes)
             file.finish()
-        self._manifest.files.append(FileEntry(file.name, file.nbytes, file.header_nbytes, file.header_crc32))
-        return {
-            spec.name: TensorEntry(
-                file.name, DTYPE_CODES[spec.dtype], file.offsets[spec.name], spec.nbytes, file.crc32(spec.name)
-            )
-            for spec in specs
-        }
+        self._manifest.files.append(file.entry)
+        return {name: file.tensor_entry(name) for name, _ in tensors}
 
 
 def _as_json(progress: Mapping[str, object]) -> dict[str, Any]:
@@ -180,16 +172,6 @@ def _parts(name: str, tensor: SourceTensor) -> Iterator[torch.Tensor]:
         yield part
     if numel != tensor.numel:
         raise refused(Path(name), f"{numel} of its {tensor.numel} elements are there")
-
-
-def _append(file: TensorFile, name: str, dtype: torch.dtype, part: torch.Tensor) -> None:
-    for low in range(0, part.numel(), _STEP_NUMEL):
-        values = part[low : low + _STEP_NUMEL]
-        if values.dtype != dtype:
-            rounded = torch.empty(values.numel(), dtype=dtype, device="cpu")
-            round_into(rounded, values)
-            values = rounded
-        file.append(name, values)
 
 
 def _tensors_of(parameter: SourceParameter) -> Iterator[tuple[str, SourceTensor]]:

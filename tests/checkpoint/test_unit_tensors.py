@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from offload.checkpoint.format.manifest import VALUE
-from offload.checkpoint.format.tensor_file import METADATA, lay_out
+from offload.checkpoint.format.tensor_file import lay_out
 from offload.checkpoint.format.unit_tensors import UnitTensors, tensor_name
 from offload.device.arithmetic.records import MOMENTS, RecordFormat
 from offload.device.arithmetic.segment import MASTER, StateFormat
@@ -70,7 +70,7 @@ def units(draw: st.DrawFn) -> tuple[Any, tuple[str, ...]]:
 def test_chunks_lie_as_in_stores(drawn: tuple[Any, tuple[str, ...]]) -> None:
     unit, moments = drawn
     tensors = UnitTensors(unit, moments)
-    header, offsets = lay_out(list(tensors.specs.values()), METADATA)
+    header, offsets = lay_out(list(tensors.specs.values()))
     covered = []
     for flat in unit.flats:
         for chunk in flat.chunks:

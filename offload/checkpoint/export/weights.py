@@ -15,9 +15,8 @@ import torch
 from offload.checkpoint.export.peft import AdapterFile
 from offload.checkpoint.format.consistency import row_major, same_order
 from offload.checkpoint.format.staged_folder import StagedFolder, sync
-from offload.checkpoint.format.tensor_file import METADATA, TensorFile, TensorSpec, known_dtype, write_file
+from offload.checkpoint.format.tensor_file import TensorFile, TensorSpec, known_dtype, write_file
 from offload.checkpoint.model_names import CONFIGS
-from offload.device.arithmetic.rounding import round_into
 from offload.model.flat import ParameterInfo
 from offload.progress import Progress
 
@@ -26,7 +25,6 @@ _log = logging.getLogger(__name__)
 ADAPTER_NAME = "adapter_model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-_STEP_NUMEL = 2**20
 
 
 @dataclass(slots=True)
@@ -81,7 +79,7 @@ class Exporter:
                 folder = (self._folder.path / file_name).parent
                 folder.mkdir(exist_ok=True)
                 specs = [self._incoming[name].spec for name in names]
-                file = TensorFile(folder, Path(file_name).name, specs, METADATA)
+                file = TensorFile(folder, Path(file_name).name, specs)
                 self._files.update(dict.fromkeys(names, file))
         except BaseException:
             self.__exit__(None, None, None)
@@ -140,14 +138,7 @@ class Exporter:
     def _write(self, name: str, values: torch.Tensor) -> None:
         file, spec = self._files[name], self._incoming[name].spec
         self._progress.add(values.numel() * spec.dtype.itemsize)
-        if values.dtype == spec.dtype:
-            file.append(spec.name, values)
-            return
-        for low in range(0, values.numel(), _STEP_NUMEL):
-            part = values[low : low + _STEP_NUMEL]
-            rounded = torch.empty(part.numel(), dtype=spec.dtype, device="cpu")
-            round_into(rounded, part)
-            file.append(spec.name, rounded)
+        file.append(spec.name, values)
 
 
 class AdapterExporter(Exporter):

@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 from offload.checkpoint.format.direct_file import ALIGN, DirectFile, open_direct
-from offload.checkpoint.format.manifest import MOMENTS, VALUE, FileEntry, Manifest, ParameterEntry, PieceEntry, TensorEntry
+from offload.checkpoint.format.manifest import MOMENTS, VALUE, Manifest, ParameterEntry, PieceEntry
 from offload.checkpoint.format.staged_folder import write_failure
-from offload.checkpoint.format.tensor_file import METADATA, TensorFile, TensorSpec
+from offload.checkpoint.format.tensor_file import TensorFile
 from offload.checkpoint.format.unit_tensors import GapPart, UnitTensors, tensor_name
 from offload.checkpoint.state_reading import ChunkRead, ChunkState, PieceState, settle
 from offload.device.pending import AllOf, Pending
@@ -60,15 +60,15 @@ class UnitFile:
 
     def enter(self, manifest: Manifest) -> None:
         """Enter the file and its parameters into the manifest."""
-        file, specs = self.opened(), self.tensors.specs
-        manifest.files.append(file_entry(file))
+        file = self.opened()
+        manifest.files.append(file.entry)
         for info in self.tensors.infos:
             kept = self.tensors.moments if info.trainable else ()
-            moments = [tensor_entry(file, specs[tensor_name(info, name)]) if name in kept else None for name in MOMENTS]
+            moments = [file.tensor_entry(tensor_name(info, name)) if name in kept else None for name in MOMENTS]
             owned = self.tensors.owned[info.index]
-            piece = PieceEntry(owned.start, owned.stop, tensor_entry(file, specs[tensor_name(info, VALUE)]), *moments)
+            piece = PieceEntry(owned.start, owned.stop, file.tensor_entry(tensor_name(info, VALUE)), *moments)
             manifest.parameters.append(parameter_entry(info, self._steps[info.index], [piece]))
-        manifest.padding += [tensor_entry(file, spec) for spec in self.tensors.padding]
+        manifest.padding += [file.tensor_entry(spec.name) for spec in self.tensors.padding]
 
     @property
     def nbytes(self) -> int:
@@ -78,7 +78,7 @@ class UnitFile:
     def opened(self) -> TensorFile:
         """The file, made when it is first asked for."""
         if self._file is None:
-            self._file = TensorFile(self._folder, self._name, list(self.tensors.specs.values()), METADATA)
+            self._file = TensorFile(self._folder, self._name, list(self.tensors.specs.values()))
             if self._backend is not None:
                 self._direct = open_direct(self._file.path)
         return self._file
@@ -164,14 +164,6 @@ def _arrays_of(state: PieceState) -> Iterator[tuple[str, torch.Tensor]]:
 def _holds_any(array: torch.Tensor, gap: GapPart) -> bool:
     """Whether a bit is set in the padding."""
     return bool(array[gap.low : gap.high].view(torch.uint8).any())
-
-
-def tensor_entry(file: TensorFile, spec: TensorSpec) -> TensorEntry:
-    return TensorEntry(file.name, DTYPE_CODES[spec.dtype], file.offsets[spec.name], spec.nbytes, file.crc32(spec.name))
-
-
-def file_entry(file: TensorFile) -> FileEntry:
-    return FileEntry(file.name, file.nbytes, file.header_nbytes, file.header_crc32)
 
 
 def parameter_entry(info: ParameterInfo, step: int, pieces: list[PieceEntry]) -> ParameterEntry:

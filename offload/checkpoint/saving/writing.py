@@ -26,12 +26,12 @@ import torch
 from torch import nn
 
 from offload.checkpoint.format.manifest import BufferEntry, Manifest, RandomEntry
-from offload.checkpoint.format.tensor_file import METADATA, TensorFile, TensorSpec, known_dtype
+from offload.checkpoint.format.tensor_file import TensorFile, TensorSpec, known_dtype
 from offload.checkpoint.format.unit_tensors import UnitTensors, owned_elements
 from offload.checkpoint.model_names import buffers_once
 from offload.checkpoint.random_state import CPU, DEVICE, take_random_state
 from offload.checkpoint.saving.copies import Copies
-from offload.checkpoint.saving.unit_file import ChunkCopy, UnitFile, file_entry, parameter_entry, tensor_entry
+from offload.checkpoint.saving.unit_file import ChunkCopy, UnitFile, parameter_entry
 from offload.checkpoint.state_reading import Failures, Kept, StateReader, raw_arrays, stores_of
 from offload.model.chunk import Chunk
 from offload.model.unit import Unit
@@ -251,7 +251,7 @@ class Snapshot:
     def _write_file(self, stem: str, tensors: Mapping[str, torch.Tensor]) -> None:
         specs = [TensorSpec(name, known_dtype(name, one.dtype), tuple(one.shape)) for name, one in tensors.items()]
         if specs:
-            file = TensorFile(self._folder, f"{stem}-rank-{self._rank:05d}.safetensors", specs, METADATA)
+            file = TensorFile(self._folder, f"{stem}-rank-{self._rank:05d}.safetensors", specs)
             self._whole.append(file)
             for name, tensor in tensors.items():
                 file.append(name, tensor.contiguous())
@@ -260,10 +260,9 @@ class Snapshot:
         manifest = self._manifest
         for file in self._whole:
             file.finish()
-            manifest.files.append(file_entry(file))
+            manifest.files.append(file.entry)
         *buffers, random = self._whole
         for file in buffers:
-            entries = {spec.name: tensor_entry(file, spec) for spec in file.specs}
-            manifest.buffers += [BufferEntry(fqn, shape, entries[fqn]) for fqn, shape in self._buffer_shapes.items()]
-        states = {spec.name: tensor_entry(random, spec) for spec in random.specs}
-        manifest.random.append(RandomEntry(self._rank, states[CPU], states.get(DEVICE)))
+            manifest.buffers += [BufferEntry(fqn, shape, file.tensor_entry(fqn)) for fqn, shape in self._buffer_shapes.items()]
+        device = random.tensor_entry(DEVICE) if DEVICE in random.offsets else None
+        manifest.random.append(RandomEntry(self._rank, random.tensor_entry(CPU), device))
