@@ -7,10 +7,11 @@ Everything is read unit by unit. On several ranks all of them gather, and the fi
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from fnmatch import fnmatch
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import nn
 
 from offload.checkpoint.agreement import Agreement
 from offload.checkpoint.checkpoint import Checkpointing
+from offload.checkpoint.export.arriving import Arriving
 from offload.checkpoint.export.peft import AdapterFile, Merging, Skeleton, adapter_files, computed_parameters
 from offload.checkpoint.export.unpacking import Unpacking
 from offload.checkpoint.export.weights import AdapterExporter, Exporter
@@ -26,7 +28,6 @@ from offload.checkpoint.format.consistency import row_major
 from offload.checkpoint.model_names import buffers_once, kept_fqn, model_configs
 from offload.checkpoint.state_reading import StateReader
 from offload.config import parse_nbytes
-from offload.device.arithmetic.rounding import round_into
 from offload.errors import RankError, UsageError
 from offload.model.flat import ParameterInfo
 from offload.model.peft_names import is_peft, is_peft_model, library_models
@@ -40,6 +41,8 @@ _SAVE_OPTIONS = ("max_shard_size", "safe_serialization", "is_main_process", "sav
 _UNFINISHED, _WEIGHTS = ".offload-export", "model*.safetensors*"
 Pieces = Iterable[tuple[ParameterInfo, torch.Tensor]]
 """Of each parameter all elements in slot order, in any number of parts."""
+_Made = Callable[[str, Mapping[str, str]], Exporter]
+"""From the model's class and configurations."""
 
 
 class Exporting:
@@ -72,11 +75,13 @@ class Exporting:
     ) -> None:
         infos = self._infos_of(model)
 
-        def write(pieces: Pieces) -> None:
+        def exporter(kind: str, configs: Mapping[str, str]) -> Exporter:
+            return Exporter(place.written, dtype, max_shard_nbytes, kind, configs)
+
+        def write(pieces: Iterator[Any]) -> None:
             with place:
-                exporter = Exporter(place.written, dtype, max_shard_nbytes)
                 if merged:
-                    self._export_merged(model, infos, exporter, dtype, iter(pieces))
+                    self._export_merged(model, infos, exporter, dtype, pieces)
                 else:
                     self._export(model, infos, exporter, pieces)
 
@@ -149,30 +154,29 @@ class Exporting:
             for key, held in adapter.content.items():
                 name = exporter.name_of(adapter, key)
                 if isinstance(held, int):
-                    exporter.add_copy(adapter, key, skeleton.infos[held])
+                    info = skeleton.infos[held]
+                    exporter.add(name, info.shape, info.stride, info.dtype, key)
                     places.setdefault(held, []).append(name)
                 else:
-                    exporter.add_buffer_copy(adapter, key, held)
+                    exporter.add_buffer(name, held.shape, held.dtype, key)
                     buffers.append((name, held))
 
         def write(pieces: Pieces) -> None:
-            with place, exporter:
-                for info, values in pieces:
-                    for name in places.get(info.index, ()):
-                        exporter.append(name, values)
-                for name, buffer in buffers:
-                    exporter.append(name, buffer.detach().cpu().contiguous().reshape(-1))
-                exporter.commit_adapters()
+            values = ((name, part) for info, part in pieces for name in places[info.index])
+            with place:
+                exporter.write(chain(values, _flat(buffers)))
 
         self._write(write, places)
 
     @staticmethod
     def _export_merged(
-        model: nn.Module, infos: Sequence[ParameterInfo], exporter: Exporter, dtype: torch.dtype | None, pieces: Iterator[Any]
+        model: nn.Module, infos: Sequence[ParameterInfo], made: _Made, dtype: torch.dtype | None, pieces: Iterator[Any]
     ) -> None:
         unpacking = Unpacking(infos)
         skeleton = Skeleton(model, unpacking.infos, dtype)
         merging = Merging(skeleton)
+        configs = merging.configs(model_configs(skeleton.base, as_packed=not unpacking.any))
+        exporter = made(type(skeleton.base).__name__, configs)
         names = {index: kept_fqn(skeleton.base, found) for index, found in merging.names.items()}
         for index, name in names.items():
             info = skeleton.infos[index]
@@ -180,29 +184,20 @@ class Exporting:
             exporter.add(name, info.shape, stride, info.dtype)
         for fqn, buffer in merging.buffers():
             exporter.add_buffer(fqn, buffer.shape, buffer.dtype)
-        with exporter:
-            for index, values in merging.merged(unpacking.unpacked(pieces)):
-                exporter.append(names[index], values)
-            for fqn, buffer in merging.buffers():
-                exporter.append(fqn, buffer.detach().cpu().contiguous().reshape(-1))
-            configs = merging.configs(model_configs(skeleton.base, as_packed=not unpacking.any))
-            exporter.commit(type(skeleton.base).__name__, configs)
+        values = ((names[index], part) for index, part in merging.merged(unpacking.unpacked(pieces)))
+        exporter.write(chain(values, _flat(merging.buffers())))
 
     @staticmethod
-    def _export(model: nn.Module, infos: Sequence[ParameterInfo], exporter: Exporter, pieces: Pieces) -> None:
+    def _export(model: nn.Module, infos: Sequence[ParameterInfo], made: _Made, pieces: Iterator[Any]) -> None:
         unpacking = Unpacking(infos)
-        parameters = unpacking.infos
-        names = {info.index: kept_fqn(model, info.fqns) for info in parameters}
-        for info in parameters:
+        exporter = made(type(model).__name__, model_configs(model, as_packed=not unpacking.any))
+        names = {info.index: kept_fqn(model, info.fqns) for info in unpacking.infos}
+        for info in unpacking.infos:
             exporter.add(names[info.index], info.shape, info.stride, info.dtype)
         for fqn, buffer in buffers_once(model):
             exporter.add_buffer(fqn, buffer.shape, buffer.dtype)
-        with exporter:
-            for info, values in unpacking.unpacked(pieces):
-                exporter.append(names[info.index], values)
-            for fqn, buffer in buffers_once(model):
-                exporter.append(fqn, buffer.detach().cpu().contiguous().reshape(-1))
-            exporter.commit(type(model).__name__, model_configs(model, as_packed=not unpacking.any))
+        values = ((names[info.index], part) for info, part in unpacking.unpacked(pieces))
+        exporter.write(chain(values, _flat(buffers_once(model))))
 
     # ---- where it comes from -------------------------------------------------------------------------------------
 
@@ -213,21 +208,21 @@ class Exporting:
         with self._training.failures():
             self._training.settle()
 
-    def _write(self, write: Callable[[Iterator[Any]], None], wanted: Collection[int] | None = None) -> None:
-        """`wanted`: the parameters, by index, that are enough; None: all."""
+    def _write(self, write: Callable[[Iterator[Any]], None], wanted: Collection[int]) -> None:
+        """`write` gets the parameters of these indices, piece by piece."""
 
         def write_wanted(pieces: Iterator[Any]) -> None:
-            write(piece for piece in pieces if wanted is None or piece[0].index in wanted)
+            write(piece for piece in pieces if piece[0].index in wanted)
 
         if self._parts.ranks.world_size == 1:
             write_wanted(self._own_pieces(wanted))
         else:
             self._write_first(write_wanted)
 
-    def _own_pieces(self, wanted: Collection[int] | None) -> Iterator[tuple[ParameterInfo, torch.Tensor]]:
+    def _own_pieces(self, wanted: Collection[int]) -> Iterator[tuple[ParameterInfo, torch.Tensor]]:
         with closing(StateReader(self._parts, self._training.failures)) as reader:
             for unit in self._parts.units:
-                if wanted is None or any(info.index in wanted for info in unit.parameters):
+                if any(info.index in wanted for info in unit.parameters):
                     for state in reader.pieces(unit):
                         yield state.info, state.value
 
@@ -255,18 +250,19 @@ class Exporting:
         )
 
 
+def _flat(buffers: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, buffer in buffers:
+        yield name, buffer.detach().cpu().contiguous().reshape(-1)
+
+
 def _fill(skeleton: Skeleton, wanted: Collection[int], pieces: Pieces) -> None:
     """Give parameters of the skeleton their values."""
-    infos = {index: skeleton.infos[index] for index in sorted(wanted)}
-    values = {index: torch.empty(info.numel, dtype=skeleton.twins[index].dtype, device="cpu") for index, info in infos.items()}
-    arrived = dict.fromkeys(values, 0)
+    sizes = {index: (skeleton.infos[index].numel, skeleton.twins[index].dtype) for index in sorted(wanted)}
+    arriving = Arriving(sizes)
     for info, part in pieces:
-        if info.index in wanted:
-            start = arrived[info.index]
-            arrived[info.index] = stop = start + part.numel()
-            round_into(values[info.index][start:stop], part)
-    for index, value in values.items():
-        skeleton.fill(index, value)
+        arriving.take(info.index, part)
+    for index, values in arriving.values.items():
+        skeleton.fill(index, values)
 
 
 class _Place:

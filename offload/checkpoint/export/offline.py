@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from offload.checkpoint.export.weights import Exporter
 from offload.checkpoint.format.consistency import Inconsistent, check_parameter, check_range, moments_of
-from offload.checkpoint.format.manifest import BufferEntry, Manifest, ModelEntry, ParameterEntry
+from offload.checkpoint.format.manifest import Manifest, ModelEntry, ParameterEntry
 from offload.checkpoint.format.opened import OpenedCheckpoint
 from offload.checkpoint.format.staged_folder import MANIFEST_NAME
 from offload.checkpoint.model_names import CONFIGS
@@ -45,17 +46,12 @@ def export_checkpoint(source: Path, target: Path, dtype: torch.dtype | None, max
             raise opened.damaged(MANIFEST_NAME, str(clause)) from clause
         opened.check_files()
         opened.check_headers()
-        exporter = Exporter(target, dtype, max_shard_nbytes)
+        exporter = Exporter(target, dtype, max_shard_nbytes, manifest.model.kind, manifest.model.configs)
         for name, parameter in zip(names, manifest.parameters, strict=True):
             exporter.add(name, parameter.shape, parameter.stride, DTYPES[parameter.dtype])
         for buffer in manifest.buffers:
             exporter.add_buffer(buffer.fqn, buffer.shape, DTYPES[buffer.data.dtype])
-        with exporter:
-            for name, parameter in zip(names, manifest.parameters, strict=True):
-                _append_parameter(opened, exporter, name, parameter)
-            for buffer in manifest.buffers:
-                _append_buffer(opened, exporter, buffer)
-            exporter.commit(manifest.model.kind, manifest.model.configs)
+        exporter.write(_values(opened, names))
         return len(names) + len(manifest.buffers)
 
 
@@ -85,21 +81,21 @@ def _require_no_adapters(manifest: Manifest, source: Path) -> None:
         )
 
 
-def _append_parameter(opened: OpenedCheckpoint, exporter: Exporter, name: str, parameter: ParameterEntry) -> None:
-    for piece in sorted(parameter.pieces, key=lambda piece: piece.start):
-        for slab in opened.checked_slabs(f"value of {parameter.fqns[0]!r}", piece.value):
-            exporter.append(name, slab)
-
-
-def _append_buffer(opened: OpenedCheckpoint, exporter: Exporter, buffer: BufferEntry) -> None:
-    for slab in opened.checked_slabs(f"buffer {buffer.fqn!r}", buffer.data):
-        exporter.append(buffer.fqn, slab)
+def _values(opened: OpenedCheckpoint, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in zip(names, opened.manifest.parameters, strict=True):
+        for piece in sorted(parameter.pieces, key=lambda piece: piece.start):
+            for slab in opened.checked_slabs(f"value of {parameter.fqns[0]!r}", piece.value):
+                yield name, slab
+    for buffer in opened.manifest.buffers:
+        for slab in opened.checked_slabs(f"buffer {buffer.fqn!r}", buffer.data):
+            yield buffer.fqn, slab
 
 
 def _check(manifest: Manifest) -> list[str]:
     """The parameters' names in the export, after everything that no engine is here to check. Raises `Inconsistent`."""
+    moments = moments_of(manifest)
     for parameter in manifest.parameters:
-        check_parameter(parameter, moments_of(manifest))
+        check_parameter(parameter, moments)
     for buffer in manifest.buffers:
         check_range(f"buffer {buffer.fqn!r}", buffer.data, math.prod(buffer.shape), buffer.data.dtype)
     names = [kept_name(parameter, manifest.model) for parameter in manifest.parameters]

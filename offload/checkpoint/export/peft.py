@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offload.device.arithmetic.rounding import round_into
+from offload.checkpoint.export.arriving import Arriving
 from offload.errors import UsageError
 from offload.model.flat import ParameterInfo
 from offload.model.quantized import is_packed
@@ -166,7 +166,7 @@ class _Group:
 
     layers: list[tuple[str, Any]]
     members: set[int]
-    arrived: dict[int, Tensor]
+    arriving: Arriving[int]
 
 
 class Merging:
@@ -185,7 +185,6 @@ class Merging:
                 raise UsageError(f"export(merged=True): PEFT cannot merge this model: {error}") from error
         self.names: dict[int, list[str]] = {}
         self._groups: dict[int, _Group] = {}
-        self._progress: dict[int, int] = {}
         layers: list[tuple[str, Any]] = []
         for path, module in skeleton.base.named_modules(remove_duplicate=False):
             if any(path.startswith(f"{above}.") for above, _ in layers):
@@ -208,11 +207,13 @@ class Merging:
         self.names.setdefault(index, []).append(name)
 
     def _join(self, path: str, module: nn.Module) -> None:
-        members = {self._skeleton.index_of(twin) for twin in module.parameters()} - {None}
-        group = _Group([(path, module)], {index for index in members if index is not None}, {})
-        for other in {id(one): one for index in group.members if (one := self._groups.get(index))}.values():
-            group = _Group(other.layers + group.layers, other.members | group.members, {})
-        self._groups.update(dict.fromkeys(group.members, group))
+        skeleton, layers = self._skeleton, [(path, module)]
+        members = {index for twin in module.parameters() if (index := skeleton.index_of(twin)) is not None}
+        for other in {id(one): one for index in members if (one := self._groups.get(index))}.values():
+            layers = other.layers + layers
+            members |= other.members
+        sizes = {index: (skeleton.infos[index].numel, skeleton.twins[index].dtype) for index in members}
+        self._groups.update(dict.fromkeys(members, _Group(layers, members, Arriving(sizes))))
 
     def merged(self, pieces: Iterator[tuple[ParameterInfo, Tensor]]) -> Iterator[tuple[int, Tensor]]:
         """(parameter index, its next elements). `pieces`: the next elements of each, in slot order; what belongs to an adapted
@@ -222,31 +223,18 @@ class Merging:
             if group is None:
                 if info.index in self.names:
                     yield info.index, values
-                continue
-            if self._take(group, info, values):
+            elif group.arriving.take(info.index, values):
                 yield from self._merge(group)
 
     def is_merged(self, index: int) -> bool:
         """Whether it comes out whole, row by row."""
         return index in self._groups
 
-    def _take(self, group: _Group, info: ParameterInfo, values: Tensor) -> bool:
-        whole = group.arrived.get(info.index)
-        if whole is None:
-            whole = group.arrived[info.index] = torch.empty(
-                info.numel, dtype=self._skeleton.twins[info.index].dtype, device="cpu"
-            )
-        start = self._progress.get(info.index, 0)
-        round_into(whole[start : start + values.numel()], values)
-        self._progress[info.index] = start + values.numel()
-        needed = (self._progress.get(index, 0) == self._skeleton.infos[index].numel for index in group.members)
-        return all(needed)
-
     @torch.no_grad()
     def _merge(self, group: _Group) -> Iterator[tuple[int, Tensor]]:
-        for index, values in group.arrived.items():
+        for index, values in group.arriving.values.items():
             self._skeleton.fill(index, values)
-        group.arrived.clear()
+        group.arriving.values.clear()
         try:
             for path, module in group.layers:
                 for key, twin in _result(module, merge=True).named_parameters(remove_duplicate=False):

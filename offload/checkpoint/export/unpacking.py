@@ -5,26 +5,26 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from offload.checkpoint.export.arriving import Arriving
 from offload.model.flat import ParameterInfo
 from offload.model.quantized import is_packed
 
 
 @dataclass(slots=True)
 class _Packed:
-    """One packed weight: what it is made of, by index, and which of that came. `places`: (holder, attribute) of each tensor in
-    a copy of the weight's state."""
+    """One packed weight, and what it is made of, by index. `places`: (holder, attribute) of each tensor beside it in a copy of
+    its state."""
 
     unpacked: ParameterInfo
     state: Any
     weight: ParameterInfo
     places: dict[int, tuple[Any, str]]
-    arrived: dict[int, torch.Tensor] = field(default_factory=dict)
-    missing_numel: int = 0
+    arriving: Arriving[int]
 
 
 class Unpacking:
@@ -54,40 +54,34 @@ class Unpacking:
     def _begin(info: ParameterInfo, by_id: dict[int, ParameterInfo]) -> _Packed:
         state = copy.copy(vars(info.parameter)["quant_state"])
         state.state2 = copy.copy(state.state2)
-        places, missing = {}, info.numel
+        places, sizes = {}, {info.index: (info.numel, info.dtype)}
         for holder in (state, state.state2):
             for attribute, tensor in (vars(holder) if holder is not None else {}).items():
                 beside = by_id.get(id(tensor))
                 if beside is not None:
                     places[beside.index] = (holder, attribute)
-                    missing += beside.numel
+                    sizes[beside.index] = (beside.numel, beside.dtype)
         stride = torch.empty(state.shape, device="meta").stride()
         unpacked = replace(info, shape=torch.Size(state.shape), stride=stride, dtype=state.dtype)
-        return _Packed(unpacked, state, info, places, missing_numel=missing)
+        return _Packed(unpacked, state, info, places, Arriving(sizes))
 
     def unpacked(self, pieces: Iterable[tuple[ParameterInfo, torch.Tensor]]) -> Iterator[tuple[ParameterInfo, torch.Tensor]]:
         """`pieces`, each the next elements of a parameter in slot order; of a packed weight all at once, when all is there."""
-        progress: dict[int, int] = {}
         for info, part in pieces:
             packed = self._packed_of.get(info.index)
             if packed is None:
                 yield info, part
-                continue
-            whole = packed.arrived.setdefault(info.index, torch.empty(info.numel, dtype=info.dtype, device="cpu"))
-            start = progress.get(info.index, 0)
-            progress[info.index] = stop = start + part.numel()
-            whole[start:stop].copy_(part)
-            packed.missing_numel -= part.numel()
-            if not packed.missing_numel:
+            elif packed.arriving.take(info.index, part):
                 yield packed.unpacked, self._values(packed)
 
     @staticmethod
     def _values(packed: _Packed) -> torch.Tensor:
         from bitsandbytes.functional import dequantize_4bit
 
+        arrived = packed.arriving.values
         for index, (holder, attribute) in packed.places.items():
             shape = vars(holder)[attribute].shape
-            setattr(holder, attribute, packed.arrived[index].reshape(shape))
-        values: torch.Tensor = dequantize_4bit(packed.weight.shaped(packed.arrived[packed.weight.index]), packed.state)
-        packed.arrived.clear()
+            setattr(holder, attribute, arrived[index].reshape(shape))
+        values: torch.Tensor = dequantize_4bit(packed.weight.shaped(arrived[packed.weight.index]), packed.state)
+        arrived.clear()
         return values.contiguous().reshape(-1)
