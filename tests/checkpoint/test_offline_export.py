@@ -138,6 +138,20 @@ def test_manifests_that_lie(saved: Path, tmp_path: Path) -> None:
     lie(lambda c: c["parameters"][0]["pieces"][0]["value"].update(offset=0), "begins at byte")
 
 
+def test_values_of_a_manifest_that_lies(saved: Path, tmp_path: Path) -> None:
+    """As many numbers as it says could be read, but not these."""
+    sound = content_of(saved)
+    for change in ({"stride": [0] * len(sound["parameters"][0]["stride"])}, {"shape": [1], "stride": [1]}):
+        content = copy.deepcopy(sound)
+        content["parameters"][0].update(change)
+        (saved / "MANIFEST.json").write_bytes(signed(content))
+        with refused(offload.CheckpointError, "MANIFEST.json", sound["parameters"][0]["fqns"][0]):
+            offload.read_values(saved)
+        with refused(offload.CheckpointError, "MANIFEST.json", sound["parameters"][0]["fqns"][0]):
+            offload.export_universal_checkpoint(saved, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_only_the_weights_are_read(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = Counter[tuple[str, int]]()
 

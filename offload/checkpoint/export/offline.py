@@ -9,17 +9,16 @@ elements do not lie row by row.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from offload.checkpoint.export.weights import Exporter
-from offload.checkpoint.format.consistency import Inconsistent, check_parameter, check_range, moments_of
 from offload.checkpoint.format.manifest import Manifest, ModelEntry, ParameterEntry
 from offload.checkpoint.format.opened import OpenedCheckpoint
 from offload.checkpoint.format.staged_folder import MANIFEST_NAME
+from offload.checkpoint.format.values import check_without_model
 from offload.checkpoint.model_names import CONFIGS
 from offload.errors import CheckpointError
 from offload.model.file_dtypes import DTYPES
@@ -40,12 +39,8 @@ def export_checkpoint(source: Path, target: Path, dtype: torch.dtype | None, max
     with OpenedCheckpoint(source) as opened:
         manifest = opened.manifest
         _require_whole(manifest, source)
-        try:
-            names = _check(manifest)
-        except Inconsistent as clause:
-            raise opened.damaged(MANIFEST_NAME, str(clause)) from clause
-        opened.check_files()
-        opened.check_headers()
+        check_without_model(opened)
+        names = _names(opened)
         exporter = Exporter(target, dtype, max_shard_nbytes, manifest.model.kind, manifest.model.configs)
         for name, parameter in zip(names, manifest.parameters, strict=True):
             exporter.add(name, parameter.shape, parameter.stride, DTYPES[parameter.dtype])
@@ -91,20 +86,16 @@ def _values(opened: OpenedCheckpoint, names: Sequence[str]) -> Iterator[tuple[st
             yield buffer.fqn, slab
 
 
-def _check(manifest: Manifest) -> list[str]:
-    """The parameters' names in the export, after everything that no engine is here to check. Raises `Inconsistent`."""
-    moments = moments_of(manifest)
-    for parameter in manifest.parameters:
-        check_parameter(parameter, moments)
-    for buffer in manifest.buffers:
-        check_range(f"buffer {buffer.fqn!r}", buffer.data, math.prod(buffer.shape), buffer.data.dtype)
+def _names(opened: OpenedCheckpoint) -> list[str]:
+    """The parameters' names in the export. Raises `CheckpointError` where names or configurations are none for one."""
+    manifest = opened.manifest
     names = [kept_name(parameter, manifest.model) for parameter in manifest.parameters]
     written = [*names, *(buffer.fqn for buffer in manifest.buffers)]
     if len(set(written)) != len(written) or "__metadata__" in written:
-        raise Inconsistent("two of its tensors have one name, or one that safetensors does not allow")
+        raise opened.damaged(MANIFEST_NAME, "two of its tensors have one name, or one that safetensors does not allow")
     for attribute, text in manifest.model.configs.items():
         if attribute not in CONFIGS or not _is_json_object(text):
-            raise Inconsistent(f"its model configuration {attribute!r} is unknown, or no JSON object")
+            raise opened.damaged(MANIFEST_NAME, f"its model configuration {attribute!r} is unknown, or no JSON object")
     return names
 
 

@@ -21,15 +21,16 @@ import torch
 from offload.checkpoint.format.manifest import MOMENTS, VALUE, Manifest, ParameterEntry
 from offload.checkpoint.format.opened import OpenedCheckpoint
 from offload.checkpoint.format.staged_folder import MANIFEST_NAME, StagedFolder, sync, write_failure
-from offload.checkpoint.format.values import whole_tensor
+from offload.checkpoint.format.values import check_without_model, whole_buffer, whole_parameter
 from offload.errors import CheckpointError, StorageError
-from offload.model.file_dtypes import DTYPES
 from offload.progress import Progress
 
 _log = logging.getLogger(__name__)
 
 _VERSION = "0.19.8"
 """Of DeepSpeed, whose layout this is."""
+_FILES = ((VALUE, "fp32"), *((name, name) for name in MOMENTS))
+"""Of a parameter: what is in them, and their names."""
 _MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 
 
@@ -48,19 +49,13 @@ def export_universal(source: Path, target: Path) -> int:
     with OpenedCheckpoint(source) as opened, StagedFolder(target, replace=False) as folder:
         manifest = opened.manifest
         _require_adam(manifest, source)
-        opened.check_files()
-        opened.check_headers()
+        check_without_model(opened)
         progress = Progress(_log, "export: %.1f of %.1f GiB of parameters", sum(4 * one.numel for one in manifest.parameters))
         for parameter in manifest.parameters:
             if manifest.leaves_out(parameter):
                 continue
             progress.add(4 * parameter.numel)
-            try:
-                _write_parameter(opened, parameter, folder.path / "zero")
-            except (KeyError, ValueError, RuntimeError) as error:
-                if isinstance(error, CheckpointError):
-                    raise
-                raise opened.damaged(MANIFEST_NAME, f"{parameter.fqns[0]!r} cannot be put together ({error})") from error
+            _write_parameter(opened, parameter, folder.path / "zero")
         _save(_optimizer(manifest), folder.path / "zero" / "optimizer_state.pt")
         _make_durable(folder.path / "zero")
         states = _model_states(opened)
@@ -89,10 +84,10 @@ def _write_parameter(opened: OpenedCheckpoint, parameter: ParameterEntry, folder
         raise opened.damaged(MANIFEST_NAME, f"{parameter.fqns[0]!r} is no name of a parameter")
     own = folder / parameter.fqns[0]
     own.mkdir(parents=True)
-    _save(_content(_whole(opened, parameter, VALUE)), own / "fp32.pt")
+    for kind, name in _FILES if parameter.group is not None else _FILES[:1]:
+        whole = whole_parameter(opened, parameter, kind, torch.float32)
+        _save({"cat_dim": 0, "param": whole.contiguous()}, own / f"{name}.pt")
     if parameter.group is not None:
-        for name in MOMENTS:
-            _save(_content(_whole(opened, parameter, name)), own / f"{name}.pt")
         _save(parameter.step, own / "step.pt")
     _make_durable(own)
 
@@ -110,21 +105,6 @@ def _make_durable(path: Path) -> None:
         sync(path)
     except OSError as error:
         raise write_failure("syncing", path, error) from error
-
-
-def _content(whole: torch.Tensor) -> dict[str, Any]:
-    return {"cat_dim": 0, "param": whole.contiguous()}
-
-
-def _whole(opened: OpenedCheckpoint, parameter: ParameterEntry, kind: str) -> torch.Tensor:
-    whole = torch.empty(parameter.numel, dtype=torch.float32, device="cpu")
-    for piece in parameter.pieces:
-        start, entry = piece.start, getattr(piece, kind)
-        for slab in opened.checked_slabs(f"{kind} of {parameter.fqns[0]!r}", entry):
-            part = slab.view(DTYPES[entry.dtype])
-            whole[start : start + part.numel()] = part
-            start += part.numel()
-    return whole.as_strided(parameter.shape, parameter.stride)
 
 
 def _optimizer(manifest: Manifest) -> dict[str, Any]:
@@ -152,14 +132,16 @@ def _model_states(opened: OpenedCheckpoint) -> dict[str, Any]:
     is_drop_ins = "global_steps" in own
     trained = [[one for one in manifest.parameters if one.group == index] for index in _groups(manifest)]
     frozen = [one for one in manifest.parameters if one.group is None and not manifest.leaves_out(one)]
-    buffers = {one.fqn: whole_tensor(opened, one.fqn, one.data).reshape(one.shape) for one in manifest.buffers}
+    buffers = {one.fqn: whole_buffer(opened, one) for one in manifest.buffers}
     states = {
         "module": buffers,
         "buffer_names": list(buffers),
         "optimizer": None,
         "param_shapes": [{one.fqns[0]: torch.Size(one.shape) for one in group} for group in trained],
         "frozen_param_shapes": {one.fqns[0]: torch.Size(one.shape) for one in frozen},
-        "frozen_param_fragments": {one.fqns[0]: _whole(opened, one, VALUE).reshape(-1) for one in frozen},
+        "frozen_param_fragments": {
+            one.fqns[0]: whole_parameter(opened, one, VALUE, torch.float32).reshape(-1) for one in frozen
+        },
         "shared_params": {alias: one.fqns[0] for one in manifest.parameters for alias in one.fqns[1:]},
         "lr_scheduler": own.get("lr_scheduler") if is_drop_ins else None,
         "skipped_steps": own.get("skipped_steps", 0) if is_drop_ins else 0,
