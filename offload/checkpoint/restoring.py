@@ -8,13 +8,15 @@ memory: one chunk's record and values, and where a parameter's order of elements
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from offload.checkpoint.format.consistency import same_order
 from offload.checkpoint.format.manifest import VALUE, ParameterEntry, TensorEntry
 from offload.checkpoint.format.opened import OpenedCheckpoint
-from offload.checkpoint.state_reading import ChunkBuffers
+from offload.checkpoint.state_reading import ChunkBuffer, ChunkBuffers
 from offload.device.arithmetic.rounding import round_into
 from offload.device.arithmetic.segment import MASTER
 from offload.layout import Piece
@@ -23,6 +25,7 @@ from offload.model.file_dtypes import DTYPES
 from offload.model.flat import ParameterInfo
 from offload.model.unit import Unit
 from offload.progress import Progress
+from offload.step.chunk_stores import ChunkStore
 from offload.step.components import Components
 
 _log = logging.getLogger(__name__)
@@ -107,54 +110,58 @@ class StateWriter:
         records = self._parts.records
         if records is None or not chunk.flat.layout.trainable:
             return None
-        home = records.view(chunk)
-        in_place = home is not None and home.device.type == "cpu"
-        content = home if home is not None and in_place else self._buffers.record.take(records.nbytes(chunk)).zero_()
-        record = records.over(chunk, content)
-        masters = record.arrays.get(MASTER)
-        if masters is None and record.format.own_master:
-            masters = torch.zeros(chunk.numel, dtype=torch.float32, device="cpu")
-        for info, piece in chunk.pieces:
-            low, high = piece.start - chunk.start, piece.stop - chunk.start
-            stored, start = self._stored[info.index], piece.start - piece.slot.start
-            if masters is not None:
-                stored.read(VALUE, start, masters[low:high])
-                record.put_master(low, high, masters[low:high])
-            for name in record.format.moments:
-                direct = record.arrays[name][low:high]
-                exact = direct if direct.dtype == torch.float32 else torch.empty(high - low, dtype=torch.float32, device="cpu")
-                stored.read(name, start, exact)
-                if exact is not direct:
-                    record.put_moment(name, low, high, exact)
-        if not in_place:
-            records.write(chunk, content).wait()
+        with self._overwriting(records, chunk, self._buffers.record) as content:
+            record = records.over(chunk, content)
+            masters = record.arrays.get(MASTER)
+            if masters is None and record.format.own_master:
+                masters = torch.zeros(chunk.numel, dtype=torch.float32, device="cpu")
+            for info, piece in chunk.pieces:
+                low, high = piece.start - chunk.start, piece.stop - chunk.start
+                stored, start = self._stored[info.index], piece.start - piece.slot.start
+                if masters is not None:
+                    stored.read(VALUE, start, masters[low:high])
+                    record.put_master(low, high, masters[low:high])
+                for name in record.format.moments:
+                    direct = record.arrays[name][low:high]
+                    is_exact = direct.dtype == torch.float32
+                    exact = direct if is_exact else torch.empty(high - low, dtype=torch.float32, device="cpu")
+                    stored.read(name, start, exact)
+                    if not is_exact:
+                        record.put_moment(name, low, high, exact)
         return masters
 
     def _fill_values(self, chunk: Chunk, masters: torch.Tensor | None) -> None:
-        nbytes, parameter_store = chunk.nbytes, self._parts.parameter_store
+        parameter_store = self._parts.parameter_store
         parameter_store.settle_copies(chunk)
-        home = parameter_store.view(chunk)
-        in_place = home is not None and home.device.type == "cpu"
-        content = home if home is not None and in_place else self._buffers.values.take(parameter_store.nbytes(chunk)).zero_()
-        values = content[:nbytes].view(chunk.flat.dtype)
-        if not in_place and any(info.index not in self._stored for info, _ in chunk.pieces):
-            self._take_present(chunk, home, content)
-        for info, piece in chunk.pieces:
-            if info.index not in self._stored:
-                continue
-            low, high = piece.start - chunk.start, piece.stop - chunk.start
-            if masters is not None:
-                self._round(chunk, values[low:high], masters[low:high])
-            else:
-                self._read_values(chunk, info, piece, values[low:high])
-        if not in_place:
-            parameter_store.write(chunk, content).wait()
+        some_stay = any(info.index not in self._stored for info, _ in chunk.pieces)
+        with self._overwriting(parameter_store, chunk, self._buffers.values, some_stay=some_stay) as content:
+            values = content[: chunk.nbytes].view(chunk.flat.dtype)
+            for info, piece in chunk.pieces:
+                if info.index not in self._stored:
+                    continue
+                low, high = piece.start - chunk.start, piece.stop - chunk.start
+                if masters is not None:
+                    self._round(chunk, values[low:high], masters[low:high])
+                else:
+                    self._read_values(chunk, info, piece, values[low:high])
 
-    def _take_present(self, chunk: Chunk, home: torch.Tensor | None, into: torch.Tensor) -> None:
-        if home is not None:
-            into[: home.numel()].copy_(home)
-        else:
-            self._parts.parameter_store.read(chunk, into).wait()
+    @contextmanager
+    def _overwriting(
+        self, store: ChunkStore, chunk: Chunk, buffer: ChunkBuffer, *, some_stay: bool = False
+    ) -> Iterator[torch.Tensor]:
+        """The chunk's bytes, to be overwritten where they lie, or in the buffer, which is then written there. `some_stay`: what
+        they are now is asked for."""
+        home = store.view(chunk)
+        if home is not None and home.device.type == "cpu":
+            yield home
+            return
+        content = buffer.take(store.nbytes(chunk)).zero_()
+        if some_stay and home is not None:
+            content[: home.numel()].copy_(home)
+        elif some_stay:
+            store.read(chunk, content).wait()
+        yield content
+        store.write(chunk, content).wait()
 
     def _read_values(self, chunk: Chunk, info: ParameterInfo, piece: Piece, into: torch.Tensor) -> None:
         stored, start = self._stored[info.index], piece.start - piece.slot.start
