@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -34,23 +34,15 @@ from offload.progress import Progress
 
 _log = logging.getLogger(__name__)
 
-KINDS: dict[str, Callable[[Path], Source]] = {
-    deepspeed_universal.KIND: deepspeed_universal.open_source,
-    deepspeed_zero.KIND: deepspeed_zero.open_source,
-    torch_distributed.KIND: torch_distributed.open_source,
-}
-_RECOGNISED: dict[str, Callable[[Path], bool]] = {
-    deepspeed_universal.KIND: deepspeed_universal.recognises,
-    deepspeed_zero.KIND: deepspeed_zero.recognises,
-    torch_distributed.KIND: torch_distributed.recognises,
-}
+_MODULES = {module.KIND: module for module in (deepspeed_universal, deepspeed_zero, torch_distributed)}
+KINDS = tuple(_MODULES)
 _FILE_NBYTES = 2**30
 
 
 def import_checkpoint(source: Path, target: Path, kind: str | None = None, names: Sequence[str] | None = None) -> Source:
     """Convert the folder `source` into a checkpoint at `target`; returns what was found in it.
 
-    kind   a key of `KINDS`; None: the one that the folder looks like
+    kind   one of `KINDS`; None: the one that the folder looks like
     names  of the parameters in the order of the optimizer's groups, for a source that tells them by position alone
 
     Host memory: one shard of the source, 1 Mi elements beside it. Raises `CheckpointError`, `StorageError`.
@@ -71,9 +63,9 @@ def write_checkpoint(source: Source, target: Path) -> None:
 def open_source(path: Path, kind: str | None, names: Sequence[str] | None = None) -> Source:
     """What is in the folder, before its tensors are read. Raises `CheckpointError`."""
     with reading(path):
-        chosen = kind or next((name for name, recognises in _RECOGNISED.items() if recognises(path)), None)
+        chosen = kind or next((name for name, module in _MODULES.items() if module.recognises(path)), None)
         if chosen is not None:
-            found = deepspeed_zero.open_source(path, names) if chosen == deepspeed_zero.KIND else KINDS[chosen](path)
+            found: Source = _MODULES[chosen].open_source(path, names)
             check_source(found, path)
             return found
     raise CheckpointError(

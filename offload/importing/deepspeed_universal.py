@@ -10,11 +10,12 @@ more than tensors and plain values it is not read.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
+from offload.checkpoint.format.manifest import MOMENTS
 from offload.errors import CheckpointError
 from offload.importing.deepspeed_model import DeepSpeedModel, frozen_parameter, read_model
 from offload.importing.deepspeed_zero import CLASSES, progress
@@ -29,8 +30,8 @@ def recognises(path: Path) -> bool:
     return (path / "zero").is_dir()
 
 
-def open_source(path: Path) -> Source:
-    """Raises `CheckpointError`."""
+def open_source(path: Path, _: Sequence[str] | None = None) -> Source:
+    """It names what it holds by itself. Raises `CheckpointError`."""
     model = read_model(path)
     folders = {entry.name: entry for entry in sorted((path / "zero").iterdir()) if (entry / "fp32.pt").is_file()}
     if not folders:
@@ -39,7 +40,7 @@ def open_source(path: Path) -> Source:
     parameters = [_parameter(folders[name], model) for name in names]
     parameters += [frozen_parameter(name, parts, model, path) for name, parts in model.frozen.items() if name not in folders]
     steps = [parameter.step for parameter in parameters]
-    buffers = [(fqn, _whole(tensor)) for fqn, tensor in model.buffers.items()]
+    buffers = [(fqn, SourceTensor.of(tensor)) for fqn, tensor in model.buffers.items()]
     step_count = model.step_count if model.step_count is not None else max(steps, default=0)
     return Source(KIND, parameters, buffers, step_count, _missing(model), _progress(path, model))
 
@@ -64,10 +65,10 @@ def _parameter(folder: Path, model: DeepSpeedModel) -> SourceParameter:
     fqn = folder.name
     names = [fqn, *(alias for alias, stored in model.aliases.items() if stored == fqn)]
     parameter = SourceParameter(names, _tensor(folder / "fp32.pt", fqn, model))
-    if (folder / "exp_avg.pt").is_file() or (folder / "exp_avg_sq.pt").is_file():
-        for kind in ("exp_avg", "exp_avg_sq"):
-            if (folder / f"{kind}.pt").is_file():
-                setattr(parameter, kind, _tensor(folder / f"{kind}.pt", fqn, model))
+    files = {kind: file for kind in MOMENTS if (file := folder / f"{kind}.pt").is_file()}
+    if files:
+        for kind, file in files.items():
+            setattr(parameter, kind, _tensor(file, fqn, model))
         check_moments(parameter, folder)
         parameter.step = _step(folder, model)
     return parameter
@@ -83,36 +84,27 @@ def _step(folder: Path, model: DeepSpeedModel) -> int:
 
 
 def _tensor(path: Path, fqn: str, model: DeepSpeedModel) -> SourceTensor:
-    tensor = _load(path)
+    tensor, is_flat = _load(path)
     shape = tuple(tensor.shape)
     known = model.shapes.get(fqn)
     if known is not None and known != shape:
         if math.prod(known) != tensor.numel():
             raise refused(path, f"it has {tensor.numel()} elements, and the model's shape is {list(known)}")
         shape = known
-    elif known is None and _is_flat(path):
+    elif known is None and is_flat:
         raise refused(
             path, "it holds elements without a shape, as ZeRO stage 3 writes them, and no *model_states.pt that can be read "
             "has the shape"
         )  # fmt: skip
 
-    def parts() -> Iterator[torch.Tensor]:
-        yield from in_parts(_load(path))
-
-    return SourceTensor(shape, tensor.dtype, parts)
+    return SourceTensor(shape, tensor.dtype, lambda: in_parts(_load(path)[0]))
 
 
-def _is_flat(path: Path) -> bool:
-    return isinstance(load_plain(path), torch.Tensor)
-
-
-def _load(path: Path) -> torch.Tensor:
+def _load(path: Path) -> tuple[torch.Tensor, bool]:
+    """The file's tensor, and whether it has no shape."""
     content = load_plain(path)
-    tensor = content.get("param") if isinstance(content, Mapping) else content
+    is_flat = not isinstance(content, Mapping)
+    tensor = content if is_flat else content.get("param")
     if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
         raise refused(path, "it holds no tensor of numbers")
-    return tensor
-
-
-def _whole(tensor: torch.Tensor) -> SourceTensor:
-    return SourceTensor(tuple(tensor.shape), tensor.dtype, lambda: in_parts(tensor))
+    return tensor, is_flat

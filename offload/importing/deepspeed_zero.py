@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from offload.checkpoint.format.manifest import MOMENTS
 from offload.importing.deepspeed_model import DeepSpeedModel, frozen_parameter, read_model
 from offload.importing.restricted_load import Unknown, load_naming
 from offload.importing.source import Source, SourceParameter, SourceTensor, as_step, in_parts, refused
@@ -34,7 +35,6 @@ CLASSES = (
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
 )
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 _ELSEWHERE = "make a universal checkpoint of it with DeepSpeed's ds_to_universal, and import that"
 
 
@@ -73,14 +73,12 @@ def open_source(path: Path, names: Sequence[str] | None = None) -> Source:
             _take_slices(state, found, file)
         else:
             raise refused(file, f"it says nothing of which parameter lies where (rank {number}); {_ELSEWHERE}")
-    unnamed = False
-    if not files:
-        unnamed = not _take_whole(model, names, found, path)
+    unnamed = not files and not _take_whole(model, names, found, path)
     parameters = [_parameter(name, one, model, path) for name, one in found.items()]
     parameters += [frozen_parameter(name, parts, model, path) for name, parts in model.frozen.items() if name not in found]
     known = {name for parameter in parameters for name in parameter.fqns}
     parameters += [
-        SourceParameter([name], _whole(value))
+        SourceParameter([name], SourceTensor.of(value))
         for name, value in model.values.items()
         if name not in known | model.buffers.keys()
     ]
@@ -89,7 +87,7 @@ def open_source(path: Path, names: Sequence[str] | None = None) -> Source:
         missing.append(
             "which moments are whose (stage 0 says it by position: load_checkpoint of offload.deepspeed knows the order)"
         )
-    buffers = [(fqn, _whole(tensor)) for fqn, tensor in model.buffers.items()]
+    buffers = [(fqn, SourceTensor.of(tensor)) for fqn, tensor in model.buffers.items()]
     return Source(KIND, parameters, buffers, model.step_count or 0, missing, progress(model, scaler, groups))
 
 
@@ -163,7 +161,7 @@ def _in_memory(flat: torch.Tensor, own: Mapping[str, Any], path: Path) -> tuple[
         return flat, own
     rank = int(path.name.split("zero_pp_rank_")[1].split("_")[0])
     folder = path.parent / "offloaded_tensors" / f"rank{rank:02d}"
-    read = {key: _mapped(folder, f"{key}-{name}") for key in _MOMENTS if key in own}
+    read = {key: _mapped(folder, f"{key}-{name}") for key in MOMENTS if key in own}
     return _mapped(folder, str(name)), {**own, **read}
 
 
@@ -176,8 +174,8 @@ def _mapped(folder: Path, name: str) -> torch.Tensor:
 
 def _take_moments(trained: _Trained, own: Mapping[str, Any], start: int, count: int, path: Path) -> None:
     """Adam's; what other optimizers keep is passed over."""
-    if all(isinstance(own.get(name), torch.Tensor) for name in _MOMENTS):
-        for name in _MOMENTS:
+    if all(isinstance(own.get(name), torch.Tensor) for name in MOMENTS):
+        for name in MOMENTS:
             getattr(trained, name).append(_cut(own[name], start, count, path))
 
 
@@ -266,15 +264,7 @@ def _joined(name: str, parts: list[torch.Tensor], shape: tuple[int, ...], path: 
     if numel != math.prod(shape):
         raise refused(path, f"the ranks' parts of {name!r} have {numel} elements, and its shape is {list(shape)}")
 
-    def elements() -> Iterator[torch.Tensor]:
-        for part in parts:
-            yield from in_parts(part)
-
-    return SourceTensor(shape, parts[0].dtype, elements)
-
-
-def _whole(tensor: torch.Tensor) -> SourceTensor:
-    return SourceTensor(tuple(tensor.shape), tensor.dtype, lambda: in_parts(tensor))
+    return SourceTensor(shape, parts[0].dtype, lambda: (flat for part in parts for flat in in_parts(part)))
 
 
 def _deep(value: object, key: str) -> object:

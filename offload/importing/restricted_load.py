@@ -90,17 +90,15 @@ def load_unchecked(path: Path) -> Any:
 class Unknown:
     """An object of a class that was not looked up: what its pickle says of it. `state`: its attributes."""
 
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
-        self.state: dict[str, Any] = {}
+    state: dict[str, Any]
+
+    def __new__(cls, *_: Any) -> Unknown:  # the one that every kind of pickle calls
+        made = object.__new__(cls)
+        made.state = {}
+        return made
 
     def __setstate__(self, state: Any) -> None:
         self.state = {str(name): value for name, value in state.items()} if isinstance(state, Mapping) else {}
-
-    def __new__(cls, *arguments: Any) -> Unknown:
-        made = object.__new__(cls)
-        made.__init__(*arguments)  # type: ignore[misc]
-        return made
 
 
 def load_naming(path: Path, classes: Sequence[str]) -> Any:

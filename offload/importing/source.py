@@ -22,6 +22,11 @@ class SourceTensor:
     dtype: torch.dtype
     parts: Callable[[], Iterator[torch.Tensor]]
 
+    @staticmethod
+    def of(tensor: torch.Tensor) -> SourceTensor:
+        """One in memory (or mapped), as one part."""
+        return SourceTensor(tuple(tensor.shape), tensor.dtype, lambda: in_parts(tensor))
+
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
@@ -100,7 +105,7 @@ def check_source(source: Source, path: Path) -> None:
 def check_moments(parameter: SourceParameter, path: Path) -> None:
     """Both or none, of the parameter's shape, all of them floating-point. Raises `CheckpointError`."""
     moments = (parameter.exp_avg, parameter.exp_avg_sq)
-    if (moments[0] is None) != (moments[1] is None):
+    if (parameter.exp_avg is None) != (parameter.exp_avg_sq is None):
         raise refused(path, f"{parameter.fqns[0]!r} has one of exp_avg and exp_avg_sq without the other")
     for moment in moments:
         if moment is not None and moment.shape != parameter.value.shape:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from offload.checkpoint.format.manifest import MOMENTS
 from offload.importing.restricted_load import load_metadata, load_plain_bytes
 from offload.importing.source import (
     Source,
@@ -32,7 +33,6 @@ from offload.importing.source import (
 
 KIND = "torch-dcp"
 METADATA = ".metadata"
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 _Path = tuple[object, ...]
 
@@ -60,8 +60,8 @@ class _Stored:
     shards: list[_Shard] = field(default_factory=list)
 
 
-def open_source(path: Path) -> Source:
-    """Raises `CheckpointError`."""
+def open_source(path: Path, _: Sequence[str] | None = None) -> Source:
+    """It names what it holds by itself. Raises `CheckpointError`."""
     metadata = load_metadata(path / METADATA)
     with reading(path / METADATA):
         stored = _stored(metadata, path / METADATA)
@@ -77,7 +77,7 @@ def open_source(path: Path) -> Source:
     for fqn, name in weights.items():
         parameter = SourceParameter([fqn], folder.tensor(stored[name], name))
         if fqn in trained:
-            for kind in _MOMENTS:
+            for kind in MOMENTS:
                 if (fqn, kind) in states:
                     moment = states[fqn, kind]
                     setattr(parameter, kind, folder.tensor(stored[moment], moment))
@@ -90,6 +90,8 @@ def open_source(path: Path) -> Source:
 
 def _stored(metadata: Any, path: Path) -> dict[str, _Stored]:
     """Every tensor, with its shards in the order of their place in it."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
     found: dict[str, _Stored] = {}
     for name, entry in metadata.state_dict_metadata.items():
         if not hasattr(entry, "chunks"):
@@ -98,7 +100,7 @@ def _stored(metadata: Any, path: Path) -> dict[str, _Stored]:
         if not isinstance(tensor.dtype, torch.dtype):
             raise ValueError(f"{name} is of dtype {tensor.dtype}")
         for chunk in entry.chunks:
-            found_at = metadata.storage_data[_index(name, chunk.offsets)]
+            found_at = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
             if getattr(found_at, "transform_descriptors", None):
                 raise ValueError(f"{name} was compressed when it was saved, which is not supported")
             start, shape = tuple(map(int, chunk.offsets)), tuple(map(int, chunk.sizes))
@@ -128,12 +130,6 @@ def _covers(tensor: _Stored) -> bool:
     return disjoint and sum(math.prod(shape) for _, shape in boxes) == math.prod(tensor.shape)
 
 
-def _index(name: str, offsets: Any) -> Any:
-    from torch.distributed.checkpoint.metadata import MetadataIndex
-
-    return MetadataIndex(name, offsets)
-
-
 def _path_of(metadata: Any, name: str) -> _Path:
     """The keys that lead to a tensor in the state that was saved."""
     paths = metadata.planner_data
@@ -147,7 +143,7 @@ def _path_of(metadata: Any, name: str) -> _Path:
 
 def _optimizer_state(parts: _Path) -> tuple[str, str] | None:
     """(fqn, kind) of a tensor that is an optimizer's state."""
-    if len(parts) >= 3 and parts[-3] == "state" and parts[-1] in (*_MOMENTS, "step") and isinstance(parts[-2], str):
+    if len(parts) >= 3 and parts[-3] == "state" and parts[-1] in (*MOMENTS, "step") and isinstance(parts[-2], str):
         return parts[-2], str(parts[-1])
     return None
 
@@ -178,7 +174,7 @@ def _step(folder: _Folder, stored: dict[str, _Stored], name: str | None, fqn: st
 
 
 class _Folder:
-    """The data files, opened by plain names below the folder's descriptor; links are not followed."""
+    """The data files, opened by plain names; links are not followed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
