@@ -23,7 +23,7 @@ def group_numbers(groups: Sequence[MutableMapping[str, Any]]) -> list[dict[str, 
 
 def _plain(value: Any, where: str) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
+        value = value.item()
     if isinstance(value, (list, tuple)):
         return [_plain(item, f"{where}[{position}]") for position, item in enumerate(value)]
     if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):

@@ -105,9 +105,10 @@ def test_numbers_of_param_groups(opened: Any, tmp_path: Path) -> None:
 
 def test_what_is_no_number_in_param_groups(opened: Any, tmp_path: Path) -> None:
     engine = make(opened)
-    engine.optimizer.param_groups[0]["hook"] = print
-    with refused(offload.UsageError, "param_groups[0]['hook']"):
-        engine.save_checkpoint(tmp_path / "saved")
+    for value in (print, float("inf"), torch.tensor(float("nan"))):
+        engine.optimizer.param_groups[0]["hook"] = value
+        with refused(offload.UsageError, "param_groups[0]['hook']"):
+            engine.save_checkpoint(tmp_path / "saved")
 
 
 # ---- when ------------------------------------------------------------------------------------------------------------
