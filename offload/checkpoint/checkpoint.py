@@ -87,11 +87,13 @@ class Checkpointing:
         check_keep_last(path, keep_last)
         client = checked_client_state(client_state)
         self.saver.finish()
-        if leave_gradients:
-            self._training.check()
-            self.require_outside("save_checkpoint")
-        else:
-            self._require_between_steps("save_checkpoint")
+        self._training.check()
+        if not leave_gradients and self._training.is_within_step:
+            raise UsageError(
+                "save_checkpoint was called while gradients wait for a step, which checkpoints do not hold: call it after "
+                "optimizer.step() (and before zero_grad(set_to_none=False)), or drop them by optimizer.zero_grad()."
+            )
+        self._require_outside("save_checkpoint")
         return path, client
 
     def _agreed(self, check: Callable[[], tuple[Path, dict[str, Any]]], without_frozen: bool) -> tuple[Path, dict[str, Any]]:
@@ -118,7 +120,7 @@ class Checkpointing:
     def _finish_updates(self) -> None:
         """Of the last step. Raises `EngineFailedError` where one failed already."""
         training = self._training
-        self.require_outside("waiting for a save")
+        self._require_outside("waiting for a save")
         if training.closed:  # by `close`, which raises what fails here
             if training.failure is not None:
                 raise EngineFailedError(f"the engine failed: {words_of(training.failure)}") from training.failure
@@ -128,16 +130,13 @@ class Checkpointing:
         with training.failures():
             training.settle()
 
-    def _require_between_steps(self, what: str) -> None:
+    def prepare(self, what: str) -> None:
+        """No save runs any more, and the user may call `what` now; else raises why not."""
         self._training.check()
-        if self._training.is_within_step:
-            raise UsageError(
-                f"{what} was called while gradients wait for a step, which checkpoints do not hold: call it after "
-                "optimizer.step() (and before zero_grad(set_to_none=False)), or drop them by optimizer.zero_grad()."
-            )
-        self.require_outside(what)
+        self.saver.finish()
+        self._require_outside(what)
 
-    def require_outside(self, what: str) -> None:
+    def _require_outside(self, what: str) -> None:
         if self._training.uses.in_forward or in_backward():
             raise UsageError(f"{what} was called inside a forward or backward of the model: call it between steps.")
         if self._training.lender.lends_any:
@@ -170,9 +169,7 @@ class Checkpointing:
 
     def load(self, path: Path) -> dict[str, Any]:
         """See `Engine.load_checkpoint`."""
-        self._training.check()
-        self.saver.finish()
-        self.require_outside("load_checkpoint")
+        self.prepare("load_checkpoint")
         return self._load(path)
 
     def _load(self, path: Path) -> dict[str, Any]:
@@ -217,9 +214,7 @@ class Checkpointing:
 
     def resume_or_start(self, path: Path) -> dict[str, Any] | None:
         """See `Engine.resume_or_start`."""
-        self._training.check()
-        self.saver.finish()
-        self.require_outside("resume_or_start")
+        self.prepare("resume_or_start")
         failures: list[CheckpointError] = []
         for candidate in self._candidates(path):
             try:

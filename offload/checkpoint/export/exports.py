@@ -202,9 +202,7 @@ class Exporting:
     # ---- where it comes from -------------------------------------------------------------------------------------
 
     def _prepare(self, what: str) -> None:
-        self._training.check()
-        self._checkpointing.saver.finish()
-        self._checkpointing.require_outside(what)
+        self._checkpointing.prepare(what)
         with self._training.failures():
             self._training.settle()
 

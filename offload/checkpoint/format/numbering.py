@@ -48,15 +48,11 @@ def _number(name: str) -> int:
 
 def _written_ns(path: Path) -> int:
     """The time of its oldest file: one that is damaged later makes it no newer. What others put beside them says nothing."""
-    return min(_times_ns(path), default=0)
-
-
-def _times_ns(path: Path) -> list[int]:
     try:
-        own = [entry for entry in os.scandir(path) if is_of_checkpoint(entry.name)]
-        return [entry.stat(follow_symlinks=False).st_mtime_ns for entry in own]
+        own = (entry for entry in os.scandir(path) if is_of_checkpoint(entry.name))
+        return min((entry.stat(follow_symlinks=False).st_mtime_ns for entry in own), default=0)
     except OSError:
-        return []  # whoever opens it says why
+        return 0  # whoever opens it says why
 
 
 def date_behind_others(folder: Path, target: Path) -> None:
@@ -83,20 +79,26 @@ def _set_time(path: Path, time_ns: int) -> None:
 
 def checked_folder(given: object, call: str) -> Path:
     """The path of the folder that `call` was given; see `expanded`. Else a `UsageError`."""
-    name = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
-    if not isinstance(name, str) or not name or "\0" in name:
+    name = _name_of(given)
+    if not name:
         raise UsageError(f"{call} was given {given!r}: expected the path of a folder, as 'ckpt'.")
     return expanded(name)
 
 
 def checked_target(given: object) -> Path:
     """The folder that a checkpoint is to be saved as; see `expanded`. Raises `UsageError` where that is no name."""
-    name = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
-    if not isinstance(name, str) or not Path(name).name or "\0" in name:
+    name = _name_of(given)
+    if not Path(name).name:
         raise UsageError(
             f"save_checkpoint was given {given!r}: expected the folder that the checkpoint is to be, as 'ckpt/step-100'."
         )
     return expanded(name)
+
+
+def _name_of(given: object) -> str:
+    """The text of a path; "" of what is none."""
+    name = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
+    return name if isinstance(name, str) and "\0" not in name else ""
 
 
 def check_keep_last(path: Path, keep_last: int | None) -> None:

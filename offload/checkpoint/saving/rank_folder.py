@@ -17,7 +17,6 @@ import os
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 
 from offload.checkpoint.agreement import Agreement
 from offload.checkpoint.format.manifest import Manifest, ParameterEntry, encode
@@ -82,7 +81,7 @@ class RankFolder:
                 "system that all ranks share."
             ) from failure
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: object, value: BaseException | None, trace: object) -> None:
         was_given_up = value is not None and self._staged is None and self._is_removed(value)
         if value is not None and not self._part_written and not was_given_up:
             self._say_failed(value)
