@@ -113,7 +113,7 @@ class ChunkBuffers:
     def __init__(self, parts: Components) -> None:
         chunks = [chunk for unit in parts.units for chunk in unit.chunks]
         records, parameter_store = parts.records, parts.parameter_store
-        trained = [chunk for chunk in chunks if chunk.flat.layout.trainable] if records is not None else []
+        trained = [one for one in chunks if one.flat.layout.trainable]
         self.record = ChunkBuffer(parts, (records.nbytes(one) for one in trained) if records is not None else ())
         self.values = ChunkBuffer(parts, (parameter_store.nbytes(one) for one in chunks))
 
@@ -151,11 +151,7 @@ class StateReader:
     def pieces(self, unit: Unit) -> Iterator[PieceState]:
         """Every piece of the unit, in the layout's order: each parameter's come in order and are complete at the end."""
         for chunk in unit.chunks:
-            yield from self.chunk(chunk).pieces()
-
-    def chunk(self, chunk: Chunk) -> ChunkState:
-        """As `begin`, and wait for it."""
-        return self.begin(chunk).wait()
+            yield from self.begin(chunk).wait().pieces()
 
     def begin(self, chunk: Chunk, kept: Kept = MappingProxyType({}), priority: Priority = Priority.STATE) -> ChunkRead:
         """Have the chunk's state read; it is valid until `at_once` more have begun. `kept`: what its stores keep of it, read

@@ -130,7 +130,9 @@ def _model_states(opened: OpenedCheckpoint) -> dict[str, Any]:
     manifest = opened.manifest
     own: Mapping[str, Any] = manifest.client_state
     is_drop_ins = "global_steps" in own
-    trained = [[one for one in manifest.parameters if one.group == index] for index in _groups(manifest)]
+    assert manifest.optimizer is not None
+    groups = range(len(manifest.optimizer.param_groups))
+    trained = [[one for one in manifest.parameters if one.group == index] for index in groups]
     frozen = [one for one in manifest.parameters if one.group is None and not manifest.leaves_out(one)]
     buffers = {one.fqn: whole_buffer(opened, one) for one in manifest.buffers}
     states = {
@@ -154,8 +156,3 @@ def _model_states(opened: OpenedCheckpoint) -> dict[str, Any]:
         "universal_checkpoint_info": {},
     }
     return states | dict(own["client_state"] if is_drop_ins else own)
-
-
-def _groups(manifest: Manifest) -> range:
-    assert manifest.optimizer is not None
-    return range(len(manifest.optimizer.param_groups))

@@ -81,20 +81,22 @@ class Snapshot:
         moments = parts.records.moments if parts.records is not None else ()
         self._trained_only = manifest.without_frozen
         self._files = {
-            unit: UnitFile(folder, unit, self._rank, UnitTensors(unit, moments, trained_only=self._trained_only), parts.backend)
+            unit.index: UnitFile(
+                folder, unit, self._rank, UnitTensors(unit, moments, trained_only=self._trained_only), parts.backend
+            )
             for unit in parts.units
             if self._writes(unit)
         }
-        self._file_of = {chunk: file for unit, file in self._files.items() for chunk in self._chunks(unit)}
+        """Of each unit that is written, by its index."""
         self._progress = Progress(_log, "save: %.1f of %.1f GiB are written", sum(file.nbytes for file in self._files.values()))
         self._chunk_counts = {file: len(self._chunks(file.unit)) for file in self._files.values()}
-        """What is still to come of each file."""
+        """What is still to come of each file that is not durable."""
         self._unfinished: list[UnitFile] = []
         self._keeps = self._has_room_to_keep()
         self._kept: dict[Chunk, Kept] = {}
         self._cannot_share: set[ChunkStore] = set()
         self._under_way: deque[ChunkCopy] = deque()
-        order = [chunk for unit in parts.residency.next_order() if unit in self._files for chunk in self._chunks(unit)]
+        order = [chunk for unit in parts.residency.next_order() if unit.index in self._files for chunk in self._chunks(unit)]
         self.copies = Copies(order, parts.updates, self._keep)
         self._whole: list[TensorFile] = []
         try:
@@ -115,11 +117,12 @@ class Snapshot:
         """What is written of the unit."""
         return [chunk for chunk in unit.chunks if chunk.flat.layout.trainable or not self._trained_only]
 
+    def _file_of(self, chunk: Chunk) -> UnitFile:
+        return self._files[chunk.flat.layout.unit_index]
+
     def _has_room_to_keep(self) -> bool:
         """Whether the scratch folders' file systems can hold every extent twice, and still the checkpoint."""
-        needed: dict[int, int] = {}
-        there = os.stat(self._folder).st_dev
-        needed[there] = sum(file.nbytes for file in self._files.values())
+        needed = {os.stat(self._folder).st_dev: sum(file.nbytes for file in self._files.values())}
         for store in (self._parts.records, self._parts.parameter_store):
             for file, nbytes in store.room_for_snapshots() if store is not None else ():
                 device, status = os.fstat(file.fileno()).st_dev, os.statvfs(file.fileno())
@@ -155,8 +158,8 @@ class Snapshot:
             raise
         finally:
             self._abandon()
-        for unit in sorted(self._files, key=lambda unit: unit.index):
-            self._files[unit].enter(self._manifest)
+        for file in self._files.values():
+            file.enter(self._manifest)
         if self._trained_only and self._rank == 0:
             frozen = (info for info in self._parts.parameters if not info.trainable)
             self._manifest.parameters += [parameter_entry(info, info.step, []) for info in frozen]
@@ -179,13 +182,13 @@ class Snapshot:
             self._under_way[-1].write(self._priority)
         shared = self._share(chunk)
         read = self._reader.begin(chunk, kept=self._kept.get(chunk, {}), priority=self._priority)
-        self._under_way.append(ChunkCopy(self._file_of[chunk], chunk, read, shared))
+        self._under_way.append(ChunkCopy(self._file_of(chunk), chunk, read, shared))
         while len(self._under_way) >= self._at_once:
             self._complete_first()
 
     def _share(self, chunk: Chunk) -> set[str]:
         """Have the chunk's file share what it can of what is kept: the arrays that it has so."""
-        file, shared = self._file_of[chunk], set[str]()
+        file, shared = self._file_of(chunk), set[str]()
         for store, snapshot in self._kept.get(chunk, {}).items():
             for kind, part in raw_arrays(self._parts, store, chunk).items() if store not in self._cannot_share else ():
                 if kind not in file.tensors.arrays_of(chunk):
