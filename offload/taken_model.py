@@ -100,11 +100,11 @@ class TakenModel:
         for one in models.values():
             self._replace(one, self.exporting.replaced_methods(one))
         for one in ({"": model} | models).values():
-            self._replace(one, {"generate": self._generate})
+            self._replace(one, {"generate": self._generate}, set_too=True)
 
-    def _replace(self, model: nn.Module, replacements: Mapping[str, Replacement]) -> None:
+    def _replace(self, model: nn.Module, replacements: Mapping[str, Replacement], *, set_too: bool = False) -> None:
         self._methods.append(TakenMethods(model))
-        self._methods[-1].take(model, replacements)
+        self._methods[-1].take(model, replacements, set_too=set_too)
 
     def begin(self) -> None:
         """Bring in what is there between steps too."""

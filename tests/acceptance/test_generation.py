@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
+
+import offload
 
 from .models import IN_MEMORY, ON_NVME, ON_NVME_IN_PLACE, byte_batches, llama
 from .runs import assert_same_bits
@@ -79,6 +83,41 @@ def test_generation_inside_leaves_what_stays(opened: Any) -> None:
     read_nbytes(engine)
     generated(model, lambda *args, **fields: type(model).generate(model, *args, **fields))
     assert read_nbytes(engine) > (TOKENS - 3) * parameters, "they stay after the block"
+
+
+def test_methods_that_were_set_on_the_model(opened: Any, tmp_path: Path) -> None:
+    """As some libraries do. `forward` is called as ever, weights are read once for `generate` too, and each is the model's
+    again when the engine is closed; a `save_pretrained` of one's own is told how it gets at the values."""
+    plain, other = begun(opened, IN_MEMORY)
+    torch.manual_seed(0)
+    model, calls = llama(), list[str]()
+
+    def noted(name: str) -> Any:
+        own = getattr(model, name)
+
+        def method(self: Any, *args: Any, **fields: Any) -> Any:
+            calls.append(name)
+            return own(*args, **fields)
+
+        return MethodType(method, model)
+
+    mine = {name: noted(name) for name in ("forward", "generate", "save_pretrained")}
+    for name, method in mine.items():
+        setattr(model, name, method)
+    engine = opened(model, torch.optim.AdamW(model.parameters(), lr=0.01), ON_NVME, update="step")
+    step(engine, model)
+    engine.state_dict()
+    read_nbytes(engine)
+    parameters = sum(unit["nbytes"] for unit in engine.stats()["units"])
+    assert torch.equal(generated(model), generated(plain))
+    assert 0 < read_nbytes(engine) <= parameters
+    assert calls == ["forward", "generate", *["forward"] * TOKENS]
+    assert step(engine, model) == step(other, plain)
+    assert_same_bits(engine.state_dict(), other.state_dict())
+    with pytest.raises(offload.ParameterAccessError, match=r"engine\.export"):
+        model.save_pretrained(tmp_path / "saved")
+    engine.close()
+    assert {name: vars(model)[name] for name in mine} == mine
 
 
 def test_a_budget_is_kept(opened: Any) -> None:
