@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from offload.errors import BudgetError, StorageError
 from offload.model.flat import ParameterInfo
 from offload.planning.free_memory import missing_nbytes, remedy
+from offload.planning.placement import Placement
 from offload.step.components import Components
 
 
@@ -75,28 +76,28 @@ class MicroBatches:
 
     def take_room(self) -> None:
         """Have the room. Raises `BudgetError` where there is none: nothing has changed then."""
-        parts = self._parts
-        placement, gradients = parts.placement, parts.gradients
-        if gradients is None or not placement.sums or self._narrow:
-            self._expect(True)
-            return
-        missing, cause = placement.sums_missing_nbytes, None
-        if not missing:
-            missing = sum(missing_nbytes(line, parts.accelerator) for line in placement.sums)
-        if not missing:
-            try:
-                gradients.take_room_for_sums()
-            except (BudgetError, StorageError) as error:
-                cause, missing = error, placement.sums_nbytes
-            else:
-                parts.placement = placement.with_sums()
-                self._expect(True)
-                return
-        needed = " and ".join(f"{line.nbytes} bytes in {line.tier} memory" for line in placement.sums)
-        remedies = " and ".join(dict.fromkeys(remedy(line.tier, missing) for line in placement.sums))
-        refusal = BudgetError(
-            f"a second micro-batch needs {needed} for the fp32 sums of gradients, of which {missing} are missing. The "
-            f"first one's gradients are there: step with them and go on with one micro-batch a step, or {remedies}."
-        )
-        refusal.changed_nothing = True
-        raise refusal from cause
+        placement, gradients = self._parts.placement, self._parts.gradients
+        if gradients is not None and placement.sums and not self._narrow:
+            missing, cause = placement.sums_missing_nbytes, None
+            if not missing:
+                missing = sum(missing_nbytes(line, self._parts.accelerator) for line in placement.sums)
+            if not missing:
+                try:
+                    gradients.take_room_for_sums()
+                except (BudgetError, StorageError) as error:
+                    missing, cause = placement.sums_nbytes, error
+            if missing:
+                raise _no_room(placement, missing) from cause
+            self._parts.placement = placement.with_sums()
+        self._expect(True)
+
+
+def _no_room(placement: Placement, missing: int) -> BudgetError:
+    needed = " and ".join(f"{line.nbytes} bytes in {line.tier} memory" for line in placement.sums)
+    remedies = " and ".join(dict.fromkeys(remedy(line.tier, missing) for line in placement.sums))
+    refusal = BudgetError(
+        f"a second micro-batch needs {needed} for the fp32 sums of gradients, of which {missing} are missing. The "
+        f"first one's gradients are there: step with them and go on with one micro-batch a step, or {remedies}."
+    )
+    refusal.changed_nothing = True
+    return refusal
