@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -22,19 +21,11 @@ from offload.tiers.io import reflink
 from offload.tiers.io.backend import IoBackend, OpenFile, Priority
 from offload.tiers.io.failure import storage_error
 from offload.tiers.scratch import ScratchFile, ScratchFolder
-from offload.tiers.second_places import Asides, Files
+from offload.tiers.second_places import Asides, Files, Piece
 from offload.tiers.store import ExtentSnapshot
 from offload.tiers.verification import Stored, VerifiedRead, checksum, verification_is_on
 
 STRIPE_NBYTES = 4 * 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    file_index: int
-    file_offset_nbytes: int
-    start_nbytes: int  # within the extent
-    nbytes: int
 
 
 class NvmeStore:
@@ -65,17 +56,18 @@ class NvmeStore:
         self.nbytes = self._guard.nbytes
         self._stripe_nbytes = stripe_nbytes
         self._backend, self._recorder = backend, recorder
-        self._checksums: dict[Extent, list[int]] | None = {} if verification_is_on() else None
+        self._verifies = verification_is_on()
+        self._checksums: dict[Extent, list[int]] = {}
+        """Of the pieces of each extent that was written, where reads are verified."""
         self._files: tuple[ScratchFile, ...] = scratch.create(
             name, striped_nbytes(self.nbytes, scratch.path_count, stripe_nbytes)
         )
-        self._asides = Asides(name, self._files, scratch, self._ranges)
+        self._asides = Asides(name, self._files, scratch, self._pieces)
 
     def read(self, extent: Extent, into: Tensor, *, priority: Priority = Priority.PARAMETER) -> Pending:
         operation = self._guard.begin(extent, into, is_write=False)
         try:
-            expected = self._checksums.get(extent) if self._checksums is not None else None
-            operation.start(self._read(extent, into, priority, self._asides.files(extent), expected))
+            operation.start(self._read(extent, into, priority, self._asides.files(extent), self._checksums.get(extent)))
         except BaseException as error:
             self._guard.abandon(operation, error)
             raise
@@ -84,7 +76,7 @@ class NvmeStore:
     def write(self, extent: Extent, source: Tensor, *, priority: Priority = Priority.STATE) -> Pending:
         operation = self._guard.begin(extent, source, is_write=True)
         try:
-            if self._checksums is not None:
+            if self._verifies:
                 self._checksums[extent] = [checksum(_part(source, piece)) for piece in self._pieces(extent)]
             files = self._asides.about_to_write(extent)
             operation.start(self._submit(self._backend.write, extent, source, priority, files))
@@ -96,9 +88,7 @@ class NvmeStore:
     def snapshot(self, extent: Extent) -> ExtentSnapshot | None:
         self._guard.check_readable(extent, "a snapshot")
         files = self._asides.keep(extent)
-        if files is None:
-            return None
-        return _Snapshot(self, extent, files, self._checksums.get(extent) if self._checksums is not None else None)
+        return _Snapshot(self, extent, files, self._checksums.get(extent)) if files is not None else None
 
     def room_for_snapshots(self) -> list[tuple[OpenFile, int]]:
         sizes = striped_nbytes(self.nbytes, len(self._files), self._stripe_nbytes)
@@ -153,21 +143,17 @@ class NvmeStore:
             raise
         return parts[0] if len(parts) == 1 else AllOf(parts)
 
-    def _ranges(self, extent: Extent) -> Iterator[tuple[int, int, int]]:
-        for piece in self._pieces(extent):
-            yield piece.file_index, piece.file_offset_nbytes, piece.nbytes
-
-    def _pieces(self, extent: Extent) -> Iterator[_Piece]:
+    def _pieces(self, extent: Extent) -> Iterator[Piece]:
         file_count = len(self._files)
         if file_count == 1:
-            yield _Piece(0, extent.offset_nbytes, 0, extent.nbytes)
+            yield Piece(0, extent.offset_nbytes, 0, extent.nbytes)
             return
         position, end = extent.offset_nbytes, extent.offset_nbytes + extent.nbytes
         while position < end:
             stripe_index, within_nbytes = divmod(position, self._stripe_nbytes)
             nbytes = min(self._stripe_nbytes - within_nbytes, end - position)
             file_offset_nbytes = stripe_index // file_count * self._stripe_nbytes + within_nbytes
-            yield _Piece(stripe_index % file_count, file_offset_nbytes, position - extent.offset_nbytes, nbytes)
+            yield Piece(stripe_index % file_count, file_offset_nbytes, position - extent.offset_nbytes, nbytes)
             position += nbytes
 
 
@@ -197,7 +183,7 @@ class _Snapshot:
         self._store._asides.drop(self._extent, is_shared=self._is_shared)
 
 
-def _part(tensor: Tensor, piece: _Piece) -> Tensor:
+def _part(tensor: Tensor, piece: Piece) -> Tensor:
     return tensor[piece.start_nbytes : piece.start_nbytes + piece.nbytes]
 
 

@@ -54,16 +54,12 @@ class ScratchFolder:
         if not paths:
             raise ConfigError("no path was given for NVMe: expected one or more folders in Config(nvme=...)")
         self.paths = tuple(map(_absolute, paths))
-        self._direct = tuple(map(_prepare, self.paths))
+        self.direct = tuple(map(_prepare, self.paths))
+        """For each path, whether its files bypass the page cache (O_DIRECT)."""
 
     @property
     def path_count(self) -> int:
         return len(self.paths)
-
-    @property
-    def direct(self) -> tuple[bool, ...]:
-        """For each path, whether its files bypass the page cache (O_DIRECT)."""
-        return self._direct
 
     def require_free(self, nbytes_per_path: Sequence[int]) -> None:
         """Raise `ConfigError` where the paths cannot hold so many bytes more; paths on one file system share its room.
@@ -96,7 +92,7 @@ class ScratchFolder:
         self.require_free(nbytes_per_path)
         files: list[ScratchFile] = []
         try:
-            for path, direct, nbytes in zip(self.paths, self._direct, nbytes_per_path, strict=True):
+            for path, direct, nbytes in zip(self.paths, self.direct, nbytes_per_path, strict=True):
                 files.append(create_file(path, name, nbytes, direct=direct))
                 reserve(files[-1])
         except BaseException:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from offload.layout import Extent
 from offload.tiers.io.failure import storage_error
@@ -25,15 +26,23 @@ from offload.tiers.scratch_file import CANNOT_ALLOCATE, allocate, give_back
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 Files = tuple[ScratchFile, ...]
-Ranges = Callable[[Extent], Iterator[tuple[int, int, int]]]
-"""Where an extent lies: (index of the file, offset there, bytes)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of an extent that lies in one file. `start_nbytes`: within the extent."""
+
+    file_index: int
+    file_offset_nbytes: int
+    start_nbytes: int
+    nbytes: int
 
 
 class Asides:
     """Which of the two places each extent of a store is in. Thread-safe. Owns the files of the second one."""
 
-    def __init__(self, name: str, files: Files, scratch: ScratchFolder, ranges: Ranges) -> None:
-        self._ranges = ranges
+    def __init__(self, name: str, files: Files, scratch: ScratchFolder, pieces_of: Callable[[Extent], Iterator[Piece]]) -> None:
+        self._pieces_of = pieces_of
         self._own = files
         self._aside = scratch.create(f"{name}-aside", [0] * scratch.path_count)  # now: later the folders may be gone
         self._lock = threading.Lock()
@@ -96,15 +105,16 @@ class Asides:
         return self._own if files is self._aside else self._aside
 
     def _allocate(self, extent: Extent, files: Files) -> bool:
-        for file_index, offset_nbytes, nbytes in self._ranges(extent):
-            code = allocate(files[file_index], offset_nbytes, nbytes)
+        for piece in self._pieces_of(extent):
+            file = files[piece.file_index]
+            code = allocate(file, piece.file_offset_nbytes, piece.nbytes)
             if code and code not in CANNOT_ALLOCATE:  # then nothing was reserved for the scratch file either
                 self._give_back(extent, files)
                 if code not in _NO_ROOM:
-                    raise storage_error(f"cannot reserve {nbytes} bytes for what is saved", files[file_index].path, code)
+                    raise storage_error(f"cannot reserve {piece.nbytes} bytes for what is saved", file.path, code)
                 return False
         return True
 
     def _give_back(self, extent: Extent, files: Files) -> None:
-        for file_index, offset_nbytes, nbytes in self._ranges(extent):
-            give_back(files[file_index], offset_nbytes, nbytes)
+        for piece in self._pieces_of(extent):
+            give_back(files[piece.file_index], piece.file_offset_nbytes, piece.nbytes)

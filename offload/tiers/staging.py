@@ -51,7 +51,6 @@ class _Consumer:
     buffers: list[_Buffer] = field(default_factory=list)
     free: deque[_Buffer] = field(default_factory=deque)
     """Those not on lease, the one given back first in front."""
-    leased_count: int = 0
     peak_count: int = 0
 
     def free_groups(self, width: int) -> Iterator[_Group]:
@@ -241,8 +240,7 @@ class StagingPool:
         for buffer in group:
             consumer.free.remove(buffer)
             buffer.is_free = False
-        consumer.leased_count += len(group)
-        consumer.peak_count = max(consumer.peak_count, consumer.leased_count)
+        consumer.peak_count = max(consumer.peak_count, consumer.count - len(consumer.free))
 
     def _hand_out(self, purpose: str, group: _Group) -> Lease:
         for buffer in group:
@@ -256,12 +254,10 @@ class StagingPool:
 
     def _take_back(self, purpose: str, group: _Group) -> None:
         with self._lock:
-            consumer = self._consumers[purpose]
-            consumer.leased_count -= len(group)
             if not self._closed:
                 for buffer in group:
                     buffer.is_free = True
-                    consumer.free.append(buffer)
+                    self._consumers[purpose].free.append(buffer)
 
 
 def _last_use(group: _Group) -> Pending:
