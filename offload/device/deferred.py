@@ -10,10 +10,8 @@ written, holds NaN (all bits set). So work that forgot to wait computes with NaN
 from __future__ import annotations
 
 import random
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from offload.device.accelerator import Accelerator, MemoryUse, UnitMemory
+from offload.device.device_memory import DeviceMemory
 from offload.device.lane import HostLane, InlineLane, Job, LaneRow, ThreadLane
 from offload.device.pending import Pending
 from offload.device.recording import D2H, H2D, TRANSFER
@@ -28,61 +27,40 @@ from offload.device.recording import D2H, H2D, TRANSFER
 _POISON = 0xFF
 
 
-@dataclass(slots=True)
-class _InUse:
-    """What a device's allocator would count. `limit_nbytes`: more than that it has not; None: no limit."""
-
-    limit_nbytes: int | None = None
-    nbytes: int = 0
-    peak_nbytes: int = 0
-    late_peak_nbytes: int = 0
-
-    def add(self, nbytes: int) -> None:
-        if nbytes > 0 and self.limit_nbytes is not None and self.nbytes + nbytes > self.limit_nbytes:
-            raise torch.OutOfMemoryError(
-                f"the deferred device has {self.limit_nbytes} bytes, {self.nbytes} are in use, and {nbytes} more do not fit."
-            )
-        self.nbytes += nbytes
-        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
-        self.late_peak_nbytes = max(self.late_peak_nbytes, self.nbytes)
-
-
 class _CountedTensors(TorchDispatchMode):
     """Memory of tensors that operations make, until nothing refers to it. For the calling thread, backward included."""
 
-    def __init__(self, in_use: _InUse) -> None:
+    def __init__(self, memory: DeviceMemory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._in_use = in_use
+        self._memory = memory
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         known = {one.untyped_storage()._cdata for one in tree_iter((args, kwargs)) if isinstance(one, torch.Tensor)}
         for one in tree_iter(result):
             if isinstance(one, torch.Tensor) and one.untyped_storage()._cdata not in known:
-                storage = one.untyped_storage()
-                known.add(storage._cdata)
-                self._in_use.add(storage.nbytes())
-                weakref.finalize(storage, self._in_use.add, -storage.nbytes()).atexit = False
+                known.add(one.untyped_storage()._cdata)
+                self._memory.hold(one)
         return result
 
 
 class _PoisonedMemory(UnitMemory):
     """Emptied memory is kept, and poisoned: reading it gives NaN in a loss instead of a crash without a word."""
 
-    def __init__(self, nbytes: int, in_use: _InUse) -> None:
+    def __init__(self, nbytes: int, memory: DeviceMemory) -> None:
         self.flat = torch.full((nbytes,), _POISON, dtype=torch.uint8, device="cpu")
         self.nbytes = nbytes
         self.filled = True
-        self._in_use = in_use
-        in_use.nbytes += nbytes  # no limit: for a moment, what is not in use is emptied at once
+        self._memory = memory
+        memory.nbytes += nbytes  # no limit: for a moment, what is not in use is emptied at once
 
     def _gain(self) -> None:
         """It is there, and poisoned since it was made or emptied."""
-        self._in_use.add(self.nbytes)
+        self._memory.occupy(self.nbytes)
 
     def _lose(self) -> None:
         self.flat.fill_(_POISON)
-        self._in_use.add(-self.nbytes)
+        self._memory.occupy(-self.nbytes)
 
 
 class _Deferred(Pending):
@@ -119,7 +97,7 @@ class DeferredAccelerator(Accelerator):
         self._random = random.Random(seed)
         self._fetch, self._drain = (_Stream(told=LaneRow("copy", self.recorder, row=row, kind=TRANSFER)) for row in (H2D, D2H))
         self._streams = [self._fetch, self._drain]
-        self._in_use = _InUse(nbytes)
+        self._memory = DeviceMemory(nbytes)
         self.copied_in_nbytes = self.copied_out_nbytes = 0
 
     def _run_something(self) -> None:
@@ -128,35 +106,32 @@ class DeferredAccelerator(Accelerator):
             self._random.choice(self._streams).run_one()
 
     def unit_memory(self, nbytes: int) -> UnitMemory:
-        return _PoisonedMemory(nbytes, self._in_use)
+        return _PoisonedMemory(nbytes, self._memory)
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        self._in_use.add(nbytes)
         made = super().memory(nbytes)
-        weakref.finalize(made, self._in_use.add, -nbytes)
+        self._memory.hold(made)
         return made
 
     def free_nbytes(self) -> int | None:
-        limit = self._in_use.limit_nbytes
-        return None if limit is None else max(limit - self._in_use.nbytes, 0)
+        limit = self._memory.limit_nbytes
+        return None if limit is None else max(limit - self._memory.nbytes, 0)
 
     def memory_use(self) -> MemoryUse | None:
-        in_use = self._in_use
-        if in_use.limit_nbytes is None:
-            return None
-        return MemoryUse(in_use.limit_nbytes, in_use.nbytes, in_use.late_peak_nbytes)
+        limit = self._memory.limit_nbytes
+        return None if limit is None else self._memory.use(limit)
 
     def begin_peak(self) -> None:
-        self._in_use.late_peak_nbytes = self._in_use.nbytes
+        self._memory.begin_peak()
 
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Inside, what the calling thread's operations make (activations, gradients) lies in this device's memory too."""
-        with _CountedTensors(self._in_use):
+        with _CountedTensors(self._memory):
             yield
 
     def peak_nbytes(self) -> int:
-        return self._in_use.peak_nbytes
+        return self._memory.peak_nbytes
 
     def copy_in(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
         self._run_something()

@@ -124,7 +124,7 @@ class EnginePlayer(Player):
         if isinstance(device, DeferredAccelerator) and (free := device.free_nbytes()) is not None:
             free += self._crowd_nbytes
             crowd_nbytes = max(free - int(room * self._all_nbytes), 0) if room is not None else 0
-            device._in_use.add(crowd_nbytes - self._crowd_nbytes)
+            device._memory.occupy(crowd_nbytes - self._crowd_nbytes)
             self._crowd_nbytes = crowd_nbytes
 
     # ---- verbs ---------------------------------------------------------------------------------------------------

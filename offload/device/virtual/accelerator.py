@@ -12,12 +12,13 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from offload.device.accelerator import Accelerator, MemoryUse, UnitMemory
+from offload.device.device_memory import DeviceMemory
 from offload.device.host_memory.pages import PAGE_NBYTES
 from offload.device.lane import HostLane, InlineLane, Job, LaneJob, LaneRow
 from offload.device.pending import Pending, Settled
 from offload.device.rates import Rates
 from offload.device.recording import COLLECTIVES, D2H, H2D, Stamp
-from offload.device.virtual.machine import DeviceMemory, VirtualMachine
+from offload.device.virtual.machine import VirtualMachine
 from offload.device.virtual.operations import CountedOperations
 from offload.device.virtual.simulation import Event, Mutex, Simulation
 from offload.layout import round_up
@@ -256,12 +257,10 @@ class VirtualAccelerator(Accelerator):
         return int(self._machine.machine.device_nbytes) - self._machine.memory.nbytes
 
     def memory_use(self) -> MemoryUse | None:
-        memory = self._machine.memory
-        return MemoryUse(int(self._machine.machine.device_nbytes), memory.nbytes, memory.late_peak_nbytes)
+        return self._machine.memory.use(int(self._machine.machine.device_nbytes))
 
     def begin_peak(self) -> None:
-        memory = self._machine.memory
-        memory.late_peak_nbytes = memory.nbytes
+        self._machine.memory.begin_peak()
 
     def peak_nbytes(self) -> int | None:
         return self._machine.memory.peak_nbytes
@@ -275,10 +274,7 @@ class VirtualUnified(VirtualAccelerator):
     def copy_in(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
         return self._copied(source)
 
-    def copy_out(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
-        return self._copied(source)
-
-    def copy_out_beside_compute(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
+    def _copy_out_after(self, event: Event, source: torch.Tensor) -> Pending:
         return self._copied(source)
 
     def _copied(self, source: torch.Tensor) -> Pending:
@@ -311,10 +307,7 @@ class VirtualCpu(VirtualUnified):
     def mark(self) -> Pending:
         return Settled()
 
-    @contextmanager
-    def communicating(self, what: str, about: object, nbytes: int, after: Pending | None = None) -> Iterator[None]:
-        with Accelerator.communicating(self, what, about, nbytes, after):
-            yield
+    communicating = Accelerator.communicating
 
     def host_lane(self, name: str, *, waits_for_io: bool, waits_for_ranks: bool = False) -> HostLane:
         row = LaneRow(name, self.recorder)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from offload.device.device_memory import DeviceMemory
 from offload.device.virtual import current
 from offload.device.virtual.description import Machine
 from offload.device.virtual.links import Queue, Resource, Sharing
@@ -204,7 +205,7 @@ class VirtualMachine:
         weakref.finalize(storage, self._was_freed, storage._cdata).atexit = False
 
     def _was_freed(self, identity: int) -> None:
-        self.memory.occupy(self._as_written.pop(identity).left_nbytes)  # `track` counts all of it as freed
+        self.memory.occupy(self._as_written.pop(identity).left_nbytes)  # all of it counts as freed (`DeviceMemory.hold`)
 
     def wrote(self, place: Tensor) -> None:
         """`place` was written."""
@@ -219,12 +220,6 @@ class VirtualMachine:
         """Of memory that is taken as it is written, what was not yet."""
         return sum(memory.left_nbytes for memory in self._as_written.values())
 
-    def track(self, tensor: Tensor) -> None:
-        """Count the tensor's memory until nothing refers to it."""
-        storage = tensor.untyped_storage()
-        self.memory.occupy(storage.nbytes())
-        weakref.finalize(storage, self.memory.occupy, -storage.nbytes()).atexit = False
-
 
 @dataclass(slots=True)
 class AsWritten:
@@ -236,16 +231,3 @@ class AsWritten:
     @property
     def left_nbytes(self) -> int:
         return max(self.nbytes - sum(nbytes for _, nbytes in self.parts), 0)
-
-
-class DeviceMemory:
-    """Bytes in use: now, at most, and at most since somebody began to look."""
-
-    def __init__(self) -> None:
-        self.nbytes = self.peak_nbytes = self.late_peak_nbytes = 0
-
-    def occupy(self, nbytes: int) -> None:
-        """So many more are in use; fewer where negative."""
-        self.nbytes += nbytes
-        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
-        self.late_peak_nbytes = max(self.late_peak_nbytes, self.nbytes)

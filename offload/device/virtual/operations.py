@@ -60,7 +60,7 @@ class CountedOperations(SeenOperations):
         if known is not None:
             outputs = [made.again() for made in known.outputs]
             for one in outputs:
-                self._machine.track(one)
+                self._machine.memory.hold(one)
             self._machine.launch(known.flops, known.nbytes, wide=known.is_wide)
             self._positions.followed(function, args, given, outputs[0])
             return outputs[0] if known.is_single else tuple(outputs)
@@ -78,7 +78,7 @@ class CountedOperations(SeenOperations):
             self._positions.followed(function, args, given, result)
         if made or function._schema.is_mutable:
             for one in made:
-                self._machine.track(one)
+                self._machine.memory.hold(one)
             flops = flops_of(function, args, given, result)
             is_wide = bool(flops) and inputs[0].dtype is torch.float32
             nbytes = touched_nbytes(function, inputs, outputs)
@@ -105,7 +105,7 @@ class CountedOperations(SeenOperations):
         result = function(*args, **given)
         for output in tensors_in((result,)):
             if output.is_meta:
-                self._machine.track(output)
+                self._machine.memory.hold(output)
         if not inputs:
             self._positions.made(function, args, given, result)
         return result
