@@ -11,7 +11,7 @@ from offload.device.accelerator import MemoryUse
 
 
 class DeviceMemory:
-    """Bytes in use: now, at most, and at most since somebody began to look. `limit_nbytes`: all that there are, if that counts."""
+    """Bytes in use: now, at most, and at most since somebody began to look. `limit_nbytes`: all that there are."""
 
     def __init__(self, limit_nbytes: int | None = None) -> None:
         self.limit_nbytes = limit_nbytes
