@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from offload.build import assembly
-from offload.device.accelerator import Accelerator, MemoryUse
+from offload.device.accelerator import Accelerator
 from offload.device.deferred import DeferredAccelerator
+from offload.device.device_memory import MemoryUse
 from offload.device.lane import HostLane
 from offload.device.pending import Pending
 from offload.planning import placement

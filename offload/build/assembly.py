@@ -26,7 +26,6 @@ from offload.device.deferred import DeferredAccelerator
 from offload.device.host_memory.memory_limits import host_memory_limit
 from offload.device.virtual.accelerator import accelerator_on
 from offload.device.virtual.current import imagined
-from offload.device.virtual.machine import VirtualMachine
 from offload.errors import BudgetError, ConfigError
 from offload.layout import CHUNK_NUMELS, Layout, ParameterSpec, build_layout, large_chunk_numels
 from offload.model.description import (
@@ -69,7 +68,7 @@ def choose_accelerator() -> Accelerator:
     """CUDA where torch finds a device, else the CPU; the environment variable OFFLOAD_ACCELERATOR overrides it.
 
     On a machine that exists only in numbers: its own."""
-    if isinstance(machine := imagined(), VirtualMachine):
+    if (machine := imagined()) is not None:
         return accelerator_on(machine)
     name = os.environ.get(ACCELERATOR_VARIABLE, "") or ("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda":

@@ -20,24 +20,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 
 import torch
 
+from offload.device.device_memory import MemoryUse
 from offload.device.lane import HostLane, Job
 from offload.device.pending import Pending, Settled
 from offload.device.rates import GPU, HOST, Rates
 from offload.device.recording import COLLECTIVES, TRANSFER, OpRecorder, Stamp
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryUse:
-    """Of device memory, as its allocator counts: bytes that this process may have in all, that are in use `now`, and that were
-    at most since `Accelerator.begin_peak`."""
-
-    total: int
-    now: int
-    peak: int
 
 
 class UnitMemory(ABC):

@@ -50,8 +50,9 @@ from typing import Any
 
 import torch
 
-from offload.device.accelerator import Accelerator, MemoryUse, ResizedMemory, UnitMemory
+from offload.device.accelerator import Accelerator, ResizedMemory, UnitMemory
 from offload.device.arithmetic import compiled_kernels
+from offload.device.device_memory import MemoryUse
 from offload.device.host_memory.host_pages import populate
 from offload.device.lane import HostLane, Job, LaneRow, ThreadLane
 from offload.device.pending import Pending

@@ -18,8 +18,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from offload.device.accelerator import Accelerator, MemoryUse, UnitMemory
-from offload.device.device_memory import DeviceMemory
+from offload.device.accelerator import Accelerator, UnitMemory
+from offload.device.device_memory import DeviceMemory, MemoryUse
 from offload.device.lane import HostLane, InlineLane, Job, LaneRow, ThreadLane
 from offload.device.pending import Pending
 from offload.device.recording import D2H, H2D, TRANSFER

@@ -1,13 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a device's allocator would count, where this project plays the device."""
+"""What a device's allocator counts, and what it would where this project plays the device."""
 
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 
 import torch
 
-from offload.device.accelerator import MemoryUse
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Of device memory, as its allocator counts: bytes that this process may have in all, that are in use `now`, and that were
+    at most since `Accelerator.begin_peak`."""
+
+    total: int
+    now: int
+    peak: int
 
 
 class DeviceMemory:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from offload.device.pending import Pending
 from offload.device.recording import NVME_READ, NVME_WRITE, OpRecorder
-from offload.device.virtual.current import Imagined
+from offload.device.virtual.machine import VirtualMachine
 from offload.layout import Extent
 from offload.tiers.extent_guard import ExtentGuard
 from offload.tiers.io.backend import IoStats, OpenFile, Priority, not_registered
@@ -19,7 +19,7 @@ from offload.tiers.store import KeepsNothing
 class ImaginedStore(KeepsNothing):
     """Extents of which only the sizes are known."""
 
-    def __init__(self, name: str, extents: Iterable[Extent], machine: Imagined, recorder: OpRecorder) -> None:
+    def __init__(self, name: str, extents: Iterable[Extent], machine: VirtualMachine, recorder: OpRecorder) -> None:
         """`recorder`: is told of transfers."""
         self.name, self._machine, self._recorder = name, machine, recorder
         self._guard = ExtentGuard(name, extents)
@@ -53,7 +53,7 @@ class ImaginedBackend:
 
     name = "virtual"
 
-    def __init__(self, machine: Imagined) -> None:
+    def __init__(self, machine: VirtualMachine) -> None:
         self._machine = machine
 
     def read(self, file: OpenFile, into: Tensor, offset_nbytes: int, *, priority: Priority) -> Pending:

@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from offload.device.accelerator import Accelerator, MemoryUse, UnitMemory
-from offload.device.device_memory import DeviceMemory
+from offload.device.accelerator import Accelerator, UnitMemory
+from offload.device.device_memory import DeviceMemory, MemoryUse
 from offload.device.host_memory.pages import PAGE_NBYTES
 from offload.device.lane import HostLane, InlineLane, Job, LaneJob, LaneRow
 from offload.device.pending import Pending, Settled

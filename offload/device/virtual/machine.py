@@ -102,6 +102,7 @@ class VirtualMachine:
         self._left_out += micro_batches
 
     def take_left_out(self) -> int:
+        """How many micro-batches of the step, before the one that begins, are counted and not run; each is told of once."""
         count, self._left_out = self._left_out, 0
         return count
 
@@ -138,6 +139,7 @@ class VirtualMachine:
         return {self.resources[name]: amount for name, amount in named.items()}
 
     def pass_over(self, place: Tensor, nbytes: int) -> None:
+        """One pass over `nbytes`, by whoever computes on the memory in which `place` lies."""
         self.call()
         if place.is_meta and self.machine.kind != "cpu" and threading.get_ident() not in self._lanes:
             self.launch(0, nbytes)
@@ -153,6 +155,7 @@ class VirtualMachine:
         return {CORES: seconds} if self.machine.kind == "cpu" else {}
 
     def transfer(self, nbytes: int, *, is_write: bool, priority: int) -> Event:
+        """Read or write so many bytes of NVMe."""
         self.call()
         direction, queue = ("nvme_write", self.writes) if is_write else ("nvme_read", self.reads)
         amounts: dict[str, float] = {direction: nbytes, "nvme_both": nbytes, "memory_bandwidth": nbytes}
@@ -176,6 +179,7 @@ class VirtualMachine:
         return found
 
     def transferred(self) -> tuple[float, float, float, float]:
+        """Bytes of NVMe read and written, and the seconds in which reads and writes were in flight."""
         read, write = self.resources["nvme_read"], self.resources["nvme_write"]
         return read.moved, write.moved, read.busy_seconds, write.busy_seconds
 
@@ -192,7 +196,8 @@ class VirtualMachine:
     # ---- memory --------------------------------------------------------------------------------------------------
 
     def host_memory(self, nbytes: int) -> Tensor | None:
-        """Where the model computes on it, it is on the meta device and counts with what the model takes."""
+        """What stands for so many bytes of host memory: uint8 [nbytes]. Where the model computes on it, a tensor on
+        the meta device, which counts with what the model takes; else None: addresses do that nobody writes to."""
         return torch.empty(nbytes, dtype=torch.uint8, device="meta") if self.machine.is_unified else None
 
     def takes_as_written(self, memory: Tensor) -> None:

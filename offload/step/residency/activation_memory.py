@@ -16,7 +16,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from offload.device.accelerator import Accelerator, MemoryUse
+from offload.device.accelerator import Accelerator
+from offload.device.device_memory import MemoryUse
 from offload.step.calls import in_backward
 from offload.step.nested_tensors import tensors_in
 
