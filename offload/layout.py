@@ -30,7 +30,7 @@ SLOT_ALIGN = 64
 """Elements. 256 bytes of fp32: a slot never shares a cache line or a SIMD lane pattern with its neighbour."""
 
 BLOCK = 4096
-"""Elements. The granule of the sum of squares (see `offload.device.arithmetic.kernels.ingest`) and of every boundary."""
+"""Elements. The granule of the sum of squares (see `offload.device.arithmetic.kernels.ingest_async`) and of every boundary."""
 
 EXTENT_ALIGN = 4096
 """Bytes. What direct I/O asks of offsets and lengths on every common file system."""

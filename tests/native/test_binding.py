@@ -72,7 +72,7 @@ try:
     _native.Threads()
 except OSError as error:
     print(error.errno)
-print(kernels.ingest(None, torch.ones(4097), 0, False))
+print(kernels.ingest_async(None, torch.ones(4097), 0, False).tolist())
 """
     assert _run(code, OFFLOAD_NATIVE="0").split("\n") == [str(errno.ENOSYS), "[4096.0, 1.0]"]
 

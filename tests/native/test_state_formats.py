@@ -122,12 +122,20 @@ def test_no_cut_of_a_parameter_shows(state_format: StateFormat) -> None:
 # ---- split weights
 
 
+def split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bf16 weights of float32 masters, and what they leave."""
+    upper, rest = torch.empty(values.numel(), dtype=torch.bfloat16), torch.empty(values.numel(), dtype=torch.int16)
+    encoding.put_upper_half(upper, values)
+    encoding.put_remainder(rest, values)
+    return upper, rest
+
+
 def test_every_bit_pattern_is_split_and_joined_again() -> None:
     """All upper halves with the lower halves around the ties; of a NaN only that it is one."""
     upper = np.arange(1 << 16, dtype=np.uint32)[:, None] << 16
     lower = np.array([0, 1, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF], dtype=np.uint32)
     values = torch.from_numpy((upper | lower).reshape(-1).view(np.float32))
-    rounded, rest = encoding.upper_half(values), encoding.remainder(values)
+    rounded, rest = split(values)
     joined = encoding.joined(rounded, rest)
     assert torch.equal(joined.isnan(), values.isnan()) and torch.equal(rounded.isnan(), values.isnan())
     numbers = ~values.isnan()
@@ -146,7 +154,7 @@ def test_the_native_library_splits_and_gives_the_bits_of_the_torch_form(monkeypa
     values = values.view(torch.float32)
     values[:8] = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-45, 3.4e38])
     with torch_form():
-        expected = encoding.upper_half(values), encoding.remainder(values)
+        expected = split(values)
     used: list[int] = []
     at_library_call(monkeypatch, {"offload_update": lambda _, segments, count: used.append(sum(one.numel for one in segments))})
     for level, count in itertools.product(simd_levels(), (1, 3)):
@@ -187,15 +195,15 @@ def test_splitting_makes_no_wide_or_large_temporaries() -> None:
 
 @pytest.mark.parametrize("hyper", HYPERS, ids=lambda one: one.rule.value)
 def test_split_states_follow_fp32_states_to_the_bit(hyper: Hyper) -> None:
-    split = State(StateFormat.SPLIT, 5000, 2, grad=torch.bfloat16)
-    wide = {name: split.record.moment(name, 0, 5000).clone() for name in MOMENTS}
-    wide["master"] = split.record.master(0, 5000, split.values)
+    states = State(StateFormat.SPLIT, 5000, 2, grad=torch.bfloat16)
+    wide = {name: states.record.moment(name, 0, 5000).clone() for name in MOMENTS}
+    wide["master"] = states.record.master(0, 5000, states.values)
     for step in range(1, 6):
-        update([split.segment(hyper, step)])
-        update([Segment(split.grad, wide, None, hyper, step, 0.5)])
-    assert exact.same_bits(split.record.master(0, 5000, split.values), wide["master"])
-    assert all(exact.same_bits(split.record.arrays[name][:5000], wide[name]) for name in MOMENTS)
-    assert torch.equal(split.values, encoding.upper_half(wide["master"]))
+        update([states.segment(hyper, step)])
+        update([Segment(states.grad, wide, None, hyper, step, 0.5)])
+    assert exact.same_bits(states.record.master(0, 5000, states.values), wide["master"])
+    assert all(exact.same_bits(states.record.arrays[name][:5000], wide[name]) for name in MOMENTS)
+    assert torch.equal(states.values, split(wide["master"])[0])
 
 
 # ---- stochastic rounding

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,8 +36,7 @@ _BLOCK_NUMEL = 4096
 _WARP = 32
 
 
-@dataclass(frozen=True, slots=True)
-class AdamScalars:
+class AdamScalars(NamedTuple):
     """The numbers of one Adam step, each rounded to fp32 once, as `scalars_of` in native/src/update.cpp makes them."""
 
     grad_factor: np.float32
@@ -72,9 +70,6 @@ class AdamScalars:
             l2=np.int32(l2),
             lerp_from_grad=np.int32(lerp_from_grad),
         )
-
-    def arguments(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, name) for name in self.__slots__)
 
 
 class Launcher:
@@ -112,7 +107,7 @@ class DeviceKernels:
         aligned = all(address % 16 == 0 for address in addresses)
         name = f"offload_adam_{_CODES[segment.grad.dtype]}_{_NO_TENSOR if emit is None else _CODES[emit.dtype]}"
         scalars = AdamScalars.of(segment.hyper, segment.step, segment.signed_factor)
-        arguments = (*map(np.uint64, addresses), np.int64(numel), *scalars.arguments(), np.int32(aligned))
+        arguments = (*map(np.uint64, addresses), np.int64(numel), *scalars, np.int32(aligned))
         self._launch(name, -(-numel // (4 * _THREADS)), arguments)
 
     def ingest(self, dst: Tensor | None, src: Tensor, offset: int, accumulate: bool, sums: Tensor) -> None:

@@ -29,7 +29,6 @@ from offload.device.arithmetic.flat import f32, uses_native
 
 SCALE_GROUP = 64
 """Elements that share a scale of 8-bit moments, counted from a parameter's first."""
-_LOW = 0xFFFF
 _CANONICAL_NAN = 0x7FC00000
 _SHARED_NUMEL = 1 << 17
 """What the cores share at a time where the native library splits."""
@@ -45,18 +44,6 @@ def group_count(numel: int) -> int:
 # ---- split weights
 
 
-def bits_of(values: Tensor) -> Tensor:
-    """int64 [n] of the bits of float32 [n], a NaN as the canonical one."""
-    bits = values.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-    return torch.where(values.isnan(), _CANONICAL_NAN, bits)
-
-
-def _as_int16(words: Tensor) -> Tensor:
-    """The low 16 bits of int64, as int16."""
-    low = words & _LOW
-    return torch.where(low >= 1 << 15, low - (1 << 16), low).to(torch.int16)
-
-
 def _blocks(numel: int, device: torch.device) -> Iterator[slice]:
     """On the CPU parts whose temporaries stay in its caches; elsewhere one."""
     step = _BLOCK_NUMEL if device.type == "cpu" else max(numel, 1)
@@ -65,7 +52,7 @@ def _blocks(numel: int, device: torch.device) -> Iterator[slice]:
 
 
 def _int32_of(values: Tensor) -> Tensor:
-    """As `bits_of`, in a new int32 [n]."""
+    """The bits of float32 [n], a NaN as the canonical one: a new int32 [n]."""
     return torch.where(values.isnan(), _CANONICAL_NAN, values.view(torch.int32))
 
 
@@ -136,26 +123,12 @@ def joined(upper: Tensor, rest: Tensor) -> Tensor:
     return bits.view(torch.float32)
 
 
-def upper_half(values: Tensor) -> Tensor:
-    """`put_upper_half` into a new tensor."""
-    upper = torch.empty(values.numel(), dtype=torch.bfloat16, device=values.device)
-    put_upper_half(upper, values)
-    return upper
-
-
-def remainder(values: Tensor) -> Tensor:
-    """`put_remainder` into a new tensor."""
-    rest = torch.empty(values.numel(), dtype=torch.int16, device=values.device)
-    put_remainder(rest, values)
-    return rest
-
-
 # ---- bf16 moments
 
 
 def bf16_of(values: Tensor, random: Tensor) -> Tensor:
     """float32 rounded stochastically to bf16; `random`: int64 of 16 bits."""
-    return _as_int16((bits_of(values) + random) >> 16).view(torch.bfloat16)
+    return _halves(_int32_of(values).add_(random))[1].view(torch.bfloat16)
 
 
 # ---- 8-bit moments

@@ -32,12 +32,6 @@ START_MULTIPLE = 64
 _LANES = 32
 
 
-def ingest(dst: Tensor | None, src: Tensor, start_index: int, accumulate: bool) -> list[float]:
-    """As `ingest_async`, with the sums as a list; waits for the device."""
-    sums: list[float] = ingest_async(dst, src, start_index, accumulate).tolist()
-    return sums
-
-
 def ingest_async(
     dst: Tensor | None,
     src: Tensor,
@@ -59,7 +53,7 @@ def ingest_async(
     `all_cores`: of the host, none of which computes the model.
     """
     numel, device = src.numel(), src.device
-    _check_ingest(dst, src, numel, device, start_index, accumulate)
+    _check_ingest(dst, src, start_index, accumulate)
     block_count = touched_block_count(start_index, numel)
     if sums is None:
         sums = torch.empty(block_count, dtype=torch.float64, device=device)
@@ -155,12 +149,10 @@ def exact_sum(arrays: Sequence[Tensor]) -> int | None:
     return _exact_sum_numpy(np.concatenate([array.numpy().ravel() for array in arrays] or [np.empty(0)]))
 
 
-def _check_ingest(
-    dst: Tensor | None, src: Tensor, numel: int, device: torch.device, start_index: int, accumulate: bool
-) -> None:
-    check_flat("src", src, numel, device)
+def _check_ingest(dst: Tensor | None, src: Tensor, start_index: int, accumulate: bool) -> None:
+    check_flat("src", src, src.numel(), src.device)
     if dst is not None:
-        check_flat("dst", dst, numel, device)
+        check_flat("dst", dst, src.numel(), src.device)
     elif accumulate:
         raise AssertionError("accumulate needs a dst")
     if start_index < 0 or start_index % START_MULTIPLE != 0:

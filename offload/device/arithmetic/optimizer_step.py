@@ -15,11 +15,12 @@ import torch
 
 from offload import _native
 from offload.device.arithmetic import compiled_kernels
-from offload.device.arithmetic.encoding import SCALE_GROUP, group_count
+from offload.device.arithmetic.encoding import SCALE_GROUP
 from offload.device.arithmetic.flat import DTYPE_CODES, check_flat, uses_native
 from offload.device.arithmetic.optimizer_step_torch import update_torch
+from offload.device.arithmetic.records import RecordFormat
 from offload.device.arithmetic.rules import MOMENTS, Rule
-from offload.device.arithmetic.segment import MASTER, REMAINDER, Segment, StateFormat, scale_name
+from offload.device.arithmetic.segment import Segment, StateFormat, scale_name
 from offload.device.virtual.current import imagined
 
 
@@ -55,12 +56,7 @@ def touched_nbytes(segment: Segment) -> int:
 def _check(segment: Segment) -> None:
     numel, device, state_format = segment.grad.numel(), segment.grad.device, segment.state_format
     check_flat("grad", segment.grad, numel, device)
-    expected = {REMAINDER: (torch.int16, numel)} if state_format.is_split else {MASTER: (torch.float32, numel)}
-    for name in segment.hyper.moments:
-        expected[name] = (state_format.moment_dtype(name), numel)
-        if state_format is StateFormat.EIGHT_BIT:
-            expected[scale_name(name)] = (torch.uint8, group_count(numel))
-    for name, (dtype, count) in expected.items():
+    for name, dtype, count in RecordFormat(state_format, segment.hyper.moments).arrays(numel):
         array = segment.arrays[name]
         if array.dtype != dtype or array.shape != (count,) or not array.is_contiguous() or array.device != device:
             raise AssertionError(

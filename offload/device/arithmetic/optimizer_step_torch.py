@@ -43,8 +43,8 @@ def _update_chunk(segment: Segment, chunk: slice) -> None:
         )
     if segment.state_format.is_split:
         assert segment.values is not None
-        segment.arrays[REMAINDER][chunk].copy_(encoding.remainder(p))
-        segment.values[chunk].copy_(encoding.upper_half(p))
+        encoding.put_remainder(segment.arrays[REMAINDER][chunk], p)
+        encoding.put_upper_half(segment.values[chunk], p)
     else:
         segment.arrays[MASTER][chunk].copy_(p)
         if segment.values is not None:

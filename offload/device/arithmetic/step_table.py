@@ -19,10 +19,11 @@ from offload import _native
 from offload.device.arithmetic.encoding import SCALE_GROUP
 from offload.device.arithmetic.flat import DTYPE_CODES
 from offload.device.arithmetic.records import RecordFormat
-from offload.device.arithmetic.rules import MOMENTS, Hyper
-from offload.device.arithmetic.segment import MASTER, REMAINDER, StateFormat, scale_name
+from offload.device.arithmetic.rules import Hyper
+from offload.device.arithmetic.segment import MASTER, REMAINDER, StateFormat
 
 _ROW = _native.UPDATE_ROW
+_ALL = slice(None)
 Numbers = tuple[Hyper, int] | list[tuple[Hyper, int]]
 """The optimizer's, and the step, from 1: of all pieces, or of each."""
 
@@ -52,7 +53,8 @@ class StepTable:
             raise AssertionError(f"{state_format.value} states need bfloat16 values")
         if state_format is StateFormat.EIGHT_BIT and any(span.first_index % SCALE_GROUP for span in spans):
             raise AssertionError(f"first_index must be a multiple of {SCALE_GROUP}")
-        self._moments = frozenset(record_format.moments)
+        self.moments = frozenset(record_format.moments)
+        """What the record keeps."""
         self._table = _Table(np.zeros(len(spans), _ROW))
         rows = self._table.rows
         self._where: object = None
@@ -83,41 +85,33 @@ class StepTable:
         if which is None and isinstance(gradients, Tensor):
             where = (record.data_ptr(), values.data_ptr(), gradients.data_ptr(), gradients.dtype, gradients.numel())
             if where != self._where:
-                self._place_gradients(self.placed(None, record, values), None, gradients)
+                self._place_gradients(self.placed(_ALL, record, values), _ALL, gradients)
                 self._where = where
-            self._table.step(self._moments, numbers, grad_factor)
+            self._table.step(self.moments, numbers, grad_factor)
             return
-        rows = self.placed(which, record, values)
+        rows = self.placed(_ALL if which is None else which, record, values)
         if isinstance(gradients, Tensor):
-            self._place_gradients(rows, which, gradients)
+            self._place_gradients(rows, _ALL if which is None else which, gradients)
         else:
             _place_gradients(rows, gradients)
         table = self._table if which is None else _Table(rows)
-        table.step(self._moments, numbers, grad_factor)
+        table.step(self.moments, numbers, grad_factor)
 
-    def _place_gradients(self, rows: Any, which: Sequence[int] | None, gradients: Tensor) -> None:
+    def _place_gradients(self, rows: Any, which: Sequence[int] | slice, gradients: Tensor) -> None:
         if gradients.numel() != self._numel or not _is_flat_on_host(gradients):
             raise AssertionError(f"gradients must be [{self._numel}] on the host")
-        low = self._low if which is None else self._low[which]
-        rows["grad"] = low * gradients.itemsize + gradients.data_ptr()
+        rows["grad"] = self._low[which] * gradients.itemsize + gradients.data_ptr()
         rows["grad_dtype"] = DTYPE_CODES[gradients.dtype]
 
-    def placed(self, which: Sequence[int] | None, record: Tensor, values: Tensor) -> Any:
+    def placed(self, which: Sequence[int] | slice, record: Tensor, values: Tensor) -> Any:
         """The rows of these pieces, told where the record and the values lie."""
         self._check(record, values)
         self._where = None
-        rows = self._table.rows if which is None else self._table.rows[which]
-        value_offsets = self._value_offsets if which is None else self._value_offsets[which]
-        address = record.data_ptr()
+        rows = self._table.rows[which]
         for column, offsets in self._record_offsets:
-            rows[column] = (offsets if which is None else offsets[which]) + address
-        rows[self._values_column] = value_offsets + values.data_ptr()
+            rows[column] = offsets[which] + record.data_ptr()
+        rows[self._values_column] = self._value_offsets[which] + values.data_ptr()
         return rows
-
-    @property
-    def moments(self) -> frozenset[str]:
-        """What the record keeps."""
-        return self._moments
 
     def _check(self, record: Tensor, values: Tensor) -> None:
         if record.dtype != torch.uint8 or record.numel() < self.record_nbytes or not _is_flat_on_host(record):
@@ -132,7 +126,7 @@ class JoinedTable:
 
     def __init__(self, parts: Sequence[tuple[StepTable, Tensor, Tensor]]) -> None:
         self._kept = [(record, values) for _, record, values in parts]  # as long as their addresses are here
-        self._table = _Table(np.concatenate([table.placed(None, record, values) for table, record, values in parts]))
+        self._table = _Table(np.concatenate([table.placed(_ALL, record, values) for table, record, values in parts]))
         self._moments = frozenset.intersection(*(table.moments for table, _, _ in parts))
 
     def update(self, gradients: Sequence[Tensor], numbers: Numbers, grad_factor: float) -> None:
@@ -209,11 +203,9 @@ def _is_flat_on_host(tensor: Tensor) -> bool:
 
 def _offsets(record_format: RecordFormat, numel: int, low: Any) -> list[tuple[str, Any]]:
     """By column of the table: where each piece's part of a record's array begins, in bytes of the record."""
-    columns = {MASTER: "master", REMAINDER: "master"}
-    columns |= {name: name for name in MOMENTS} | {scale_name(name): scale_name(name) for name in MOMENTS}
     found, start = [], 0
     for name, dtype, count in record_format.arrays(numel):
         first = low // SCALE_GROUP if name.endswith("_scale") else low
-        found.append((columns[name], start + first * dtype.itemsize))
+        found.append((MASTER if name == REMAINDER else name, start + first * dtype.itemsize))
         start += count * dtype.itemsize
     return found
