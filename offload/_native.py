@@ -182,20 +182,19 @@ def _forget_after_fork() -> None:
 os.register_at_fork(after_in_child=_forget_after_fork)
 
 
-def update(segments: Sequence[UpdateArguments], threads: Threads | None = None) -> None:
+def update(segments: Sequence[UpdateArguments]) -> None:
     """One optimizer step on every segment (`offload_update`)."""
-    library, pool = loaded(), threads or default_threads()
     array = (UpdateSegmentStructure * len(segments))(*segments)  # type: ignore[misc]  # a tuple fills a structure
-    check(library.offload_update(pool.pointer, array, len(segments)), f"update of {len(segments)} segments")
+    update_rows(array, len(segments))
 
 
 UPDATE_ROW = np.dtype(UpdateSegmentStructure)
 """An `offload_update_segment` in an array."""
 
 
-def update_rows(address: int, count: int) -> None:
-    """The same on a table of `UPDATE_ROW` in memory."""
-    check(loaded().offload_update(default_threads().pointer, address, count), f"update of {count} segments")
+def update_rows(rows: int | ctypes.Array[UpdateSegmentStructure], count: int) -> None:
+    """The same on a table of `UPDATE_ROW`, or where it lies."""
+    check(loaded().offload_update(default_threads().pointer, rows, count), f"update of {count} segments")
 
 
 class Values(NamedTuple):
@@ -216,8 +215,7 @@ def gradient_ingest(
     all_cores: bool = False,
 ) -> None:
     """Copy or add a gradient and sum its squares by blocks (`offload_gradient_ingest`). Of `dst` and `block_sums` either may be
-    nowhere. `all_cores`: none of
-    them computes the model."""
+    nowhere. `all_cores`: none of them computes the model."""
     pool = _threads_for(numel, all_cores=all_cores)
     status = loaded().offload_gradient_ingest(
         pool.pointer, dst.address or None, dst.dtype, *src, numel, start_index, int(accumulate), block_sums or None
@@ -273,18 +271,15 @@ def checksum(address: int, nbytes: int) -> int:
     return out.value
 
 
-def stream(
-    reads: Sequence[tuple[int, int]], writes: Sequence[tuple[int, int]], numel: int, threads: Threads | None = None
-) -> None:
+def stream(reads: Sequence[tuple[int, int]], writes: Sequence[tuple[int, int]], numel: int) -> None:
     """Read and write arrays, each given as (address, bytes per element), and nothing else: the floor of a benchmark
     (`offload_stream`). `numel`: a multiple of STREAM_STEP_NUMEL."""
-    library, pool = loaded(), threads or default_threads()
 
     def columns(arrays: Sequence[tuple[int, int]]) -> tuple[object, object, int]:
         count = len(arrays)
         return (c_void_p * count)(*(one[0] for one in arrays)), (c_int32 * count)(*(one[1] for one in arrays)), count
 
-    status = library.offload_stream(pool.pointer, *columns(reads), *columns(writes), numel)
+    status = loaded().offload_stream(default_threads().pointer, *columns(reads), *columns(writes), numel)
     check(status, f"stream(numel={numel})")
 
 

@@ -23,7 +23,7 @@ Why each hazard cannot happen (tests/device/test_stream_order.py holds the code 
   and records the source on drain (`record_stream`), for who frees it early; gradients are copied from buffers that stay.
 - *The host writes pinned memory that an H2D still reads*, or reads what a D2H still writes. Whoever touches the host side
   waits for the copy's `Pending` first: leases are released after it, `ParameterStore.settle_copies` covers stores.
-- *Unregistering memory under a copy.* `unpin` waits for both copy streams.
+- *Unregistering memory under a copy.* `unpin` waits for all streams of its own.
 - *Another stream uses what `initialize` made on its own*, or a stream reuses what the last one freed at `close`. Both wait for
   the whole device.
 
@@ -111,6 +111,7 @@ class CudaAccelerator(Accelerator):
 
     name = "cuda"
     unified = False
+    copies_beside = True
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
@@ -120,7 +121,6 @@ class CudaAccelerator(Accelerator):
         self._fetch = torch.cuda.Stream(self.device)
         self._drain = torch.cuda.Stream(self.device)
         self._ranks = torch.cuda.Stream(self.device)
-        self._has_warned, self.copies_beside = False, True
         self._total_nbytes = self._former_peak_nbytes = 0
         self._reference: tuple[torch.cuda.Event, int]
         compiled_kernels.prepare(self.device)
@@ -229,7 +229,8 @@ class CudaAccelerator(Accelerator):
             return None
 
         def unpin() -> None:
-            self._settle()
+            for stream in (self._fetch, self._drain, self._ranks):
+                stream.synchronize()
             with torch.cuda.device(self.device):
                 status = int(cudart.cudaHostUnregister(address))
             if status != 0:
@@ -266,11 +267,6 @@ class CudaAccelerator(Accelerator):
         # What is freed after this goes back to the stream that it was allocated on, and another may have used it last.
         self.wait_for_all()
 
-    def _settle(self) -> None:
-        self._fetch.synchronize()
-        self._drain.synchronize()
-        self._ranks.synchronize()
-
     def _unregistered(self, nbytes: int, status: int) -> None:
         # The CUDA runtime hands its last error to whoever launches next: take it out of the user's way. The launch
         # itself does happen, so that nothing else can be hidden.
@@ -280,9 +276,8 @@ class CudaAccelerator(Accelerator):
             reason = str(error).splitlines()[0]
         else:
             reason = "no text"
-        self.copies_beside = False
-        if not self._has_warned:
-            self._has_warned = True
+        if self.copies_beside:  # it is the first time
+            self.copies_beside = False
             warnings.warn(
                 f"the system does not let {nbytes} bytes of host memory be registered with the GPU (cudaHostRegister: error "
                 f"{status}, {reason}): training is right and slow, since every copy goes through a buffer of the driver's. "

@@ -16,7 +16,7 @@ from offload.device.accelerator import UnitMemory
 from offload.device.host_memory.memory_limits import refused_memory
 from offload.layout import round_up
 
-PAGE_NBYTES = 2 * 1024 * 1024
+PAGE_NBYTES = _native.HUGE_PAGE_NBYTES
 
 
 def pages_supported() -> bool:

@@ -281,14 +281,8 @@ class VirtualUnified(VirtualAccelerator):
         self._machine.pass_over(source, 2 * source.nbytes)
         return self.mark()
 
-    def free_nbytes(self) -> int | None:
-        return None
-
-    def memory_use(self) -> MemoryUse | None:
-        return None
-
-    def peak_nbytes(self) -> int | None:
-        return None
+    # Its memory is host memory.
+    free_nbytes, memory_use, peak_nbytes = Accelerator.free_nbytes, Accelerator.memory_use, Accelerator.peak_nbytes
 
 
 class VirtualCpu(VirtualUnified):
