@@ -235,7 +235,8 @@ class Accelerator(ABC):
         """Tensors of `nbytes` in all are about to be freed and must not stay with the allocator."""
 
     def free_nbytes(self) -> int | None:
-        """Free device memory in bytes, or None where that means nothing (host memory is the device's memory)."""
+        """Device memory in bytes that tensors could be given, what the allocator keeps of freed ones among it; None where that
+        means nothing (host memory is the device's memory)."""
         return None
 
     def memory_use(self) -> MemoryUse | None:

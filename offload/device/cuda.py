@@ -239,7 +239,7 @@ class CudaAccelerator(Accelerator):
         return unpin
 
     def free_nbytes(self) -> int | None:
-        return int(torch.cuda.mem_get_info(self.device)[0])
+        return self._free_to_allocator() - int(torch.cuda.memory_allocated(self.device))
 
     def memory_use(self) -> MemoryUse | None:
         # Of blocks, not of tensors: what another stream still uses cannot be had yet.
@@ -257,7 +257,8 @@ class CudaAccelerator(Accelerator):
         self._total_nbytes = self._free_to_allocator()
 
     def _free_to_allocator(self) -> int:
-        """What the allocator has, and what the driver would give it: libraries and other processes have the rest."""
+        """What the allocator has, in tensors or kept for the next, and what the driver would give it: libraries and other
+        processes have the rest."""
         return int(torch.cuda.mem_get_info(self.device)[0]) + int(torch.cuda.memory_reserved(self.device))
 
     def peak_nbytes(self) -> int | None:
