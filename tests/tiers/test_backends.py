@@ -117,6 +117,23 @@ def test_close_settles_everything_and_then_refuses(name: str, tmp_path: Path) ->
     file.close()
 
 
+@pytest.mark.parametrize("name", io.BACKEND_NAMES)
+def test_a_transfer_of_nothing_is_over(name: str, tmp_path: Path) -> None:
+    try:
+        backend = open_backend(name)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    (file,) = ScratchFolder([tmp_path]).create("states", [4096])
+    read = backend.read(file, HostMemory(4096, "test").tensor[:0], 0, priority=Priority.STATE)
+    deadline = time.monotonic() + 60
+    while not read.done() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert read.done()
+    read.wait()
+    backend.close()
+    file.close()
+
+
 @pytest.mark.parametrize("name", ["io_uring", "threads"])
 def test_a_close_that_goes_on_after_an_interrupt_keeps_the_totals(name: str) -> None:
     """`engine.stats()` of an engine that failed asks for them."""

@@ -128,7 +128,7 @@ class AioBackend:
                 pending.offset_nbytes + start,
                 is_write=pending.is_write,
             )
-            for start in range(0, len(view), self._block_nbytes)
+            for start in range(0, len(view) or 1, self._block_nbytes)  # one where there is nothing: it says when that is over
         ]
         pending.open_block_count = len(blocks)
         with self._lock:
