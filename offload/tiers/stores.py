@@ -26,11 +26,6 @@ class Stores:
     def __init__(self, accelerator: Accelerator, ledger: MemoryLedger, nvme_paths: Sequence[Path], nvme_nbytes: int) -> None:
         """`nvme_nbytes`: what is to lie on NVMe in all; where nothing is, no file is opened. Raises `StorageError`."""
         self._accelerator, self._ledger = accelerator, ledger
-        self._makers = {
-            "device": self._host if accelerator.unified else self._device,
-            "cpu": self._host,
-            "nvme": self._files if imagined() is None else self._imagined,
-        }
         if not nvme_nbytes:
             return
         if (machine := imagined()) is not None:
@@ -45,20 +40,12 @@ class Stores:
     def make(self, tier: str, name: str, extents: Iterable[Extent], *, is_copied: bool) -> Store:
         """`is_copied`: whether the device copies to or from it. Other host memory stays unregistered, so that it need not be
         there before it is used."""
-        return self._makers[tier](name, extents, is_copied)
-
-    def _device(self, name: str, extents: Iterable[Extent], _: bool) -> Store:
-        return DeviceStore(name, extents, self._accelerator)
-
-    def _host(self, name: str, extents: Iterable[Extent], is_copied: bool) -> Store:
-        return CpuStore(name, extents, ledger=self._ledger, register=self._accelerator.pin if is_copied else None)
-
-    def _files(self, name: str, extents: Iterable[Extent], _: bool) -> Store:
+        accelerator = self._accelerator
+        if tier == "device" and not accelerator.unified:
+            return DeviceStore(name, extents, accelerator)
+        if tier != "nvme":
+            return CpuStore(name, extents, ledger=self._ledger, register=accelerator.pin if is_copied else None)
+        if (machine := imagined()) is not None:
+            return ImaginedStore(name, extents, machine, accelerator.recorder)
         assert self.backend is not None
-        recorder = self._accelerator.recorder
-        return NvmeStore(name.replace(" ", "-"), extents, self._scratch, self.backend, recorder=recorder)
-
-    def _imagined(self, name: str, extents: Iterable[Extent], _: bool) -> Store:
-        machine = imagined()
-        assert machine is not None
-        return ImaginedStore(name, extents, machine, self._accelerator.recorder)
+        return NvmeStore(name.replace(" ", "-"), extents, self._scratch, self.backend, recorder=accelerator.recorder)
