@@ -267,7 +267,7 @@ typedef struct offload_io_statistics {
 
 /* Start an engine that keeps at most queue_depth (1..4096) blocks of block_nbytes (512..1 GiB, a multiple of 512) in
  * flight: by one thread with an io_uring of its own, or by min(queue_depth, 128) threads that call pread and pwrite.
- * -ENOSYS: built without io_uring, or the kernel has none; -EPERM or another code: the system forbids it.
+ * -ENOSYS: the kernel has no io_uring; -EPERM or another code: the system forbids it.
  * Thread-safe. `*out` belongs to the caller, who destroys it. */
 OFFLOAD_API int offload_io_create(int32_t kind, int32_t queue_depth, int64_t block_nbytes, offload_io** out);
 

@@ -139,12 +139,6 @@ const Kernels& kernels() {
 #define OFFLOAD_COMPILER "gcc " __VERSION__
 #endif
 
-#if defined(__linux__)
-#define OFFLOAD_URING_TEXT "yes (by system calls)"
-#else
-#define OFFLOAD_URING_TEXT "no (not Linux)"
-#endif
-
 #if defined(OFFLOAD_HAVE_X86)
 #define OFFLOAD_SIMD_TEXT "scalar, avx2, avx512"
 #elif defined(OFFLOAD_HAVE_NEON)
@@ -158,8 +152,8 @@ extern "C" {
 int32_t offload_abi_version(void) { return OFFLOAD_ABI_VERSION; }
 
 const char* offload_build_info(void) {
-    return "abi " OFFLOAD_TEXT(OFFLOAD_ABI_VERSION) "; compiler " OFFLOAD_COMPILER "; io_uring " OFFLOAD_URING_TEXT
-                                                    "; simd " OFFLOAD_SIMD_TEXT;
+    return "abi " OFFLOAD_TEXT(OFFLOAD_ABI_VERSION) "; compiler " OFFLOAD_COMPILER
+                                                    "; io_uring yes (by system calls); simd " OFFLOAD_SIMD_TEXT;
 }
 
 int32_t offload_simd_level(void) { return offload::kernels().level; }

@@ -11,6 +11,13 @@
 
 #include "offload.h"
 
+// What a loop works on stays in registers, which a call would spill. Not where all is compiled for size.
+#if defined(__OPTIMIZE_SIZE__)
+#define OFFLOAD_INLINE inline
+#else
+#define OFFLOAD_INLINE inline __attribute__((always_inline))
+#endif
+
 namespace offload {
 namespace {
 
@@ -29,10 +36,6 @@ template <class T> inline T load_element(const void* address) {
 }
 
 template <class T> inline void store_element(void* address, T value) { std::memcpy(address, &value, sizeof value); }
-
-template <int Dtype> struct ElementSize {
-    static constexpr int64_t value = Dtype == OFFLOAD_F32 ? 4 : 2;
-};
 
 constexpr uint32_t kFloatInfinity = 0x7f800000u;
 constexpr uint32_t kFloatNan = 0x7fc00000u;
@@ -108,7 +111,6 @@ struct ElementVector {
     static Int ibroadcast(uint32_t value) { return value; }
     static Int iota(uint32_t) { return 0; }
     static Int iadd(Int a, Int b) { return a + b; }
-    static Int isub(Int a, Int b) { return a - b; }
     static Int imul(Int a, Int b) { return a * b; }
     static Int iand(Int a, Int b) { return a & b; }
     static Int ixor(Int a, Int b) { return a ^ b; }
@@ -157,140 +159,84 @@ template <class V, int Count> struct Together {
         typename V::Byte part[Count];
     };
 
-    template <class Out, class Make> static Out each(const Make& make) {
+    // A function of V on the parts of each argument.
+    template <class Out, auto Function, class... In> static Out each(const In&... in) {
+        Out out;
+        for (int i = 0; i < Count; ++i) out.part[i] = Function(in.part[i]...);
+        return out;
+    }
+    // Each part made by its number.
+    template <class Out, class Make> static Out made(const Make& make) {
         Out out;
         for (int i = 0; i < Count; ++i) out.part[i] = make(i);
         return out;
     }
 
     static Float broadcast(float value) {
-        return each<Float>([=](int) { return V::broadcast(value); });
+        return made<Float>([=](int) { return V::broadcast(value); });
     }
     static Float load(const float* address) {
-        return each<Float>([=](int i) { return V::load(address + i * V::kWidth); });
+        return made<Float>([=](int i) { return V::load(address + i * V::kWidth); });
     }
     static void store(float* address, const Float& value) {
         for (int i = 0; i < Count; ++i) V::store(address + i * V::kWidth, value.part[i]);
     }
     static Half load_half(const uint16_t* address) {
-        return each<Half>([=](int i) { return V::load_half(address + i * V::kWidth); });
+        return made<Half>([=](int i) { return V::load_half(address + i * V::kWidth); });
     }
     static void store_half(uint16_t* address, const Half& value) {
         for (int i = 0; i < Count; ++i) V::store_half(address + i * V::kWidth, value.part[i]);
     }
-    static Float add(const Float& a, const Float& b) {
-        return each<Float>([&](int i) { return V::add(a.part[i], b.part[i]); });
-    }
-    static Float sub(const Float& a, const Float& b) {
-        return each<Float>([&](int i) { return V::sub(a.part[i], b.part[i]); });
-    }
-    static Float mul(const Float& a, const Float& b) {
-        return each<Float>([&](int i) { return V::mul(a.part[i], b.part[i]); });
-    }
-    static Float div(const Float& a, const Float& b) {
-        return each<Float>([&](int i) { return V::div(a.part[i], b.part[i]); });
-    }
-    static Float sqrt(const Float& a) {
-        return each<Float>([&](int i) { return V::sqrt(a.part[i]); });
-    }
-    static Float fma(const Float& a, const Float& b, const Float& c) {
-        return each<Float>([&](int i) { return V::fma(a.part[i], b.part[i], c.part[i]); });
-    }
-    static Float one_nan(const Float& a) {
-        return each<Float>([&](int i) { return V::one_nan(a.part[i]); });
-    }
-    static Half to_bf16(const Float& a) {
-        return each<Half>([&](int i) { return V::to_bf16(a.part[i]); });
-    }
-    static Half to_f16(const Float& a) {
-        return each<Half>([&](int i) { return V::to_f16(a.part[i]); });
-    }
-    static Float from_bf16(const Half& a) {
-        return each<Float>([&](int i) { return V::from_bf16(a.part[i]); });
-    }
-    static Float from_f16(const Half& a) {
-        return each<Float>([&](int i) { return V::from_f16(a.part[i]); });
-    }
+    static Float add(const Float& a, const Float& b) { return each<Float, V::add>(a, b); }
+    static Float sub(const Float& a, const Float& b) { return each<Float, V::sub>(a, b); }
+    static Float mul(const Float& a, const Float& b) { return each<Float, V::mul>(a, b); }
+    static Float div(const Float& a, const Float& b) { return each<Float, V::div>(a, b); }
+    static Float sqrt(const Float& a) { return each<Float, V::sqrt>(a); }
+    static Float fma(const Float& a, const Float& b, const Float& c) { return each<Float, V::fma>(a, b, c); }
+    static Float one_nan(const Float& a) { return each<Float, V::one_nan>(a); }
+    static Half to_bf16(const Float& a) { return each<Half, V::to_bf16>(a); }
+    static Half to_f16(const Float& a) { return each<Half, V::to_f16>(a); }
+    static Float from_bf16(const Half& a) { return each<Float, V::from_bf16>(a); }
+    static Float from_f16(const Half& a) { return each<Float, V::from_f16>(a); }
 
-    static Float sign(const Float& a) {
-        return each<Float>([&](int i) { return V::sign(a.part[i]); });
-    }
+    static Float sign(const Float& a) { return each<Float, V::sign>(a); }
     static Int ibroadcast(uint32_t value) {
-        return each<Int>([=](int) { return V::ibroadcast(value); });
+        return made<Int>([=](int) { return V::ibroadcast(value); });
     }
     static Int iota(uint32_t step) {
-        return each<Int>([=](int i) { return V::iadd(V::iota(step), V::ibroadcast(static_cast<uint32_t>(i * V::kWidth) * step)); });
+        return made<Int>([=](int i) { return V::iadd(V::iota(step), V::ibroadcast(static_cast<uint32_t>(i * V::kWidth) * step)); });
     }
-    static Int iadd(const Int& a, const Int& b) {
-        return each<Int>([&](int i) { return V::iadd(a.part[i], b.part[i]); });
-    }
-    static Int isub(const Int& a, const Int& b) {
-        return each<Int>([&](int i) { return V::isub(a.part[i], b.part[i]); });
-    }
-    static Int imul(const Int& a, const Int& b) {
-        return each<Int>([&](int i) { return V::imul(a.part[i], b.part[i]); });
-    }
-    static Int iand(const Int& a, const Int& b) {
-        return each<Int>([&](int i) { return V::iand(a.part[i], b.part[i]); });
-    }
-    static Int ixor(const Int& a, const Int& b) {
-        return each<Int>([&](int i) { return V::ixor(a.part[i], b.part[i]); });
-    }
-    static Int umax(const Int& a, const Int& b) {
-        return each<Int>([&](int i) { return V::umax(a.part[i], b.part[i]); });
-    }
-    template <int Bits> static Int shift_left(const Int& a) {
-        return each<Int>([&](int i) { return V::template shift_left<Bits>(a.part[i]); });
-    }
-    template <int Bits> static Int shift_right(const Int& a) {
-        return each<Int>([&](int i) { return V::template shift_right<Bits>(a.part[i]); });
-    }
-    template <int Bits> static Int shift_right_signed(const Int& a) {
-        return each<Int>([&](int i) { return V::template shift_right_signed<Bits>(a.part[i]); });
-    }
+    static Int iadd(const Int& a, const Int& b) { return each<Int, V::iadd>(a, b); }
+    static Int imul(const Int& a, const Int& b) { return each<Int, V::imul>(a, b); }
+    static Int iand(const Int& a, const Int& b) { return each<Int, V::iand>(a, b); }
+    static Int ixor(const Int& a, const Int& b) { return each<Int, V::ixor>(a, b); }
+    static Int umax(const Int& a, const Int& b) { return each<Int, V::umax>(a, b); }
+    template <int Bits> static Int shift_left(const Int& a) { return each<Int, V::template shift_left<Bits>>(a); }
+    template <int Bits> static Int shift_right(const Int& a) { return each<Int, V::template shift_right<Bits>>(a); }
+    template <int Bits> static Int shift_right_signed(const Int& a) { return each<Int, V::template shift_right_signed<Bits>>(a); }
     static uint32_t reduce_max(const Int& a) {
         auto all = a.part[0];
         for (int i = 1; i < Count; ++i) all = V::umax(all, a.part[i]);
         return V::reduce_max(all);
     }
-    static Int bits(const Float& a) {
-        return each<Int>([&](int i) { return V::bits(a.part[i]); });
-    }
-    static Float as_float(const Int& a) {
-        return each<Float>([&](int i) { return V::as_float(a.part[i]); });
-    }
-    static Float from_int(const Int& a) {
-        return each<Float>([&](int i) { return V::from_int(a.part[i]); });
-    }
-    static Int round_to_int(const Float& a) {
-        return each<Int>([&](int i) { return V::round_to_int(a.part[i]); });
-    }
-    static Int widen(const Half& a) {
-        return each<Int>([&](int i) { return V::widen(a.part[i]); });
-    }
-    static Int widen_signed(const Half& a) {
-        return each<Int>([&](int i) { return V::widen_signed(a.part[i]); });
-    }
-    static Half narrow(const Int& a) {
-        return each<Half>([&](int i) { return V::narrow(a.part[i]); });
-    }
-    static Int widen_byte(const Byte& a) {
-        return each<Int>([&](int i) { return V::widen_byte(a.part[i]); });
-    }
-    static Int widen_byte_signed(const Byte& a) {
-        return each<Int>([&](int i) { return V::widen_byte_signed(a.part[i]); });
-    }
-    static Byte narrow_byte(const Int& a) {
-        return each<Byte>([&](int i) { return V::narrow_byte(a.part[i]); });
-    }
+    static Int bits(const Float& a) { return each<Int, V::bits>(a); }
+    static Float as_float(const Int& a) { return each<Float, V::as_float>(a); }
+    static Float from_int(const Int& a) { return each<Float, V::from_int>(a); }
+    static Int round_to_int(const Float& a) { return each<Int, V::round_to_int>(a); }
+    static Int widen(const Half& a) { return each<Int, V::widen>(a); }
+    static Int widen_signed(const Half& a) { return each<Int, V::widen_signed>(a); }
+    static Half narrow(const Int& a) { return each<Half, V::narrow>(a); }
+    static Int widen_byte(const Byte& a) { return each<Int, V::widen_byte>(a); }
+    static Int widen_byte_signed(const Byte& a) { return each<Int, V::widen_byte_signed>(a); }
+    static Byte narrow_byte(const Int& a) { return each<Byte, V::narrow_byte>(a); }
     static Int load_int(const uint8_t* address) {
-        return each<Int>([=](int i) { return V::load_int(address + 4 * i * V::kWidth); });
+        return made<Int>([=](int i) { return V::load_int(address + 4 * i * V::kWidth); });
     }
     static void store_int(uint8_t* address, const Int& value) {
         for (int i = 0; i < Count; ++i) V::store_int(address + 4 * i * V::kWidth, value.part[i]);
     }
     static Byte load_byte(const uint8_t* address) {
-        return each<Byte>([=](int i) { return V::load_byte(address + i * V::kWidth); });
+        return made<Byte>([=](int i) { return V::load_byte(address + i * V::kWidth); });
     }
     static void store_byte(uint8_t* address, const Byte& value) {
         for (int i = 0; i < Count; ++i) V::store_byte(address + i * V::kWidth, value.part[i]);
@@ -303,6 +249,17 @@ template <class V, int Count> struct Together {
     };
 };
 
+// A weight of its bf16 upper half and its remainder: bits = (upper << 16) + signed rest; and back.
+template <class V> OFFLOAD_INLINE typename V::Float join_weight(const uint16_t* upper, const uint16_t* rest) {
+    const auto high = V::template shift_left<16>(V::widen(V::load_half(upper)));
+    return V::as_float(V::iadd(high, V::widen_signed(V::load_half(rest))));
+}
+template <class V> OFFLOAD_INLINE void split_weight(uint16_t* upper, uint16_t* rest, typename V::Float value) {
+    const auto bits = V::bits(V::one_nan(value));
+    V::store_half(upper, V::narrow(V::template shift_right<16>(V::iadd(bits, V::ibroadcast(0x8000u)))));
+    V::store_half(rest, V::narrow(bits));
+}
+
 // 32 elements in two vectors of 16, in an order that may be the level's own: the formats whose every array is narrow work on
 // these, and one order for all of an element's numbers is as good as another.
 template <class V> struct PlainBlock {
@@ -312,42 +269,32 @@ template <class V> struct PlainBlock {
         typename V::Float a, b;
     };
 
-    static Floats load_f32(const float* address) { return {V::load(address), V::load(address + 16)}; }
-    static Floats load_bf16(const uint16_t* address) {
+    static OFFLOAD_INLINE Floats load_f32(const float* address) { return {V::load(address), V::load(address + 16)}; }
+    static OFFLOAD_INLINE Floats load_bf16(const uint16_t* address) {
         return {V::from_bf16(V::load_half(address)), V::from_bf16(V::load_half(address + 16))};
     }
-    static Floats load_f16(const uint16_t* address) {
+    static OFFLOAD_INLINE Floats load_f16(const uint16_t* address) {
         return {V::from_f16(V::load_half(address)), V::from_f16(V::load_half(address + 16))};
     }
 
-    // A weight of its bf16 upper half and its remainder: bits = (upper << 16) + signed rest; and back.
-    static typename V::Float join_vector(const uint16_t* upper, const uint16_t* rest) {
-        const auto high = V::template shift_left<16>(V::widen(V::load_half(upper)));
-        return V::as_float(V::iadd(high, V::widen_signed(V::load_half(rest))));
+    static OFFLOAD_INLINE Floats join(const uint16_t* upper, const uint16_t* rest) {
+        return {join_weight<V>(upper, rest), join_weight<V>(upper + 16, rest + 16)};
     }
-    static void split_vector(uint16_t* upper, uint16_t* rest, typename V::Float value) {
-        const auto bits = V::bits(V::one_nan(value));
-        V::store_half(upper, V::narrow(V::template shift_right<16>(V::iadd(bits, V::ibroadcast(0x8000u)))));
-        V::store_half(rest, V::narrow(bits));
-    }
-    static Floats join(const uint16_t* upper, const uint16_t* rest) {
-        return {join_vector(upper, rest), join_vector(upper + 16, rest + 16)};
-    }
-    static void split(uint16_t* upper, uint16_t* rest, const Floats& value) {
-        split_vector(upper, rest, value.a);
-        split_vector(upper + 16, rest + 16, value.b);
+    static OFFLOAD_INLINE void split(uint16_t* upper, uint16_t* rest, const Floats& value) {
+        split_weight<V>(upper, rest, value.a);
+        split_weight<V>(upper + 16, rest + 16, value.b);
     }
 
     // `random`: 16 bits for each element, in order; Swapped: the elements of a pair have each other's.
-    template <bool Swapped> static void round_bf16(uint16_t* address, const Floats& value, const Int& random) {
+    template <bool Swapped> static OFFLOAD_INLINE void round_bf16(uint16_t* address, const Floats& value, const Int& random) {
         uint16_t words[32];
         const auto swapped = V::iadd(V::template shift_left<16>(random), V::template shift_right<16>(random));
         V::store_int(reinterpret_cast<uint8_t*>(words), Swapped ? swapped : random);
-        const auto word = [&](const typename V::Float& x, const uint16_t* r) {
-            return V::narrow(V::template shift_right<16>(V::iadd(V::bits(V::one_nan(x)), V::widen(V::load_half(r)))));
-        };
-        V::store_half(address, word(value.a, words));
-        V::store_half(address + 16, word(value.b, words + 16));
+        V::store_half(address, drawn(value.a, words));
+        V::store_half(address + 16, drawn(value.b, words + 16));
+    }
+    static OFFLOAD_INLINE typename V::Half drawn(const typename V::Float& value, const uint16_t* random) {
+        return V::narrow(V::template shift_right<16>(V::iadd(V::bits(V::one_nan(value)), V::widen(V::load_half(random)))));
     }
 };
 

@@ -15,10 +15,6 @@ constexpr int64_t kBlocksPerTask = 16;
 constexpr int64_t kTaskNumel = kBlockNumel * kBlocksPerTask;
 constexpr int64_t kStartMultiple = 64;
 
-bool is_dtype(int32_t dtype) { return dtype >= OFFLOAD_F32 && dtype <= OFFLOAD_F16; }
-
-int64_t element_nbytes(int32_t dtype) { return dtype == OFFLOAD_F32 ? 4 : 2; }
-
 // `whole` describes all elements; they begin at `start_index` in flat index space.
 void ingest(offload_threads& threads, const IngestPiece& whole, int64_t start_index) {
     const Kernels& table = kernels();

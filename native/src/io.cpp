@@ -48,7 +48,7 @@ offload_io::offload_io(int32_t queue_depth, int64_t block_nbytes)
 
 bool offload_io::is_ours() const { return getpid() == owner_; }
 
-int offload_io::submit(int32_t op, int fd, void* buffer, int64_t nbytes, int64_t offset, int32_t priority, uint64_t* ticket) {
+void offload_io::submit(int32_t op, int fd, void* buffer, int64_t nbytes, int64_t offset, int32_t priority, uint64_t* ticket) {
     const bool transfers = op != OFFLOAD_IO_FDATASYNC;
     auto request = std::make_shared<IoTicket>();
     request->op = op;
@@ -80,7 +80,6 @@ int offload_io::submit(int32_t op, int fd, void* buffer, int64_t nbytes, int64_t
         *ticket = name;
     }
     if (!empty) wake();
-    return 0;
 }
 
 int offload_io::wait(uint64_t ticket, int64_t timeout_ns, offload_io_result* result, offload_io_times* times) {
@@ -268,7 +267,8 @@ int offload_io_submit(offload_io* io, int32_t op, int32_t fd, void* buffer, int6
     }
     if (!io->is_ours()) return -ECHILD;
     try {
-        return io->submit(op, fd, buffer, nbytes, offset, priority, ticket);
+        io->submit(op, fd, buffer, nbytes, offset, priority, ticket);
+        return 0;
     } catch (const std::bad_alloc&) { return -ENOMEM; }
 }
 

@@ -71,7 +71,7 @@ struct offload_io {
     offload_io& operator=(const offload_io&) = delete;
 
     bool is_ours() const;
-    int submit(int32_t op, int fd, void* buffer, int64_t nbytes, int64_t offset, int32_t priority, uint64_t* ticket);
+    void submit(int32_t op, int fd, void* buffer, int64_t nbytes, int64_t offset, int32_t priority, uint64_t* ticket);
     // `times` may be null.
     int wait(uint64_t ticket, int64_t timeout_ns, offload_io_result* result, offload_io_times* times);
     void stats(offload_io_statistics* statistics);

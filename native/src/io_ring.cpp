@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "io_ring.h"
 
-#if defined(__linux__)
-
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
@@ -163,5 +161,3 @@ int Ring::set_table_slot(unsigned slot, const void* begin, size_t nbytes) {
 }
 
 } // namespace offload
-
-#endif

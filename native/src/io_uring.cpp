@@ -1,15 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The I/O engine on io_uring: one thread owns the ring, submits blocks and reaps completions.
-#include <cerrno>
-
-#include "io.h"
-
-#if defined(__linux__)
-
 #include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -20,6 +15,7 @@
 #include <thread>
 #include <vector>
 
+#include "io.h"
 #include "io_ring.h"
 #include "threads.h"
 
@@ -239,13 +235,3 @@ int make_uring_io(int32_t queue_depth, int64_t block_nbytes, offload_io** out) {
 }
 
 } // namespace offload
-
-#else
-
-namespace offload {
-
-int make_uring_io(int32_t, int64_t, offload_io**) { return -ENOSYS; }
-
-} // namespace offload
-
-#endif

@@ -5,7 +5,16 @@
 
 #include <cstdint>
 
+#include "offload.h"
+
 namespace offload {
+
+namespace { // as in element.h
+
+constexpr bool is_dtype(int32_t dtype) { return dtype >= OFFLOAD_F32 && dtype <= OFFLOAD_F16; }
+constexpr int64_t element_nbytes(int32_t dtype) { return dtype == OFFLOAD_F32 ? 4 : 2; }
+
+} // namespace
 
 // The scalars of one segment of an optimizer step, each rounded once from double to float. Which rule uses which is
 // written in offload.h.
@@ -35,7 +44,7 @@ struct UpdateScalars {
 };
 
 // Elements that share the two scales of 8-bit moments. A piece begins at a multiple of it.
-constexpr int64_t kScaleGroup = 64;
+constexpr int64_t kScaleGroup = OFFLOAD_SCALE_GROUP;
 
 // See offload_update_segment. What `master` and the moments point to depends on state_format.
 struct UpdatePiece {

@@ -50,7 +50,6 @@ struct Avx2Vector {
     static Int ibroadcast(uint32_t value) { return _mm256_set1_epi32(static_cast<int>(value)); }
     static Int iota(uint32_t step) { return _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), ibroadcast(step)); }
     static Int iadd(Int a, Int b) { return _mm256_add_epi32(a, b); }
-    static Int isub(Int a, Int b) { return _mm256_sub_epi32(a, b); }
     static Int imul(Int a, Int b) { return _mm256_mullo_epi32(a, b); }
     static Int iand(Int a, Int b) { return _mm256_and_si256(a, b); }
     static Int ixor(Int a, Int b) { return _mm256_xor_si256(a, b); }

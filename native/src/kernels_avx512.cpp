@@ -52,7 +52,6 @@ struct Vector {
         return _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), ibroadcast(step));
     }
     static Int iadd(Int a, Int b) { return _mm512_add_epi32(a, b); }
-    static Int isub(Int a, Int b) { return _mm512_sub_epi32(a, b); }
     static Int imul(Int a, Int b) { return _mm512_mullo_epi32(a, b); }
     static Int iand(Int a, Int b) { return _mm512_and_si512(a, b); }
     static Int ixor(Int a, Int b) { return _mm512_xor_si512(a, b); }

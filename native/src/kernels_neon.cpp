@@ -49,7 +49,6 @@ struct NeonVector {
         return vld1q_u32(lanes);
     }
     static Int iadd(Int a, Int b) { return vaddq_u32(a, b); }
-    static Int isub(Int a, Int b) { return vsubq_u32(a, b); }
     static Int imul(Int a, Int b) { return vmulq_u32(a, b); }
     static Int iand(Int a, Int b) { return vandq_u32(a, b); }
     static Int ixor(Int a, Int b) { return veorq_u32(a, b); }

@@ -21,8 +21,6 @@ constexpr int64_t kTasksPerThread = 4;
 // Under this much work in all, waking another thread costs more than it saves.
 constexpr int64_t kAloneNumel = 8192;
 
-bool is_dtype(int32_t dtype) { return dtype >= OFFLOAD_F32 && dtype <= OFFLOAD_F16; }
-
 bool is_flag(int32_t value) { return value == 0 || value == 1; }
 
 // Which moments a segment's rule has.
@@ -97,8 +95,6 @@ int64_t task_numel_of(int64_t numel, const offload_threads& threads) {
 }
 
 uint8_t* advanced(void* base, int64_t nbytes) { return base == nullptr ? nullptr : static_cast<uint8_t*>(base) + nbytes; }
-
-int64_t element_nbytes(int32_t dtype) { return dtype == OFFLOAD_F32 ? 4 : 2; }
 
 // `begin` is a multiple of kScaleGroup.
 UpdatePiece piece_of(const offload_update_segment& s, int64_t begin, int64_t numel) {
