@@ -63,15 +63,7 @@ int offload_gradient_ingest(offload_threads* threads, void* dst, int32_t dst_dty
     if (dst == nullptr && accumulate != 0) return -EINVAL;
     if (numel == 0) return 0;
     if (src == nullptr) return -EINVAL;
-    IngestPiece whole = {};
-    whole.dst = dst;
-    whole.src = src;
-    whole.block_sum = block_sums;
-    whole.dst_dtype = dst_dtype;
-    whole.src_dtype = src_dtype;
-    whole.numel = numel;
-    whole.accumulate = accumulate != 0;
-    ingest(*threads, whole, start_index);
+    ingest(*threads, {dst, src, block_sums, dst_dtype, src_dtype, numel, accumulate != 0}, start_index);
     return 0;
 }
 
@@ -86,13 +78,10 @@ int offload_gradients_ingest(offload_threads* threads, void* dst, int32_t dtype,
         if (part.numel > 0 && sources[i] == nullptr) return -EINVAL;
     }
     for (int64_t i = 0; i < part_count; ++i) {
-        IngestPiece whole = {};
-        whole.dst = static_cast<char*>(dst) + (parts[i].start_index - first_index) * element_nbytes(dtype);
-        whole.src = sources[i];
-        whole.block_sum = parts[i].block_sums;
-        whole.dst_dtype = whole.src_dtype = dtype;
-        whole.numel = parts[i].numel;
-        if (whole.numel > 0) ingest(*threads, whole, parts[i].start_index);
+        const offload_ingest_part& part = parts[i];
+        if (part.numel == 0) continue;
+        char* const place = static_cast<char*>(dst) + (part.start_index - first_index) * element_nbytes(dtype);
+        ingest(*threads, {place, sources[i], part.block_sums, dtype, dtype, part.numel, false}, part.start_index);
     }
     return 0;
 }

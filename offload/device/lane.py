@@ -51,7 +51,7 @@ class HostLane(ABC):
 
     def run_now(self, job: Job, about: object = None) -> Pending:
         """Run `job` in the calling thread, whatever is queued; it has settled when this returns, as one that was queued."""
-        ran = _RanJob(job, self._told, about)
+        ran = LaneJob(job, self._told, about)
         ran.run()
         return ran
 
@@ -61,7 +61,7 @@ class HostLane(ABC):
 
 
 class LaneJob(Pending):
-    """A job in a lane: runs once, keeps the exception that it raised."""
+    """A job in a lane: runs once, keeps the exception that it raised. Waited for here by whoever has run it."""
 
     def __init__(self, job: Job, told: LaneRow | None = None, about: object = None, nbytes: int = 0) -> None:
         self._job: Job | None = job
@@ -86,17 +86,12 @@ class LaneJob(Pending):
             self._failure = EngineFailedError(f"the engine's own work was interrupted by {type(error).__name__}")
             raise
 
-    def raise_failure(self) -> None:
+    def wait(self) -> None:
         if self._failure is not None:
             raise self._failure
 
-
-class _RanJob(LaneJob):
-    def wait(self) -> None:
-        self.raise_failure()
-
     def done(self) -> bool:
-        return True
+        return self._job is None
 
 
 class _InlineJob(LaneJob):
@@ -106,10 +101,7 @@ class _InlineJob(LaneJob):
 
     def wait(self) -> None:
         self._lane.run_until(self)
-        self.raise_failure()
-
-    def done(self) -> bool:
-        return self._job is None
+        super().wait()
 
 
 class InlineLane(HostLane):
@@ -181,7 +173,7 @@ class _ThreadJob(LaneJob):
 
     def wait(self) -> None:
         self._settled.wait()
-        self.raise_failure()
+        super().wait()
 
     def done(self) -> bool:
         return self._settled.is_set()

@@ -76,7 +76,7 @@ class _LaneJob(LaneJob):
 
     def wait(self) -> None:
         self.end.wait()
-        self.raise_failure()
+        super().wait()
 
     def done(self) -> bool:
         return self.end.done()
