@@ -88,38 +88,6 @@ def test_a_failed_write_names_what_and_where(make_store: MakeStore, aligned: Ali
     store.flush()
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))])
-@pytest.mark.parametrize("verify", ["0", "1"])
-def test_a_write_that_is_cut_off_while_it_is_submitted_leaves_nothing_to_read(
-    make_store: MakeStore, aligned: Aligned, monkeypatch: pytest.MonkeyPatch, error: BaseException, verify: str
-) -> None:
-    monkeypatch.setenv("OFFLOAD_VERIFY", verify)
-    backend = FaultyBackend()
-    store = make_store(backend)
-    extent, other = EXTENTS[0], EXTENTS[1]
-    for one in (extent, other):
-        store.write(one, aligned(one.nbytes, seed=1)).wait()
-    write, submitted_count = backend.write, backend.submitted_count
-
-    def refuse_the_third(*args: object, **kwargs: object) -> object:
-        if backend.submitted_count == submitted_count + 2:
-            raise error
-        return write(*args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(backend, "write", refuse_the_third)
-    with pytest.raises(type(error)):
-        store.write(extent, aligned(extent.nbytes, seed=2))
-    monkeypatch.setattr(backend, "write", write)
-    # A part of it is new. Not the drive's fault, and it is said so whether what is read is compared or not.
-    with pytest.raises(StorageError, match="last write of it failed") as caught:
-        read_back(store, extent, aligned)
-    assert repr(error) in str(caught.value)
-    assert torch.equal(read_back(store, other, aligned), aligned(other.nbytes, seed=1))
-    store.write(extent, aligned(extent.nbytes, seed=3)).wait()
-    assert torch.equal(read_back(store, extent, aligned), aligned(extent.nbytes, seed=3))
-    store.flush()
-
-
 @pytest.mark.parametrize("index", range(PIECE_COUNT))
 def test_a_failed_read_leaves_the_extent_as_it_was(make_store: MakeStore, aligned: Aligned, index: int) -> None:
     store = make_store(FaultyBackend(seed=index, faults={PIECE_COUNT + index: Fault("errno", errno.EIO)}))
