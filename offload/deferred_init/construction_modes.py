@@ -31,9 +31,8 @@ def describer(registry: Registry, watch: ModuleWatch) -> Callable[[Tensor], str]
 
     def describe(tensor: Tensor) -> str:
         value = registry.value(tensor)
-        memories = set() if value is None else {value.memory}.union(
-            *(touched_memories(operation) for operation in needed_operations([value]))
-        )  # fmt: skip
+        operations = needed_operations([value]) if value is not None else ()
+        memories = {memory for operation in operations for memory in touched_memories(operation)}
         text = f"a tensor of shape {tuple(tensor.shape)}"
         for root in watch.roots():
             for fqn, parameter in root.named_parameters():
@@ -100,11 +99,8 @@ class AnswerAsOnCpu(TorchFunctionMode):
                 return self._tape.read(content)
         if "device" not in kwargs or torch.device(kwargs["device"] or "cpu").type != "meta":
             return func(*args, **kwargs)
-        self._tape.meta_requested = True
-        try:
+        with self._tape.on_meta():
             return func(*args, **kwargs)
-        finally:
-            self._tape.meta_requested = False
 
     def _set_data(self, tensor: Tensor, data: Tensor) -> None:
         if not self._tape.is_deferred(tensor) and not tensor.is_meta:  # one asked for on the meta device may get a value
@@ -131,11 +127,8 @@ class AnswerAsOnCpu(TorchFunctionMode):
 
     def _without_value(self, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
         """What is asked onto the meta device has no value any more, as outside: what fills it there draws no random numbers."""
-        self._tape.meta_requested = True
-        try:
+        with self._tape.on_meta():
             return torch.empty_like(tensor, dtype=dtype, device="meta")
-        finally:
-            self._tape.meta_requested = False
 
     def _moved(self, tensor: Tensor, *_: Any, **kwargs: Any) -> Tensor:
         """Where it lies is decided by what takes the model: a move to a device changes nothing."""

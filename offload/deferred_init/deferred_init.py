@@ -34,9 +34,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -45,17 +44,21 @@ from torch.overrides import _get_current_function_mode
 from offload.deferred_init.construction_modes import AnswerAsOnCpu, RecordOperators, describer
 from offload.deferred_init.held_tensors import held_tensors, kept_by_libraries, replacing_held_tensors
 from offload.deferred_init.parameter_names import ModuleWatch, Note, ParameterNotes
-from offload.deferred_init.recording import Memory, Operation, Output, Registry, Value, next_index, view_over
-from offload.deferred_init.replay import plain_torch, replay
+from offload.deferred_init.recording import Memory, Operation, Output, Registry, Value
+from offload.deferred_init.replay import NOTHING, Replaced, plain_torch, replay
 from offload.deferred_init.tape import Tape
 from offload.device.host_memory.freed_memory import freed_memory
 from offload.errors import InitializerError, UsageError
 
+
+class _Current(threading.local):
+    block: _Block | None = None
+    """The recording that this thread is in."""
+
+
 _registry = Registry()
 _notes = ParameterNotes()
-_current = threading.local()
-"""`block`: the recording that this thread is in."""
-_NOTHING: Mapping[Value, Callable[[], Tensor]] = MappingProxyType({})
+_current = _Current()
 _SEQUENTIAL_LOADING = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
@@ -70,7 +73,7 @@ def deferred_init() -> Iterator[None]:
     Errors: `InitializerError` for an initialiser that cannot be replayed; `UsageError` where the default device is not
     the CPU.
     """
-    if _is_recording():
+    if _current.block is not None:
         yield
         return
     if torch.get_default_device().type != "cpu":
@@ -94,7 +97,7 @@ def end_recording() -> None:
 
     Errors: `UsageError` inside a mode of torch (`with torch.device(...)`) that was entered in the block.
     """
-    block = getattr(_current, "block", None)
+    block = _current.block
     if block is None:
         return
     if not block.is_innermost:
@@ -130,10 +133,21 @@ class _Block:
         _current.block = None
 
     def close(self) -> None:
-        """Give parameters their names and what was recorded of them, and buffers their values."""
-        if not self._closed:
-            self._closed = True
-            _close(self._tape, self._watch)
+        """Give parameters their names and what was recorded of them, and buffers their values. Once."""
+        if self._closed:
+            return
+        self._closed = True
+        for root in self._watch.roots():
+            _notes.name(root)
+        for parameter, note in _notes.deferred():
+            value = _registry.value(parameter)
+            if value is not None and (note.value is None or value.memory in self._tape.written):
+                note.value, note.view = value, _registry.view(parameter)
+                note.version = parameter._version
+        _materialize_held(self._watch.modules())
+        _registry.sweep()
+        _notes.sweep()
+        freed_memory.give_back()
 
 
 def is_deferred(tensor: Tensor) -> bool:
@@ -142,7 +156,7 @@ def is_deferred(tensor: Tensor) -> bool:
         return tensor.is_meta and (_registry.value(tensor) is not None or _castable(tensor, _notes.find(tensor)))
 
 
-def materialize(tensors: Sequence[Tensor], replaced: Mapping[Value, Callable[[], Tensor]] = _NOTHING) -> list[Tensor]:
+def materialize(tensors: Sequence[Tensor], replaced: Replaced = NOTHING) -> list[Tensor]:
     """The initial values of deferred parameters and buffers: real CPU tensors of their shapes, dtypes and strides.
 
     Only the operations that these values need are run; memory is bounded by the results and what one of these
@@ -217,20 +231,6 @@ def _loading_in_this_thread() -> Iterator[None]:
             os.environ[_SEQUENTIAL_LOADING] = before
 
 
-def _close(tape: Tape, watch: ModuleWatch) -> None:
-    for root in watch.roots():
-        _notes.name(root)
-    for parameter, note in _notes.deferred():
-        value = _registry.value(parameter)
-        if value is not None and (note.value is None or value.memory in tape.written):
-            note.value, note.view = value, _registry.view(parameter)
-            note.version = parameter._version
-    _materialize_held(watch.modules())
-    _registry.sweep()
-    _notes.sweep()
-    freed_memory.give_back()
-
-
 def _materialize_held(modules: list[nn.Module]) -> None:
     for slots, name, content in replacing_held_tensors(modules, held_values(modules)):
         slots[name] = content
@@ -265,18 +265,10 @@ def _adopt(parameter: Tensor, note: Note | None) -> None:
     if _registry.value(parameter) is not None or note is None or not _castable(parameter, note):
         return
     assert note.value is not None and note.view is not None
-    output = Output(0, view_over(Memory(), parameter), parameter.untyped_storage().nbytes())
-    cast = Operation(
-        index=next_index(),
-        function=torch.ops.aten._to_copy.default,
-        args=(note.view,),
-        kwargs={"dtype": parameter.dtype},
-        reads=(note.value,),
-        writes=(),
-        outputs=(output,),
-        default_dtype=torch.get_default_dtype(),
-    )
-    value = Value(output.view.memory, cast, output.nbytes)
+    output = Output.under(parameter)
+    to = {"dtype": parameter.dtype}
+    cast = Operation(torch.ops.aten._to_copy.default, (note.view,), to, (output,), reads=(note.value,))
+    [value] = cast.results()
     _registry.assign(parameter, value)
     note.value, note.view = value, output.view
 
@@ -285,30 +277,29 @@ def _checked_value(tensor: Tensor) -> Value:
     note = _notes.find(tensor)
     _adopt(tensor, note)
     value = _registry.value(tensor)
-    name = f"a tensor of shape {tuple(tensor.shape)}" if note is None else f"parameter {note.fqn!r}"
     if value is None:
         raise InitializerError(
-            f"{name} is on the meta device but has no recorded initialiser; build the whole model inside "
+            f"{_called(tensor)} is on the meta device but has no recorded initialiser; build the whole model inside "
             "deferred_init(), and neither copy it nor replace its parameters on the meta device afterwards"
         )
-    if note is not None and note.value is not None and tensor._version != note.version and not _is_recording():
+    if note is not None and note.value is not None and tensor._version != note.version and _current.block is None:
         raise InitializerError(
-            f"{name} was changed in place outside of deferred_init(), where it is not recorded; move that change into "
-            "a `with deferred_init():` block (a second one is fine)"
+            f"{_called(tensor)} was changed in place outside of deferred_init(), where it is not recorded; move that change "
+            "into a `with deferred_init():` block (a second one is fine)"
         )
     return value
 
 
-def _is_recording() -> bool:
-    return getattr(_current, "block", None) is not None
+def _called(tensor: Tensor) -> str:
+    note = _notes.find(tensor)
+    return f"a tensor of shape {tuple(tensor.shape)}" if note is None else f"parameter {note.fqn!r}"
 
 
-def _culprit(tensors: Sequence[Tensor], values: Sequence[Value | None], replaced: Mapping[Value, Callable[[], Tensor]]) -> str:
+def _culprit(tensors: Sequence[Tensor], values: Sequence[Value | None], replaced: Replaced) -> str:
     """Names the first of `tensors` which fails by itself."""
     for tensor, value in zip(tensors, values, strict=True):
         try:
             replay([] if value is None else [value], replaced)
         except InitializerError:
-            note = _notes.find(tensor)
-            return f"a tensor of shape {tuple(tensor.shape)}" if note is None else f"parameter {note.fqn!r}"
+            return _called(tensor)
     return "one of the tensors"

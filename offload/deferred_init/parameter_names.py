@@ -45,9 +45,9 @@ class ParameterNotes:
             note = self._notes.get(id(tensor))
         return note if note is not None and _holds(note, tensor) else None
 
-    def name(self, model: nn.Module, prefix: str = "") -> None:
+    def name(self, model: nn.Module) -> None:
         """Remember the fqns of the parameters of `model`; the first one of a tied parameter."""
-        for module_name, module in model.named_modules(prefix=prefix):
+        for module_name, module in model.named_modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     self._name(module, name, f"{module_name}.{name}" if module_name else name, parameter)

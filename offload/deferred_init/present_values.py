@@ -45,10 +45,8 @@ class PresentValues:
         current = self._registry.current_values() if is_large and remember else {}
         execute(operations, storages, {value.memory for value in values} | current.keys())
         if current:
-            final = {value.memory: value.operation for value in known}
-            for operation in operations:
-                final.update((memory, operation) for memory, _ in operation.writes)
-                final.update((output.view.memory, operation) for output in operation.outputs)
+            results = [result for operation in operations for result in operation.results()]
+            final = {value.memory: value.operation for value in (*known, *results)}
             self._remembered = {
                 current[memory]: storage
                 for memory, storage in storages.items()

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,8 +35,6 @@ from offload.errors import InitializerError
 # A real tensor up to this size which enters a recording is copied, so that later writes to it cannot matter. A larger
 # one is referenced, and its version counter is compared at replay.
 SNAPSHOT_NBYTES = 64 * 1024
-
-_operation_indices = itertools.count()
 
 
 class Memory:
@@ -69,9 +67,10 @@ class View:
         with torch.no_grad():
             return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
 
-    def scratch(self) -> Tensor:
-        """A real tensor of this geometry with undefined content, for operators which do not read it."""
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype)
+    def within(self, storages: Mapping[Memory, torch.UntypedStorage]) -> Tensor:
+        """The same view over the memory's own; with undefined content where it has none, for operators which do not read it."""
+        storage = storages.get(self.memory)
+        return self.of(storage) if storage is not None else torch.empty_strided(self.size, self.stride, dtype=self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +111,11 @@ class Output:
     view: View
     nbytes: int
 
+    @staticmethod
+    def under(tensor: Tensor, position: int = 0) -> Output:
+        """That of the meta tensor `tensor`, whose storage is new."""
+        return Output(position, view_over(Memory(), tensor), tensor.untyped_storage().nbytes())
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operation:
@@ -121,31 +125,29 @@ class Operation:
     their sizes in bytes, for the case that nothing older of them is needed; `index` orders all operations.
     """
 
-    index: int
     function: Any  # torch._ops.OpOverload, or FileBytes
     args: Any
     kwargs: Any
-    reads: tuple[Value, ...]
-    writes: tuple[tuple[Memory, int], ...]
     outputs: tuple[Output, ...]
-    default_dtype: torch.dtype
+    reads: tuple[Value, ...] = ()
+    writes: tuple[tuple[Memory, int], ...] = ()
+    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    index: int = field(default_factory=itertools.count().__next__)
+
+    def results(self) -> list[Value]:
+        """What it leaves in the memories which it changes, then in those which it makes."""
+        made = [(output.view.memory, output.nbytes) for output in self.outputs]
+        return [Value(memory, self, nbytes) for memory, nbytes in (*self.writes, *made)]
 
     @property
     def nbytes(self) -> int:
         """The bytes of the memories which it makes, or changes as a whole."""
-        return sum(output.nbytes for output in self.outputs) + sum(nbytes for _, nbytes in self.writes)
+        return sum(value.nbytes for value in self.results())
 
 
 def touched_memories(operation: Operation) -> set[Memory]:
     """The memories which an operation reads, changes or makes."""
-    touched = {value.memory for value in operation.reads}
-    touched.update(memory for memory, _ in operation.writes)
-    touched.update(output.view.memory for output in operation.outputs)
-    return touched
-
-
-def next_index() -> int:
-    return next(_operation_indices)
+    return {value.memory for value in (*operation.reads, *operation.results())}
 
 
 def map_leaves(tree: Any, transform: Callable[[Any], Any]) -> Any:

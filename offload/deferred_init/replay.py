@@ -38,7 +38,9 @@ from offload.deferred_init.recording import (
 from offload.device.host_memory.freed_memory import freed_memory
 from offload.errors import InitializerError
 
-_NOTHING: Mapping[Value, Callable[[], Tensor]] = MappingProxyType({})
+Replaced = Mapping[Value, Callable[[], Tensor]]
+"""Values that others take the place of: tensors that fill their memory."""
+NOTHING: Replaced = MappingProxyType({})
 _GLOBAL_GENERATOR = "__global_generator__"
 
 _aten = torch.ops.aten
@@ -62,9 +64,7 @@ def needed_operations(values: Iterable[Value], known: Collection[Value] = ()) ->
     return [found[index] for index in sorted(found)]
 
 
-def replay(
-    values: Iterable[Value], replaced: Mapping[Value, Callable[[], Tensor]] = _NOTHING
-) -> dict[Memory, torch.UntypedStorage]:
+def replay(values: Iterable[Value], replaced: Replaced = NOTHING) -> dict[Memory, torch.UntypedStorage]:
     """Real CPU storages with `values`, by memory. The caller owns them.
 
     replaced  values that are asked for, as tensors that fill their memory, instead of being computed
@@ -90,7 +90,7 @@ def _filled(value: Value, make: Callable[[], Tensor]) -> torch.UntypedStorage:
     return storage
 
 
-def _refuse_former_values(operations: Iterable[Operation], replaced: Mapping[Value, Callable[[], Tensor]]) -> None:
+def _refuse_former_values(operations: Iterable[Operation], replaced: Replaced) -> None:
     made_by = {operation.index for operation in needed_operations(replaced)}
     if any(operation.index in made_by for operation in operations):
         raise InitializerError(
@@ -134,8 +134,7 @@ def _run_recorded(operation: Operation, storages: dict[Memory, torch.UntypedStor
 
     def real(leaf: Any) -> Any:
         if isinstance(leaf, View):
-            storage = storages.get(leaf.memory)
-            return leaf.scratch() if storage is None else leaf.of(storage)
+            return leaf.within(storages)
         if isinstance(leaf, Constant):
             return leaf.checked()
         if isinstance(leaf, GeneratorState):
@@ -232,7 +231,5 @@ def with_generator(function: Any, kwargs: dict[str, Any], state: Tensor) -> tupl
 
 def generator_of(args: Any, kwargs: Any) -> torch.Generator:
     """The generator from which a call draws."""
-    for leaf in leaves([args, kwargs]):
-        if isinstance(leaf, torch.Generator):
-            return leaf
-    return torch.default_generator
+    given = (leaf for leaf in leaves([args, kwargs]) if isinstance(leaf, torch.Generator))
+    return next(given, torch.default_generator)

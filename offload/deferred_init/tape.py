@@ -18,6 +18,7 @@ Thread-safety: one tape is driven by one thread; the registry under it may be sh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,10 +35,8 @@ from offload.deferred_init.recording import (
     Value,
     covers_storage,
     map_leaves,
-    next_index,
     storage_identity,
     tensor_leaves,
-    view_over,
 )
 from offload.deferred_init.replay import generator_of, needed_operations, plain_torch, replay, with_generator
 from offload.device.host_memory.freed_memory import freed_memory
@@ -73,7 +72,7 @@ class Tape:
         self.describe = describe
         self._present = PresentValues(registry)
         self.written: set[Memory] = set()  # memories which this tape changed or made
-        self.meta_requested = False  # the caller itself asked for the meta device: such tensors are not deferred
+        self.meta_requested = False  # see `on_meta`
 
     def is_deferred(self, value: Any) -> bool:
         return isinstance(value, Tensor) and self.registry.value(value) is not None
@@ -98,37 +97,32 @@ class Tape:
     def lift(self, tensor: Tensor) -> Tensor:
         """A deferred tensor with the value of a real one, which must not be written to by others."""
         with plain_torch():
-            twin: Tensor = _meta_twin(tensor)
-            clone = _Call(self.registry, aten.clone.default, (tensor,), {})
-            self._append(clone, aten.clone.default, {}, [twin])
-        return twin
+            return self._made(_meta_twin(tensor), aten.clone.default, Constant.capture(tensor))
 
     def read(self, content: FileBytes) -> Tensor:
         """A deferred tensor, uint8 [nbytes], with what lies in a file."""
-        return self._bytes(content.nbytes, content)
+        with plain_torch():
+            return self._made(torch.empty(content.nbytes, dtype=torch.uint8, device="meta"), content)
 
     def stored(self, storage: torch.UntypedStorage) -> Tensor:
         """A deferred tensor, uint8 [nbytes], with what a real storage holds when the value is asked for."""
         with plain_torch():
             held = torch.empty(0, dtype=torch.uint8).set_(storage)
-        return self._bytes(storage.nbytes(), aten.clone.default, Constant(held, None))
+            return self._made(_meta_twin(held), aten.clone.default, Constant(held, None))
 
-    def _bytes(self, nbytes: int, function: Any, *args: Any) -> Tensor:
-        with plain_torch():
-            twin = torch.empty(nbytes, dtype=torch.uint8, device="meta")
-            output = Output(0, view_over(Memory(), twin), nbytes)
-            operation = Operation(
-                index=next_index(),
-                function=function,
-                args=args,
-                kwargs={},
-                reads=(),
-                writes=(),
-                outputs=(output,),
-                default_dtype=torch.get_default_dtype(),
-            )
-            self._assign(twin, Value(output.view.memory, operation, output.nbytes))
+    def _made(self, twin: Tensor, function: Any, *args: Any) -> Tensor:
+        """`twin` with what `function(*args)` gives for its value."""
+        self._assign([twin], Operation(function, args, {}, (Output.under(twin),)))
         return twin
+
+    @contextmanager
+    def on_meta(self) -> Iterator[None]:
+        """The caller itself asks for the meta device: tensors made inside are not deferred."""
+        self.meta_requested = True
+        try:
+            yield
+        finally:
+            self.meta_requested = False
 
     def is_read(self, tensor: Tensor) -> bool:
         """Whether a deferred tensor's value is what lies in a file, or made of it."""
@@ -194,16 +188,12 @@ class Tape:
 
     def _run(self, call: _Call) -> Any:
         """Runs the call for real, on present values; returns its real results."""
-        remember = call.answers_now and not call.written_tensors()
+        remember = call.answers_now and not call.written
         storages = self._present.compute(call.reads(with_overwritten=False), remember)
         freed_memory.about_to_allocate(sum(tensor.nbytes for tensor in call.tensors) + call.made_nbytes)
 
         def real(leaf: Any) -> Any:
-            if not self.is_deferred(leaf):
-                return leaf
-            view = self.registry.view(leaf)
-            storage = storages.get(view.memory)
-            return view.scratch() if storage is None else view.of(storage)
+            return self.registry.view(leaf).within(storages) if self.is_deferred(leaf) else leaf
 
         kwargs = map_leaves(call.kwargs, real)
         if torch.device(kwargs.get("device") or "cpu").type == "meta":
@@ -212,11 +202,10 @@ class Tape:
 
     def _twins(self, call: _Call, results: Any) -> Any:
         """Deferred stand-ins for the real `results` of a call which has no shape function."""
-        written = call.written_tensors()
-        if written:
-            for tensor in written:
-                torch.autograd.graph.increment_version(tensor)
-            return written[0] if len(written) == 1 and isinstance(results, Tensor) else map_leaves(results, _meta_twin)
+        for tensor in call.written:
+            torch.autograd.graph.increment_version(tensor)
+        if len(call.written) == 1 and isinstance(results, Tensor):
+            return call.written[0]
         return map_leaves(results, _meta_twin)
 
     def _append(self, call: _Call, function: Any, kwargs: dict[str, Any], returned: list[Tensor]) -> None:
@@ -228,33 +217,28 @@ class Tape:
             if identity not in known:
                 known.add(identity)
                 made.append(tensor)
-                outputs.append(Output(position, view_over(Memory(), tensor), tensor.untyped_storage().nbytes()))
-        written = call.written_tensors()
-        if not outputs and not written:
+                outputs.append(Output.under(tensor, position))
+        if not outputs and not call.written:
             return
-        memories = [(self.registry.view(tensor).memory, tensor.untyped_storage().nbytes()) for tensor in written]
         if "device" in kwargs or not call.tensors:
             kwargs = {**kwargs, "device": torch.device("cpu")}
         if "pin_memory" in kwargs:
             kwargs = {**kwargs, "pin_memory": False}
         operation = Operation(
-            index=next_index(),
-            function=function,
+            function,
             args=map_leaves(call.args, self._frozen),
             kwargs=map_leaves(kwargs, self._frozen),
-            reads=tuple(call.reads(with_overwritten=True)),
-            writes=tuple(memories),
             outputs=tuple(outputs),
-            default_dtype=torch.get_default_dtype(),
+            reads=tuple(call.reads(with_overwritten=True)),
+            writes=tuple((self.registry.view(one).memory, one.untyped_storage().nbytes()) for one in call.written),
         )
-        for tensor, (memory, nbytes) in zip(written, memories, strict=True):
-            self._assign(tensor, Value(memory, operation, nbytes))
-        for tensor, output in zip(made, outputs, strict=True):
-            self._assign(tensor, Value(output.view.memory, operation, output.nbytes))
+        self._assign([*call.written, *made], operation)
 
-    def _assign(self, tensor: Tensor, value: Value) -> None:
-        self.written.add(value.memory)
-        self.registry.assign(tensor, value)
+    def _assign(self, tensors: list[Tensor], operation: Operation) -> None:
+        """`tensors` have what it leaves in the memories that it changes, then in those that it makes."""
+        for tensor, value in zip(tensors, operation.results(), strict=True):
+            self.written.add(value.memory)
+            self.registry.assign(tensor, value)
 
     def _frozen(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -274,9 +258,12 @@ class _Call:
         self.made_nbytes = 0  # known once the shape function ran
         self.schema = function._schema
         self.parameter_names = {argument.name for argument in self.schema.arguments}
+        self.written: list[Tensor] = [
+            tensor for argument, given, _ in self._arguments() if _is_written(argument) for tensor in tensor_leaves([given])
+        ]
         # Numbers and truth values, and checks which only raise.
         plain = any("Tensor" not in str(result.type) for result in self.schema.returns)
-        self.answers_now = plain or not (self.schema.returns or self.written_tensors())
+        self.answers_now = plain or not (self.schema.returns or self.written)
         foreign = function.namespace not in _TAGGED_NAMESPACES
         self.is_random = foreign or torch.Tag.nondeterministic_seeded in function.tags
         dynamic = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
@@ -303,13 +290,8 @@ class _Call:
                     found[value.memory] = value
         return list(found.values())
 
-    def written_tensors(self) -> list[Tensor]:
-        return [
-            tensor for argument, given, _ in self._arguments() if _is_written(argument) for tensor in tensor_leaves([given])
-        ]
-
     def writes_real_tensor(self) -> bool:
-        real = [self.registry.value(tensor) is None for tensor in self.written_tensors()]
+        real = [self.registry.value(tensor) is None for tensor in self.written]
         if any(real) and not all(real):
             raise InitializerError(f"{self.function} writes to deferred and to real tensors in one call; use two calls")
         return any(real)
