@@ -66,10 +66,12 @@ def meet(accelerator: Any, engine: Engine) -> bool:
     around it, and knows the engine for what it saves and loads."""
     if not isinstance(accelerator, Accelerator):
         return False
-    if not any(known is engine for known in _known(accelerator)):
-        if accelerator.num_processes == 1 and not _runs_in(engine, accelerator.mixed_precision):
+    is_new = not any(known is engine for known in _known(accelerator))
+    if accelerator.num_processes == 1 and not _runs_in(engine, accelerator.mixed_precision):
+        if is_new:
             _Attached(accelerator, engine).take_saves()
-            return False
+        return False
+    if is_new:
         attach(accelerator, engine)
     return True
 
@@ -99,7 +101,6 @@ class _Attached:
     def take(self) -> None:
         accelerator = self._accelerator
         mark_as_prepared(self._engine)
-        vars(accelerator).setdefault(_KNOWN, []).append(weakref.ref(self._engine))
         accelerator.native_amp, accelerator.scaler = False, None
         for name in ("backward", "clip_grad_norm_", "no_sync"):
             setattr(accelerator, name, getattr(self, name))
@@ -107,6 +108,7 @@ class _Attached:
 
     def take_saves(self) -> None:
         accelerator = self._accelerator
+        vars(accelerator).setdefault(_KNOWN, []).append(weakref.ref(self._engine))
         for name in ("get_state_dict", "save_state"):
             setattr(accelerator, name, getattr(self, name))
         accelerator.register_save_state_pre_hook(self._save)

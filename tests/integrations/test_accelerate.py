@@ -157,6 +157,20 @@ def test_an_engine_as_it_is(tmp_path: Path, how: str) -> None:
         assert_same_bits(load_file(tmp_path / "saved" / "model.safetensors"), expected)
 
 
+def test_two_engines_under_one_accelerators_autocast(tmp_path: Path) -> None:
+    accelerator, models = Accelerator(cpu=True, mixed_precision="bf16"), [llama(), llama()]
+    engines = [offload.initialize(model, torch.optim.AdamW(model.parameters()), on_nvme(tmp_path)) for model in models]
+    with engines[0], engines[1]:
+        engines[1].load_state_dict({name: value + 1 for name, value in engines[0].state_dict().items()})
+        accelerator.prepare(*models)
+        accelerator.save_state(str(tmp_path / "state"))
+        saved = [engine.state_dict() for engine in engines]
+        for engine in engines:
+            engine.load_state_dict({name: torch.zeros_like(value) for name, value in saved[0].items()})
+        accelerator.load_state(str(tmp_path / "state"))
+        assert_same_bits([engine.state_dict() for engine in engines], saved)
+
+
 def test_autocast_around_an_engine_is_accelerates(tmp_path: Path) -> None:
     plain = Loop(llama(), None, mixed_precision="bf16")
     ours = Loop(llama(), on_nvme(tmp_path), known=False, mixed_precision="bf16")
