@@ -115,7 +115,13 @@ def _devices(include: str, exclude: str) -> list[int] | None:
         named = [int(one) for one in numbers.split(",") if one]
     except ValueError:
         raise UsageError(f"{include or exclude!r} names no devices: expected numbers, as in localhost:0,2.") from None
-    return named if include else [one for one in range(_device_count()) if one not in named]
+    every = range(_device_count())
+    if include:
+        return named or list(every)
+    left = [one for one in every if named and one not in named]
+    if not left:
+        raise UsageError(f"--exclude {exclude} leaves no device of the {len(every)} of this machine.")
+    return left
 
 
 def run(script: str, arguments: Sequence[str], *, as_module: bool = False) -> None:

@@ -209,10 +209,16 @@ def test_the_same_training_by_the_real_deepspeed(tmp_path: Path, stage: int) -> 
     assert ours["lr"] == pytest.approx(theirs["lr"], rel=1e-12) and ours["norm"] == pytest.approx(theirs["norm"], rel=1e-5)
 
 
-def test_the_launcher_refuses_other_machines() -> None:
+def test_the_launcher_refuses_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    from offload.deepspeed import launching
     from offload.deepspeed.launching import _devices
 
     assert _devices("localhost:0,2", "") == [0, 2] and _devices("", "") is None
+    monkeypatch.setattr(launching, "_device_count", lambda: 3)
+    assert _devices("localhost", "") == [0, 1, 2] and _devices("", "localhost:1") == [0, 2]
+    for all_of_them in ("localhost", "localhost:0,1,2"):
+        with refused(offload.UsageError, "--exclude", "no device"):
+            _devices("", all_of_them)
     with refused(offload.UsageError, "another machine", "--node_rank"):
         _devices("worker-1:0", "")
     with refused(offload.UsageError, "--include and --exclude"):
