@@ -286,11 +286,17 @@ class DeepSpeedEngine(Saving, Numbers, nn.Module):  # type: ignore[misc]
         forget(self.module.parameters())
         self.offload_engine.close()
 
-    def compile(self, *args: Any, **keywords: Any) -> None:
-        """Compile the model in place, with torch.compile."""
-        keywords.pop("compile_kwargs", None)
-        keywords.pop("schedule", None)
-        self.module.compile(*args, **keywords)
+    def compile(
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+        **keywords: Any,
+    ) -> None:
+        """Compile the model in place, with torch.compile, which is given `backend`, `compile_kwargs` and `keywords`."""
+        del schedule, compiled_autograd_enabled
+        self.module.compile(**{**(compile_kwargs or {}), **keywords, "backend": backend})
 
     def to(self, *args: Any, **keywords: Any) -> DeepSpeedEngine:
         """Accept the device that the engine is on already, and refuse any other."""

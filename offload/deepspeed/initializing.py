@@ -133,10 +133,10 @@ def _take_back(model: nn.Module) -> None:
 
 
 def _mark_leaves(model: nn.Module, said: Mapping[str, Any]) -> None:
-    marks = (("classes", utils.set_z3_leaf_modules), ("names", utils.set_z3_leaf_modules_by_name))
-    for key, mark in (*marks, ("name_suffixes", utils.set_z3_leaf_modules_by_suffix)):
-        if said.get(key):
-            mark(model, said[key], raise_if_not_found=False)
+    if said.get("classes"):
+        utils.set_z3_leaf_modules(model, said["classes"], raise_if_not_found=False)
+    utils.set_z3_leaf_modules_by_name(model, said.get("names", ()), raise_if_not_found=False)
+    utils.set_z3_leaf_modules_by_suffix(model, said.get("name_suffixes", ()), raise_if_not_found=False)
 
 
 def _config_of(said: Translation) -> offload.Config:

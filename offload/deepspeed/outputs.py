@@ -56,8 +56,8 @@ def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]
     """Tensors in tuples, lists and mappings moved to the device, where `criterion_func` says so."""
     if isinstance(item, torch.Tensor) and (criterion_func is None or criterion_func(item)):
         return item.to(device)
-    if isinstance(item, (list, tuple)):
-        return type(item)(move_to_device(one, device, criterion_func) for one in item)
+    if isinstance(item, (list, tuple)):  # a tuple of a class with names of its own becomes a plain one, as there
+        return (list if isinstance(item, list) else tuple)(move_to_device(one, device, criterion_func) for one in item)
     if isinstance(item, dict):
         return {name: move_to_device(one, device, criterion_func) for name, one in item.items()}
     return item

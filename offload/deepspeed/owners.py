@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
@@ -102,15 +103,26 @@ def forget(parameters: Iterable[nn.Parameter]) -> None:
             parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
-def note_gathered(parameters: Iterable[nn.Parameter], is_gathered: bool) -> None:
-    for parameter in parameters:
-        if "ds_status" in vars(parameter):
-            vars(parameter)["ds_status"].is_gathered = is_gathered
+def _statuses(parameters: Iterable[nn.Parameter]) -> list[_Status]:
+    return [vars(one)["ds_status"] for one in parameters if "ds_status" in vars(one)]
+
+
+@contextmanager
+def said_gathered(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """They say that they are gathered until the block ends; then again what they said before it."""
+    before = [(status, status.is_gathered) for status in _statuses(parameters)]
+    for status, _ in before:
+        status.is_gathered = True
+    try:
+        yield
+    finally:
+        for status, was_gathered in before:
+            status.is_gathered = was_gathered
 
 
 def are_gathered(parameters: Iterable[nn.Parameter]) -> bool:
     """Whether all of them lie in a `GatheredParameters` block of now."""
-    found = [vars(one)["ds_status"].is_gathered for one in parameters if "ds_status" in vars(one)]
+    found = [status.is_gathered for status in _statuses(parameters)]
     return bool(found) and all(found)
 
 

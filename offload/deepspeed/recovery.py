@@ -79,11 +79,11 @@ def convert_to_universal(args: Any) -> None:
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
     """Return the tensors, each in memory of its own, so that a save writes no more than each has."""
     if isinstance(item, torch.Tensor):
-        return item.detach().clone().to(device)
+        return item.detach().to(device, copy=True)
     if isinstance(item, Mapping):
         return type(item)((name, clone_tensors_for_torch_save(one, device)) for name, one in item.items())  # type: ignore[call-arg]
-    if isinstance(item, (list, tuple)):
-        return type(item)(clone_tensors_for_torch_save(one, device) for one in item)
+    if isinstance(item, (list, tuple)):  # a tuple of a class with names of its own becomes a plain one, as there
+        return (list if isinstance(item, list) else tuple)(clone_tensors_for_torch_save(one, device) for one in item)
     return item
 
 

@@ -113,19 +113,21 @@ def set_z3_leaf_modules(
 ) -> list[nn.Module]:
     """Remember the modules of these classes, given by class or by name. Nothing else changes: units are fetched whole, and
     ranks may take different ways through a mixture of experts."""
-    return _mark(model, list(leaf_module_classes), True, raise_if_not_found)
+    return _mark_classes(model, list(leaf_module_classes), True, raise_if_not_found)
 
 
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    return _mark(model, list(leaf_module_classes), False, raise_if_not_found)
+    return _mark_classes(model, list(leaf_module_classes), False, raise_if_not_found)
 
 
-def _mark(model: nn.Module, classes: list[type | str], flag: bool, raises: bool) -> list[nn.Module]:
+def _mark_classes(model: nn.Module, classes: list[type | str], flag: bool, raises: bool) -> list[nn.Module]:
     if not classes:
         raise ConfigError("leaf_module_classes is empty: name classes of modules, or their names.")
-    return _marked(model, lambda _, module: any(_is_of(module, one) for one in classes), flag, raises, classes)
+    found = [module for module in model.modules() if any(_is_of(module, one) for one in classes)]
+    _mark(found, flag, classes if raises and not found else [])
+    return found
 
 
 def _is_of(module: nn.Module, wanted: type | str) -> bool:
@@ -136,32 +138,30 @@ def _is_of(module: nn.Module, wanted: type | str) -> bool:
 
 
 def set_z3_leaf_modules_by_name(
-    model: nn.Module, module_names: Sequence[str], raise_if_not_found: bool = True
+    model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
     """Remember modules by fully qualified name. Return the modules, then the names that are missing."""
-    names = [name for name, _ in model.named_modules()]
-    missing = [name for name in module_names if name not in names]
-    found = _marked(model, lambda name, _: name in module_names, True, raise_if_not_found and bool(missing), missing)
-    return found, missing
+    return _mark_names(model, module_names, str.__eq__, flag, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
-    model: nn.Module, module_name_suffixes: Sequence[str], raise_if_not_found: bool = True
+    model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    names = [name for name, _ in model.named_modules()]
-    missing = [suffix for suffix in module_name_suffixes if not any(name.endswith(suffix) for name in names)]
-    found = _marked(
-        model, lambda name, _: name.endswith(tuple(module_name_suffixes)), True, raise_if_not_found and bool(missing), missing
-    )
+    return _mark_names(model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
+
+
+def _mark_names(
+    model: nn.Module, wanted: Sequence[str], fits: Callable[[str, str], bool], flag: bool, raises: bool
+) -> tuple[list[nn.Module], list[str]]:
+    fitting = {one: [module for name, module in model.named_modules() if fits(name, one)] for one in wanted}
+    found = list(dict.fromkeys(module for modules in fitting.values() for module in modules))
+    missing = [one for one, modules in fitting.items() if not modules]
+    _mark(found, flag, missing if raises else [])
     return found, missing
 
 
-def _marked(
-    model: nn.Module, wanted: Callable[[str, nn.Module], bool], flag: bool, raises: bool, said: Sequence[Any]
-) -> list[nn.Module]:
-    found = [module for name, module in model.named_modules() if wanted(name, module)]
-    if raises and not found:
-        raise ConfigError(f"no module of the model is among {list(said)!r}.")
-    for module in found:
+def _mark(modules: Iterable[nn.Module], flag: bool, missing: Sequence[type | str]) -> None:
+    for module in modules:
         vars(module)["_z3_leaf"] = flag
-    return found
+    if missing:
+        raise ConfigError(f"no module of the model is among {missing!r}.")

@@ -16,7 +16,7 @@ import offload
 from offload.deepspeed import comm
 from offload.deepspeed.absent import check_keywords
 from offload.deepspeed.checks import asks_for_checks, unwritten, watch
-from offload.deepspeed.owners import answer, note_gathered, owner_of
+from offload.deepspeed.owners import answer, owner_of, said_gathered
 from offload.deepspeed.tiling import TiledLinear as TiledLinear
 from offload.deferred_init.deferred_init import is_deferred, materialize
 from offload.deferred_init.replay import plain_torch
@@ -97,25 +97,20 @@ def GatheredParameters(
                    ranks; with the config's `enable_sanity_checks` nothing, and on no rank
     """
     del fwd_module  # units are fetched with all that is read of them
-    given = _listed(params)
-    engine = owner_of(given) if enabled else None
+    given = _listed(params) if enabled else []
+    engine = owner_of(given)
     if engine is None:
-        deferred = [one for one in given if is_deferred(one)] if enabled else []
-        with unwritten(deferred, modifier_rank), offload.deferred_init() if deferred else nullcontext():
-            note_gathered(given, True)
+        deferred = [one for one in given if is_deferred(one)]
+        recording = offload.deferred_init() if deferred else nullcontext()
+        with unwritten(deferred, modifier_rank), recording, said_gathered(given):
             yield
-        note_gathered(given, False)
         if modifier_rank and comm.get_world_size() > 1:
             _take_over(deferred, modifier_rank)
         return
     with engine.gathered(given):
-        note_gathered(given, True)
-        try:
-            with unwritten(given, modifier_rank):
-                yield
-        finally:
-            note_gathered(given, False)
-        if modifier_rank is not None and dist.is_initialized() and dist.get_world_size() > 1:
+        with said_gathered(given), unwritten(given, modifier_rank):
+            yield
+        if modifier_rank is not None and comm.get_world_size() > 1:
             with torch.no_grad():
                 for parameter in given:
                     dist.broadcast(parameter.data, src=modifier_rank)
@@ -142,7 +137,7 @@ def _listed(params: Iterable[nn.Parameter] | nn.Parameter | nn.Module) -> list[n
 def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
     """Inside, the whole model is gathered once for many tokens."""
     module: Any = model.module if hasattr(model, "offload_engine") else model
-    with GatheredParameters(list(module.parameters())):
+    with GatheredParameters(module):
         yield module
 
 

@@ -7,6 +7,7 @@ import json
 import logging
 import subprocess
 import sys
+from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import offload
 import offload.deepspeed as deepspeed
 from offload.deepspeed import checkpointing
 from offload.deepspeed.loss_scaler import LossScaler
+from offload.deepspeed.owners import ZeroParamStatus, are_gathered
 from offload.deepspeed.utils import RepeatingLoader, see_memory_usage, set_z3_leaf_modules, z3_leaf_module
 from offload.deepspeed_config import Half
 
@@ -192,6 +194,29 @@ def test_what_a_persistent_parameter_answers(start: Start) -> None:
 
 
 @pytest.mark.parametrize("deferred", [False, True])
+def test_what_is_gathered_says_so_as_long_as_it_is(start: Start, deferred: bool) -> None:
+    """Not in a block that is turned off; not after one that failed; still after a block inside of another."""
+    with deepspeed.zero.Init(enabled=deferred):
+        model: Any = nn.Linear(4, 2)
+    both = list((model if deferred else start(THREE, model=model).module).parameters())
+    between = [one.ds_status.now for one in both]
+
+    def is_gathered() -> bool:
+        return are_gathered(both[:1]) and are_gathered(both[1:])
+
+    gathered = deepspeed.zero.GatheredParameters
+    with gathered(both, enabled=False):
+        assert not is_gathered() and [one.ds_status for one in both] == between
+    with gathered(both):
+        with gathered(both):
+            assert is_gathered()
+        assert is_gathered() and all(one.ds_status == ZeroParamStatus.AVAILABLE for one in both)
+    with pytest.raises(ZeroDivisionError), gathered(both):
+        1 / 0  # noqa: B018
+    assert not is_gathered() and [one.ds_status for one in both] == between
+
+
+@pytest.mark.parametrize("deferred", [False, True])
 def test_who_writes_what_nobody_is_to_take_over(start: Start, deferred: bool) -> None:
     """With `enable_sanity_checks`, on one rank as on several: reading is right, writing needs a modifier_rank."""
     config = CONFIG | {"zero_optimization": {"stage": 3, "enable_sanity_checks": True}}
@@ -275,6 +300,20 @@ def test_the_number_of_micro_batches_is_changed_on_the_way(start: Start) -> None
     assert changed.get_batch_info() == (10, 5, 2)
 
 
+def test_what_compile_is_told_reaches_torch(start: Start) -> None:
+    """As Accelerate tells it: the backend by itself, the rest in `compile_kwargs`."""
+    seen: list[dict[str, Any]] = []
+
+    def backend(graph: Any, inputs: Any, **keywords: Any) -> Any:
+        seen.append(keywords)
+        return graph.forward
+
+    engine = start(THREE)
+    engine.compile(backend, compile_kwargs={"options": {"given": 1}}, schedule=None, compiled_autograd_enabled=False)
+    step(engine)
+    assert seen and all(keywords == {"options": {"given": 1}} for keywords in seen)
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 def test_what_passes_for_deepspeeds_optimizer(start: Start, stage: int) -> None:
     optimizer = start({"zero_optimization": {"stage": stage}}).optimizer
@@ -316,6 +355,27 @@ def test_leaf_modules_by_class(start: Start) -> None:
     assert found is model[1] and z3_leaf_module(found) and not z3_leaf_module(model[0])
     with refused(offload.ConfigError, "Conv2d"):
         set_z3_leaf_modules(model, [nn.Conv2d])
+
+
+@pytest.mark.parametrize("kind", ["name", "suffix"])
+def test_leaf_modules_by_their_names(kind: str) -> None:
+    """In the order of the names; the flag is the third argument, as there; one that is missing raises after the others."""
+    model = nn.ModuleDict({"first": nn.Linear(1, 1), "second": nn.Tanh()})
+    mark = getattr(deepspeed.utils, f"set_z3_leaf_modules_by_{kind}")
+    assert mark(model, ["second", "first"]) == ([model["second"], model["first"]], [])
+    assert mark(model, ["first", "third"], False, raise_if_not_found=False) == ([model["first"]], ["third"])
+    assert deepspeed.utils.get_z3_leaf_modules(model) == [model["second"]]
+    with refused(offload.ConfigError, "'third'"):
+        mark(model, ["first", "third"])
+    assert z3_leaf_module(model["first"]) and mark(model, []) == ([], [])
+
+
+def test_tensors_in_named_tuples() -> None:
+    one, pair = torch.ones(1), namedtuple("Pair", "first second")
+    copied = deepspeed.checkpoint.utils.clone_tensors_for_torch_save({"pair": pair(one, 3)})["pair"]
+    moved = deepspeed.runtime.utils.move_to_device(pair(one, [one]), "cpu")
+    assert copied[0] == 1 and copied[0].data_ptr() != one.data_ptr() and copied[1] == 3
+    assert moved[0] is moved[1][0] is one
 
 
 def test_pipelines_are_refused_by_name() -> None:
