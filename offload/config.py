@@ -147,7 +147,7 @@ class Config:
             value = getattr(self, field)
             if isinstance(value, bool) or value not in allowed:
                 listed = ", ".join(repr(choice) for choice in allowed)
-                raise ConfigError(f"{field}={value!r} is unknown: expected one of {listed}{_nearest(value, allowed)}.")
+                raise ConfigError(f"{field}={value!r} is unknown: expected one of {listed}{nearest(value, allowed)}.")
 
     def _check_state_format(self) -> None:
         if self.state_format != "fp32" and self.dtype not in ("bf16", None):
@@ -227,7 +227,7 @@ class Config:
         known = [field.name for field in dataclasses.fields(Config)]
         for key in value:
             if key not in known:
-                raise ConfigError(f"config key {key!r} is unknown{_nearest(key, known)}. Known keys: {', '.join(known)}.")
+                raise ConfigError(f"config key {key!r} is unknown{nearest(key, known)}. Known keys: {', '.join(known)}.")
         return Config(**cast(dict[str, Any], dict(value)))
 
 
@@ -255,7 +255,8 @@ def _is_path(given: object) -> bool:
     return isinstance(name, str) and bool(name) and "\0" not in name
 
 
-def _nearest(value: object, allowed: Sequence[Any]) -> str:
+def nearest(value: object, allowed: Sequence[Any]) -> str:
+    """What an error adds of the allowed word that a wrong one is most like; nothing where it is like none."""
     texts = [str(choice) for choice in allowed if isinstance(choice, str)]
     close = difflib.get_close_matches(value, texts, n=1, cutoff=0.5) if isinstance(value, str) else ()
     return f" (did you mean {close[0]!r}?)" if close else ""

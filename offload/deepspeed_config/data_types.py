@@ -37,14 +37,14 @@ class DataTypes:
 
 def read(section: Mapping[str, Any], dtype: str | None, stage: int) -> DataTypes:
     """`dtype`: what the model computes in by "fp16" or "bf16", None by neither."""
+    own = dtype or "fp32"
     names = ("grad_accum_dtype", "param_dtype", "buffer_dtype")
     grad_accum, param, buffer = (_name(name, section.get(name)) for name in names)
-    if param is not None and param != (dtype or "fp32"):
+    if param not in (None, own):
         raise ConfigError(
-            f"data_types.param_dtype={param!r} is not what the model computes in, {dtype or 'fp32'}: set fp16.enabled or "
+            f"data_types.param_dtype={param!r} is not what the model computes in, {own}: set fp16.enabled or "
             "bf16.enabled, and leave it out."
         )
-    own = dtype or "fp32"
     refusal = None
     if stage == 0 and grad_accum not in (None, "fp32", own):
         refusal = (

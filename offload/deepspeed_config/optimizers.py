@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from offload.config import nearest
 from offload.errors import ConfigError
 from offload.model.lion import Lion
 
@@ -79,8 +79,7 @@ def _class_of(maker: Maker) -> tuple[Callable[..., torch.optim.Optimizer], Mappi
         "sgd": (torch.optim.SGD, {}),
     }
     if name not in others:
-        near = difflib.get_close_matches(maker.type, _NAMES, n=1, cutoff=0.5)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        why = f" ({_NOT_BY_ELEMENT[name]}, of which a chunk holds a part)" if name in _NOT_BY_ELEMENT else hint
+        reason = _NOT_BY_ELEMENT.get(name)
+        why = f" ({reason}, of which a chunk holds a part)" if reason is not None else nearest(maker.type, _NAMES)
         raise ConfigError(f"optimizer.type={maker.type!r} is not supported{why}: expected one of {', '.join(_NAMES)}.")
     return others[name]

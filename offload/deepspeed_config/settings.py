@@ -16,7 +16,7 @@ from torch import nn
 from offload.config import Config, read_json
 from offload.deepspeed_config.keys import SECTIONS, TOP
 from offload.deepspeed_config.optimizers import make_optimizer
-from offload.deepspeed_config.translated import Half
+from offload.deepspeed_config.translated import Half, Translation
 from offload.deepspeed_config.translation import OWN_KEYS, translate
 from offload.errors import ConfigError
 
@@ -47,43 +47,37 @@ def read_settings(
     if not isinstance(config, Mapping) or not speaks_deepspeed(config):
         return Config.of(config), optimizer
     said = translate(config, world_size)
-    if said.scheduler is not None:
-        raise ConfigError(
-            "scheduler of DeepSpeed's config is stepped by its engine: use offload.deepspeed.initialize, which returns it, or "
-            "make the scheduler yourself and leave the section out."
-        )
-    if said.batch.accumulation > 1:
-        raise ConfigError(
-            f"gradient_accumulation_steps={said.batch.accumulation} of DeepSpeed's config is done by its engine: use "
-            "offload.deepspeed.initialize, or divide the loss and step every so many backwards in your loop, and leave it out."
-        )
-    if said.autocast is not None:
-        raise ConfigError(
-            "torch_autocast of DeepSpeed's config is done by its engine: use offload.deepspeed.initialize, or put "
-            "torch.autocast around the forward in your loop, and leave it out."
-        )
-    if said.layer_drop is not None:
-        raise ConfigError(
-            "progressive_layer_drop of DeepSpeed's config is told to the model by its engine: use "
-            "offload.deepspeed.initialize, or pass it to the model in your loop, and leave it out."
-        )
-    scaling = (
-        []
-        if said.half is None
-        else [
-            f"fp16.{name}={value!r}"
-            for name, value in asdict(said.half).items()
-            if name != "loss_scale" and value != getattr(Half(), name)
-        ]
-    )
-    if scaling:
-        raise ConfigError(
-            f"{', '.join(scaling)} of the config: offload.deepspeed.initialize follows its rule for the loss scale; here "
-            "the dynamic one is Config's own, loss_scale='dynamic'. Leave it out, or set fp16.loss_scale."
-        )
+    _refuse_what_its_engine_does(said)
     loops_own = tuple(key for key in ("steps_per_print", "dataloader_drop_last") if config.get(key) is not None)
     superseded = ("optimizer",) if optimizer is not None and said.optimizer is not None else ()
     said.warn(5, (*loops_own, *superseded))  # where offload.initialize was called
     if optimizer is None and said.optimizer is not None:
         optimizer = make_optimizer(said.optimizer, model.parameters())
     return said.config, optimizer
+
+
+def _refuse_what_its_engine_does(said: Translation) -> None:
+    if said.scheduler is not None:
+        raise _done_there("scheduler", "which returns it, or make the scheduler yourself and leave the section out", "stepped")
+    if said.batch.accumulation > 1:
+        what = f"gradient_accumulation_steps={said.batch.accumulation}"
+        raise _done_there(what, "or divide the loss and step every so many backwards in your loop, and leave it out")
+    if said.autocast is not None:
+        raise _done_there("torch_autocast", "or put torch.autocast around the forward in your loop, and leave it out")
+    if said.layer_drop is not None:
+        instead = "or pass it to the model in your loop, and leave it out"
+        raise _done_there("progressive_layer_drop", instead, "told to the model")
+    scaling = [
+        f"fp16.{name}={value!r}"
+        for name, value in asdict(said.half or Half()).items()
+        if name != "loss_scale" and value != getattr(Half(), name)
+    ]
+    if scaling:
+        raise ConfigError(
+            f"{', '.join(scaling)} of the config: offload.deepspeed.initialize follows its rule for the loss scale; here "
+            "the dynamic one is Config's own, loss_scale='dynamic'. Leave it out, or set fp16.loss_scale."
+        )
+
+
+def _done_there(what: str, instead: str, how: str = "done") -> ConfigError:
+    return ConfigError(f"{what} of DeepSpeed's config is {how} by its engine: use offload.deepspeed.initialize, {instead}.")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from offload.config import Config, told
+from offload.config import Config, nearest, told
 from offload.deepspeed_config.data_types import read as read_data_types
 from offload.deepspeed_config.keys import LEAF_MODULE, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, SECTIONS, TOP, ZERO
 from offload.deepspeed_config.optimizers import Maker
@@ -58,7 +57,6 @@ class _Translator:
         self._without_effect: list[str] = []
         self._ignores_unused = True
         self._half: Half | None = None
-        self._stage = 0
         self._kept_numel = (0, 0)
         self._leaf_modules: dict[str, Any] = {}
         self._own = {key: value for key, value in mapping.items() if key in OWN_KEYS}
@@ -71,9 +69,7 @@ class _Translator:
     def run(self, world_size: int) -> Translation:
         sections = {name: self._section(name, self._top.get(name)) for name in _SUBSECTIONS}
         fields_: dict[str, Any] = self._placement() | self._precision()
-        clipping = self._number(
-            "gradient_clipping", self._top.get("gradient_clipping", 0 if "max_grad_norm" in self._own else _CLIPPING)
-        )
+        clipping = _number("gradient_clipping", self._top, 0 if "max_grad_norm" in self._own else _CLIPPING)
         if clipping:
             fields_["max_grad_norm"] = clipping
         defaults: dict[str, Any] = {"stage": 0, "parameters": "device", "optimizer_states": "device"}
@@ -82,27 +78,26 @@ class _Translator:
                 raise ConfigError(f"{key} is set twice: by {key}={self._own[key]!r} and by DeepSpeed's keys. Leave one out.")
         said = defaults | self._own | fields_
         on_device = said.pop("states_on_device", 0.0)
+        config = told(Config(**said), states_on_device=on_device)
         return Translation(
             given=self._given,
-            config=told(Config(**said), states_on_device=on_device),
+            config=config,
             autocast=self._autocast(),
             layer_drop=self._layer_drop(),
             half=self._half,
             optimizer=self._maker("optimizer"),
             scheduler=self._maker("scheduler"),
             batch=self._batch(world_size),
-            manages_accumulation=self._flag(
-                "managed_gradient_accumulation", self._top.get("managed_gradient_accumulation", True)
-            ),
-            sums_gradients=self._sums(),
+            manages_accumulation=_flag("managed_gradient_accumulation", self._top, True),
+            sums_gradients=self._sums(config.stage),
             steps_per_print=self._printing(),
-            drop_last=self._flag("dataloader_drop_last", self._top.get("dataloader_drop_last", False)),
+            drop_last=_flag("dataloader_drop_last", self._top),
             ignores_unused=self._ignores_unused,
             allows_untested=self._allows_untested(),
             tag_validation=self._tag_validation(sections["checkpoint"]),
-            loads_universal=self._flag("checkpoint.load_universal", sections["checkpoint"].get("load_universal", False)),
+            loads_universal=_flag("checkpoint.load_universal", sections["checkpoint"]),
             activation_checkpointing=sections["activation_checkpointing"],
-            data_types=read_data_types(sections["data_types"], said.get("dtype"), self._stage),
+            data_types=read_data_types(sections["data_types"], config.dtype, config.stage),
             kept_numel=self._kept_numel,
             leaf_modules=self._leaf_modules,
             without_effect=tuple(self._without_effect),
@@ -129,9 +124,7 @@ class _Translator:
                 self._without_effect.append(path)
             else:
                 known = (*section.known, *OWN_KEYS) if name == TOP else section.known
-                close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-                hint = f" (did you mean {close[0]!r}?)" if close else ""
-                raise ConfigError(f"{path} is no key of DeepSpeed's config{hint}: correct it, or leave it out.")
+                raise ConfigError(f"{path} is no key of DeepSpeed's config{nearest(key, known)}: correct it, or leave it out.")
         return found
 
     def _section(self, name: str, value: Any) -> dict[str, Any]:
@@ -150,18 +143,17 @@ class _Translator:
         if isinstance(value, bool):  # the oldest form
             return {"stage": int(value)}
         zero = self._section(ZERO, value)
-        self._ignores_unused = self._flag(f"{ZERO}.ignore_unused_parameters", zero.get("ignore_unused_parameters", True))
+        self._ignores_unused = _flag(f"{ZERO}.ignore_unused_parameters", zero, True)
         self._leaf_modules = self._section(LEAF_MODULE, zero.get("leaf_module"))
         stage = zero.get("stage", 0)
         if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
             raise ConfigError(f"{ZERO}.stage={stage!r} is unknown: expected 0, 1, 2 or 3.")
-        self._stage = int(stage)
-        found: dict[str, Any] = {"stage": self._stage}
+        found: dict[str, Any] = {"stage": int(stage)}
         paths: list[str] = []
         states = self._device(OFFLOAD_OPTIMIZER, zero, ("cpu_offload",), paths)
         if states is not None:
             found["optimizer_states"] = states
-        found |= self._share(zero.get("offload_optimizer"), states)
+        found |= self._share(zero.get("offload_optimizer"), stage == 3 and states != "device")
         if stage == 3:
             parameters = self._device(OFFLOAD_PARAM, zero, ("cpu_offload_params", "cpu_offload_param"), paths)
             if parameters is not None:
@@ -181,7 +173,7 @@ class _Translator:
         """Config's word for an offload section's device; its nvme_path is added to `paths`."""
         section = self._section(name, zero.get(name.rpartition(".")[2]))
         if not section:
-            return "cpu" if any(self._flag(f"{ZERO}.{key}", zero.get(key, False)) for key in older) else None
+            return "cpu" if any(_flag(f"{ZERO}.{key}", zero) for key in older) else None
         device = section.get("device", "none")
         if device not in ("none", "cpu", "nvme"):
             raise ConfigError(f"{name}.device={device!r} is unknown: expected 'none', 'cpu' or 'nvme'.")
@@ -195,17 +187,17 @@ class _Translator:
 
     def _threshold(self, zero: Mapping[str, Any], name: str, default: int) -> int:
         value = zero.get(f"stage3_{name}", zero.get(name, "auto"))
-        return default if value == "auto" else self._whole(f"{ZERO}.{name}", value, least=0)
+        return default if value == "auto" else _whole(f"{ZERO}.{name}", value, least=0)
 
-    def _share(self, section: Any, states: str | None) -> dict[str, float]:
+    def _share(self, section: Any, counts: bool) -> dict[str, float]:
         """Of the optimizer states, what of them stays on the device."""
-        path, ratio = f"{OFFLOAD_OPTIMIZER}.ratio", section.get("ratio") if isinstance(section, Mapping) else None
-        if ratio is None:
+        path = f"{OFFLOAD_OPTIMIZER}.ratio"
+        if not isinstance(section, Mapping) or section.get("ratio") is None:
             return {}
-        offloaded = self._number(path, ratio)
+        offloaded = _number(path, section)
         if offloaded > 1:
-            raise ConfigError(f"{path}={ratio!r} is not a share: expected a number from 0 to 1.")
-        if self._stage != 3 or states == "device":  # as in DeepSpeed
+            raise ConfigError(f"{path}={section['ratio']!r} is not a share: expected a number from 0 to 1.")
+        if not counts:  # as in DeepSpeed
             self._without_effect.append(path)
             return {}
         return {"states_on_device": round(1 - offloaded, 9)} if offloaded < 1 else {}
@@ -216,7 +208,7 @@ class _Translator:
         if half is not None and brain is not None:
             raise ConfigError("fp16.enabled and bf16.enabled contradict each other: choose one.")
         if brain is not None:
-            skips = self._flag("bf16.check_grad_overflow", brain.get("check_grad_overflow", True))
+            skips = _flag("bf16.check_grad_overflow", brain, True)
             return {"dtype": "bf16"} | ({"loss_scale": "skip"} if skips else {}) | self._narrower_states(brain)
         if half is None:
             return {}
@@ -225,7 +217,7 @@ class _Translator:
 
     def _narrower_states(self, brain: Mapping[str, Any]) -> dict[str, Any]:
         names = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
-        masters, moments = (self._flag(f"bf16.{name}", brain.get(name, False)) for name in names)
+        masters, moments = (_flag(f"bf16.{name}", brain) for name in names)
         if moments and not masters:
             raise ConfigError(f"bf16.{names[1]} needs bf16.{names[0]}, as in DeepSpeed: set both to true.")
         return {"state_format": "bf16" if moments else "split"} if masters else {}
@@ -235,9 +227,7 @@ class _Translator:
         section = self._enabled(name)
         if section is None:
             return None
-        return self._number(f"{name}.theta", section.get("theta", 1.0)), self._number(
-            f"{name}.gamma", section.get("gamma", 0.001)
-        )
+        return _number(f"{name}.theta", section, 1.0), _number(f"{name}.gamma", section, 0.001)
 
     def _autocast(self) -> torch.dtype | None:
         section = self._enabled("torch_autocast")
@@ -255,10 +245,9 @@ class _Translator:
         """The section, where it is on; of one that is off no key counts."""
         value = self._top.get(name)
         if isinstance(value, Mapping):
-            on = value.get("enabled", False)
-            if on == "auto":
-                on = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == name
-            if not self._flag(f"{name}.enabled", False if on is None else on):
+            is_auto = value.get("enabled") == "auto"
+            said_by_accelerate = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == name
+            if not (said_by_accelerate if is_auto else _flag(f"{name}.enabled", value)):
                 return None
         return self._section(name, value) if value is not None else None
 
@@ -270,19 +259,19 @@ class _Translator:
             if value == "auto" or (is_static and field.name != "loss_scale"):
                 continue
             if isinstance(field.default, bool):
-                said[field.name] = self._flag(path, value)
+                said[field.name] = _flag(path, given)
             elif isinstance(field.default, int):
-                said[field.name] = self._whole(path, value, least=0 if field.name == "initial_scale_power" else 1)
+                said[field.name] = _whole(path, value, least=0 if field.name == "initial_scale_power" else 1)
             else:
-                said[field.name] = self._number(path, value)
+                said[field.name] = _number(path, given)
         if said.get("min_loss_scale") == 0:
             raise ConfigError("fp16.min_loss_scale=0: a dynamic loss scale needs a least one above 0.")
         return Half(**said)
 
     def _allows_untested(self) -> bool:
         key = "zero_allow_untested_optimizer"
-        value = self._top.get(key, False)
-        return self._flag(key, bool(value) if value in (0, 1) else value)  # DeepSpeed's own configs say 1
+        value = self._top.get(key)
+        return bool(value) if value in (0, 1) else _flag(key, self._top)  # DeepSpeed's own configs say 1
 
     def _tag_validation(self, checkpoint: Mapping[str, Any]) -> str:
         mode = checkpoint.get("tag_validation", "warn")
@@ -325,16 +314,15 @@ class _Translator:
         value = self._top.get(key)
         if value is None or value == "auto":
             return None
-        whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-        if isinstance(value, bool) or not whole or value < 1:
+        if not _is_whole(value) or value < 1:
             raise ConfigError(f"{key}={value!r} is not a count: expected 1, 2, ...")
         return int(value)
 
-    def _sums(self) -> bool:
+    def _sums(self, stage: int) -> bool:
         word = str(self._top.get("gradient_allreduce_op", "mean")).lower()
         if word not in ("mean", "sum"):
             raise ConfigError(f"Invalid gradient_allreduce_op={word!r}: expected 'mean' or 'sum'.")
-        if word == "sum" and self._stage == 3:
+        if word == "sum" and stage == 3:
             raise ConfigError(
                 "gradient_allreduce_op='sum' is not supported with ZeRO stage 3, as in DeepSpeed: use stage 0 to 2."
             )
@@ -345,26 +333,37 @@ class _Translator:
         value = self._top.get("steps_per_print")
         return None if isinstance(value, float) and math.isinf(value) else self._count("steps_per_print")
 
-    def _whole(self, path: str, value: Any, least: int) -> int:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value) or value < least:
-            raise ConfigError(f"{path}={value!r} is not a whole number of at least {least}.")
-        return int(value)
 
-    def _number(self, path: str, value: Any) -> float:
-        if value == "auto" and path in _AUTO:
-            return float(_AUTO[path])
-        if value == "auto":
-            raise ConfigError(f"{path}='auto': {_FILLED_IN}.")
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-            raise ConfigError(f"{path}={value!r} is not a number of at least 0.")
-        return float(value)
+def _is_whole(value: Any) -> bool:
+    return (isinstance(value, int) and not isinstance(value, bool)) or (isinstance(value, float) and value.is_integer())
 
-    def _flag(self, path: str, value: Any) -> bool:
-        if value == "auto":
-            raise ConfigError(f"{path}='auto': {_FILLED_IN}.")
-        if not isinstance(value, bool):
-            raise ConfigError(f"{path}={value!r} is neither true nor false.")
-        return value
+
+def _whole(path: str, value: Any, least: int) -> int:
+    if not _is_whole(value) or value < least:
+        raise ConfigError(f"{path}={value!r} is not a whole number of at least {least}.")
+    return int(value)
+
+
+def _number(path: str, section: Mapping[str, Any], default: float | None = None) -> float:
+    value = _said(path, section, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+        raise ConfigError(f"{path}={value!r} is not a number of at least 0.")
+    return float(value)
+
+
+def _flag(path: str, section: Mapping[str, Any], default: bool = False) -> bool:
+    value = _said(path, section, default)
+    if not isinstance(value, bool):
+        raise ConfigError(f"{path}={value!r} is neither true nor false.")
+    return value
+
+
+def _said(path: str, section: Mapping[str, Any], default: Any) -> Any:
+    """Under the last name of `path`."""
+    value = section.get(path.rpartition(".")[2])
+    if value == "auto" and path not in _AUTO:
+        raise ConfigError(f"{path}='auto': {_FILLED_IN}.")
+    return default if value is None else _AUTO[path] if value == "auto" else value
 
 
 def _check_sums(given: Mapping[str, Any]) -> None:

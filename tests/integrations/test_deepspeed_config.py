@@ -203,6 +203,7 @@ def test_every_refused_key_says_what_to_do(name: str, key: str) -> None:
         ({"optimizer": {"type": "AdamW", "prams": {}}}, ["optimizer.prams", "'params'"]),
         ({"fp16": {"enabled": True, "initial_scale_power": 12}}, ["fp16.initial_scale_power=12", "loss_scale"]),
         ({"fp16": {"enabled": True, "loss_scale_window": 0}}, ["fp16.loss_scale_window=0"]),
+        ({"fp16": {"enabled": True, "loss_scale_window": float("inf")}}, ["fp16.loss_scale_window=inf", "whole number"]),
         ({"fp16": {"enabled": True, "min_loss_scale": 0}}, ["fp16.min_loss_scale=0", "above 0"]),
     ],
 )

@@ -139,6 +139,10 @@ def test_sums_in_a_dtype_that_nobody_computes_in(start: Start) -> None:
         start(wrong)
     train_free = start(wrong | {"zero_optimization": {"stage": 1}})
     assert train_free._config.grad_accum_dtype == "fp16"
+    for stage_one in ({"zero_optimization": True}, {"stage": 1}):  # by the oldest form, and by a key of this project's
+        assert start(wrong | stage_one)._config.grad_accum_dtype == "fp16"
+    with refused(offload.ConfigError, "gradient_allreduce_op='sum'", "stage 3"):
+        start({"gradient_allreduce_op": "sum", "stage": 3})
     with refused(offload.ConfigError, "data_types.grad_accum_dtype='int8'", "'bf16'"):
         start({"data_types": {"grad_accum_dtype": "int8"}})
     with refused(offload.ConfigError, "data_types.param_dtype='fp16'", "bf16"):
