@@ -4,27 +4,28 @@
 from __future__ import annotations
 
 import functools
-import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from logging import INFO, Formatter, Logger, StreamHandler, getLevelName, getLogger
 from typing import Any, TypeVar
 
-from torch import cuda, nn, profiler  # the name torch is a module's of DeepSpeed's utils
+import psutil
+from torch import cuda, nn, profiler  # `torch` and `logging` are modules of DeepSpeed's utils
 
 from offload.deepspeed import comm
 from offload.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
-LOG_LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")}
+LOG_LEVELS = {name: getLevelName(name.upper()) for name in ("debug", "info", "warning", "error", "critical")}
 
 
-def _make_logger() -> logging.Logger:
-    made = logging.getLogger("offload.deepspeed")
+def _make_logger() -> Logger:
+    made = getLogger("offload.deepspeed")
     if not made.handlers:
-        shown = logging.StreamHandler(sys.stdout)
-        shown.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
+        shown = StreamHandler(sys.stdout)
+        shown.setFormatter(Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
         made.addHandler(shown)
-        made.setLevel(logging.INFO)
+        made.setLevel(INFO)
         made.propagate = False
     return made
 
@@ -32,13 +33,13 @@ def _make_logger() -> logging.Logger:
 logger = _make_logger()
 
 
-def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = INFO) -> None:
     """Log on these ranks; without ranks, or with -1 among them, on all of them."""
     if not ranks or -1 in ranks or comm.get_rank() in ranks:
         logger.log(level, "[rank %d] %s", comm.get_rank(), message)
 
 
-def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+def set_log_level_from_string(log_level_str: str, custom_logger: Logger | None = None) -> None:
     if log_level_str.lower() not in LOG_LEVELS:
         raise ConfigError(f"log level {log_level_str!r} is unknown: expected one of {', '.join(LOG_LEVELS)}.")
     (custom_logger or logger).setLevel(LOG_LEVELS[log_level_str.lower()])
@@ -59,8 +60,6 @@ def see_memory_usage(message: str, force: bool = False, ranks: Sequence[int] = (
     """Log the memory of the device and the host. As in DeepSpeed, do so only with `force`."""
     if not force or comm.get_rank() not in ranks:
         return
-    import psutil
-
     host = psutil.virtual_memory()
     said = f"{message} | host: {host.used / 2**30:.2f} GiB used ({host.percent:.0f} %)"
     if cuda.is_available():

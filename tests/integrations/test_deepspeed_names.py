@@ -24,6 +24,7 @@ import offload
 import offload.deepspeed as deepspeed
 from offload.deepspeed import checkpointing
 from offload.deepspeed.loss_scaler import LossScaler
+from offload.deepspeed.names import MODULES
 from offload.deepspeed.owners import ZeroParamStatus, are_gathered
 from offload.deepspeed.utils import RepeatingLoader, see_memory_usage, set_z3_leaf_modules, z3_leaf_module
 from offload.deepspeed_config import Half
@@ -319,6 +320,19 @@ def test_what_passes_for_deepspeeds_optimizer(start: Start, stage: int) -> None:
     optimizer = start({"zero_optimization": {"stage": stage}}).optimizer
     assert isinstance(optimizer, DeepSpeedOptimizer) and isinstance(optimizer, ZeROOptimizer) == (stage == 1)
     assert not isinstance(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), DeepSpeedOptimizer)
+
+
+# ---- modules -----------------------------------------------------------------------------------------------------------
+
+
+def test_modules_are_found_by_attribute() -> None:
+    """But for one where there is a function of its name, as in DeepSpeed."""
+    for path in MODULES:
+        found: Any = deepspeed
+        for name in path.split("."):
+            found = getattr(found, name)
+        if path != "utils.z3_leaf_module":
+            assert found is sys.modules[f"offload.deepspeed.{path}"], path
 
 
 # ---- utils -----------------------------------------------------------------------------------------------------------
