@@ -78,8 +78,7 @@ class OffloadStrategy(EngineStrategy, DDPStrategy):
         return self.engine
 
     def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **keywords: Any) -> None:
-        engine = self._open()
-        engine.backward(tensor, **keywords)
+        self._open().backward(tensor, **keywords)
 
     def clip_gradients_norm(
         self,

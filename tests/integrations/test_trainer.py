@@ -20,6 +20,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 import offload
+from offload.integrations.settings import settings_of
 from offload.integrations.transformers import OffloadMixin, OffloadTrainer, enable
 
 from ..acceptance.models import llama
@@ -403,6 +404,13 @@ def test_the_arguments_precision_and_a_config_in_a_file(tmp_path: Path) -> None:
     trainer.train()
     with trainer.engine:
         assert trainer.engine.config.dtype == "bf16"
+
+
+@pytest.mark.parametrize(("content", "said"), [("{", "is not JSON"), ('{"stage": 1, "stage": 2}', "given twice: stage")])
+def test_a_file_that_is_no_config_is_named(tmp_path: Path, content: str, said: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with refused(offload.ConfigError, "config.json", said):
+        settings_of(tmp_path / "config.json")
 
 
 def test_a_save_over_an_earlier_one_of_other_shards(trained: Any, tmp_path: Path) -> None:
