@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from offload.deepspeed import checkpointing, comm, ops, utils, zero
-from offload.deepspeed.absent import absent
+from offload.deepspeed.absent import WHOLE_LAYERS, absent
 from offload.deepspeed.accelerator import get_accelerator
 from offload.deepspeed.arguments import add_config_arguments
 from offload.deepspeed.comm import init_distributed
@@ -55,9 +55,9 @@ make_modules()
 _INSTEAD = {
     "InferenceEngine": "offload.initialize(model) without an optimizer runs forward and generate()",
     "OnDevice": "build the model inside deepspeed.zero.Init()",
-    "PipelineEngine": "every rank computes whole layers; what does not fit goes to cpu or nvme",
+    "PipelineEngine": WHOLE_LAYERS,
     "init_inference": "offload.initialize(model) without an optimizer runs forward and generate()",
-    "tp_model_init": "every rank computes whole layers; what does not fit goes to cpu or nvme",
+    "tp_model_init": WHOLE_LAYERS,
 }
 
 

@@ -7,7 +7,10 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from offload.config import nearest
 from offload.errors import UsageError
+
+WHOLE_LAYERS = "every rank computes whole layers; what does not fit goes to cpu or nvme"
 
 
 class AskedWrongly(UsageError, AssertionError):
@@ -28,13 +31,15 @@ def absent(where: str, name: str, there: Iterable[str], instead: Mapping[str, st
     return AttributeError(f"{where}.{name} is not in offload; {hint}.")
 
 
-def check_keywords(where: str, given: Mapping[str, Any], known: Iterable[str], neutral: Mapping[str, str]) -> None:
-    """Raise `UsageError` for a keyword that DeepSpeed does not know, and for one in `neutral` that asks for something;
+def check_keywords(
+    where: str, given: Mapping[str, Any], known: Iterable[str], refused: Mapping[str, str] | None = None
+) -> None:
+    """Raise `UsageError` for a keyword that DeepSpeed does not know, and for one in `refused` that asks for something;
     its text says what to do."""
-    known = (*known, *neutral)
+    refused = refused or {}
+    known = (*known, *refused)
     for key, value in given.items():
         if key not in known:
-            close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            raise UsageError(f"{where} has no argument {key!r}{f' (did you mean {close[0]!r}?)' if close else ''}.")
-        if key in neutral and value is not None and value is not False:
-            raise UsageError(f"{where}({key}={value!r}) is not done here: {neutral[key]}.")
+            raise UsageError(f"{where} has no argument {key!r}{nearest(key, known)}.")
+        if key in refused and value is not None and value is not False:
+            raise UsageError(f"{where}({key}={value!r}) is not done here: {refused[key]}.")

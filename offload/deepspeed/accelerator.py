@@ -8,6 +8,7 @@ import os
 from contextlib import nullcontext
 from typing import Any
 
+import psutil
 import torch
 
 from offload.deepspeed.absent import absent
@@ -85,9 +86,10 @@ class Accelerator:
         return torch.random
 
     def manual_seed(self, seed: int) -> Any:
-        return self._module.manual_seed(seed) if self._name == "cuda" else torch.manual_seed(seed)
+        return torch.cuda.manual_seed(seed) if self._name == "cuda" else torch.manual_seed(seed)
 
-    manual_seed_all = manual_seed
+    def manual_seed_all(self, seed: int) -> Any:
+        return torch.cuda.manual_seed_all(seed) if self._name == "cuda" else torch.manual_seed(seed)
 
     def initial_seed(self) -> int:
         return int(torch.cuda.initial_seed() if self._name == "cuda" else torch.initial_seed())
@@ -109,8 +111,6 @@ class Accelerator:
     def _memory(self, name: str, device_index: int | None) -> int:
         if self._name == "cuda":
             return int(getattr(torch.cuda, name)(device_index))
-        import psutil
-
         return int(psutil.Process().memory_info().rss)
 
     def memory_allocated(self, device_index: int | None = None) -> int:
@@ -137,15 +137,11 @@ class Accelerator:
     def total_memory(self, device_index: int | None = None) -> int:
         if self._name == "cuda":
             return int(torch.cuda.get_device_properties(device_index or 0).total_memory)
-        import psutil
-
         return int(psutil.virtual_memory().total)
 
     def available_memory(self, device_index: int | None = None) -> int:
         if self._name == "cuda":
             return int(torch.cuda.mem_get_info(device_index)[0])
-        import psutil
-
         return int(psutil.virtual_memory().available)
 
     def range_push(self, message: str) -> None:

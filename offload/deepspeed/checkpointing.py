@@ -11,6 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from offload.deepspeed.absent import AskedWrongly
+from offload.deepspeed.accelerator import get_accelerator
 
 _MODEL_PARALLEL_SEED = "model-parallel-rng"
 _SEED_OFFSET = 2718
@@ -119,42 +120,26 @@ class RandomStates:
     def add(self, name: str, seed: int) -> None:
         if seed in self.seeds_ or name in self.states_:
             raise AskedWrongly(f"the random state {name!r}, or the seed {seed}, exists already.")
-        before = _state()
-        _seed(seed)
+        device = get_accelerator()
+        before = device.get_rng_state()
+        device.manual_seed(seed)
         self.seeds_.add(seed)
-        self.states_[name] = _state()
-        _set_state(before)
+        self.states_[name] = device.get_rng_state()
+        device.set_rng_state(before)
 
     @contextmanager
     def fork(self, name: str = _MODEL_PARALLEL_SEED) -> Iterator[None]:
         """Inside, random numbers come from that state. The next time it goes on from where it stopped."""
         if name not in self.states_:
             raise AskedWrongly(f"there is no random state {name!r}: add it first.")
-        before = _state()
-        _set_state(self.states_[name])
+        device = get_accelerator()
+        before = device.get_rng_state()
+        device.set_rng_state(self.states_[name])
         try:
             yield
         finally:
-            self.states_[name] = _state()
-            _set_state(before)
-
-
-def _state() -> torch.Tensor:
-    return torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
-
-
-def _set_state(state: torch.Tensor) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(state)
-    else:
-        torch.set_rng_state(state)
-
-
-def _seed(seed: int) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.manual_seed(seed)
-    else:
-        torch.manual_seed(seed)
+            self.states_[name] = device.get_rng_state()
+            device.set_rng_state(before)
 
 
 _tracker = RandomStates()
@@ -167,5 +152,5 @@ def get_cuda_rng_tracker() -> RandomStates:
 def model_parallel_cuda_manual_seed(seed: int) -> None:
     """Seed the device, and the state that model-parallel layers draw from."""
     _tracker.reset()
-    _seed(seed)
+    get_accelerator().manual_seed(seed)
     _tracker.add(_MODEL_PARALLEL_SEED, seed + _SEED_OFFSET)

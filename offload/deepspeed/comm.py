@@ -32,7 +32,7 @@ def init_distributed(
     `dist_backend` changes nothing: what lies in host memory goes through gloo, what lies on GPUs through NCCL.
     """
     del dist_backend
-    check_keywords("deepspeed.init_distributed", tuning, _TUNING, {})
+    check_keywords("deepspeed.init_distributed", tuning, _TUNING)
     if dist.is_initialized():
         return
     if world_size > 0 or _was_launched():

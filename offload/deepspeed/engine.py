@@ -69,10 +69,15 @@ class DeepSpeedEngine(Saving, Numbers, nn.Module):  # type: ignore[misc]
             optimizer=BaseOptimizer(optimizer, self.offload_engine),
             loss_scaler=self.loss_scaler,
             loss_scale_config=self.loss_scaler,
+            dynamic_loss_scale=self.loss_scaler.dynamic,
+            custom_loss_scaler=False,
+            needs_scaler=lambda: self._said.half is not None,
+            clip_grad=self.gradient_clipping(),
+            partitions=self.zero_optimization(),
+            backward=self._scaled_backward,
+            overflow=False,
+            _global_grad_norm=0.0,
         )
-        shown.update(dynamic_loss_scale=self.loss_scaler.dynamic, overflow=False, _global_grad_norm=0.0)
-        shown.update(clip_grad=self.gradient_clipping(), custom_loss_scaler=False, partitions=self._said.config.stage > 0)
-        shown.update(backward=self._scaled_backward, needs_scaler=lambda: self._said.half is not None)
         if self._said.config.stage == 2:  # at stage 3 the optimizer's call drops them, as at 0 and 1
             shown["zero_grad"] = self.zero_grad
         self._show_scale()

@@ -72,15 +72,12 @@ def _write(param: nn.Parameter, what: str, value: torch.Tensor) -> None:
     engine.write(param, _OLD_NAMES.get(what, what), given / engine.loss_scale if what == "gradient" else given)
 
 
-def share_numel(param: nn.Parameter) -> int:
-    return -(-param.numel() // comm.get_world_size())
-
-
 def _share(param: nn.Parameter, whole: torch.Tensor | None) -> torch.Tensor | None:
     if whole is None:
         return None
-    count = share_numel(param)
-    padded = torch.zeros(count * comm.get_world_size(), dtype=whole.dtype, device=whole.device)
+    ranks = comm.get_world_size()
+    count = -(-param.numel() // ranks)
+    padded = torch.zeros(count * ranks, dtype=whole.dtype, device=whole.device)
     padded[: whole.numel()] = whole.reshape(-1)
     return padded[comm.get_rank() * count :][:count].clone()
 

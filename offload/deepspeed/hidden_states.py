@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import importlib.util
 import threading
-from collections import OrderedDict
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-
-_entered = threading.local()
-"""`stack`: the blocks that this thread is in."""
 
 
 @dataclass(slots=True)
@@ -73,7 +70,8 @@ class SavedTensor:
 
 
 class CheckpointHiddenStatesOffload(saved_tensors_hooks):
-    """A block; see the module. One object serves one block at a time, and many after each other.
+    """A block, inside of which what checkpointed layers keep goes to CPU memory; see the module. One object serves one block
+    at a time, and many after each other.
 
     use_pin_memory     copies lie in pinned memory, which makes them faster
     use_streams        copies run on a stream of their own, beside compute
@@ -97,23 +95,22 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
         self._pins, self._streams = use_pin_memory and torch.cuda.is_available(), use_streams and torch.cuda.is_available()
         self._least_nbytes, self._keep_last_count = min_offload_bytes, keep_last_count
         self._stream: Any = None
-        self.stats = CheckpointActivationOffloadStats()
-        self._marks: dict[int, int] = {}
-        self._staying: OrderedDict[int, SavedTensor] = OrderedDict()
+        self._marks: Counter[int] = Counter()
+        self._staying: dict[int, SavedTensor] = {}
+        self.reset()
 
     def __enter__(self) -> CheckpointHiddenStatesOffload:  # type: ignore[override]
-        stack = _stack()
-        if self in stack:
+        if self in _entered.stack:
             raise RuntimeError("a CheckpointHiddenStatesOffload is not re-entrant: make another for a block in its block.")
         self.reset()
         _layers.begin()
-        stack.append(self)
+        _entered.stack.append(self)
         super().__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        _stack().remove(self)
+        _entered.stack.remove(self)
         _layers.end()
         self._marks.clear()
         self._staying.clear()
@@ -126,7 +123,7 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
 
     def mark(self, tensor: Tensor) -> None:
         """The next time that autograd saves the tensor, it goes to CPU memory."""
-        self._marks[id(tensor)] = self._marks.get(id(tensor), 0) + 1
+        self._marks[id(tensor)] += 1
         self.stats.marked_tensors += 1
 
     def unmark(self, tensor: Tensor) -> bool:
@@ -146,7 +143,7 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
         saved = SavedTensor(tensor)
         self._staying[id(saved)] = saved
         while len(self._staying) > self._keep_last_count:
-            _, oldest = self._staying.popitem(last=False)
+            oldest = self._staying.pop(next(iter(self._staying)))
             if self._streams and self._stream is None:
                 self._stream = torch.cuda.Stream(tensor.device)
             self.stats.offloaded_bytes += oldest.leave(pinned=self._pins, stream=self._stream)
@@ -164,15 +161,17 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
         return tensor
 
 
-def get_checkpoint_hidden_states_offloading_ctx_manager(**options: Any) -> CheckpointHiddenStatesOffload:
-    """The same by DeepSpeed's other name."""
-    return CheckpointHiddenStatesOffload(**options)
+get_checkpoint_hidden_states_offloading_ctx_manager = CheckpointHiddenStatesOffload
+"""The same by DeepSpeed's other name."""
 
 
-def _stack() -> list[CheckpointHiddenStatesOffload]:
-    if not hasattr(_entered, "stack"):
-        _entered.stack = []
-    return _entered.stack  # type: ignore[no-any-return]
+class _Entered(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[CheckpointHiddenStatesOffload] = []
+        """The blocks that this thread is in."""
+
+
+_entered = _Entered()
 
 
 class _Layers:
@@ -209,7 +208,7 @@ class _Layers:
         self._kind, self._own, call = kind, vars(kind).get("__call__"), kind.__call__
 
         def marking(layer: Any, *given: Any, **keywords: Any) -> Any:
-            stack = _stack()
+            stack = _entered.stack
             first = given[0] if given else None
             is_kept = layer.training and torch.is_grad_enabled() and getattr(layer, "gradient_checkpointing", False)
             if not stack or not is_kept or not isinstance(first, Tensor):

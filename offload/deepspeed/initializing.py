@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import offload
 from offload.deepspeed import checkpointing, comm, lr_schedules, utils
-from offload.deepspeed.absent import AskedWrongly, NotDone, check_keywords
+from offload.deepspeed.absent import WHOLE_LAYERS, AskedWrongly, NotDone, check_keywords
 from offload.deepspeed.checks import KEY, asks_for_checks, watch
 from offload.deepspeed.engine import DeepSpeedEngine
 from offload.deepspeed.owners import answer, engines_of, forget, own
@@ -30,7 +30,7 @@ from offload.model.optimizer_kinds import kind_of
 
 _TUNING = ("distributed_port", "dist_init_required", "collate_fn", "config", "config_params")
 _REFUSED = {
-    "mpu": "every rank computes whole layers; what does not fit goes to cpu or nvme",
+    "mpu": WHOLE_LAYERS,
     "mesh_param": "offload.initialize(mesh=...) shards within a node and replicates across",
 }
 _LOADER_WORKERS = 2
@@ -63,10 +63,11 @@ def initialize(
     comm.join_launched()
     said = _settings(args, others)
     given = optimizer is not None
+    trained = model_parameters if model_parameters is not None else model.parameters()
     if given and not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = optimizer(list(model_parameters) if model_parameters is not None else list(model.parameters()))
+        optimizer = optimizer(list(trained))
     elif said.optimizer is not None and not given:
-        optimizer = make_optimizer(said.optimizer, model_parameters if model_parameters is not None else model.parameters())
+        optimizer = make_optimizer(said.optimizer, trained)
     if optimizer is not None and said.config.stage and not said.allows_untested and kind_of(type(optimizer)) is None:
         raise AskedWrongly(
             f"{type(optimizer).__name__} has no kernel here, and DeepSpeed has not tested it with ZeRO either: set "
@@ -77,9 +78,8 @@ def initialize(
             "bf16.bf16_optimizer_states, and the optimizer was made to keep fp32 moments: make it with "
             "fp32_optimizer_states=False, or leave one out."
         )
-    superseded = [key for key in ("optimizer", "scheduler") if getattr(said, key) is not None]
-    superseded = [key for key in superseded if (given if key == "optimizer" else lr_scheduler is not None)]
-    said.warn(2, tuple(superseded))
+    passed = {"optimizer": given, "scheduler": lr_scheduler is not None}
+    said.warn(2, tuple(key for key, is_passed in passed.items() if is_passed and getattr(said, key) is not None))
     end_recording()
     _take_back(model)
     forget(model.parameters())
@@ -108,16 +108,16 @@ def initialize(
 @contextmanager
 def _buffers_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
     """The model's buffers of floating point are in `dtype`, from now on unless the block fails."""
-    places = [(module, name) for module in model.modules() for name in module._buffers] if dtype is not None else []
-    before = [(module, name, module._buffers[name]) for module, name in places]
+    holders = [module._buffers for module in model.modules()] if dtype is not None else []
+    before = [(buffers, name, buffer) for buffers in holders for name, buffer in buffers.items()]
     try:
-        for module, name, buffer in before:
+        for buffers, name, buffer in before:
             if buffer is not None and buffer.is_floating_point():
-                module._buffers[name] = buffer.to(dtype)
+                buffers[name] = buffer.to(dtype)
         yield
     except BaseException:
-        for module, name, buffer in before:
-            module._buffers[name] = buffer
+        for buffers, name, buffer in before:
+            buffers[name] = buffer
         raise
 
 

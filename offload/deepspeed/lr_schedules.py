@@ -35,27 +35,12 @@ PARAMS = (
 class _Schedule:
     """Sets the rate of every group when it is made and at every `step`."""
 
-    last_batch_iteration: int
-
-    def _begin(self, optimizer: torch.optim.Optimizer, warmup_num_steps: int, warmup_type: str, iteration: int) -> None:
-        if warmup_type not in _WARMUP_TYPES:
-            raise ConfigError(f"warmup_type={warmup_type!r} is unknown: expected 'log' or 'linear'.")
-        _require_count(warmup_num_steps, "warmup_num_steps")
+    def _begin(self, optimizer: torch.optim.Optimizer, iteration: int, rates: list[float] | None = None) -> None:
+        """`rates`: those before the first iteration, where `get_lr` does not know them."""
         self.optimizer = optimizer
-        self.warmup_num_steps = max(2, warmup_num_steps)
-        self.warmup_type = warmup_type
         self.last_batch_iteration = iteration
         if iteration == -1:
-            self._set()
-
-    def _warmup_share(self) -> float:
-        if self.warmup_type == "log":
-            return 1.0 / math.log(self.warmup_num_steps) * math.log(self.last_batch_iteration + 1)
-        return self.last_batch_iteration / self.warmup_num_steps
-
-    @property
-    def _is_warming_up(self) -> bool:
-        return self.last_batch_iteration < self.warmup_num_steps
+            self._set(rates)
 
     def get_lr(self) -> list[float]:
         """Return the rate of every group at this iteration."""
@@ -87,7 +72,26 @@ class _Schedule:
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
 
-class WarmupLR(_Schedule):
+class _WarmUp(_Schedule):
+    def _warm_up(self, optimizer: torch.optim.Optimizer, warmup_num_steps: int, warmup_type: str, iteration: int) -> None:
+        if warmup_type not in _WARMUP_TYPES:
+            raise ConfigError(f"warmup_type={warmup_type!r} is unknown: expected 'log' or 'linear'.")
+        _require_count(warmup_num_steps, "warmup_num_steps")
+        self.warmup_num_steps = max(2, warmup_num_steps)
+        self.warmup_type = warmup_type
+        self._begin(optimizer, iteration)
+
+    def _warmup_share(self) -> float:
+        if self.warmup_type == "log":
+            return 1.0 / math.log(self.warmup_num_steps) * math.log(self.last_batch_iteration + 1)
+        return self.last_batch_iteration / self.warmup_num_steps
+
+    @property
+    def _is_warming_up(self) -> bool:
+        return self.last_batch_iteration < self.warmup_num_steps
+
+
+class WarmupLR(_WarmUp):
     """lr = min + (max - min) x share of the warm-up; then max. `warmup_max_lr=None`: the groups' own rates."""
 
     def __init__(
@@ -104,13 +108,13 @@ class WarmupLR(_Schedule):
         if warmup_max_lr is not None:
             self.max_lrs = _of_groups(warmup_max_lr, len(groups), "warmup_max_lr")
         self.min_lrs = _of_groups(warmup_min_lr, len(groups), "warmup_min_lr")
-        self._begin(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
+        self._warm_up(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
 
     def get_lr(self) -> list[float]:
         if self.last_batch_iteration < 0:
             return list(self.min_lrs)
         share = self._warmup_share() if self._is_warming_up else self._later_share()
-        return [low + (high - low) * share for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+        return _between(self.min_lrs, self.max_lrs, share)
 
     def _later_share(self) -> float:
         return 1.0
@@ -137,7 +141,7 @@ class WarmupDecayLR(WarmupLR):
         return max(0.0, left / max(1.0, self.total_num_steps - self.warmup_num_steps))
 
 
-class WarmupCosineLR(_Schedule):
+class WarmupCosineLR(_WarmUp):
     """Of each group's own rate: up from warmup_min_ratio in the warm-up, then down to cos_min_ratio as half a cosine.
 
     The second part is cos_min_ratio + (1 - cos_min_ratio) x (1 + cos(pi x min(1, (iteration - W + 1) / (T - W)))) / 2.
@@ -157,7 +161,7 @@ class WarmupCosineLR(_Schedule):
         self.total_num_steps = total_num_steps
         self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
         self.org_lrs = [float(group["lr"]) for group in optimizer.param_groups]
-        self._begin(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
+        self._warm_up(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
 
     def get_lr(self) -> list[float]:
         ratio = self.get_lr_ratio()
@@ -182,6 +186,10 @@ def _of_groups(value: float | Sequence[float], count: int, name: str) -> list[fl
     return [value] * count
 
 
+def _between(lows: Sequence[float], highs: Sequence[float], share: float) -> list[float]:
+    return [low + (high - low) * share for low, high in zip(lows, highs, strict=True)]
+
+
 class LRRangeTest(_Schedule):
     """lr = min x (1 + rate x (iteration + 1) / size), in steps of `size` with `lr_range_test_staircase`."""
 
@@ -195,16 +203,10 @@ class LRRangeTest(_Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         _require_count(lr_range_test_step_size, "lr_range_test_step_size")
-        self.optimizer = optimizer
         self.min_lr = _of_groups(lr_range_test_min_lr, len(optimizer.param_groups), "lr_range_test_min_lr")
-        self.step_size, self.step_rate, self.staircase = (
-            lr_range_test_step_size,
-            lr_range_test_step_rate,
-            lr_range_test_staircase,
-        )
-        self.last_batch_iteration = last_batch_iteration
-        if last_batch_iteration == -1:
-            self._set(self.min_lr)
+        self.step_size, self.step_rate = lr_range_test_step_size, lr_range_test_step_rate
+        self.staircase = lr_range_test_staircase
+        self._begin(optimizer, last_batch_iteration, self.min_lr)
 
     def get_lr(self) -> list[float]:
         interval = (self.last_batch_iteration + 1) / self.step_size
@@ -237,7 +239,6 @@ class OneCycle(_Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         count = len(optimizer.param_groups)
-        self.optimizer = optimizer
         first = float(cycle_first_step_size)
         second = first if cycle_second_step_size is None else float(cycle_second_step_size)
         if first <= 0 or second < 0:
@@ -246,22 +247,17 @@ class OneCycle(_Schedule):
                 f"cycle_second_step_size={cycle_second_step_size!r} non-negative."
             )
         self.halves, self.total_size = (first, second), first + second
-        self.stairs = (
-            cycle_first_stair_count,
-            cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count,
-        )
+        second_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+        self.stairs = (cycle_first_stair_count, second_stairs)
         self.decay_step_size = decay_step_size
-        self.min_lrs, self.max_lrs = (
-            _of_groups(cycle_min_lr, count, "cycle_min_lr"),
-            _of_groups(cycle_max_lr, count, "cycle_max_lr"),
-        )
+        self.min_lrs = _of_groups(cycle_min_lr, count, "cycle_min_lr")
+        self.max_lrs = _of_groups(cycle_max_lr, count, "cycle_max_lr")
         self.decay_lr_rate, self.decay_mom_rate = decay_lr_rate, decay_mom_rate
-        self.last_batch_iteration = last_batch_iteration
         self.cycle_momentum = cycle_momentum and "betas" in optimizer.defaults
         self.min_moms = _of_groups(cycle_min_mom, count, "cycle_min_mom")
         self.max_moms = _of_groups(cycle_max_mom, count, "cycle_max_mom")
+        self._begin(optimizer, last_batch_iteration, self.min_lrs)
         if last_batch_iteration == -1:
-            self._set(self.min_lrs)
             self._set_momentum(self.min_moms)
 
     @property
@@ -273,14 +269,10 @@ class OneCycle(_Schedule):
         """From 0 at the ends of the cycle to 1 at its peak."""
         first, second = self.halves
         iteration = (self.last_batch_iteration + 1) % self.total_size
-        rising = iteration <= first
-        height = iteration / first if rising else (self.total_size - iteration) / second
-        stairs = self.stairs[0 if rising else 1]
-        return (
-            math.floor(iteration * stairs / first if rising else (self.total_size - iteration) * stairs / second) / stairs
-            if stairs
-            else height
-        )
+        is_rising = iteration <= first
+        way, half = (iteration, first) if is_rising else (self.total_size - iteration, second)
+        stairs = self.stairs[0 if is_rising else 1]
+        return math.floor(way * stairs / half) / stairs if stairs else way / half
 
     def _decays(self, rate: float) -> float | None:
         """How far the decay is; None in the cycle."""
@@ -294,8 +286,7 @@ class OneCycle(_Schedule):
         decay = self._decays(self.decay_lr_rate)
         if decay is not None:
             return [low / decay for low in self.min_lrs]
-        height = self._height()
-        return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+        return _between(self.min_lrs, self.max_lrs, self._height())
 
     def get_mom(self) -> list[tuple[float, float]] | None:
         """Return the betas of every group; None where they stay."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -28,8 +28,6 @@ from offload.errors import UsageError
 
 _NOISES = (None, "None", "Jitter", "RSample")
 _JITTER = 1e-2
-_FACTS = ("capacity_factor", "eval_capacity_factor", "min_capacity", "noisy_gate_policy", "drop_tokens", "use_rts")
-_OPTIONS = (*_FACTS, "top2_2nd_expert_sampling", "enable_expert_tensor_parallelism")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +159,8 @@ class MoE(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        check_keywords("MoE", options, _OPTIONS, {})
+        known = (field.name for field in fields(Routing))
+        check_keywords("MoE", options, (*known, "enable_expert_tensor_parallelism"))
         if num_experts % ep_size:
             raise AskedWrongly(f"MoE: ep_size={ep_size} does not divide num_experts={num_experts}: choose one that does.")
         if options.get("noisy_gate_policy") not in _NOISES:

@@ -28,16 +28,13 @@ from offload.deepspeed import (
 from offload.deepspeed.absent import absent
 from offload.deepspeed.accelerator import Accelerator, get_accelerator, is_current_accelerator_supported
 from offload.deepspeed.engine import DeepSpeedEngine
+from offload.deepspeed.installing import ALIAS, ROOT
 from offload.deepspeed.layer_drop import ProgressiveLayerDrop
 from offload.deepspeed.loss_scaler import LossScaler
 from offload.deepspeed.owners import ZeroParamStatus
 from offload.deepspeed.refused import LayerSpec, PipelineModule, TiedLayerSpec
 from offload.deepspeed.tiling import TiledLinear
 from offload.errors import UsageError
-
-ROOT = "offload.deepspeed"
-ALIAS = "deepspeed"
-_WHOLE_LAYERS = "every rank computes whole layers; what does not fit goes to cpu or nvme"
 
 
 def _public(module: ModuleType) -> dict[str, Any]:
@@ -51,11 +48,12 @@ def _public(module: ModuleType) -> dict[str, Any]:
 
 def _torch_version(min_version: Any = None, max_version: Any = None) -> bool:
     """Whether torch's version lies between the two, both included."""
-    found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    low, high = (
-        None if one is None else tuple(int(part) for part in str(one).split(".")[:2]) for one in (min_version, max_version)
-    )
-    return (low is None or found >= low) and (high is None or found <= high)
+
+    def numbers(version: Any) -> tuple[int, ...]:
+        return tuple(int(part) for part in str(version).split("+")[0].split(".")[:2])
+
+    found = numbers(torch.__version__)
+    return (min_version is None or found >= numbers(min_version)) and (max_version is None or found <= numbers(max_version))
 
 
 _STATES = {name: value for name, value in _public(fragments).items() if name.startswith("safe_")}
@@ -68,8 +66,7 @@ _LEAF_CONFIG = {name: value for name, value in _SECTIONS.items() if "LeafModule"
 _SCHEDULES = _public(lr_schedules) | {name.upper(): name for name in lr_schedules.PARAMS}
 _HIDDEN_STATES = {name: value for name, value in _public(hidden_states).items() if name != "SavedTensor"}
 _LEAVES = {name: value for name, value in _public(utils).items() if "z3_leaf" in name}
-_OPTIMIZERS = ("Adam", "AdamW", "Lamb", "Lion", "Muon", "Adagrad", "OneBitAdam")
-_CONFIG = _public(settings) | {f"{name.upper()}_OPTIMIZER": name.lower() for name in _OPTIMIZERS[:4]}
+_CONFIG = _public(settings) | {f"{name.upper()}_OPTIMIZER": name for name in ("adam", "adamw", "lamb", "lion")}
 _OP_MODULE = {"__compatible_ops__": ops.COMPATIBLE, "__installed_ops__": ops.COMPATIBLE}
 
 MODULES: Mapping[str, Mapping[str, Any]] = {
@@ -128,35 +125,26 @@ MODULES: Mapping[str, Mapping[str, Any]] = {
 }
 """By dotted path below `deepspeed`. `zero`, `comm`, `checkpointing` are modules of their own."""
 
-INSTEAD: Mapping[str, Mapping[str, str]] = {
-    "pipe": {"*": _WHOLE_LAYERS},
-    "ops.adam": {"OnebitAdam": "gradients are averaged whole: take FusedAdam"},
-}
+_INSTEAD = {"ops.adam": {"OnebitAdam": "gradients are averaged whole: take FusedAdam"}}
 
 
 def make_modules() -> None:
     """Have every module of the table, below `offload.deepspeed`, so that it is found by import and by attribute."""
     for path, content in MODULES.items():
         name = f"{ROOT}.{path}"
-        module = sys.modules.get(name)
-        if module is None:
-            module = sys.modules[name] = ModuleType(name)
-            vars(module)["__path__"] = []
-        if vars(module) is not content:
-            vars(module).update({key: value for key, value in content.items() if key not in vars(module)})
-        _add_absence(module, path)
-    for path in ("zero", "comm", "checkpointing"):
+        if name not in sys.modules:
+            sys.modules[name] = ModuleType(name)
+            vars(sys.modules[name])["__path__"] = []
+        for key, value in content.items():
+            vars(sys.modules[name]).setdefault(key, value)
+        parent, _, last = name.rpartition(".")
+        vars(sys.modules[parent]).setdefault(last, sys.modules[name])  # some are named as a function in it
+    for path in (*MODULES, "zero", "comm", "checkpointing"):
         _add_absence(sys.modules[f"{ROOT}.{path}"], path)
-    for path in MODULES:
-        parent, _, last = f"{ROOT}.{path}".rpartition(".")
-        vars(sys.modules[parent]).setdefault(last, sys.modules[f"{ROOT}.{path}"])  # some are named as a function in them
 
 
 def _add_absence(module: ModuleType, path: str) -> None:
-    if "__getattr__" in vars(module):
-        return
-
     def lacking(name: str) -> Any:
-        raise absent(f"{ALIAS}.{path}", name, vars(module), INSTEAD.get(path))
+        raise absent(f"{ALIAS}.{path}", name, vars(module), _INSTEAD.get(path))
 
-    vars(module)["__getattr__"] = lacking
+    vars(module).setdefault("__getattr__", lacking)

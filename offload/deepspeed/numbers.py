@@ -102,8 +102,11 @@ class Numbers:
     def zero_cpu_offload(self) -> bool:
         return self._said.config.optimizer_states == "cpu"
 
-    zero_offload_optimizer = property(lambda self: lambda: self._said.config.optimizer_states != "device")
-    zero_offload_param = property(lambda self: lambda: self._said.config.parameters != "device")
+    def zero_offload_optimizer(self) -> bool:
+        return self._said.config.optimizer_states != "device"
+
+    def zero_offload_param(self) -> bool:
+        return self._said.config.parameters != "device"
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         return True

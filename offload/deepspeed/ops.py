@@ -31,7 +31,7 @@ class _Maker(type):
 
     def __call__(cls, model_params: Any = None, lr: float | None = None, **keywords: Any) -> torch.optim.Optimizer:
         model_params = keywords.pop("params", model_params)
-        check_keywords(cls.__name__, keywords, cls.keywords, {})
+        check_keywords(cls.__name__, keywords, cls.keywords)
         if "adamw_mode" in keywords:
             keywords["adam_w_mode"] = keywords.pop("adamw_mode")
         made = make_optimizer(Maker(cls.kind, {"lr": cls.lr if lr is None else lr} | keywords), model_params)
@@ -146,19 +146,17 @@ class OpBuilder:
         return self.is_there
 
 
-def _builders() -> dict[str, type[OpBuilder]]:
-    there = {"AsyncIO": "async_io", "CPUAdagrad": "cpu_adagrad", "CPUAdam": "cpu_adam", "CPULion": "cpu_lion"}
-    there |= {"FusedAdam": "fused_adam", "FusedLion": "fused_lion"}
-    absent = {"FusedLamb": "fused_lamb", "Transformer": "transformer", "Utils": "utils", "Quantizer": "quantizer"}
-    absent |= {"SparseAttn": "sparse_attn", "Inference": "transformer_inference", "FPQuantizer": "fp_quantizer"}
-    both = [(there, True), (absent, False)]
-    return {
-        f"{name}Builder": type(f"{name}Builder", (OpBuilder,), {"NAME": key, "is_there": has})
-        for names, has in both
-        for name, key in names.items()
-    }
-
-
-BUILDERS = _builders()
+_THERE = {
+    **{"AsyncIO": "async_io", "CPUAdagrad": "cpu_adagrad", "CPUAdam": "cpu_adam", "CPULion": "cpu_lion"},
+    **{"FusedAdam": "fused_adam", "FusedLion": "fused_lion"},
+}
+_ABSENT = {
+    **{"FusedLamb": "fused_lamb", "Transformer": "transformer", "Utils": "utils", "Quantizer": "quantizer"},
+    **{"SparseAttn": "sparse_attn", "Inference": "transformer_inference", "FPQuantizer": "fp_quantizer"},
+}
+BUILDERS: dict[str, type[OpBuilder]] = {
+    f"{name}Builder": type(f"{name}Builder", (OpBuilder,), {"NAME": key, "is_there": name in _THERE})
+    for name, key in (_THERE | _ABSENT).items()
+}
 COMPATIBLE = {one.NAME: one.is_there for one in BUILDERS.values()}
 """By DeepSpeed's name of the operator."""

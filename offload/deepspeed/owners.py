@@ -21,6 +21,7 @@ _owners = WeakIdKeyDictionary()
 _ids = itertools.count()
 _DEVICE_OF = torch.Tensor.device.__get__
 _ANSWERS = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "ds_persist")
+"""What `answer` sets."""
 
 
 class ZeroParamStatus(Enum):
@@ -83,16 +84,14 @@ def answer(parameters: Iterable[nn.Parameter], ranks: int, plain: Mapping[int, t
     for parameter in parameters:
         if plain is None and type(parameter) is nn.Parameter:
             parameter.__class__ = _Partitioned
-        share = torch.empty(-(-parameter.numel() // ranks), dtype=parameter.dtype, device="meta")
-        values = (
-            next(_ids),
-            parameter.shape,
-            parameter.numel(),
-            _Status(parameter, plain[id(parameter)] if plain is not None else None),
-            share,
-            False,
+        vars(parameter).update(
+            ds_id=next(_ids),
+            ds_shape=parameter.shape,
+            ds_numel=parameter.numel(),
+            ds_status=_Status(parameter, plain[id(parameter)] if plain is not None else None),
+            ds_tensor=torch.empty(-(-parameter.numel() // ranks), dtype=parameter.dtype, device="meta"),
+            ds_persist=False,
         )
-        vars(parameter).update(zip(_ANSWERS, values, strict=True))
 
 
 def forget(parameters: Iterable[nn.Parameter]) -> None:

@@ -46,9 +46,8 @@ class Saving:
         """Return every parameter, in the precision of its master, and every buffer, on the CPU. Collective."""
         del destination, keep_vars
         values = self.offload_engine.state_dict()
-        if exclude_frozen_parameters:
-            values = {name: value for name, value in values.items() if name not in self._frozen()}
-        return {prefix + name: value for name, value in values.items()}
+        left_out = self._frozen() if exclude_frozen_parameters else set()
+        return {prefix + name: value for name, value in values.items() if name not in left_out}
 
     def _frozen(self) -> set[str]:
         return {name for name, one in self.module.named_parameters(remove_duplicate=False) if not one.requires_grad}

@@ -43,10 +43,8 @@ class TiledLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
-        self.in_parts, self.out_parts = (
-            _bounds(in_features, in_splits, "in_splits"),
-            _bounds(out_features, out_splits, "out_splits"),
-        )
+        self.in_parts = _bounds(in_features, in_splits, "in_splits")
+        self.out_parts = _bounds(out_features, out_splits, "out_splits")
         self.input_is_already_split, self.combine_out_splits = input_is_already_split, combine_out_splits
         columns, rows = (list(pairwise(one)) for one in (self.in_parts, self.out_parts))
         self.linears = nn.ModuleList(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from logging import INFO, Formatter, Logger, StreamHandler, getLevelName, getLogger
+from logging import Formatter, Logger, StreamHandler, getLevelName, getLogger
 from typing import Any, TypeVar
 
 import psutil
@@ -25,7 +25,7 @@ def _make_logger() -> Logger:
         shown = StreamHandler(sys.stdout)
         shown.setFormatter(Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
         made.addHandler(shown)
-        made.setLevel(INFO)
+        made.setLevel(LOG_LEVELS["info"])
         made.propagate = False
     return made
 
@@ -33,7 +33,7 @@ def _make_logger() -> Logger:
 logger = _make_logger()
 
 
-def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = INFO) -> None:
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = LOG_LEVELS["info"]) -> None:
     """Log on these ranks; without ranks, or with -1 among them, on all of them."""
     if not ranks or -1 in ranks or comm.get_rank() in ranks:
         logger.log(level, "[rank %d] %s", comm.get_rank(), message)

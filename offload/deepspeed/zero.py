@@ -23,19 +23,10 @@ from offload.deferred_init.replay import plain_torch
 
 _INIT_TUNING = (
     *("data_parallel_group", "mem_efficient_linear", "remote_device", "pin_memory", "config_dict_or_path", "config"),
-    *(
-        "zero_quantized_weights",
-        "zero_quantized_nontrainable_weights",
-        "dtype",
-        "zero_param_parallel_group",
-        "sequence_data_parallel_group",
-        "param_swapper",
-        "tensor_overrides",
-    ),
+    *("zero_quantized_weights", "zero_quantized_nontrainable_weights", "dtype", "zero_param_parallel_group"),
+    *("sequence_data_parallel_group", "param_swapper", "tensor_overrides"),
 )
-_INIT_REFUSED = {
-    "mpu": "every rank computes whole layers",
-}
+_INIT_REFUSED = {"mpu": "every rank computes whole layers"}
 
 
 def Init(module: nn.Module | None = None, *, enabled: bool = True, **tuning: Any) -> AbstractContextManager[None]:

@@ -6,12 +6,12 @@ docs/deepspeed.md says what becomes of each key. Most numbers tune buffers, and 
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any, ClassVar
 
+from offload.config import nearest
 from offload.deepspeed.absent import AskedWrongly
 from offload.deepspeed.fragments import OffloadDeviceEnum
 from offload.deepspeed.utils import logger
@@ -49,8 +49,7 @@ class ConfigSection:
         known = SECTIONS[self.name].known
         for key in given:
             if key not in known and key not in self.defaults:
-                close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-                hint = f" (did you mean {close[0]!r}?)" if close else ""
+                hint = nearest(key, known)
                 raise ConfigError(f"{self.name}.{key} is no key of DeepSpeed's config{hint}: correct it, or leave it out.")
         self._take(dict(self.defaults) | {_OLDER.get(key, key).removeprefix("stage3_"): one for key, one in given.items()})
 

@@ -14,7 +14,10 @@ import torch
 from offload.deepspeed.moe.layer import MoE
 from offload.deepspeed.moe.utils import has_moe_layers
 from offload.deepspeed.ops.adam import DeepSpeedCPUAdam
-from offload.deepspeed.runtime.activation_checkpointing.offload_activations import CheckpointHiddenStatesOffload
+from offload.deepspeed.runtime.activation_checkpointing.offload_activations import (
+    CheckpointHiddenStatesOffload,
+    get_checkpoint_hidden_states_offloading_ctx_manager,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -307,6 +310,8 @@ def test_the_input_of_a_checkpointed_layer_is_marked_inside_the_block_alone() ->
     assert (block.stats.marked_tensors, block.stats.skipped_marked_tensors) == (1, 1)  # it is on the CPU already
     layer(given)
     assert block.stats.marked_tensors == 1
+    by_its_other_name = get_checkpoint_hidden_states_offloading_ctx_manager(False, False, 0)
+    assert isinstance(by_its_other_name, CheckpointHiddenStatesOffload)
     with refused(ValueError, "keep_last_count=-1"):
         CheckpointHiddenStatesOffload(keep_last_count=-1)
 
