@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python -m offload.deepspeed [--num_gpus N] script.py args: the script with `import deepspeed` answered by the drop-in."""
+"""python -m offload.deepspeed script.py args: the script with `import deepspeed` answered by the drop-in."""
 
 from __future__ import annotations
 

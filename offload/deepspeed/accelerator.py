@@ -35,8 +35,7 @@ class Accelerator:
         return torch.cuda.device(device_index) if self._name == "cuda" else nullcontext()
 
     def set_device(self, device_index: int) -> None:
-        if self._name == "cuda":
-            torch.cuda.set_device(device_index)
+        self._module.set_device(device_index)
 
     def device_count(self) -> int:
         return torch.cuda.device_count() if self._name == "cuda" else int(os.environ.get("LOCAL_SIZE", "1"))
@@ -75,8 +74,7 @@ class Accelerator:
         return tensor.is_pinned() if self._name == "cuda" else tensor.device.type == "cpu"
 
     def synchronize(self, device_index: int | None = None) -> None:
-        if self._name == "cuda":
-            torch.cuda.synchronize(device_index)
+        self._module.synchronize(device_index)
 
     def empty_cache(self) -> None:
         if self._name == "cuda":
@@ -108,25 +106,16 @@ class Accelerator:
             return torch.cuda.get_rng_state(device_index if device_index is not None else "cuda")
         return torch.get_rng_state()
 
-    def _memory(self, name: str, device_index: int | None) -> int:
+    def _memory(self, name: str, device_index: int | None = None) -> int:
+        """In bytes; on the CPU those of the whole process."""
         if self._name == "cuda":
             return int(getattr(torch.cuda, name)(device_index))
         return int(psutil.Process().memory_info().rss)
 
-    def memory_allocated(self, device_index: int | None = None) -> int:
-        """In bytes; on the CPU those of the whole process."""
-        return self._memory("memory_allocated", device_index)
-
-    def max_memory_allocated(self, device_index: int | None = None) -> int:
-        return self._memory("max_memory_allocated", device_index)
-
-    def memory_reserved(self, device_index: int | None = None) -> int:
-        return self._memory("memory_reserved", device_index)
-
-    def max_memory_reserved(self, device_index: int | None = None) -> int:
-        return self._memory("max_memory_reserved", device_index)
-
-    memory_cached, max_memory_cached = memory_reserved, max_memory_reserved
+    memory_allocated = functools.partialmethod(_memory, "memory_allocated")
+    max_memory_allocated = functools.partialmethod(_memory, "max_memory_allocated")
+    memory_reserved = memory_cached = functools.partialmethod(_memory, "memory_reserved")
+    max_memory_reserved = max_memory_cached = functools.partialmethod(_memory, "max_memory_reserved")
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
         if self._name == "cuda":

@@ -86,8 +86,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
     return checkpointed(again, *held, use_reentrant=False, **keywords)
 
 
-def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    return checkpoint(function, *args)
+non_reentrant_checkpoint = checkpoint
 
 
 def set_num_layers(nlayers: int) -> None:

@@ -133,9 +133,9 @@ class DeepSpeedEngine(Saving, Numbers, nn.Module):  # type: ignore[misc]
     def _scaled_backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         self._backwards_since_step += 1
         self._backward_is_own = True
-        gathers = not self.inside_no_sync_ctxt and (self.is_gradient_accumulation_boundary() or self._unmanaged)
+        may_be_last = self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
         try:
-            with nullcontext() if gathers else self.offload_engine.no_sync():
+            with nullcontext() if may_be_last and not self.inside_no_sync_ctxt else self.offload_engine.no_sync():
                 self.offload_engine.backward(loss * self._summing if self._summing != 1 else loss, retain_graph=retain_graph)
         finally:
             self._backward_is_own = False
@@ -189,7 +189,7 @@ class DeepSpeedEngine(Saving, Numbers, nn.Module):  # type: ignore[misc]
             log_dist(f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}", ranks=[0])
 
     def _count_samples(self) -> None:
-        if self._unmanaged:
+        if not self.managed_gradient_accumulation():
             per_backward = self.train_batch_size() // self.gradient_accumulation_steps()
             self.global_samples += per_backward * self._backwards_since_step
         else:
@@ -233,10 +233,6 @@ class DeepSpeedEngine(Saving, Numbers, nn.Module):  # type: ignore[misc]
     coalesce_grad_reduction = no_sync
     """Gradients that accumulate inside are averaged once, at the step."""
 
-    @property
-    def _unmanaged(self) -> bool:
-        return not self._said.manages_accumulation
-
     def managed_gradient_accumulation(self) -> bool:
         """Whether `step` counts micro-batches; if not, every `step` updates, after any number of backwards."""
         return self._said.manages_accumulation
@@ -245,13 +241,13 @@ class DeepSpeedEngine(Saving, Numbers, nn.Module):  # type: ignore[misc]
         """Whether the next `step` updates."""
         if self._boundary is not None:
             return self._boundary
-        if self._unmanaged:
+        if not self.managed_gradient_accumulation():
             return self._is_stepping
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the next `step` updates; from then on micro-batches are not counted."""
-        if self._unmanaged:
+        if not self.managed_gradient_accumulation():
             raise AskedWrongly(
                 "set_gradient_accumulation_boundary() is not for managed_gradient_accumulation=false: every step() is one."
             )

@@ -62,30 +62,15 @@ def initialize(
         )
     comm.join_launched()
     said = _settings(args, others)
-    given = optimizer is not None
-    trained = model_parameters if model_parameters is not None else model.parameters()
-    if given and not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = optimizer(list(trained))
-    elif said.optimizer is not None and not given:
-        optimizer = make_optimizer(said.optimizer, trained)
-    if optimizer is not None and said.config.stage and not said.allows_untested and kind_of(type(optimizer)) is None:
-        raise AskedWrongly(
-            f"{type(optimizer).__name__} has no kernel here, and DeepSpeed has not tested it with ZeRO either: set "
-            "zero_allow_untested_optimizer to true, and it is called on parts of parameters."
-        )
-    if given and said.config.state_format == "bf16" and getattr(optimizer, "fp32_optimizer_states", False):
-        raise AskedWrongly(
-            "bf16.bf16_optimizer_states, and the optimizer was made to keep fp32 moments: make it with "
-            "fp32_optimizer_states=False, or leave one out."
-        )
-    passed = {"optimizer": given, "scheduler": lr_scheduler is not None}
-    said.warn(2, tuple(key for key, is_passed in passed.items() if is_passed and getattr(said, key) is not None))
+    trained_by = _optimizer(optimizer, said, model_parameters if model_parameters is not None else model.parameters())
+    passed = {"optimizer": optimizer, "scheduler": lr_scheduler}
+    said.warn(2, tuple(key for key, one in passed.items() if one is not None and getattr(said, key) is not None))
     end_recording()
     _take_back(model)
     forget(model.parameters())
     classes = {id(one): type(one) for one in model.parameters()}
     with _buffers_in(model, said.data_types.buffer_dtype):
-        engine = offload.initialize(model, optimizer, _config_of(said), sync_module_states=True)
+        engine = offload.initialize(model, trained_by, _config_of(said), sync_module_states=True)
     if said.config.stage == 3:
         answer(model.parameters(), comm.get_world_size(), classes)
         if asks_for_checks(said.given):
@@ -162,6 +147,26 @@ def _settings(args: Any, others: Mapping[str, Any]) -> Translation:
         auto = " (Hugging Face's Trainer or Accelerate fill 'auto' in; here nobody does)" if "auto" in mapping.values() else ""
         raise ConfigError(f"the config has no batch size{auto}: set train_batch_size or train_micro_batch_size_per_gpu.")
     return said
+
+
+def _optimizer(given: Any, said: Translation, parameters: Any) -> torch.optim.Optimizer | None:
+    """The given one, or what a given function, or else the config, makes of the parameters."""
+    optimizer: torch.optim.Optimizer | None = None
+    if given is not None:
+        optimizer = given if isinstance(given, torch.optim.Optimizer) else given(list(parameters))
+    elif said.optimizer is not None:
+        optimizer = make_optimizer(said.optimizer, parameters)
+    if optimizer is not None and said.config.stage and not said.allows_untested and kind_of(type(optimizer)) is None:
+        raise AskedWrongly(
+            f"{type(optimizer).__name__} has no kernel here, and DeepSpeed has not tested it with ZeRO either: set "
+            "zero_allow_untested_optimizer to true, and it is called on parts of parameters."
+        )
+    if given is not None and said.config.state_format == "bf16" and getattr(optimizer, "fp32_optimizer_states", False):
+        raise AskedWrongly(
+            "bf16.bf16_optimizer_states, and the optimizer was made to keep fp32 moments: make it with "
+            "fp32_optimizer_states=False, or leave one out."
+        )
+    return optimizer
 
 
 def _scheduler(given: Any, maker: Maker | None, optimizer: Any) -> Any:

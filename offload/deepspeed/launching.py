@@ -54,28 +54,18 @@ def launch(arguments: Sequence[str] | None = None) -> None:
         parser.add_argument(flag, action="store_true", help="without effect")
     _add_script(parser)
     given = _parsed(parser, arguments)
-    environment = dict(os.environ)
-    count = given.num_gpus
     try:
         chosen = _devices(given.include, given.exclude)
     except UsageError as error:
         parser.error(str(error))
-    if chosen is not None:
-        environment["CUDA_VISIBLE_DEVICES"], count = ",".join(map(str, chosen)), len(chosen)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nnodes",
-        str(given.num_nodes),
-        "--node-rank",
-        str(given.node_rank),
-    ]
-    command += ["--nproc-per-node", str(count if count > 0 else _device_count()), "--master-addr", given.master_addr]
-    command += ["--master-port", str(given.master_port), "-m", "offload.deepspeed"]
+    seen = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, chosen))} if chosen is not None else {}
+    count = len(chosen) if chosen is not None else given.num_gpus if given.num_gpus > 0 else _device_count()
+    command = [sys.executable, "-m", "torch.distributed.run"]
+    command += ["--nnodes", str(given.num_nodes), "--node-rank", str(given.node_rank), "--nproc-per-node", str(count)]
+    command += ["--master-addr", given.master_addr, "--master-port", str(given.master_port), "-m", "offload.deepspeed"]
     command += ["--pass_local_rank"] * (not given.no_local_rank) + ["--module"] * given.module
     command += [given.script, *given.arguments]
-    raise SystemExit(subprocess.run(command, env=environment, check=False).returncode)
+    raise SystemExit(subprocess.run(command, env=os.environ | seen, check=False).returncode)
 
 
 def _add_script(parser: argparse.ArgumentParser) -> None:
@@ -132,13 +122,8 @@ def run(script: str, arguments: Sequence[str], *, as_module: bool = False) -> No
     inherited = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([*([inherited] if inherited else []), str(STAND_IN)])
     if "WORLD_SIZE" not in os.environ:
-        os.environ |= {
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
-        }
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     sys.argv = [script, *arguments]
     if as_module:
         sys.path.insert(0, os.getcwd())

@@ -132,14 +132,12 @@ def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
         yield module
 
 
-def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Do nothing, as `register_external_parameter` does."""
-    del module, parameter
-
-
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Do nothing: a unit is fetched whole, whoever reads its parameters."""
     del module, parameter
+
+
+unregister_external_parameter = register_external_parameter
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., torch.Tensor], *args: Any, **keywords: Any) -> Callable[..., Any]:

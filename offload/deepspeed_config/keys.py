@@ -93,16 +93,8 @@ SECTIONS: Mapping[str, Section] = {
             "torch_autocast": "`torch.autocast` around the engine's forward; `offload.initialize` leaves it to the loop",
         },
         without_effect=(
-            *(
-                "aio",
-                "comet",
-                "comms_config",
-                "comms_logger",
-                "monitor_config",
-                "csv_monitor",
-                "datastates",
-                "disable_allgather",
-            ),
+            *("aio", "comet", "comms_config", "comms_logger", "monitor_config", "csv_monitor", "datastates"),
+            "disable_allgather",
             *("disable_python_gc", "dump_state", "flops_profiler", "graph_harvesting", "log_level", "memory_breakdown"),
             *("seq_parallel_communication_data_type", "sparse_gradients", "tensorboard", "timers"),
             *("use_data_before_expert_parallelism", "vocabulary_size", "wall_clock_breakdown", "wandb"),

@@ -25,6 +25,11 @@ class Maker:
 _ADAM: Mapping[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 _TORCH_ADAM: Mapping[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}  # the rest is torch's default
 _LION: Mapping[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}
+_OTHERS: Mapping[str, tuple[Callable[..., torch.optim.Optimizer], Mapping[str, Any]]] = {
+    "adagrad": (torch.optim.Adagrad, {}),
+    "lion": (Lion, _LION),
+    "sgd": (torch.optim.SGD, {}),
+}
 _NAMES = ("Adam", "AdamW", "Adagrad", "Lion", "SGD")
 _NOT_BY_ELEMENT = {
     "lamb": "it scales an update by norms of the whole tensor",
@@ -73,13 +78,8 @@ def _class_of(maker: Maker) -> tuple[Callable[..., torch.optim.Optimizer], Mappi
         decoupled = name == "adamw" or maker.params.get("adam_w_mode", True)
         defaults = _TORCH_ADAM if maker.params.get("torch_adam", False) else _ADAM
         return (torch.optim.AdamW if decoupled else torch.optim.Adam), defaults
-    others: dict[str, tuple[Callable[..., torch.optim.Optimizer], Mapping[str, Any]]] = {
-        "adagrad": (torch.optim.Adagrad, {}),
-        "lion": (Lion, _LION),
-        "sgd": (torch.optim.SGD, {}),
-    }
-    if name not in others:
+    if name not in _OTHERS:
         reason = _NOT_BY_ELEMENT.get(name)
         why = f" ({reason}, of which a chunk holds a part)" if reason is not None else nearest(maker.type, _NAMES)
         raise ConfigError(f"optimizer.type={maker.type!r} is not supported{why}: expected one of {', '.join(_NAMES)}.")
-    return others[name]
+    return _OTHERS[name]

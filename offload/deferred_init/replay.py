@@ -145,7 +145,7 @@ def _run_recorded(operation: Operation, storages: dict[Memory, torch.UntypedStor
 
     args, kwargs = map_leaves(operation.args, real), map_leaves(operation.kwargs, real)
     try:
-        with _default_dtype(operation.default_dtype), _global_generator(kwargs.pop(_GLOBAL_GENERATOR, None)):
+        with _globals(operation.default_dtype, kwargs.pop(_GLOBAL_GENERATOR, None)):
             results = operation.function(*args, **kwargs)
     except Exception as error:
         raise InitializerError(f"its recorded operation {operation.function} failed on real memory: {error}") from error
@@ -184,29 +184,16 @@ def _as_recorded(tensor: Tensor, output: Output) -> torch.UntypedStorage:
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    current = torch.get_default_dtype()
-    if dtype == current:
+def _globals(default_dtype: torch.dtype, generator: torch.Generator | None) -> Iterator[None]:
+    """torch's default dtype, and the state of its global generator where one is given, are these as long as the block lasts."""
+    with ExitStack() as afterwards:
+        if default_dtype != torch.get_default_dtype():
+            afterwards.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(default_dtype)
+        if generator is not None:
+            afterwards.callback(torch.default_generator.set_state, torch.default_generator.get_state())
+            torch.default_generator.set_state(generator.get_state())
         yield
-        return
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(current)
-
-
-@contextmanager
-def _global_generator(generator: torch.Generator | None) -> Iterator[None]:
-    if generator is None:
-        yield
-        return
-    current = torch.default_generator.get_state()
-    torch.default_generator.set_state(generator.get_state())
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(current)
 
 
 _GENERATOR_OVERLOADS = {

@@ -139,19 +139,17 @@ class Tape:
 
     def _create(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = _Call(self.registry, function, args, kwargs)
-        device = torch.device(kwargs.get("device") or "cpu").type
         strided = kwargs.get("layout") in (None, torch.strided)
-        wanted = device == "cpu" or (device == "meta" and not self.meta_requested)
+        wanted = call.device == "cpu" or (call.device == "meta" and not self.meta_requested)
         if not (wanted and strided and "device" in call.parameter_names):
             return function(*args, **kwargs)
         return self._compute(call)
 
     def _compute(self, call: _Call) -> Any:
-        device = torch.device(call.kwargs.get("device") or "cpu").type
-        if device == "meta" and self.meta_requested:
+        if call.device == "meta" and self.meta_requested:
             return call.function(*call.args, **call.kwargs)
         call.refuse_undefined_inputs()
-        if device not in ("cpu", "meta") or call.writes_real_tensor() or call.answers_now:
+        if call.device not in ("cpu", "meta") or call.writes_real_tensor() or call.answers_now:
             return self._run(call)
         if call.is_random:
             state = generator_of(call.args, call.kwargs).get_state()
@@ -196,7 +194,7 @@ class Tape:
             return self.registry.view(leaf).within(storages) if self.is_deferred(leaf) else leaf
 
         kwargs = map_leaves(call.kwargs, real)
-        if torch.device(kwargs.get("device") or "cpu").type == "meta":
+        if call.device == "meta":
             kwargs["device"] = torch.device("cpu")
         return call.function(*map_leaves(call.args, real), **kwargs)
 
@@ -257,7 +255,8 @@ class _Call:
         self.tensors = tensor_leaves([args, kwargs])
         self.made_nbytes = 0  # known once the shape function ran
         self.schema = function._schema
-        self.parameter_names = {argument.name for argument in self.schema.arguments}
+        self.parameter_names = [argument.name for argument in self.schema.arguments]
+        self.device = torch.device(kwargs.get("device") or "cpu").type  # the one that is asked for
         self.written: list[Tensor] = [
             tensor for argument, given, _ in self._arguments() if _is_written(argument) for tensor in tensor_leaves([given])
         ]
@@ -272,11 +271,11 @@ class _Call:
     def _arguments(self) -> Iterator[tuple[Any, Any, bool]]:
         """(schema argument, value, whether its elements are looked at)."""
         packet = self.function.overloadpacket
-        named = dict(zip((argument.name for argument in self.schema.arguments), self.args, strict=False))
-        named.update(self.kwargs)
+        passes_first_over = packet in _OVERWRITING or packet in _SHAPE_ONLY
+        named = dict(zip(self.parameter_names, self.args, strict=False)) | self.kwargs
         for index, argument in enumerate(self.schema.arguments):
             if argument.name in named:
-                unread = argument.is_out or (index == 0 and (packet in _OVERWRITING or packet in _SHAPE_ONLY))
+                unread = argument.is_out or (index == 0 and passes_first_over)
                 yield argument, named[argument.name], not unread
 
     def reads(self, with_overwritten: bool) -> list[Value]:

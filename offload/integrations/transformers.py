@@ -84,22 +84,25 @@ class OffloadMixin:
         if self.engine is None:
             super().create_optimizer(*args, **keywords)  # type: ignore[misc]
             self._compile_blocks()
-            precision = "bf16" if self.args.bf16 else "fp16" if self.args.fp16 else "no"
-            config = settings_of(self._offload, precision=precision)
-            several = settings_of(config, micro_batches=self.args.gradient_accumulation_steps)
-            self.engine = offload.initialize(self.model, self.optimizer, several)
-            reference = getattr(self, "ref_model", None)
-            if reference is not None and self.reference_engine is None and not getattr(self.args, "sync_ref_model", False):
-                self.reference_engine = offload.initialize(reference, None, config)
-            callbacks = self.callback_handler.callbacks
-            for place, callback in enumerate(callbacks):
-                if type(callback).__name__ == "SyncRefModelCallback":
-                    callbacks[place] = _GatheredSync(self.engine, callback)
-                if type(callback).__name__ == "JITCheckpointCallback":  # no checkpoint holds gradients: at the end of the step
-                    callback.on_pre_optimizer_step = _nothing
-            self.optimizer = self.engine.optimizer
-            attach(self.accelerator, self.engine)
+            self._make_engines()
         return self.optimizer
+
+    def _make_engines(self: Any) -> None:
+        precision = "bf16" if self.args.bf16 else "fp16" if self.args.fp16 else "no"
+        config = settings_of(self._offload, precision=precision)
+        several = settings_of(config, micro_batches=self.args.gradient_accumulation_steps)
+        self.engine = offload.initialize(self.model, self.optimizer, several)
+        reference = getattr(self, "ref_model", None)
+        if reference is not None and self.reference_engine is None and not getattr(self.args, "sync_ref_model", False):
+            self.reference_engine = offload.initialize(reference, None, config)
+        callbacks = self.callback_handler.callbacks
+        for place, callback in enumerate(callbacks):
+            if type(callback).__name__ == "SyncRefModelCallback":
+                callbacks[place] = _GatheredSync(self.engine, callback)
+            if type(callback).__name__ == "JITCheckpointCallback":  # no checkpoint holds gradients: at the end of the step
+                callback.on_pre_optimizer_step = _nothing
+        self.optimizer = self.engine.optimizer
+        attach(self.accelerator, self.engine)
 
     def compute_ref_log_probs(self: Any, *args: Any, **keywords: Any) -> Any:
         """TRL's; with `precompute_ref_log_probs` while the trainer is made, and then the engine is too."""
