@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from offload.config import read_json, without_doubles
+from offload.config import expanded, read_json, without_doubles
 from offload.deepspeed import comm
 from offload.deepspeed.absent import AskedWrongly
 from offload.deepspeed.zero_config import DeepSpeedZeroConfig, get_zero_config
@@ -22,19 +21,20 @@ def read_config(given: Any) -> Mapping[str, Any]:
         return given
     if not isinstance(given, (str, os.PathLike)):
         raise ConfigError(f"config {given!r} is neither a mapping nor the path of a JSON file.")
+    path = expanded(given)
     try:
-        return read_json(Path(given))
+        return read_json(path)
     except ConfigError as error:
+        if not path.is_file():
+            raise
         try:
             import hjson
         except ImportError:
             raise ConfigError(f"{error} Install the package hjson to have it read as Hjson.") from None
-        if not Path(given).is_file():
-            raise
         try:
-            read = hjson.loads(Path(given).read_text(encoding="utf-8"), object_pairs_hook=without_doubles)
+            read = hjson.loads(path.read_text(encoding="utf-8"), object_pairs_hook=without_doubles)
         except ValueError as other:
-            raise ConfigError(f"config file {str(given)!r} is neither JSON nor Hjson ({other}).") from None
+            raise ConfigError(f"config file {str(path)!r} is neither JSON nor Hjson ({other}).") from None
         if not isinstance(read, Mapping):
             raise
         return read

@@ -111,12 +111,14 @@ def test_a_config_by_itself(tmp_path: Path) -> None:
     assert DeepSpeedConfig(path).train_batch_size == 3
 
 
-def test_a_config_in_hjson(start: Start, tmp_path: Path) -> None:
+def test_a_config_in_hjson(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "config.hjson"
     path.write_text(
         "{\n  # three at once\n  train_batch_size: 3\n  optimizer: {\n    type: AdamW\n    params: {lr: 0.01}\n  }\n}\n"
     )
     assert deepspeed.runtime.config.read_config(path) == CONFIG
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert deepspeed.runtime.config.read_config("~/config.hjson") == CONFIG
     engine = deepspeed.initialize(model=nn.Linear(4, 2), config=str(path))[0]
     step(engine)
     assert engine.global_steps == 1
@@ -124,6 +126,11 @@ def test_a_config_in_hjson(start: Start, tmp_path: Path) -> None:
     path.write_text("{\n  # twice\n  steps_per_print: 1\n  steps_per_print: 2\n}\n")
     with refused(offload.ConfigError, "steps_per_print"):
         deepspeed.runtime.config.read_config(path)
+    monkeypatch.setitem(sys.modules, "hjson", None)
+    with refused(offload.ConfigError, "Install the package hjson"):
+        deepspeed.runtime.config.read_config(path)
+    with pytest.raises(offload.ConfigError, match=r"No such file[^I]*$"):
+        deepspeed.runtime.config.read_config(tmp_path / "gone.json")
 
 
 def test_what_an_average_is_computed_as_changes_no_bit(start: Start) -> None:
