@@ -22,6 +22,7 @@ from offload.deepspeed.checks import KEY, asks_for_checks, watch
 from offload.deepspeed.engine import DeepSpeedEngine
 from offload.deepspeed.owners import answer, engines_of, forget, own
 from offload.deepspeed.settings import read_config
+from offload.deepspeed.zero_config import DeepSpeedZeroLeafModuleConfig
 from offload.deepspeed_config import Maker, Translation, as_there, make_optimizer, translate
 from offload.deferred_init.deferred_init import end_recording
 from offload.errors import ConfigError
@@ -71,19 +72,20 @@ def initialize(
     classes = {id(one): type(one) for one in model.parameters()}
     with _buffers_in(model, said.data_types.buffer_dtype):
         engine = offload.initialize(model, trained_by, _config_of(said), sync_module_states=True)
-    if said.config.stage == 3:
-        answer(model.parameters(), comm.get_world_size(), classes)
-        if asks_for_checks(said.given):
-            watch(model.parameters())
-    try:
-        own(engine)
-        scheduler = _scheduler(lr_scheduler, said.scheduler, engine.optimizer if engine.trains else None)
-        loader = _loader(training_data, said, others.get("collate_fn")) if training_data is not None else None
-        made = DeepSpeedEngine(engine, said, scheduler, loader)
-    except BaseException:
-        engine.close()
-        raise
-    _mark_leaves(model, said.leaf_modules)
+        try:
+            if said.config.stage == 3:
+                answer(model.parameters(), comm.get_world_size(), classes)
+                if asks_for_checks(said.given):
+                    watch(model.parameters())
+            own(engine)
+            scheduler = _scheduler(lr_scheduler, said.scheduler, engine.optimizer if engine.trains else None)
+            loader = _loader(training_data, said, others.get("collate_fn")) if training_data is not None else None
+            made = DeepSpeedEngine(engine, said, scheduler, loader)
+        except BaseException:
+            forget(model.parameters())
+            engine.close()
+            raise
+    _mark_leaves(model, DeepSpeedZeroLeafModuleConfig(**said.leaf_modules))
     if said.activation_checkpointing:
         checkpointing.configure(None, **said.activation_checkpointing)
     atexit.register(_close_at_exit, weakref.ref(engine))
@@ -117,11 +119,11 @@ def _take_back(model: nn.Module) -> None:
             parameter.data = values[name].to(parameter.device, parameter.dtype)
 
 
-def _mark_leaves(model: nn.Module, said: Mapping[str, Any]) -> None:
-    if said.get("classes"):
-        utils.set_z3_leaf_modules(model, said["classes"], raise_if_not_found=False)
-    utils.set_z3_leaf_modules_by_name(model, said.get("names", ()), raise_if_not_found=False)
-    utils.set_z3_leaf_modules_by_suffix(model, said.get("name_suffixes", ()), raise_if_not_found=False)
+def _mark_leaves(model: nn.Module, leaves: DeepSpeedZeroLeafModuleConfig) -> None:
+    if leaves.classes:
+        utils.set_z3_leaf_modules(model, leaves.classes, raise_if_not_found=False)
+    utils.set_z3_leaf_modules_by_name(model, leaves.names, raise_if_not_found=False)
+    utils.set_z3_leaf_modules_by_suffix(model, leaves.name_suffixes, raise_if_not_found=False)
 
 
 def _config_of(said: Translation) -> offload.Config:

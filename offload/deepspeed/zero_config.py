@@ -93,6 +93,9 @@ class DeepSpeedZeroLeafModuleConfig(ConfigSection):
         "names": DEFAULT_LEAF_MODULE_NAMES,
         "name_suffixes": DEFAULT_LEAF_MODULE_NAME_SUFFIXES,
     }
+    classes: list[str]
+    names: list[str]
+    name_suffixes: list[str]
 
     def _take(self, values: dict[str, Any]) -> None:
         listed = {key: [one] if isinstance(one, str) else one for key, one in values.items()}

@@ -234,6 +234,23 @@ def test_leaf_modules_of_the_config(start: Start) -> None:
     assert [deepspeed.utils.z3_leaf_module(one) for one in engine.module] == [False, True, True]
 
 
+def test_leaf_modules_by_one_name_and_those_that_deepspeed_knows(start: Start) -> None:
+    known = type("MixtralSparseMoeBlock", (nn.Tanh,), {"__module__": "transformers.models.mixtral.modeling_mixtral"})
+    for said, expected in (({"names": "2"}, [False, True, True]), ({"classes": "Linear"}, [True, False, True])):
+        model = nn.Sequential(nn.Linear(4, 8), known(), nn.Linear(8, 2))
+        start({"zero_optimization": {"stage": 3, "leaf_module": said}}, model=model)
+        assert [deepspeed.utils.z3_leaf_module(one) for one in model] == expected
+
+
+def test_a_model_of_which_initialize_failed_is_nobodys(start: Start) -> None:
+    model = nn.Linear(4, 2)
+    model.register_buffer("wide", torch.zeros(1))
+    wrong = {"scheduler": {"type": "WarmupLR", "params": {"nonsense": 1}}, "data_types": {"buffer_dtype": "bf16"}}
+    with refused(offload.ConfigError, "scheduler.params"):
+        start({"zero_optimization": {"stage": 3}} | wrong, model=model)
+    assert not hasattr(model.weight, "ds_id") and model.wide.dtype == torch.float32
+
+
 def test_a_key_that_is_given_twice(start: Start, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"train_batch_size": 3, "train_batch_size": 4}')
