@@ -290,6 +290,24 @@ def test_states_of_schedulers_are_json() -> None:
     assert unpacked(packed(value)) == value
 
 
+def test_rates_that_are_tensors_are_saved_with_the_scheduler_that_sets_them(start: Callable[..., Any], tmp_path: Path) -> None:
+    found = []
+    for resumes in (False, True):
+        model = small()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01))
+        given = {"optimizer": optimizer, "lr_scheduler": lambda made: torch.optim.lr_scheduler.MultiStepLR(made, [1, 3])}
+        engine = start(model=model, **given)
+        if resumes:
+            engine.load_checkpoint(str(tmp_path))
+        for seed in (2, 3) if resumes else (0, 1, 2, 3):
+            engine.backward(engine(torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))).square().mean())
+            engine.step()
+            if seed == 1:
+                engine.save_checkpoint(str(tmp_path))
+        found.append([engine.module_state_dict(), engine.lr_scheduler.state_dict()["base_lrs"], engine.get_lr()])
+    assert_same_bits(*found)
+
+
 def test_parameters_of_several_models_are_not_gathered(start: Callable[..., Any]) -> None:
     first, second = start(), start()
     free = nn.Parameter(torch.ones(2))
