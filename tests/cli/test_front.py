@@ -215,6 +215,13 @@ def test_each_step_is_a_line_of_json_and_of_text(train: Trainer, text: Path, tmp
     assert " | lr 1.00e-03 | grad norm " in first and " left | " in first
 
 
+def test_without_batches_to_evaluate_there_is_no_evaluation(train: Trainer, text: Path, tmp_path: Path) -> None:
+    done, report = train("--data", text, *SMALL, "--steps", 3, "--eval-every", 1, "--eval-batches", 0)
+    lines = [json.loads(line) for line in (tmp_path / "report.json").read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["step"] * 3 + ["report"] and "held-out loss after" not in done.out
+    assert report["held_out"] == {"loss": None, "token_count": 0}
+
+
 def test_adapters_are_trained_by_the_checkpoints_own_tokenizer_and_exported(
     train: Trainer, model: Path, text: Path, tmp_path: Path
 ) -> None:

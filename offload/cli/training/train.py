@@ -346,9 +346,10 @@ class _Loop:
         step, every = self._measurements.total_step_count, self._args.eval_every
         if every is None or step % every or step == self._last_count or self._interruption.requested:
             return
-        evaluate(self._args, self._model, self._windows, self._measurements, self._interruption)
+        loss = evaluate(self._args, self._model, self._windows, self._measurements, self._interruption)
         self._model.train()
-        loss = self._measurements.held_out_loss
+        if loss is None:
+            return
         self._lines.write("evaluation", {"step": step, "held_out_loss": loss})
         self._progress.say(f"held-out loss after step {step}: {loss:.4f}")
 
@@ -364,8 +365,9 @@ class _Loop:
 
 def evaluate(
     args: argparse.Namespace, model: nn.Module, windows: Windows, measurements: Measurements, interruption: Interruption
-) -> None:
-    """Mean loss per token over the held-out batches, without gradients; over fewer of them where a signal comes."""
+) -> float | None:
+    """Mean loss per token over the held-out batches, without gradients; over fewer of them where a signal comes, and None where
+    it comes before the first, or --eval-batches is 0."""
     total, count = 0.0, 0
     model.eval()
     with measurements.phase("evaluation"), torch.no_grad():
@@ -376,8 +378,10 @@ def evaluate(
             predicted = batch.numel() - batch.shape[0]
             total += float(model(input_ids=batch, labels=batch).loss) * predicted
             count += predicted
-    if count:
-        measurements.held_out_loss, measurements.held_out_tokens = total / count, count
+    if not count:
+        return None
+    measurements.held_out_loss, measurements.held_out_tokens = total / count, count
+    return measurements.held_out_loss
 
 
 def _device_of(model: nn.Module) -> torch.device:
