@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from offload.device.virtual.description import Machine
 from offload.device.virtual.machine import COLLECTIVES, CORES, VirtualMachine
 from offload.device.virtual.operations import CountedOperations, fused_attention
 from offload.errors import BudgetError
@@ -288,7 +289,7 @@ def _forecast(engine: Rehearsed, virtual: VirtualMachine, spent: _Counters, toke
     in_use = virtual.memory.peak_nbytes  # with host memory, where the model computes on it
     peak = {"device": 0, "cpu": stats["host_peak_nbytes"], "nvme": on_nvme} | {machine.model_tier: in_use}
     count = virtual.rank_count
-    room = {"device": machine.device_nbytes, "cpu": machine.cpu_nbytes / count, "nvme": machine.nvme_nbytes / count}
+    room = room_of(machine, count)
     short = [f"{tier}: {peak[tier] / 2**30:.2f} GiB of {room[tier] / 2**30:.2f}" for tier in room if peak[tier] > room[tier]]
     seconds = spent[_NOW]
     return Forecast(
@@ -309,6 +310,15 @@ def _forecast(engine: Rehearsed, virtual: VirtualMachine, spent: _Counters, toke
         parts={part: stats["decision"][part] for part in _PARTS} if stats["decision"] is not None else {},
         ranks=count,
     )
+
+
+def room_of(machine: Machine, rank_count: int) -> dict[str, float]:
+    """Bytes of each tier that one of so many ranks may use: of a device of its own, and an equal part of what they share."""
+    return {
+        "device": machine.device_nbytes,
+        "cpu": machine.cpu_nbytes / rank_count,
+        "nvme": machine.nvme_nbytes / rank_count,
+    }
 
 
 def _of_the_engine(stats: dict[str, Any], tier: str) -> int:

@@ -326,18 +326,21 @@ def test_memory_that_is_taken_as_it_is_written_counts_from_then_on() -> None:
         assert (machine.memory.nbytes, machine.unwritten_nbytes) == (0, 0)
 
 
+@pytest.mark.parametrize(("kind", "ranks"), [("gpu", "1"), ("cpu", "1"), ("cpu", "4")])
 def test_the_largest_batch_that_is_told_fits_and_is_below_one_that_does_not(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    kind: str, ranks: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    """Ranks that compute on host memory share it."""
     path = tmp_path / "own.json"
-    path.write_text((Path(offload.__file__).parent / "device/virtual/machines/rtx4090.json").read_text())
-    content = json.loads(path.read_text())
-    content["device_nbytes"]["value"] = 2**28
+    described = "rtx4090" if kind == "gpu" else "gb10"
+    path.write_text((Path(offload.__file__).parent / f"device/virtual/machines/{described}.json").read_text())
+    content = json.loads(path.read_text()) | {"kind": kind}
+    content["device_nbytes" if kind == "gpu" else "cpu_nbytes"]["value"] = 2**28
     path.write_text(json.dumps(content))
 
     def planned(batch: int) -> dict[str, Any]:
         shape = ["--hidden", "64", "--layers", "2", "--vocabulary", "256", "--dtype", "bf16", "--sequence", "128"]
-        main(["plan", *shape, "--machine", str(path), "--batch", str(batch), "--json"])
+        main(["plan", *shape, "--machine", str(path), "--ranks", ranks, "--batch", str(batch), "--json"])
         found: dict[str, Any] = json.loads(capsys.readouterr().out)
         return found
 

@@ -19,7 +19,7 @@ from offload.cli.text import format_count, format_nbytes, format_rate, format_se
 from offload.config import parse_nbytes
 from offload.device.virtual.description import Machine, changed, described, read_machine, share_of
 from offload.planning.purposes import GRADIENTS, OPTIMIZER_STATES, PARAMETERS
-from offload.rehearsal.forecast import Forecast
+from offload.rehearsal.forecast import Forecast, room_of
 
 _MEASURE_SECONDS = 0.1
 _DAY_SECONDS = 86400.0
@@ -199,7 +199,7 @@ def _places(found: Forecast) -> list[str]:
 
 
 def _peaks(found: Forecast, machine: Machine) -> list[str]:
-    room = {"device": machine.device_nbytes, "cpu": machine.cpu_nbytes / found.ranks, "nvme": machine.nvme_nbytes / found.ranks}
+    room = room_of(machine, found.ranks)
     return [
         f"{tier} memory {format_nbytes(nbytes)} of {format_nbytes(room[tier])}".replace("nvme memory", "nvme")
         for tier, nbytes in found.peak_nbytes.items()

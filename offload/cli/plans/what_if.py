@@ -19,7 +19,7 @@ from offload.device.virtual.machine import VirtualMachine
 from offload.errors import BudgetError, ConfigError
 from offload.planning.placement import Placement
 from offload.planning.traffic import Traffic
-from offload.rehearsal.forecast import Forecast
+from offload.rehearsal.forecast import Forecast, room_of
 
 GIB = 2**30
 _ROUND = 128
@@ -94,8 +94,9 @@ def _largest(
     work: Work,
     device_memory: int | None,
 ) -> dict[str, int]:
-    room = machine.model_nbytes * (1.0 if machine.is_unified else GRANTED_SHARE)
-    least = max(outline.smallest_nbytes(placement, f"{machine.model_tier}_memory") or 0, device_memory or 0)
+    room = room_of(machine, found.ranks)[machine.model_tier] * (1.0 if machine.is_unified else GRANTED_SHARE)
+    smallest = outline.smallest_nbytes(placement, f"{machine.model_tier}_memory") or 0
+    least = max(smallest / found.ranks if machine.is_unified else smallest, device_memory or 0)
     times = max((room - least) / max(found.own_nbytes, 1), 0.0)
     largest = {what: _most(found, machine, size, times) for what, size in (("batch", work.batch), ("sequence", work.sequence))}
     if largest["sequence"] != work.sequence:
@@ -115,7 +116,7 @@ def _largest(
 
 def _computes_with_too_much(found: Forecast, machine: Machine) -> bool:
     """Whether the memory that the model computes on is what is short: of that a larger model takes no less."""
-    return found.peak_nbytes[found.model_tier] > machine.model_nbytes
+    return found.peak_nbytes[found.model_tier] > room_of(machine, found.ranks)[found.model_tier]
 
 
 def _most(found: Forecast, machine: Machine, size: int, times: float) -> int:

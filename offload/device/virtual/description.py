@@ -76,11 +76,6 @@ class Machine:
         """In whose memory the model computes."""
         return "cpu" if self.is_unified else "device"
 
-    @property
-    def model_nbytes(self) -> float:
-        """How much of that there is."""
-        return self.cpu_nbytes if self.is_unified else self.device_nbytes
-
     def as_json(self, sources: dict[str, str]) -> dict[str, Any]:
         """The object that `read_machine` reads. `sources`: by field, where its number comes from."""
         numbers = {field: value for field in NUMBERS if math.isfinite(value := getattr(self, field)) and value}
