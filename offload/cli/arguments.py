@@ -131,12 +131,9 @@ def config_of(args: argparse.Namespace) -> offload.Config:
 
 
 def add_drive_arguments(parser: argparse.ArgumentParser) -> None:
-    """How much and how long a drive is measured."""
+    """On how large a file a drive is measured."""
     parser.add_argument(
-        "--size",
-        default="1GiB",
-        metavar="SIZE",
-        help="size of the scratch file (default 1GiB; at most half of what is free)",
+        "--size", default="1GiB", metavar="SIZE", help="size of the scratch file (default 1GiB; at most half of what is free)"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import resource
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -58,11 +59,8 @@ def backend_rows() -> list[Row]:
 
 def chosen_backend() -> str:
     """The name of the backend that a run would use. Raises `ConfigError` where none works."""
-    backend = open_backend()
-    try:
+    with closing(open_backend()) as backend:
         return backend.name
-    finally:
-        backend.close()
 
 
 def accelerator_rows() -> list[Row]:

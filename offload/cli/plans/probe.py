@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -62,13 +63,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _drive_rows(path: str, nbytes: int, seconds: float) -> list[Row]:
     pages = {True: "huge pages", False: "4 KiB pages (huge ones were not granted)", None: "pages of unknown size"}
-    with Drive(path, nbytes) as drive:
-        backend = open_backend(paths=[path])
-        try:
-            rates = [(direction, drive.bytes_per_second(backend, direction, seconds)) for direction in _DIRECTIONS]
-            registered_nbytes = backend.stats().registered_nbytes
-        finally:
-            backend.close()
+    with Drive(path, nbytes) as drive, closing(open_backend(paths=[path])) as backend:
+        rates = [(direction, drive.bytes_per_second(backend, direction, seconds)) for direction in _DIRECTIONS]
+        registered_nbytes = backend.stats().registered_nbytes
     return [
         ("backend", backend.name),
         ("file", "direct I/O" if drive.direct else "through the page cache: no direct I/O on this file system"),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median_high
 from types import TracebackType
 from typing import Literal
 
@@ -39,7 +40,7 @@ def seconds_per_call(call: Callable[[], object], budget_seconds: float) -> float
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
-    return sorted(times)[len(times) // 2]
+    return median_high(times)
 
 
 def in_turns(calls: Sequence[Callable[[], None]], budget_seconds: float) -> list[float]:
@@ -63,16 +64,10 @@ def stream_bytes_per_second(budget_seconds: float) -> float:
     tensors = [memory.tensor.view(torch.float32) for memory in arrays]
     if _native.available():
         arrays_of_floats = [(tensor.data_ptr(), 4) for tensor in tensors]
-        moved = 7 * STREAM_NUMEL * 4
         seconds = seconds_per_call(lambda: _native.stream(arrays_of_floats, arrays_of_floats[1:], STREAM_NUMEL), budget_seconds)
-    else:
-        moved = 3 * STREAM_NUMEL * 4
-        seconds = seconds_per_call(lambda: _add_into(tensors), budget_seconds)
-    return moved / seconds
-
-
-def _add_into(tensors: list[torch.Tensor]) -> None:
-    torch.add(tensors[0], tensors[1], out=tensors[2])
+        return 7 * STREAM_NUMEL * 4 / seconds
+    seconds = seconds_per_call(lambda: torch.add(tensors[0], tensors[1], out=tensors[2]), budget_seconds)
+    return 3 * STREAM_NUMEL * 4 / seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +134,9 @@ class Drive:
         self._register(backend)
         if not self._written:
             # Blocks that were never written are not read from the drive.
-            self._transfer(backend, "write", passes=1)
+            self._transfer(backend, "write")
             self._written = True
-        return self._transfer(backend, direction, budget_seconds=budget_seconds)
+        return self._transfer(backend, direction, budget_seconds)
 
     def _register(self, backend: IoBackend) -> None:
         """Register the buffers with the backend, as a run does; that ends when it closes."""
@@ -150,13 +145,11 @@ class Drive:
             for buffer in self._buffers:
                 backend.register_memory(buffer.tensor.data_ptr(), buffer.nbytes)
 
-    def _transfer(
-        self, backend: IoBackend, direction: Direction, *, passes: int | None = None, budget_seconds: float = 0.0
-    ) -> float:
-        limit = None if passes is None else passes * self._transfer_count
+    def _transfer(self, backend: IoBackend, direction: Direction, budget_seconds: float | None = None) -> float:
+        """Bytes per second; without a budget of the whole file, once."""
         in_flight: deque[Pending] = deque()
         start, count = time.perf_counter(), 0
-        while count < limit if limit is not None else time.perf_counter() - start < budget_seconds:
+        while count < self._transfer_count if budget_seconds is None else time.perf_counter() - start < budget_seconds:
             if len(in_flight) == _TRANSFERS_IN_FLIGHT:
                 in_flight.popleft().wait()
             in_flight.append(self._submit(backend, direction, count))

@@ -7,7 +7,9 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from statistics import median_high
 
 import torch
 import torch.nn.functional as F
@@ -124,7 +126,7 @@ def _launch_seconds(device: torch.device) -> float:
         start = time.process_time()
         step()
         times.append(time.process_time() - start)
-    return sorted(times)[len(times) // 2] / count
+    return median_high(times) / count
 
 
 # ---- device and drive ------------------------------------------------------------------------------------------------
@@ -144,17 +146,13 @@ def _drive_numbers(paths: Sequence[str], seconds: float) -> tuple[dict[str, floa
     slowest: dict[str, float] = {}
     core_seconds, moved_nbytes = 0.0, 0
     for path in paths:
-        with Drive(path, _DRIVE_NBYTES) as drive:
-            backend = open_backend(paths=[path])
-            try:
-                start = time.process_time()
-                for direction in DIRECTIONS:
-                    rate = drive.bytes_per_second(backend, direction, seconds)
-                    slowest[direction] = min(slowest.get(direction, rate), rate)
-                core_seconds += time.process_time() - start
-                moved_nbytes += backend.stats().read_nbytes + backend.stats().written_nbytes
-            finally:
-                backend.close()
+        with Drive(path, _DRIVE_NBYTES) as drive, closing(open_backend(paths=[path])) as backend:
+            start = time.process_time()
+            for direction in DIRECTIONS:
+                rate = drive.bytes_per_second(backend, direction, seconds)
+                slowest[direction] = min(slowest.get(direction, rate), rate)
+            core_seconds += time.process_time() - start
+            moved_nbytes += backend.stats().read_nbytes + backend.stats().written_nbytes
     rates = {f"nvme_{direction}": len(paths) * rate for direction, rate in slowest.items()}
     rates["nvme_core"] = 1.0 / (core_seconds / moved_nbytes + _checksum_seconds())
     return {**rates, "nvme_nbytes": room}, f"measured at {', '.join(paths)}"
@@ -221,4 +219,4 @@ def _call_seconds(machine: Machine) -> float:
 
     found = rehearse(virtual, Loop(begin_virtual, micro_batch_virtual, end), tokens=1)
     calls = counts[-1] - counts[-2]
-    return max((sorted(times)[len(times) // 2] - found.step_seconds) / max(calls, 1), 1e-7)
+    return max((median_high(times) - found.step_seconds) / max(calls, 1), 1e-7)
