@@ -86,10 +86,9 @@ def machine_of(args: argparse.Namespace) -> Machine:
 
 def granted(args: argparse.Namespace, config: offload.Config, machine: Machine) -> offload.Config:
     """The configuration of the forecast. A machine that is described is there to be used: its memory is granted."""
-    if args.machine == "this":
+    if args.machine == "this" or config.cpu_memory is not None:
         return config
-    cpu_memory = config.cpu_memory if config.cpu_memory is not None else int(machine.cpu_nbytes)
-    return replace(config, cpu_memory=cpu_memory)
+    return replace(config, cpu_memory=int(machine.cpu_nbytes))
 
 
 def with_drives(machine: Machine, count: int) -> Machine:

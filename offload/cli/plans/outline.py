@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from contextlib import suppress
 from dataclasses import replace
@@ -34,7 +33,7 @@ def check_room(model: nn.Module, optimizer: torch.optim.Optimizer, config: offlo
     cannot."""
     with Outline(model, optimizer, config) as outline:
         placement = outline.placement()
-        needed_nbytes, paths = placement.nvme_nbytes, paths_in(config)
+    needed_nbytes, paths = placement.nvme_nbytes, [str(path) for path in config.nvme_paths]
     for path in paths:
         there = check_is_folder(path, "--nvme")
         if not needed_nbytes:
@@ -45,12 +44,6 @@ def check_room(model: nn.Module, optimizer: torch.optim.Optimizer, config: offlo
                 f"--nvme {path!r}: {format_nbytes(share)} are to lie there and {format_nbytes(free)} are free: make room, "
                 "name another drive, or several (a,b)."
             )
-
-
-def paths_in(config: offload.Config) -> list[str]:
-    """The folders of `Config.nvme`."""
-    nvme = config.nvme
-    return [] if nvme is None else [str(nvme)] if isinstance(nvme, str | os.PathLike) else [str(path) for path in nvme]
 
 
 class Outline:
@@ -148,10 +141,3 @@ class Outline:
             made = lay_out(config, last)
         self._laid_out.append((config, made))
         return made
-
-    @property
-    def unit_count(self) -> int:
-        """As the budgets have them; where they hold none, the fewest."""
-        with suppress(BudgetError):
-            return len(self._lay_out(self._config)[0].units)
-        return min(self._ways)

@@ -46,7 +46,6 @@ from offload.cli.plans.outline import Outline
 from offload.cli.plans.tables import tables_of
 from offload.cli.plans.what_if import wishes_of
 from offload.cli.text import format_count
-from offload.config import parse_nbytes
 from offload.device.virtual.description import Machine, share_of
 from offload.device.virtual.machine import VirtualMachine
 from offload.errors import BudgetError, ConfigError
@@ -74,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     """The command. Returns 0, or 1 where it does not fit: the machine, or the budgets."""
     if args.machine != "this" and args.nvme is None:
         args.nvme = "."  # a described machine has its drives, and nothing is opened
-    config = config_of(args)
+    asked, work = config_of(args), _work(args)
     check_file(args.trace, "--trace")
     vocabulary = args.vocabulary or (BYTE_VOCABULARY_SIZE if args.model is None else 0)
     choice = choose_model(args, vocabulary, args.sequence)
@@ -85,20 +84,17 @@ def run(args: argparse.Namespace) -> int:
     if args.ranks > 1 and machine.kind == "unified":
         raise ConfigError(f"--ranks {args.ranks}: {machine.name} has one device, which computes on host memory. Leave it out.")
     with _said_on_a_terminal(f"running the engine on {machine.name} in virtual time ..."), _on_one_core():
-        found, config = _forecast(args, granted(args, config, machine), machine, choice)
+        found, config = _forecast(args, granted(args, asked, machine), machine, choice, work)
 
     def outline_with(budgets: dict[str, int]) -> Outline:
         return Outline(model, optimizer, replace(config, **budgets), args.ranks)  # type: ignore[arg-type]
 
     share, wishes = share_of(machine, args.ranks), None
     if found.peak_nbytes:
-        granted_nbytes = int(config.cpu_memory) if config.cpu_memory is not None else None
         more = share_of(with_drives(machine, int(machine.nvme_drives) + 1), args.ranks)
-        named = int(parse_nbytes(args.device_memory, "device_memory")) if args.device_memory is not None else None
-        budgets = {"cpu_memory": granted_nbytes, "device_memory": named}
-        wishes = wishes_of(found, share, outline_with, _work(args), **budgets, more=more)
-    device_nbytes = int(config.device_memory) if config.device_memory is not None else None
-    seen = Seen(machine, args.tokens, device_nbytes, _work(args))
+        budgets = {"cpu_memory": _nbytes(config.cpu_memory), "device_memory": _nbytes(asked.device_memory)}
+        wishes = wishes_of(found, share, outline_with, work, **budgets, more=more)
+    seen = Seen(machine, args.tokens, _nbytes(config.device_memory), work)
     if args.json:
         print(as_json(found, seen, wishes))
         return 0 if found.fits else 1
@@ -143,8 +139,13 @@ def _work(args: argparse.Namespace) -> Work:
     return Work(args.batch, args.sequence, args.accumulate, args.checkpointing == "full", args.ranks)
 
 
+def _nbytes(budget: int | str | None) -> int | None:
+    """Of a `Config`, which has it as a number."""
+    return int(budget) if budget is not None else None
+
+
 def _forecast(
-    args: argparse.Namespace, config: offload.Config, machine: Machine, choice: ModelChoice
+    args: argparse.Namespace, config: offload.Config, machine: Machine, choice: ModelChoice, work: Work
 ) -> tuple[Forecast, offload.Config]:
     """And the configuration that it is made with."""
 
@@ -154,7 +155,6 @@ def _forecast(
             model.to(torch.bfloat16 if args.dtype == "bf16" else torch.float16)
         return model, make_optimizer(model, args)
 
-    work = _work(args)
     try:
         if args.machine == "this":
             return forecast(*make(), config, machine, work, args.trace), config
