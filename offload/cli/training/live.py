@@ -8,8 +8,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from offload.cli.arguments import check_file
 from offload.cli.process import rss_nbytes
 from offload.cli.progress import ProgressLine
@@ -87,8 +85,3 @@ class StepLine:
         if self._last_count is None or (left := self._last_count - self._measurements.total_step_count) <= 0:
             return []
         return [f"{format_remaining(left * (now - self._started) / self._measurements.step_count)} left"]
-
-
-def lr_of(optimizer: torch.optim.Optimizer) -> float:
-    """The learning rate of the first group."""
-    return float(optimizer.param_groups[0]["lr"])

@@ -199,14 +199,11 @@ def _io_table(report: dict[str, Any]) -> str:
     io, steps, training = report["io"], report["step_count"], report["seconds"]["training"]
     if io["backend"] is None:
         return ""
-    rows = [
-        (
-            name,
-            format_nbytes(io[f"{key}_nbytes"]),
-            format_nbytes(io[f"{key}_nbytes"] / steps),
-            format_rate(io[f"{key}_nbytes"], training),
-            format_rate(io[f"{key}_nbytes"], io[f"{busy}_seconds"]),
-        )
-        for name, key, busy in (("read", "read", "read"), ("written", "written", "write"))
-    ]
+
+    def row(done: str, busy_seconds: float) -> tuple[str, ...]:
+        nbytes = io[f"{done}_nbytes"]
+        rates = (format_rate(nbytes, training), format_rate(nbytes, busy_seconds))
+        return done, format_nbytes(nbytes), format_nbytes(nbytes / steps), *rates
+
+    rows = [row("read", io["read_seconds"]), row("written", io["write_seconds"])]
     return f"NVMe, by {io['backend']}\n" + table(("", "total", "per step", "over the run", "while busy"), rows)

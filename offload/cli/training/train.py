@@ -44,7 +44,7 @@ from offload.cli.progress import ProgressLine
 from offload.cli.text import format_count, format_nbytes
 from offload.cli.training.checkpoints import Checkpoints, add_checkpoint_arguments, check_arguments
 from offload.cli.training.interruption import Interruption
-from offload.cli.training.live import JsonLines, StepLine, lr_of
+from offload.cli.training.live import JsonLines, StepLine
 from offload.cli.training.measuring import EngineMeter, Measurements
 from offload.cli.training.report import make_report, print_report
 from offload.errors import ConfigError, StorageError
@@ -299,7 +299,7 @@ class _Loop:
         while not (self._interruption.requested or self._is_over(started)):
             if self._args.profile is not None and measurements.step_count == _PROFILED[0] - 1:
                 self.profile = self._engine.profile(self._args.profile, steps=len(_PROFILED))
-            lr = lr_of(self._optimizer)
+            lr = float(self._optimizer.param_groups[0]["lr"])
             self._step()
             line.step_ended(lr, self._engine.grad_norm)
             checkpoints.after_step(measurements.total_step_count)
