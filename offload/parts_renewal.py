@@ -19,8 +19,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from offload.build.assembly import rebuild
-from offload.build.refitting import refitted, routes_for
+from offload.build.refitting import rebuild, refitted, routes_for
 from offload.checkpoint.carry_over import has_room, passing_checkpoint
 from offload.checkpoint.matching import StatesMissing
 from offload.config import Config

@@ -18,10 +18,7 @@ _PLACES = {
     "chunk_numels": ("offload.build.assembly.CHUNK_NUMELS",),
     "many_chunks": ("offload.layout.MANY_CHUNKS",),  # from so many on, chunks are larger
     "joined_numel": ("offload.model.partition.JOINED_NUMEL",),  # neighbours are one unit up to it
-    "least_unit_numel": (
-        "offload.build.assembly.LEAST_UNIT_NUMEL",
-        "offload.cli.plans.outline.LEAST_UNIT_NUMEL",
-    ),  # of several ranks
+    "least_unit_numel": ("offload.build.assembly.LEAST_UNIT_NUMEL",),  # of several ranks
     "gradients_together_nbytes": ("offload.step.waiting_gradients._TOGETHER_NBYTES",),
     "quiet_steps": ("offload.step.clip_history.QUIET_STEPS",),  # before updates begin early
     "quiet_seconds": ("offload.checkpoint.saving.idleness.QUIET_SECONDS",),  # before a save makes updates

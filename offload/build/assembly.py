@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from offload import _native
-from offload.build.building import Building
-from offload.build.materialize import InitialValues, NoValues, initial_buffers
-from offload.build.rank_facts import agree_on_least, config_facts, parameter_facts
+from offload.build.building import Building, by_unit
+from offload.build.materialize import InitialValues, initial_buffers
+from offload.build.rank_facts import Least, agree_on_least, config_facts, parameter_facts
 from offload.config import Config
 from offload.deferred_init.deferred_init import name_parameters
 from offload.deferred_init.held_tensors import Slot, replacing_held_tensors
@@ -54,8 +54,6 @@ from offload.step.gradients.reduction import AVERAGE_VARIABLE, average_dtype
 _log = logging.getLogger(__name__)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-ANEW = "making the parts anew"
-"""What it is for, as other ranks are told."""
 LEAST_UNIT_NUMEL = 64 * 1024
 """Elements that are worth a message of their own between ranks."""
 
@@ -88,15 +86,40 @@ def _count_in(variable: str) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Described:
+class Described:
+    """A model as it is divided into units, and what its parameters are."""
+
     module_units: list[ModuleUnit]
     infos: list[ParameterInfo]
     packed: PackedWeights
-    covered: Mapping[str, str]
+
+    @staticmethod
+    def of(
+        model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, rank_count: int, *, joins: bool = True
+    ) -> Described:
+        """`joins`: small neighbours are one unit, if there is one rank. Raises `ConfigError`."""
+        module_units, packed = partition(model), PackedWeights(model)
+        packed.complete(module_units)
+        if rank_count > 1:
+            module_units = fold_for_ranks(module_units, LEAST_UNIT_NUMEL)
+        elif joins:
+            module_units = join_neighbours(module_units)
+        dtype = DTYPES[config.dtype] if config.dtype is not None else None
+        infos = describe_parameters(model, module_units, packed, optimizer, dtype)
+        if not infos:
+            raise ConfigError(f"{type(model).__name__} has no parameters: there is nothing that the engine could hold.")
+        check_state_format(config, infos)
+        return Described(module_units, infos, packed)
 
     @property
-    def by_unit(self) -> list[list[ParameterInfo]]:
-        return [[info for info in self.infos if info.unit_index == index] for index in range(len(self.module_units))]
+    def has_joined(self) -> bool:
+        """Whether some are joined: apart they take less, with the same bits."""
+        return any(unit.part_lengths for unit in self.module_units)
+
+    def known(self, accelerator: Accelerator, moments: tuple[str, ...], sharing: RankGroup = ALONE) -> Known:
+        """What it is laid out for."""
+        specs = specs_of([unit.name for unit in self.module_units], self.infos)
+        return Known(accelerator, specs, Expected.of(0, uses_of(self.module_units)), moments, sharing)
 
 
 class Assembly:
@@ -114,74 +137,63 @@ class Assembly:
     ) -> None:
         self._model, self._optimizer, self._config, self._source = model, optimizer, config, weights
         self._ranks, self._shares = ranks, sync_module_states and ranks.world_size > 1
+        self._covered: Mapping[str, str] = {}
+        """Names in `weights` by fqn, once the model is described."""
         self.slots: list[Slot] = []
         """After `build`: what is to be set in what the model holds besides its parameters."""
 
     def build(self) -> Components:
         """The parts; the model stays as it is. On several ranks collective: what fails on one fails on all."""
         ranks, config = self._ranks, self._config
-        described = together(ranks, lambda: self._describe(joins=ranks.world_size == 1), self._facts)
+        described = together(ranks, self._described, self._facts)
         accelerator = together(ranks, choose_accelerator, lambda made: {"accelerator": made.name})
-        ranks.use_devices(accelerator.device)
-        _native.warn_if_missing()
         building: Building | None = None
         try:
+            ranks.use_devices(accelerator.device)
+            _native.warn_if_missing()
+            known = described.known(accelerator, moments_of(self._optimizer))
             try:
-                layout, placement, expected = self._lay_out(accelerator, described)
+                layout, placement = lay_out_together(ranks, config, known)
             except BudgetError:
-                if not any(unit.part_lengths for unit in described.module_units):
+                if not described.has_joined:
                     raise
-                described = self._describe(joins=False)  # which takes less, with the same bits
-                layout, placement, expected = self._lay_out(accelerator, described)
-            together(ranks, lambda: self._require_room(placement, described), lambda _: {})
-            building = Building(accelerator, layout, placement, config, ranks, moments_of(self._optimizer))
-            made = building
+                described = Described.of(self._model, self._optimizer, config, ranks.world_size, joins=False)
+                known = described.known(accelerator, known.moments)
+                layout, placement = lay_out_together(ranks, config, known)
+            if ranks.index == 0:
+                for line in lines_of(placement):
+                    _log.info("%s", line)
+            together(ranks, lambda: self._require_room(placement, described))
+            made = building = Building(accelerator, layout, placement, config, ranks, known.moments)
             return together(
-                ranks, lambda: self._finish(made, described, expected, accelerator.device), lambda _: made.value_facts
+                ranks, lambda: self._finish(made, described, known.expected, accelerator.device), lambda _: made.value_facts
             )
         except BaseException:
             (building or accelerator).close()
             raise
 
-    def _facts(self, described: _Described) -> Facts:
+    def _facts(self, described: Described) -> Facts:
         return config_facts(self._config) | parameter_facts(described.infos) | {AVERAGE_VARIABLE: average_dtype()}
 
-    def _describe(self, *, joins: bool) -> _Described:
-        config, model = self._config, self._model
-        if self._optimizer is not None:
-            check_optimizer(self._optimizer, config.state_format)
-        module_units, packed = partition(model), PackedWeights(model)
-        packed.complete(module_units)
-        if self._ranks.world_size > 1:
-            module_units = fold_for_ranks(module_units, LEAST_UNIT_NUMEL)
-        elif joins:
-            module_units = join_neighbours(module_units)
-        dtype = DTYPES[config.dtype] if config.dtype is not None else None
-        infos = describe_parameters(model, module_units, packed, self._optimizer, dtype)
-        if not infos:
-            raise ConfigError(f"{type(model).__name__} has no parameters: there is nothing that the engine could hold.")
-        check_state_format(config, infos)
-        check_renormalized(model, infos, self._ranks.world_size)
+    def _described(self) -> Described:
+        """The model, with everything that can be wrong looked at."""
+        config, model, optimizer = self._config, self._model, self._optimizer
+        if optimizer is not None:
+            check_optimizer(optimizer, config.state_format)
+        described = Described.of(model, optimizer, config, self._ranks.world_size)
+        check_renormalized(model, described.infos, self._ranks.world_size)
         name_parameters(model)
-        covered = self._source.match(model) if self._source is not None else {}
+        if self._source is not None:
+            self._covered = self._source.match(model)
         if imagined() is None:
-            check_values(infos, covered)
-            check_buffers(model, covered)
-        if self._optimizer is not None:
-            for info in infos:
+            check_values(described.infos, self._covered)
+            check_buffers(model, self._covered)
+        if optimizer is not None:
+            for info in described.infos:
                 self._state_of(info)  # raises what the materializer would, before anything is read
-        return _Described(module_units, infos, packed, covered)
+        return described
 
-    def _lay_out(self, accelerator: Accelerator, described: _Described) -> tuple[Layout, Placement, Expected]:
-        by_unit, expected = described.by_unit, Expected.of(0, uses_of(described.module_units))
-        specs = [(unit.name, parameter_specs(members)) for unit, members in zip(described.module_units, by_unit, strict=True)]
-        made = lay_out_together(self._ranks, self._config, accelerator, specs, expected, moments_of(self._optimizer))
-        if self._ranks.index == 0:
-            for line in lines_of(made[1]):
-                _log.info("%s", line)
-        return *made, expected
-
-    def _require_room(self, placement: Placement, described: _Described) -> None:
+    def _require_room(self, placement: Placement, described: Described) -> None:
         """Raise `BudgetError` where what "auto" chose cannot be there, even once the model's own memory is given back: the
         system would end the process without a word. It is given back before moments and gradients, which take more than
         it, need theirs; without an optimizer nothing waits for it."""
@@ -201,8 +213,8 @@ class Assembly:
             refusal.smallest_nbytes = needed
             raise refusal
 
-    def _finish(self, building: Building, described: _Described, expected: Expected, device: torch.device) -> Components:
-        buffers = initial_buffers(self._model, self._source, described.covered, device)
+    def _finish(self, building: Building, described: Described, expected: Expected, device: torch.device) -> Components:
+        buffers = initial_buffers(self._model, self._source, self._covered, device)
         if self._shares:
             held = {id(buffer): buffers.get(id(buffer), buffer) for buffer in self._model.buffers()}
             buffers |= {key: self._of_first_rank(buffer) for key, buffer in held.items()}
@@ -211,13 +223,14 @@ class Assembly:
         share = self._of_first_rank if self._shares else None
         values = InitialValues(
             self._source,
-            described.covered,
+            self._covered,
             parameters,
             keeps_checksums=self._ranks.world_size > 1,
             share=share,
             rounded_to=DTYPES[self._config.dtype] if self._config.masters_begin_rounded and self._config.dtype else None,
         )
-        return building.finish(described.module_units, described.by_unit, expected, values, self._state_of)
+        modules = [unit.modules for unit in described.module_units]
+        return building.finish(modules, described.infos, expected, values, self._state_of)
 
     def _of_first_rank(self, value: torch.Tensor) -> torch.Tensor:
         """Rank 0's, on every rank; the tensor given stays as it is. Collective."""
@@ -230,50 +243,21 @@ class Assembly:
         return initial_state(self._optimizer, info.parameter, info.fqn)
 
 
-def rebuild(parts: Components, config: Config, moments: tuple[str, ...], ranks: Group) -> Components:
-    """The like of these, which are closed, for the same model and as many ranks: parameters and states are zeros, to be loaded.
-    Collective."""
-    accelerator = choose_accelerator()
-    ranks.use_devices(accelerator.device)
-    building = Building(accelerator, parts.layout, parts.placement, config, ranks, moments)
-    modules = [ModuleUnit(unit.name, unit.modules) for unit in parts.units]
-    by_unit = [list(unit.parameters) for unit in parts.units]
-    try:
-        return together(
-            ranks,
-            lambda: building.finish(modules, by_unit, parts.expected, NoValues(), lambda _: InitialState({}, 0)),
-            call=ANEW,
-        )
-    except BaseException:
-        building.close()
-        raise
+def lay_out_together(ranks: Group, config: Config, known: Known) -> tuple[Layout, Placement]:
+    """The same on all ranks: the most that every one of them can do. Collective. `known`: but for the ranks."""
+    if ranks.world_size > 1:
+        sharing = RankGroup(config.stage, ranks.shard_count, ranks.local_world_size)
+        known = replace(known, sharing=sharing, rank=ranks.shard_index)
+    layout, placement = together(ranks, lambda: lay_out(config, known))
+    own = Least.of(layout, placement)
+    least = agree_on_least(ranks, own)
 
-
-def lay_out_together(
-    ranks: Group,
-    config: Config,
-    accelerator: Accelerator,
-    specs: list[tuple[str, list[ParameterSpec]]],
-    expected: Expected,
-    moments: tuple[str, ...],
-    free: FreeMemory | None = None,
-) -> tuple[Layout, Placement]:
-    """The same on all ranks: the most that every one of them can do. Collective. `free`: as `Known` has it."""
-    sharing = RankGroup(config.stage, ranks.shard_count, ranks.local_world_size) if ranks.world_size > 1 else ALONE
-    known = Known(accelerator, specs, expected, moments, sharing, ranks.shard_index, free)
-    found: list[tuple[Layout, Placement]] = []
-    together(
-        ranks,
-        lambda: found.append(lay_out(config, known)),
-        lambda _: {},
-    )
-    layout, placement = found[0]
-    least = agree_on_least(ranks, layout, placement)
-    if least.is_of(layout, placement):
-        agreed = lambda: (layout, placement)  # noqa: E731
-    else:
+    def agreed() -> tuple[Layout, Placement]:
+        if least == own:
+            return layout, placement
         fixed = replace(config, parameters=least.parameters, optimizer_states=least.optimizer_states, prefetch=least.prefetch)
-        agreed = lambda: lay_out(fixed, known, (least.chunk_numel,))  # noqa: E731
+        return lay_out(fixed, known, (least.chunk_numel,))
+
     return together(ranks, agreed, lambda made: {"placement": [made[1].parameters, made[1].optimizer_states]})
 
 
@@ -290,6 +274,15 @@ class Known:
     sharing: RankGroup = ALONE
     rank: int = 0
     free: FreeMemory | None = None
+
+    def decision(self, config: Config, layout: Layout, free: FreeMemory | None = None) -> Decision:
+        """Where things lie in this layout. `free`: where it is not that of now."""
+        return Decision(config, self.accelerator, layout, self.expected, self.moments, self.sharing, free)
+
+
+def specs_of(unit_names: Sequence[str], infos: Sequence[ParameterInfo]) -> list[tuple[str, list[ParameterSpec]]]:
+    """What units are laid out by. `infos`: the parameters of all of them."""
+    return [(name, parameter_specs(own)) for name, own in zip(unit_names, by_unit(infos, len(unit_names)), strict=True)]
 
 
 def lay_out(config: Config, known: Known, chunk_numels: Sequence[int] = ()) -> tuple[Layout, Placement]:
@@ -312,8 +305,7 @@ def lay_out(config: Config, known: Known, chunk_numels: Sequence[int] = ()) -> t
         layout = build_layout(
             specs, chunk_numel=chunk_numel, world_size=sharing.world_size, rank=known.rank, stage=sharing.stage
         )
-        decision = Decision(config, known.accelerator, layout, known.expected, known.moments, sharing, free)
-        return layout, decision
+        return layout, known.decision(config, layout, free)
 
     for within_room in (True, False):
         for chunk_numel in chunk_numels or (*large, *CHUNK_NUMELS):

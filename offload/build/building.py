@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+from torch import nn
 
 from offload.build.allocation import Allocation
 from offload.build.materialize import InitialValues, Materializer
@@ -16,7 +18,6 @@ from offload.layout import Layout, UnitLayout
 from offload.model.chunk import Chunk
 from offload.model.flat import Flat, ParameterInfo
 from offload.model.optimizer_kinds import InitialState
-from offload.model.partition import ModuleUnit
 from offload.model.unit import Unit
 from offload.planning.placement import Placement, format_of
 from offload.planning.route import FetchPath, Memory, Route
@@ -36,6 +37,14 @@ from offload.step.updates.tools import UpdateTools
 from offload.step.updates.update import Updates
 from offload.tiers.memory import MemoryLedger
 from offload.tiers.staging import StagingPool
+
+
+def by_unit(infos: Sequence[ParameterInfo], unit_count: int) -> list[list[ParameterInfo]]:
+    """Each unit's own."""
+    found: list[list[ParameterInfo]] = [[] for _ in range(unit_count)]
+    for info in infos:
+        found[info.unit_index].append(info)
+    return found
 
 
 class Building:
@@ -64,17 +73,18 @@ class Building:
 
     def finish(
         self,
-        module_units: list[ModuleUnit],
-        by_unit: list[list[ParameterInfo]],
+        modules: Sequence[list[nn.Module]],
+        infos: Sequence[ParameterInfo],
         expected: Expected,
         values: InitialValues,
         state_of: Callable[[ParameterInfo], InitialState],
     ) -> Components:
+        """`modules`: of each unit those whose forward uses it. `infos`: the parameters of all of them."""
         accelerator, placement = self._accelerator, self._placement
         self._storage = storage = Allocation(self._config, accelerator, self._layout, placement, self._ledger, self._made)
+        members = by_unit(infos, len(modules))
         units = [
-            self._unit(unit, layout, infos)
-            for unit, layout, infos in zip(module_units, self._layout.units, by_unit, strict=True)
+            self._unit(own, layout, infos) for own, layout, infos in zip(modules, self._layout.units, members, strict=True)
         ]
         parameter_store = ParameterStore(
             (pair for unit in units for pair in zip(unit.chunks, unit.route.parameter_tiers(), strict=False)),
@@ -110,7 +120,7 @@ class Building:
         made, self._made = self._made, []
         return Components(
             accelerator=accelerator, layout=self._layout, placement=placement, units=units,
-            parameters=[info for infos in by_unit for info in infos], pool=pool, ledger=self._ledger, timeline=timeline,
+            parameters=list(infos), pool=pool, ledger=self._ledger, timeline=timeline,
             fetcher=fetcher, residency=residency, expected=expected, ranks=self._ranks, meeting=of_ranks.meeting, intake=intake,
             parameter_store=parameter_store, records=records, gradients=gradients, updates=updates,
             backend=storage.backend, made=made,
@@ -125,7 +135,7 @@ class Building:
         follows = self._accelerator.memory_use() is not None and is_open
         return ActivationMemory(self._accelerator) if follows and any(route.has_store for route in self._routes) else None
 
-    def _unit(self, module_unit: ModuleUnit, layout: UnitLayout, infos: list[ParameterInfo]) -> Unit:
+    def _unit(self, modules: list[nn.Module], layout: UnitLayout, infos: list[ParameterInfo]) -> Unit:
         by_index, route = {info.index: info for info in infos}, self._routes[layout.index]
         flats = []
         for flat_layout in layout.flats:
@@ -134,7 +144,7 @@ class Building:
             flats.append(Flat(flat_layout, memory, members[0].dtype, members, route))
             if memory.filled and not memory.stays:
                 memory.empty()
-        return Unit(layout, module_unit.modules, flats, infos, route)
+        return Unit(layout, modules, flats, infos, route)
 
     def _memory(self, route: Route, nbytes: int) -> UnitMemory:
         return self._accelerator.unit_memory(nbytes) if route.has_store else self._storage.home(route, nbytes)

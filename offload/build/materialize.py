@@ -129,9 +129,6 @@ def _loaded(source: WeightSource, name: str, parameter: nn.Parameter) -> torch.T
 class NoValues(InitialValues):
     """Zeros: a load is about to bring the values."""
 
-    def __init__(self) -> None:
-        super().__init__()
-
     def of(self, infos: Sequence[ParameterInfo]) -> dict[int, torch.Tensor]:
         return {info.index: torch.zeros((), dtype=info.dtype, device="cpu").expand(info.shape) for info in infos}
 

@@ -46,16 +46,16 @@ class Least:
     parameters: Tier
     optimizer_states: Tier
 
-    def is_of(self, layout: Layout, placement: Placement) -> bool:
-        """Whether they are those of this rank's own decision."""
-        return self == Least(layout.chunk_numel, placement.prefetch, placement.parameters, placement.optimizer_states)
+    @staticmethod
+    def of(layout: Layout, placement: Placement) -> Least:
+        """One rank's own decision."""
+        return Least(layout.chunk_numel, placement.prefetch, placement.parameters, placement.optimizer_states)
 
 
-def agree_on_least(ranks: Group, layout: Layout, placement: Placement) -> Least:
+def agree_on_least(ranks: Group, own: Least) -> Least:
     """Ranks see different free memory: what all of them use is what the one with least can. Collective."""
-    tiers = [TIERS.index(placement.parameters), TIERS.index(placement.optimizer_states)]
-    own = [layout.chunk_numel, placement.prefetch, *tiers]
-    said = torch.stack(ranks.exchange(torch.tensor(own, dtype=torch.int64, device="cpu")))
+    numbers = [own.chunk_numel, own.prefetch, TIERS.index(own.parameters), TIERS.index(own.optimizer_states)]
+    said = torch.stack(ranks.exchange(torch.tensor(numbers, dtype=torch.int64, device="cpu")))
     chunk_numel, prefetch = said[:, :2].amin(0).tolist()
     parameters, states = said[:, 2:].amax(0).tolist()
     return Least(chunk_numel, prefetch, TIERS[parameters], TIERS[states])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's parts made anew, between two steps, for the same model.
+"""An engine's parts made anew for the same model: as they were (`rebuild`), or, between two steps, with other places.
 
     newly trained  room for the states of parameters that are trained only later: unfrozen, or added to the optimizer. What was
                    trained once keeps its states, frozen or not, so a freeze changes nothing here
@@ -16,16 +16,17 @@ from typing import Any
 
 import torch
 
-from offload.build.assembly import ANEW, Known, choose_accelerator, lay_out, lay_out_together
+from offload.build.assembly import Known, choose_accelerator, lay_out, lay_out_together, specs_of
 from offload.build.building import Building
 from offload.build.materialize import NoValues
 from offload.config import Config
-from offload.layout import ParameterSpec
-from offload.model.description import check_state_format, check_trainable, parameter_specs
+from offload.device.accelerator import Accelerator
+from offload.layout import Layout
+from offload.model.description import check_state_format, check_trainable
 from offload.model.flat import ParameterInfo
 from offload.model.optimizer_kinds import InitialState
-from offload.model.partition import ModuleUnit
 from offload.planning.free_memory import FreeMemory
+from offload.planning.placement import Placement
 from offload.planning.route import Route
 from offload.ranks.all_or_none import together
 from offload.ranks.group import Group
@@ -58,16 +59,17 @@ def group_indices(groups: Sequence[Mapping[str, Any]]) -> dict[int, int]:
     return {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
 
 
-def specs_of(parts: Components, by_unit: Sequence[Sequence[ParameterInfo]]) -> list[tuple[str, list[ParameterSpec]]]:
-    """What the units are laid out by."""
-    return [(unit.layout.name, parameter_specs(infos)) for unit, infos in zip(parts.units, by_unit, strict=True)]
+def rebuild(parts: Components, config: Config, moments: tuple[str, ...], ranks: Group) -> Components:
+    """The like of these, which are closed, for the same model and as many ranks: parameters and states are zeros, to be loaded.
+    Collective."""
+    return _made_anew(parts, parts.parameters, config, moments, ranks, lambda _: (parts.layout, parts.placement))
 
 
 def routes_for(parts: Components, config: Config, moments: tuple[str, ...]) -> tuple[Route, ...]:
     """Those that these units had by this configuration when the parts were made. On one rank. Raises `BudgetError`."""
     verdict = parts.placement.verdict
-    specs = specs_of(parts, [unit.parameters for unit in parts.units])
-    known = Known(parts.accelerator, specs, parts.expected, moments, free=verdict.free if verdict is not None else None)
+    free = verdict.free if verdict is not None else None
+    known = _known(parts, parts.parameters, parts.accelerator, moments, free)
     return lay_out(config, known)[1].routes
 
 
@@ -92,19 +94,43 @@ def refitted(
     ]
     check_trainable(infos)
     check_state_format(config, infos)
-    by_unit = [[info for info in infos if info.unit_index == unit.index] for unit in parts.units]
-    specs = specs_of(parts, by_unit)
+
+    def laid_out(accelerator: Accelerator) -> tuple[Layout, Placement]:
+        return lay_out_together(ranks, config, _known(parts, infos, accelerator, moments, free))
+
+    return _made_anew(parts, infos, config, moments, ranks, laid_out)
+
+
+def _known(
+    parts: Components,
+    infos: Sequence[ParameterInfo],
+    accelerator: Accelerator,
+    moments: tuple[str, ...],
+    free: FreeMemory | None,
+) -> Known:
+    specs = specs_of([unit.layout.name for unit in parts.units], infos)
+    return Known(accelerator, specs, parts.expected, moments, free=free)
+
+
+def _made_anew(
+    parts: Components,
+    infos: Sequence[ParameterInfo],
+    config: Config,
+    moments: tuple[str, ...],
+    ranks: Group,
+    laid_out: Callable[[Accelerator], tuple[Layout, Placement]],
+) -> Components:
+    """`infos`: the parameters. `laid_out`: where they and their states lie."""
     accelerator = choose_accelerator()
-    ranks.use_devices(accelerator.device)
     building: Building | None = None
     try:
-        layout, decided = lay_out_together(ranks, config, accelerator, specs, parts.expected, moments, free)
-        made = building = Building(accelerator, layout, decided, config, ranks, moments)
-        modules = [ModuleUnit(unit.layout.name, unit.modules) for unit in parts.units]
+        ranks.use_devices(accelerator.device)
+        made = building = Building(accelerator, *laid_out(accelerator), config, ranks, moments)
+        modules = [unit.modules for unit in parts.units]
         return together(
             ranks,
-            lambda: made.finish(modules, by_unit, parts.expected, NoValues(), lambda _: InitialState({}, 0)),
-            call=ANEW,
+            lambda: made.finish(modules, infos, parts.expected, NoValues(), lambda _: InitialState({}, 0)),
+            call="making the parts anew",
         )
     except BaseException:
         (building or accelerator).close()

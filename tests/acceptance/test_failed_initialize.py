@@ -21,6 +21,10 @@ import offload
 from offload.deepspeed_config import translate
 from offload.deepspeed_config.translated import as_there
 from offload.deferred_init.deferred_init import is_deferred
+from offload.device.accelerator import Accelerator
+from offload.device.cpu import CpuAccelerator
+from offload.ranks.group import Alone
+from tests.devices import computed_on
 from tests.drives import drive_is
 from tests.reads import before_each_weight
 from tests.tiers.faulty_io import Fault, FaultyBackend
@@ -335,3 +339,27 @@ def test_what_keeps_a_meta_parameter_from_getting_memory_is_said() -> None:
     assert_same_bits(photo(model, optimizer), before)
     del reference
     offload.initialize(model, optimizer).close()
+
+
+def test_a_device_that_ranks_cannot_talk_between_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = in_memory()
+    before, given_back = photo(model, optimizer), list[Accelerator]()
+
+    def counted(kind: type[Accelerator]) -> type[Accelerator]:
+        def close(self: Accelerator) -> None:
+            given_back.append(self)
+            kind.close(self)
+
+        return type(kind.__name__, (kind,), {"close": close})
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no link between devices")
+
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", "cpu")
+    computed_on(monkeypatch, CpuAccelerator, counted)
+    with monkeypatch.context() as patch:
+        patch.setattr(Alone, "use_devices", fail)
+        with refused(RuntimeError, "no link"):
+            offload.initialize(model, optimizer)
+    assert len(given_back) == 1
+    assert_same_bits(photo(model, optimizer), before)
