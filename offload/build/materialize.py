@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
@@ -94,7 +95,8 @@ class InitialValues:
         return {f"the initial value of {fqn!r}": value for fqn, value in (self._checksums or {}).items()}
 
     def of(self, infos: Sequence[ParameterInfo]) -> dict[int, torch.Tensor]:
-        """Values by parameter index: CPU (or the parameter's own device), the parameter's shape, the dtype they come in."""
+        """Values by parameter index: CPU (or the parameter's own device), [numel] in the order of the slot, the dtype they come
+        in."""
         values: dict[int, torch.Tensor] = {}
         replayed: list[ParameterInfo] = []
         for info in infos:
@@ -118,7 +120,7 @@ class InitialValues:
             }
         if self._checksums is not None:
             self._checksums.update({info.fqn: checksum(values[info.index]) for info in infos})
-        return values
+        return {info.index: info.in_memory_order(values.pop(info.index)) for info in infos}
 
 
 def _loaded(source: WeightSource, name: str, parameter: nn.Parameter) -> torch.Tensor:
@@ -130,7 +132,20 @@ class NoValues(InitialValues):
     """Zeros: a load is about to bring the values."""
 
     def of(self, infos: Sequence[ParameterInfo]) -> dict[int, torch.Tensor]:
-        return {info.index: torch.zeros((), dtype=info.dtype, device="cpu").expand(info.shape) for info in infos}
+        return {info.index: torch.zeros((), dtype=info.dtype, device="cpu").expand(info.numel) for info in infos}
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What a unit begins with: values, and moments by name, both by parameter index and as [numel] in the order of the slot."""
+
+    values: Mapping[int, torch.Tensor]
+    moments: Mapping[int, Mapping[str, torch.Tensor]]
+    """Of what is trained."""
+
+    def given(self, chunk: Chunk) -> set[str]:
+        """The moments that there are of any of the chunk."""
+        return {name for info in chunk.infos for name in self.moments.get(info.index, {})}
 
 
 class Materializer:
@@ -177,12 +192,12 @@ class Materializer:
             self._pool.close()
 
     def _unit(self, unit: Unit) -> None:
-        values = self._values.of(unit.parameters)
-        states = {info.index: self._initial_moments(info) for info in unit.parameters if info.trainable}
+        moments = {info.index: self._initial_moments(info) for info in unit.parameters if info.trainable}
+        content = _Content(self._values.of(unit.parameters), moments)
         for chunk in unit.homes:
-            self._chunk_parameters(chunk, values)
+            self._chunk_parameters(chunk, content)
         for records, chunk in self._record_chunks(unit):
-            self._chunk_record(records, chunk, values, states)
+            self._chunk_record(records, chunk, content)
 
     def _record_chunks(self, unit: Unit) -> list[tuple[RecordStore, Chunk]]:
         records = self._records
@@ -214,90 +229,67 @@ class Materializer:
             if home is None and purpose == _TO_FILE:
                 yield records.nbytes(chunk)
             elif home is not None and purpose == _TO_DEVICE and chunk.route.records_in is Memory.DEVICE:
-                given = {name for info, _ in chunk.pieces for name in self._state_of(info).moments}
+                given = {name for info in chunk.infos for name in self._state_of(info).moments}
                 yield sum(count * dtype.itemsize for _, dtype, count in _written(records, chunk, given))
 
     # ---- chunks ----------------------------------------------------------------------------------------------------
 
-    def _chunk_parameters(self, chunk: Chunk, values: Mapping[int, torch.Tensor]) -> None:
+    def _chunk_parameters(self, chunk: Chunk, content: _Content) -> None:
         home = self._home(chunk)
         if home is None:
             lease = self._pool.lease(_TO_FILE)
-            content = lease.tensor[: self._parameter_store.nbytes(chunk)].zero_()
-            self._put_values(chunk, content[: chunk.nbytes], values)
-            lease.release(after=self._parameter_store.write(chunk, content))
+            made = lease.tensor[: self._parameter_store.nbytes(chunk)].zero_()
+            self._put_values(chunk, made[: chunk.nbytes], content)
+            lease.release(after=self._parameter_store.write(chunk, made))
         elif chunk.route.home_in is Memory.HOST:
-            self._put_values(chunk, home, values)
+            self._put_values(chunk, home, content)
         else:
             lease = self._pool.lease(_TO_DEVICE)
-            content = lease.tensor[: chunk.nbytes].zero_()
-            self._put_values(chunk, content, values)
-            lease.release(after=self._accelerator.copy_in(home, content))
+            made = lease.tensor[: chunk.nbytes].zero_()
+            self._put_values(chunk, made, content)
+            lease.release(after=self._accelerator.copy_in(home, made))
 
-    def _put_values(self, chunk: Chunk, target: torch.Tensor, values: Mapping[int, torch.Tensor]) -> None:
+    def _put_values(self, chunk: Chunk, target: torch.Tensor, content: _Content) -> None:
         typed = target.view(chunk.flat.dtype)
         for info, piece in chunk.pieces:
-            low, high = piece.start - chunk.start, piece.stop - chunk.start
-            ordered = info.in_memory_order(values[info.index])
-            part = ordered[piece.in_parameter]
+            part = content.values[info.index][piece.in_parameter]
+            goal = typed[piece.start - chunk.start : piece.stop - chunk.start]
             if self._records is not None and info.trainable and self._records.format(chunk).state_format.is_split:
-                self._records.format(chunk).round_values(typed[low:high], part.float())
+                self._records.format(chunk).round_values(goal, part.float())
             else:
-                typed[low:high].copy_(part)
+                goal.copy_(part)
 
-    def _chunk_record(
-        self,
-        records: RecordStore,
-        chunk: Chunk,
-        values: Mapping[int, torch.Tensor],
-        states: Mapping[int, Mapping[str, torch.Tensor]],
-    ) -> None:
-        has_master = records.format(chunk).own_master
-        given = {name for info, _ in chunk.pieces for name in states.get(info.index, {})}
-        if (not has_master and not given) or not records.nbytes(chunk):
+    def _chunk_record(self, records: RecordStore, chunk: Chunk, content: _Content) -> None:
+        if not (records.format(chunk).own_master or content.given(chunk)) or not records.nbytes(chunk):
             return  # a store reads as zeros where nothing was written, and zero is what moments start from
         home = records.view(chunk)
         if home is None:
             lease = self._pool.lease(_TO_FILE)
-            content = lease.tensor[: records.nbytes(chunk)].zero_()
-            self._put_record(chunk, records.over(chunk, content), values, states)
-            lease.release(after=records.write(chunk, content))
+            made = lease.tensor[: records.nbytes(chunk)].zero_()
+            self._put_record(chunk, records.over(chunk, made), content)
+            lease.release(after=records.write(chunk, made))
         elif chunk.route.records_in is Memory.HOST:
-            self._put_record(chunk, records.over(chunk, home), values, states)
+            self._put_record(chunk, records.over(chunk, home), content)
         else:
-            self._copy_record(chunk, records, home, given, values, states)
+            self._copy_record(records, chunk, home, content)
 
-    def _copy_record(
-        self,
-        chunk: Chunk,
-        records: RecordStore,
-        home: torch.Tensor,
-        given: Set[str],
-        values: Mapping[int, torch.Tensor],
-        states: Mapping[int, Mapping[str, torch.Tensor]],
-    ) -> None:
+    def _copy_record(self, records: RecordStore, chunk: Chunk, home: torch.Tensor, content: _Content) -> None:
         """To the device, those arrays that are not zeros there already."""
         lease = self._pool.lease(_TO_DEVICE)
         arrays, start = {}, 0
-        for name, dtype, count in _written(records, chunk, given):
+        for name, dtype, count in _written(records, chunk, content.given(chunk)):
             stop = start + count * dtype.itemsize
             arrays[name], start = lease.tensor[start:stop].zero_().view(dtype), stop
-        self._put_record(chunk, Record(records.format(chunk), arrays), values, states)
+        self._put_record(chunk, Record(records.format(chunk), arrays), content)
         targets = records.over(chunk, home).arrays
         lease.release(after=AllOf([self._accelerator.copy_in(targets[name], array) for name, array in arrays.items()]))
 
     @staticmethod
-    def _put_record(
-        chunk: Chunk,
-        record: Record,
-        values: Mapping[int, torch.Tensor],
-        states: Mapping[int, Mapping[str, torch.Tensor]],
-    ) -> None:
+    def _put_record(chunk: Chunk, record: Record, content: _Content) -> None:
         for info, piece in chunk.pieces:
-            low, high = piece.start - chunk.start, piece.stop - chunk.start
-            part = piece.in_parameter
-            record.put_master(low, high, info.in_memory_order(values[info.index])[part])
-            for name, moment in states.get(info.index, {}).items():
+            low, high, part = piece.start - chunk.start, piece.stop - chunk.start, piece.in_parameter
+            record.put_master(low, high, content.values[info.index][part])
+            for name, moment in content.moments.get(info.index, {}).items():
                 if name in record.arrays:
                     record.put_moment(name, low, high, moment[part])
 

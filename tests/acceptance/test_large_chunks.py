@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models with many chunks have larger ones: the same bits."""
+"""Models with many chunks have larger ones: the same bits. What is made for all chunks of a parameter is made once."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import offload
 from offload import layout
+from offload.model.flat import ParameterInfo
 from tests.inside import layout_of
 from tests.small_sizes import small
 
@@ -45,3 +47,36 @@ def test_larger_chunks_change_no_bit(setup: Setup, nvme: Path, monkeypatch: pyte
     larger, found = trained(setup, nvme, monkeypatch)
     assert (usual, larger) == (layout.CHUNK_NUMEL, 8 * layout.CHUNK_NUMEL)
     assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("setup", [ON_CPU, ON_NVME, ON_NVME_IN_PLACE], ids=lambda setup: setup.name)
+def test_a_value_in_another_order_is_brought_into_its_own_once(
+    setup: Setup, nvme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For all chunks: values of a file, and the zeros of parts that are made anew."""
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", setup.accelerator)
+    small(monkeypatch, chunk_numel=4096)
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    model[0].weight = nn.Parameter(model[0].weight.detach().t().clone(memory_format=torch.preserve_format))
+    model[1].requires_grad_(False)
+    values = {fqn: torch.randn(value.shape) for fqn, value in model.state_dict().items()}
+    save_file(values, tmp_path / "model.safetensors")
+    optimizer, config = adamw(model), offload.Config(**setup.fields(nvme))
+    numel, ordered = model[0].weight.numel(), list[int]()
+
+    def counted(self: ParameterInfo, tensor: torch.Tensor) -> torch.Tensor:
+        made = in_memory_order(self, tensor)
+        ordered.append(self.index if made.data_ptr() != tensor.data_ptr() else -1)
+        return made
+
+    in_memory_order = ParameterInfo.in_memory_order
+    monkeypatch.setattr(ParameterInfo, "in_memory_order", counted)
+    with offload.initialize(model, optimizer, config, weights=tmp_path / "model.safetensors") as engine:
+        assert layout_of(engine).chunk_numel < numel and ordered.count(0) == 1, "the weight that lies otherwise"
+        assert_same_bits(engine.state_dict(), values)
+        ordered.clear()
+        model[1].requires_grad_(True)
+        model(torch.randn(2, 256)).sum().backward()
+        engine.step()
+        assert set(ordered) == {-1}
