@@ -14,8 +14,9 @@ import json
 from pathlib import Path
 
 from offload.cli.text import format_nbytes, format_rate, format_seconds, table
+from offload.device.recording import COMPUTE
 from offload.profiling.advice import WORTH
-from offload.profiling.explanation import COMPUTE, Explanation, explain
+from offload.profiling.explanation import Explanation, explain
 from offload.profiling.trace_events import read_trace
 
 _LONGEST = 8

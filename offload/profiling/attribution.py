@@ -33,7 +33,6 @@ class Share:
     busy_ns: int = 0
     exposed_ns: int = 0
     nbytes: int = 0
-    count: int = 0
     idle_backward_ns: int = 0
     """While the model was in backward."""
 
@@ -75,9 +74,8 @@ def attributed(trace: Trace) -> Attribution:
     for event in trace.events:
         if event.link in LINKS:
             shares[event.link].nbytes += event.nbytes
-            shares[event.link].count += 1
-    if NVME_READ in shares or NVME_WRITE in shares:
-        shares[DRIVE].nbytes = sum(shares[row].nbytes for row in (NVME_READ, NVME_WRITE) if row in shares)
+    if drives := [shares[row] for row in (NVME_READ, NVME_WRITE) if row in shares]:
+        shares[DRIVE].nbytes = sum(one.nbytes for one in drives)
     found = Attribution(shares, defaultdict(int))
     on_host = bool(trace.facts.get("computes_on_host"))
     for lasts_ns, moment in _moments(trace):
@@ -159,7 +157,7 @@ class _Moment:
     def _on_link(self, link: str) -> list[Event]:
         if link not in LINKS:
             return []
-        return [event for row, events in self.active.items() if row.split(",")[0] == link for event in events]
+        return [event for events in self.active.values() for event in events if event.link == link]
 
 
 def _moments(trace: Trace) -> Iterator[tuple[int, _Moment]]:

@@ -7,11 +7,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from offload.device.recording import COMPUTE
 from offload.profiling.advice import Advice, Adviser
-from offload.profiling.attribution import DRIVE, OUTSIDE, Waited, attributed
+from offload.profiling.attribution import DRIVE, attributed
 from offload.profiling.trace_events import Trace
 
-COMPUTE = "compute"
 _BOUNDS = 0.1
 """Of a step: where compute stands still for less, it is compute that bounds the step."""
 
@@ -81,16 +81,12 @@ def explain(trace: Trace) -> Explanation:
         compute_seconds=compute,
         phases={name: seconds(ns) for name, ns in found.phases.items()},
         work=dict(sorted(work.items(), key=lambda item: -item[1].exposed_seconds)),
-        waits=[_wait(wait, seconds(ns)) for wait, ns in sorted(found.waits.items(), key=lambda item: -item[1])],
+        waits=[
+            Wait(wait.what, wait.unit, wait.on, seconds(ns))
+            for wait, ns in sorted(found.waits.items(), key=lambda item: -item[1])
+        ],
         bottleneck=worst if is_exposed else COMPUTE,
         floor_of=floor_of,
         floor_seconds=busy[floor_of],
         advice=Adviser(trace, found).advice(),
     )
-
-
-def _wait(wait: Waited, seconds: float) -> Wait:
-    return Wait(wait.what, wait.unit, wait.on, seconds)
-
-
-__all__ = ["COMPUTE", "OUTSIDE", "Explanation", "Wait", "Work", "explain"]

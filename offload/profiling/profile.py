@@ -10,7 +10,7 @@ from typing import Any
 
 from offload.config import Config
 from offload.device.recording import Recording
-from offload.errors import ConfigError, StorageError, UsageError
+from offload.errors import ConfigError, UsageError
 from offload.profiling.trace_events import Trace, events_of, write_trace
 from offload.step.components import Components
 from offload.tiers.io.failure import storage_error
@@ -58,7 +58,7 @@ class Profile:
         try:
             write_trace(Trace(events, facts), self.path)
         except OSError as error:
-            raise _failed(error, self.path) from error
+            raise storage_error("cannot write the profile to", self.path, error.errno or 0) from error
 
     def __enter__(self) -> Profile:
         return self
@@ -103,7 +103,3 @@ def _units_by_place(parts: Components) -> dict[object, str]:
                 found[chunk.gradient.store, chunk.gradient.extent] = unit.name
                 found.update(((chunk.gradient.wide_store, extent), unit.name) for extent in chunk.gradient.wide_extents)
     return found
-
-
-def _failed(error: OSError, path: Path) -> StorageError:
-    return storage_error("cannot write the profile to", path, error.errno or 0)

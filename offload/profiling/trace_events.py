@@ -62,7 +62,7 @@ class Trace:
 
 def events_of(ops: Iterable[Op], start_ns: int, unit_of: Callable[[object], str]) -> tuple[Event, ...]:
     """In the order of their beginning. `unit_of`: the unit that lies at an op's place."""
-    made = [
+    return _in_order(
         Event(
             op.row,
             op.kind,
@@ -74,8 +74,12 @@ def events_of(ops: Iterable[Op], start_ns: int, unit_of: Callable[[object], str]
             op.awaits,
         )
         for op in ops
-    ]
-    return tuple(sorted(made, key=lambda event: (event.start_ns, -event.end_ns)))
+    )
+
+
+def _in_order(events: Iterable[Event]) -> tuple[Event, ...]:
+    """By their beginning; what encloses others comes before them."""
+    return tuple(sorted(events, key=lambda event: (event.start_ns, -event.end_ns)))
 
 
 # ---- writing -------------------------------------------------------------------------------------------------------------
@@ -139,7 +143,7 @@ def _rows(events: Sequence[Event]) -> list[tuple[str, list[_Drawn]]]:
     order = (MAIN, COMPUTE, *LINKS)
 
     def place(row: str) -> tuple[int, str]:
-        link = row.split(",")[0]
+        link = by_row[row][0].link
         return (order.index(link) if link in order else len(order)), row
 
     found: list[tuple[str, list[_Drawn]]] = []
@@ -199,8 +203,7 @@ def read_trace(path: Path) -> Trace:
     if facts[_MARK] != FORMAT:
         raise ConfigError(f"{str(path)!r} is a trace of format {facts[_MARK]!r}; this version reads {FORMAT}. Record it anew.")
     try:
-        events = tuple(_event(one) for one in content["traceEvents"] if one["ph"] == "X")
-        trace = Trace(tuple(sorted(events, key=lambda event: (event.start_ns, -event.end_ns))), facts)
+        trace = Trace(_in_order(_event(one) for one in content["traceEvents"] if one["ph"] == "X"), facts)
         if trace.duration_ns <= 0 or trace.step_count <= 0:
             raise ValueError("it lasted no time")
     except (KeyError, TypeError, ValueError) as error:
