@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -137,7 +136,7 @@ def rehearse(
     then.
 
     Raises what `loop` raises: `BudgetError` where no placement fits."""
-    with _inside(virtual):
+    with virtual.running(), CountedOperations(virtual), fused_attention():
         engine = loop.begin()
         is_first = not gc.get_freeze_count()
         try:
@@ -158,12 +157,6 @@ def rehearse(
             if is_first:
                 gc.unfreeze()
             engine.close()
-
-
-@contextmanager
-def _inside(virtual: VirtualMachine) -> Iterator[None]:
-    with virtual.running(), CountedOperations(virtual), fused_attention():
-        yield
 
 
 _NOW, _COMPUTED, _VALUES = ("", "seconds"), ("", "computed"), ("", "values")
@@ -278,13 +271,9 @@ def _forecast(engine: Rehearsed, virtual: VirtualMachine, spent: _Counters, toke
     links = LINKS if virtual.rank_count == 1 else (*LINKS, COLLECTIVES)
     if COLLECTIVES in links:
         floors[COLLECTIVES] = spent[COLLECTIVES, "needed"]
-    hidden: dict[str, float | None] = {}
-    exposed: dict[str, float] = {}
-    for link, resource in (*zip(links, links, strict=True), ("host_memory", "memory_bandwidth")):
-        busy, under = spent[resource, "busy"], spent[resource, "hidden"]
-        exposed[link] = busy - under
-        if link in links:
-            hidden[link] = under / busy if busy > 0 else None
+    hidden = {link: spent[link, "hidden"] / busy if (busy := spent[link, "busy"]) > 0 else None for link in links}
+    exposed = {link: spent[link, "busy"] - spent[link, "hidden"] for link in (*links, "memory_bandwidth")}
+    exposed["host_memory"] = exposed.pop("memory_bandwidth")
     on_nvme = sum(line["nbytes"] for line in stats["planned"] if line["tier"] == "nvme")
     in_use = virtual.memory.peak_nbytes  # with host memory, where the model computes on it
     peak = {"device": 0, "cpu": stats["host_peak_nbytes"], "nvme": on_nvme} | {machine.model_tier: in_use}
