@@ -120,13 +120,18 @@ def _launch_seconds(device: torch.device) -> float:
     def step() -> None:
         block(tokens).sum().backward()
 
-    count = operation_rates([step], device, 0.0).count
+    operation_count = operation_rates([step], device, 0.0).count
+    return _processor_seconds(step, 20) / operation_count
+
+
+def _processor_seconds(step: Callable[[], object], count: int) -> float:
+    """The median of so many calls."""
     times = []
-    for _ in range(20):
+    for _ in range(count):
         start = time.process_time()
         step()
         times.append(time.process_time() - start)
-    return median_high(times) / count
+    return median_high(times)
 
 
 # ---- device and drive ------------------------------------------------------------------------------------------------
@@ -185,38 +190,32 @@ def _call_seconds(machine: Machine) -> float:
     which calls take nothing, over their number."""
     config = offload.Config(parameters="cpu", optimizer_states="cpu", update="step")
 
-    def begin(device: str) -> tuple[nn.Module, offload.Engine]:
+    def begin(device: str) -> offload.Engine:
         with torch.device(device):
             model = _Small()
-        return model, offload.initialize(model, torch.optim.AdamW(model.parameters(), foreach=False), config)
+        return offload.initialize(model, torch.optim.AdamW(model.parameters(), foreach=False), config)
 
-    def micro_batch(model: nn.Module, engine: offload.Engine, device: str) -> None:
-        engine.backward(model(torch.zeros(1, 32, device=device)).sum())
+    def micro_batch(engine: offload.Engine, device: torch.device | str) -> None:
+        engine.backward(engine.module(torch.zeros(1, 32, device=device)).sum())
 
     def end(engine: offload.Engine) -> None:
         engine.step()
         engine.zero_grad()
 
-    model, engine = begin("cpu")
-    with engine:
-        times = []
-        device = str(engine.module.blocks[0][0].weight.device)  # type: ignore[union-attr, index]
-        for _ in range(_SMALL_STEPS):
-            start = time.process_time()
-            micro_batch(model, engine, device)
-            end(engine)
-            times.append(time.process_time() - start)
-    virtual, counts, made = VirtualMachine(machine), [0], list[nn.Module]()
+    with begin("cpu") as engine:
+        device = next(engine.module.parameters()).device
 
-    def begin_virtual() -> offload.Engine:
-        model, engine = begin("meta")
-        made.append(model)
-        return engine
+        def step() -> None:
+            micro_batch(engine, device)
+            end(engine)
+
+        real_seconds = _processor_seconds(step, _SMALL_STEPS)
+    virtual, counts = VirtualMachine(machine), [0]
 
     def micro_batch_virtual(engine: offload.Engine) -> None:
         counts.append(virtual.calls)
-        micro_batch(made[0], engine, "meta")
+        micro_batch(engine, "meta")
 
-    found = rehearse(virtual, Loop(begin_virtual, micro_batch_virtual, end), tokens=1)
+    found = rehearse(virtual, Loop(lambda: begin("meta"), micro_batch_virtual, end), tokens=1)
     calls = counts[-1] - counts[-2]
-    return max((median_high(times) - found.step_seconds) / max(calls, 1), 1e-7)
+    return max((real_seconds - found.step_seconds) / max(calls, 1), 1e-7)
