@@ -164,8 +164,7 @@ class Windows:
         held_out_count = max(1, int(count * HELD_OUT_SHARE))
         if count - held_out_count < batch:
             raise ConfigError(
-                f"the data holds {len(stream)} tokens, and one batch of {batch} x {sequence} with a window held out "
-                "needs "
+                f"the data holds {len(stream)} tokens, and one batch of {batch} x {sequence} with a window held out needs "
                 f"{(batch + held_out_count) * sequence}: give more text, or lower --batch or --sequence."
             )
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed), dtype=torch.int32, device="cpu")

@@ -83,8 +83,26 @@ def build_model(choice: ModelChoice, seed: int, lora_rank: int | None = None) ->
     `lora_rank`: its own parameters are frozen, and adapters of this rank on all linear layers but the head are trained."""
     torch.manual_seed(seed)
     with offload.deferred_init():
-        model = _construct(choice)
-        return model if lora_rank is None else _with_adapters(model, lora_rank)
+        return _construct(choice, lora_rank)
+
+
+def build_outline(choice: ModelChoice, lora_rank: int | None = None) -> nn.Module:
+    """The model on the meta device, without values: shapes are all there is. `lora_rank`: as of `build_model`."""
+    with torch.device("meta"):
+        return _construct(choice, lora_rank)
+
+
+def _construct(choice: ModelChoice, lora_rank: int | None) -> nn.Module:
+    transformers = require_transformers()
+    try:
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(choice.config)
+    except OffloadError:
+        raise
+    except Exception as error:  # whatever a hand-made config makes of the model's own code
+        raise ConfigError(
+            f"{choice.title} cannot be built as a causal language model: {first_line(error).rstrip('.')}."
+        ) from error
+    return model if lora_rank is None else _with_adapters(model, lora_rank)
 
 
 def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
@@ -95,26 +113,6 @@ def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
     adapters = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     adapted: nn.Module = get_peft_model(model, adapters)
     return adapted
-
-
-def build_outline(choice: ModelChoice, lora_rank: int | None = None) -> nn.Module:
-    """The model on the meta device, without values: shapes are all there is. `lora_rank`: as of `build_model`."""
-    with torch.device("meta"):
-        model = _construct(choice)
-        return model if lora_rank is None else _with_adapters(model, lora_rank)
-
-
-def _construct(choice: ModelChoice) -> nn.Module:
-    transformers = require_transformers()
-    try:
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(choice.config)
-    except OffloadError:
-        raise
-    except Exception as error:  # whatever a hand-made config makes of the model's own code
-        raise ConfigError(
-            f"{choice.title} cannot be built as a causal language model: {_first_line(error).rstrip('.')}."
-        ) from error
-    return model
 
 
 def make_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
@@ -143,7 +141,7 @@ def _existing(path: Path) -> ModelChoice:
     try:
         config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # each version of transformers refuses what it finds by exceptions of other kinds
-        raise ConfigError(f"{str(source)!r} cannot be read as a model's configuration: {_first_line(error)}") from error
+        raise ConfigError(f"{str(source)!r} cannot be read as a model's configuration: {first_line(error)}") from error
     config.use_cache = False
     name = path.name or str(path)
     title = name if config.model_type in name else f"{config.model_type} of {name}"
@@ -159,9 +157,8 @@ def _weights_in(path: Path) -> Path | None:
         other = next(path.glob(pattern), None)
         if other is not None and not other.name.startswith("training_args"):
             raise ConfigError(
-                f"{str(path)!r} holds weights as {other.name}, and what can be streamed is "
-                f"{' or '.join(WEIGHT_FILES)}: convert "
-                "them (save_pretrained of a model loaded from there), or name the config.json for a new model."
+                f"{str(path)!r} holds weights as {other.name}, and what can be streamed is {' or '.join(WEIGHT_FILES)}: "
+                "convert them (save_pretrained of a model loaded from there), or name the config.json for a new model."
             )
     return None
 
@@ -193,7 +190,8 @@ def _shaped(args: argparse.Namespace, vocabulary_size: int, sequence: int) -> Mo
     return ModelChoice(config, None, f"new Llama, {layers} blocks of width {hidden}")
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Of its message, with the second where that only leads to it."""
     lines = [*map(str.strip, str(error).strip().splitlines()), ""]
     if not lines[0]:
         return type(error).__name__

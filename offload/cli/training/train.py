@@ -38,7 +38,7 @@ from offload.cli.arguments import (
     seed,
 )
 from offload.cli.corpus import BYTE_VOCABULARY_SIZE, ByteStream, TokenizedStream, TokenStream, Windows, find_documents
-from offload.cli.models import ModelChoice, build_model, choose_model, make_optimizer, require_transformers
+from offload.cli.models import ModelChoice, build_model, choose_model, first_line, make_optimizer, require_transformers
 from offload.cli.plans.outline import check_room
 from offload.cli.progress import ProgressLine
 from offload.cli.text import format_count, format_nbytes
@@ -150,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
                 meter.read()
                 io = meter.io
                 if not interruption.requested:
-                    evaluate(args, model, windows, measurements, interruption)
+                    loop.evaluate()
                 if args.export is not None and not interruption.requested:
                     with measurements.phase("export"), progress.showing():
                         engine.export(args.export, merged=args.merged)
@@ -202,8 +202,7 @@ def _tokenizer(args: argparse.Namespace) -> Any:
     try:
         return transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"--tokenizer {str(folder)!r} cannot be read: {reason}") from error
+        raise ConfigError(f"--tokenizer {str(folder)!r} cannot be read: {first_line(error)}") from error
 
 
 def _build(
@@ -282,6 +281,7 @@ class _Loop:
         """Of `--profile`, from when it began."""
         self._last_count = args.steps or (_DEFAULT_STEPS if args.seconds is None else None)
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, self._lr_factor)
+        self._device = next(engine.module.parameters()).device
 
     def run(self, token_count: int) -> None:
         """Steps until their number, the time, or a signal says stop."""
@@ -333,7 +333,7 @@ class _Loop:
     def _micro_batch(self) -> float:
         measurements = self._measurements
         with measurements.phase("data"):
-            batch = next(self._batches).to(_device_of(self._model))
+            batch = next(self._batches).to(self._device)
         with measurements.phase("forward"):
             loss: torch.Tensor = self._model(input_ids=batch, labels=batch).loss
         with measurements.phase("backward"):
@@ -342,11 +342,29 @@ class _Loop:
         measurements.token_count += batch.numel()
         return value
 
+    def evaluate(self) -> float | None:
+        """Mean loss per token over the held-out batches, without gradients; over fewer of them where a signal comes, and None
+        where it comes before the first, or --eval-batches is 0."""
+        measurements, total, count = self._measurements, 0.0, 0
+        self._model.eval()
+        with measurements.phase("evaluation"), torch.no_grad():
+            for batch in self._windows.held_out_batches(self._args.eval_batches):
+                if self._interruption.requested:
+                    break
+                batch = batch.to(self._device)
+                predicted = batch.numel() - batch.shape[0]
+                total += float(self._model(input_ids=batch, labels=batch).loss) * predicted
+                count += predicted
+        if not count:
+            return None
+        measurements.held_out_loss, measurements.held_out_tokens = total / count, count
+        return measurements.held_out_loss
+
     def _evaluate_if_due(self) -> None:
         step, every = self._measurements.total_step_count, self._args.eval_every
         if every is None or step % every or step == self._last_count or self._interruption.requested:
             return
-        loss = evaluate(self._args, self._model, self._windows, self._measurements, self._interruption)
+        loss = self.evaluate()
         self._model.train()
         if loss is None:
             return
@@ -361,28 +379,3 @@ class _Loop:
             return 1.0
         share = min(1.0, (step - self._args.warmup) / max(1, self._last_count - self._args.warmup))
         return _FINAL_LR_SHARE + (1 - _FINAL_LR_SHARE) * 0.5 * (1 + math.cos(math.pi * share))
-
-
-def evaluate(
-    args: argparse.Namespace, model: nn.Module, windows: Windows, measurements: Measurements, interruption: Interruption
-) -> float | None:
-    """Mean loss per token over the held-out batches, without gradients; over fewer of them where a signal comes, and None where
-    it comes before the first, or --eval-batches is 0."""
-    total, count = 0.0, 0
-    model.eval()
-    with measurements.phase("evaluation"), torch.no_grad():
-        for batch in windows.held_out_batches(args.eval_batches):
-            if interruption.requested:
-                break
-            batch = batch.to(_device_of(model))
-            predicted = batch.numel() - batch.shape[0]
-            total += float(model(input_ids=batch, labels=batch).loss) * predicted
-            count += predicted
-    if not count:
-        return None
-    measurements.held_out_loss, measurements.held_out_tokens = total / count, count
-    return measurements.held_out_loss
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
