@@ -249,9 +249,14 @@ class TakenModel:
 
     def end(self) -> None:
         """Give back everything that was taken; the first failure of it is raised after all of it."""
+        try:
+            if self.profile is not None:
+                self.profile.close()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
         parts = self.parts
-        if self.profile is not None:
-            self.profile.close()
         for methods in self._methods:
             methods.give_back()
         self.hooks.remove()

@@ -171,6 +171,21 @@ def test_what_cannot_be_is_refused_before_anything(opened: Callable[..., Any], t
     assert accelerator_of(engine).recorder.to is None
 
 
+def test_a_trace_that_cannot_be_written_keeps_nothing_open(opened: Callable[..., Any], tmp_path: Path) -> None:
+    model = stack(width=16)
+    engine = opened(model, adamw(model), ON_CPU)
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    engine.profile(folder / "trace.json")
+    stepper(engine, model)(1)
+    made = parts_of(engine).made
+    assert made
+    folder.rmdir()
+    with pytest.raises(offload.StorageError, match="cannot write the profile to"):
+        engine.close()
+    assert not made and not any(module._forward_pre_hooks for module in model.modules())
+
+
 def test_what_raises_meanwhile_leaves_a_trace_too(opened: Callable[..., Any], tmp_path: Path) -> None:
     model = stack(width=16)
     engine = opened(model, adamw(model), ON_CPU)
