@@ -48,12 +48,12 @@ def _text(found: Explanation) -> str:
     if found.work:
         header = ("link or lane", "busy", "hidden", "waited for", "moved", "at")
         lines += ["", "A step", table(header, [_row(found, name) for name in found.work])]
-    if found.waits:
-        rows = [
-            (f"{one.seconds * 1e3:.1f} ms", one.what, one.unit or "-", one.on)
-            for one in found.waits[:_LONGEST]
-            if one.seconds * 1e3 >= 0.05
-        ]
+    rows = [
+        (f"{one.seconds * 1e3:.1f} ms", one.what, one.unit or "-", one.on)
+        for one in found.waits[:_LONGEST]
+        if one.seconds * 1e3 >= 0.05
+    ]
+    if rows:
         lines += ["", "Compute stood still, a step", table(("for", "waiting for", "of unit", "because of"), rows)]
     if found.advice:
         lines += ["", "What would help, at most"]

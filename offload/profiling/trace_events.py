@@ -91,7 +91,7 @@ def write_trace(trace: Trace, path: Path) -> None:
     try:
         beside.write_text(json.dumps(as_json(trace)), encoding="utf-8")
         beside.replace(path)
-    except OSError:
+    except BaseException:
         beside.unlink(missing_ok=True)
         raise
 
@@ -206,11 +206,15 @@ def read_trace(path: Path) -> Trace:
         trace = Trace(_in_order(_event(one) for one in content["traceEvents"] if one["ph"] == "X"), facts)
         if trace.duration_ns <= 0 or trace.step_count <= 0:
             raise ValueError("it lasted no time")
+        if missing := _READ_FACTS - facts.keys():
+            raise ValueError(f"it does not say its {min(missing)}")
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{str(path)!r} is a damaged trace ({error}). Record it anew.") from error
     return trace
 
 
+_READ_FACTS = {"settings", "planned", "dtypes", "unified"}
+"""Beside those of `Trace`, what advice follows from."""
 _EXPECTED = "Expected: what engine.profile(path) or `python -m offload plan --machine NAME --trace path` wrote."
 
 

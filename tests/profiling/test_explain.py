@@ -174,6 +174,23 @@ def test_written_and_read_again(tmp_path: Path) -> None:
     assert [child.name for child in tmp_path.iterdir()] == ["trace.json"]
 
 
+def test_an_interrupt_leaves_no_half_of_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "replace", interrupted)
+        write_trace(trace_of(*use("forward", "a", 0, 1)), tmp_path / "trace.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_waits_that_are_too_short_to_be_listed_have_no_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.json"
+    write_trace(trace_of(*wait("fetch", "b", 0, 1e-5, (H2D,)), *use("forward", "a", 1e-5, 10)), path)
+    assert main(["explain", str(path)]) == 0
+    assert "stood still" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -184,6 +201,7 @@ def test_written_and_read_again(tmp_path: Path) -> None:
         ('{"traceEvents": [{"ph": "X"}], "otherData": {"offload_trace": 1}}', "is a damaged trace"),
         ('{"otherData": {"offload_trace": 1}}', "is a damaged trace"),
         ('{"traceEvents": [], "otherData": {"offload_trace": 1, "duration_ns": 0, "steps": 1}}', "it lasted no time"),
+        ('{"traceEvents": [], "otherData": {"offload_trace": 1, "duration_ns": 1, "steps": 1}}', "it does not say its dtypes"),
         (None, "cannot be read: No such file"),
     ],
 )
