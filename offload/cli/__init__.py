@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m offload`: train, plan, probe, bench and info. An adapter on the public API."""
+"""`python -m offload`: a module for each command (`main.py` lists them). An adapter on the public API."""

@@ -133,13 +133,13 @@ class Seen:
         return told
 
 
-def as_json(found: Forecast, seen: Seen, wishes: Wishes | None) -> str:
+def as_json(found: Forecast, seen: Seen, wishes: Wishes) -> str:
     """The object that `plan --json` prints."""
     values: dict[str, Any] = {"machine": seen.machine.name, "device_memory": seen.device_nbytes, **found.as_json()}
     values["days"] = seen.days(found)
     values["nvme_written_per_day"], values["nvme_years"] = wear(found, seen.machine)
-    values["largest"] = wishes.largest if wishes is not None else {}
-    values["buys"] = [line.as_json() for line in wishes.buys] if wishes is not None else []
+    values["largest"] = wishes.largest
+    values["buys"] = [line.as_json() for line in wishes.buys]
     values["notes"] = seen.notes(found)
     return json.dumps(values)
 
@@ -156,7 +156,7 @@ def _time(years: float) -> str:
     return f"{years:.1f} years" if years >= 1 else f"{years * _YEAR_DAYS:.0f} days"
 
 
-def answer(found: Forecast, seen: Seen, title: str, wishes: Wishes | None) -> list[str]:
+def answer(found: Forecast, seen: Seen, title: str, wishes: Wishes) -> list[str]:
     """What a person asked, in five lines. `title`: the model."""
     machine, work = seen.machine, seen.work
     name = "this machine" if machine.name == "this" else machine.name
@@ -170,7 +170,7 @@ def answer(found: Forecast, seen: Seen, title: str, wishes: Wishes | None) -> li
     budget = format_nbytes(seen.device_nbytes).replace(" ", "") if seen.device_nbytes is not None else ""
     of_each = " of each rank" if work.ranks > 1 else ""
     last = f"{'; '.join(_places(found))}{f'; with --device-memory {budget}' if budget else ''}"
-    if not found.fits and wishes is not None and wishes.largest:
+    if not found.fits and wishes.largest:
         last = f"about the largest that fit, each alone: {_largest_text(wishes)}"
     return [
         first,
@@ -206,7 +206,7 @@ def _peaks(found: Forecast, machine: Machine) -> list[str]:
     ]
 
 
-def sections(found: Forecast, seen: Seen, wishes: Wishes | None) -> list[str]:
+def sections(found: Forecast, seen: Seen, wishes: Wishes) -> list[str]:
     """What stands below the answer."""
     if not found.peak_nbytes:
         return []
@@ -217,9 +217,7 @@ def sections(found: Forecast, seen: Seen, wishes: Wishes | None) -> list[str]:
         told.append(
             f"Written to the drives: {format_nbytes(written)} a day; at that rate their rated endurance lasts {_time(years)}"
         )
-    if wishes is not None:
-        told.append(_wishes_text(wishes))
-    return told
+    return [*told, _wishes_text(wishes)]
 
 
 def _memory_table(found: Forecast) -> str:

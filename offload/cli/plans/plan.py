@@ -44,7 +44,7 @@ from offload.cli.plans.on_machine import (
 )
 from offload.cli.plans.outline import Outline
 from offload.cli.plans.tables import tables_of
-from offload.cli.plans.what_if import wishes_of
+from offload.cli.plans.what_if import Wishes, wishes_of
 from offload.cli.text import format_count
 from offload.device.virtual.description import Machine, share_of
 from offload.device.virtual.machine import VirtualMachine
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     def outline_with(budgets: dict[str, int]) -> Outline:
         return Outline(model, optimizer, replace(config, **budgets), args.ranks)  # type: ignore[arg-type]
 
-    share, wishes = share_of(machine, args.ranks), None
+    share, wishes = share_of(machine, args.ranks), Wishes()
     if found.peak_nbytes:
         more = share_of(with_drives(machine, int(machine.nvme_drives) + 1), args.ranks)
         budgets = {"cpu_memory": _nbytes(config.cpu_memory), "device_memory": _nbytes(asked.device_memory)}

@@ -42,7 +42,7 @@ class Bought:
 @dataclass(frozen=True, slots=True)
 class Wishes:
     """`largest`: of parameters, batch and sequence, each with the others as they are. Of parameters as many as the drives hold;
-    none where what this model computes with is too much already."""
+    none where what this model computes with is too much already. Of a step that could not be run nothing is said."""
 
     largest: dict[str, int] = field(default_factory=dict)
     buys: list[Bought] = field(default_factory=list)

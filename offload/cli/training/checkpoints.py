@@ -36,14 +36,15 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise `ConfigError` for flags that say nothing without a folder, and for a folder that is none."""
-    if args.checkpoints is not None and args.checkpoints.exists() and not args.checkpoints.is_dir():
-        raise ConfigError(f"--checkpoints {str(args.checkpoints)!r} is not a folder: name one, or one to be made.")
-    if args.checkpoints is None:
+    folder: Path | None = args.checkpoints
+    if folder is None:
         for flag in ("save_every", "keep_last"):
             if getattr(args, flag) is not None:
                 raise ConfigError(f"--{flag.replace('_', '-')} needs a folder for checkpoints: give --checkpoints DIR.")
-    else:
-        check_can_be_written(args.checkpoints, "--checkpoints")
+        return
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--checkpoints {str(folder)!r} is not a folder: name one, or one to be made.")
+    check_can_be_written(folder, "--checkpoints")
 
 
 class Checkpoints:

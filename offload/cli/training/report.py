@@ -160,17 +160,12 @@ def _memory_table(report: dict[str, Any]) -> str:
 def _time_table(report: dict[str, Any]) -> str:
     seconds, steps = report["seconds"], report["step_count"]
     training = seconds["training"]
-    rows = [
-        (
-            name,
-            format_seconds(seconds[name]),
-            format_seconds(seconds[name] / steps),
-            f"{100 * seconds[name] / training:.1f} %",
-        )
-        for name in PHASES
-        if name in seconds
-    ]
-    rows.append(("training", format_seconds(training), format_seconds(training / steps), "100 %"))
+
+    def row(name: str, share: str) -> tuple[str, ...]:
+        return name, format_seconds(seconds[name]), format_seconds(seconds[name] / steps), share
+
+    rows = [row(name, f"{100 * seconds[name] / training:.1f} %") for name in PHASES if name in seconds]
+    rows.append(row("training", "100 %"))
     for name, title in (
         ("build", "before: build the model without memory"),
         ("initialize", "before: fill the tiers"),

@@ -171,12 +171,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_export(args: argparse.Namespace) -> None:
-    if args.merged and (args.export is None or args.lora is None):
+    folder: Path | None = args.export
+    if args.merged and (folder is None or args.lora is None):
         raise ConfigError("--merged says how an adapter is exported: give --lora and --export DIR too.")
-    if args.export is not None and args.export.exists() and not (args.export.is_dir() and not any(args.export.iterdir())):
-        raise ConfigError(f"--export {str(args.export)!r} is there already: name a folder that is not, or an empty one.")
-    if args.export is not None:
-        check_can_be_written(args.export, "--export")
+    if folder is None:
+        return
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ConfigError(f"--export {str(folder)!r} is there already: name a folder that is not, or an empty one.")
+    check_can_be_written(folder, "--export")
 
 
 def _check_profile(args: argparse.Namespace) -> None:
