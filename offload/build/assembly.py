@@ -68,7 +68,7 @@ def choose_accelerator() -> Accelerator:
     On a machine that exists only in numbers: its own."""
     if (machine := imagined()) is not None:
         return accelerator_on(machine)
-    name = os.environ.get(ACCELERATOR_VARIABLE, "") or ("cuda" if torch.cuda.is_available() else "cpu")
+    name = accelerator_name()
     if name == "cuda":
         return CudaAccelerator()
     if name == "cpu":
@@ -76,6 +76,11 @@ def choose_accelerator() -> Accelerator:
     if name == "deferred":
         return DeferredAccelerator(_count_in(SEED_VARIABLE) or 0, _count_in(DEVICE_NBYTES_VARIABLE))
     raise ConfigError(f"{ACCELERATOR_VARIABLE}={name!r} is unknown: expected cuda, cpu or deferred.")
+
+
+def accelerator_name() -> str:
+    """Of that on the machine that exists."""
+    return os.environ.get(ACCELERATOR_VARIABLE, "") or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _count_in(variable: str) -> int | None:

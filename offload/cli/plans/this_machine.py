@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import offload
+from offload.build.assembly import accelerator_name
 from offload.cli.plans.operation_rates import operation_rates
 from offload.cli.plans.rates import DIRECTIONS, Drive, link_rates, seconds_per_call, stream_bytes_per_second
 from offload.device.host_memory.memory_limits import host_memory_limit
@@ -46,7 +46,7 @@ def measure_machine(paths: Sequence[str], seconds: float, sample: Callable[[], o
     backward on the device, whose operations are looked at instead of those of a block of width 1024 with 256 tokens.
 
     Takes some 10 x `seconds`. Writes a scratch file of 512 MiB."""
-    on_gpu = torch.cuda.is_available() and os.environ.get("OFFLOAD_ACCELERATOR", "cuda") == "cuda"
+    on_gpu = torch.cuda.is_available() and accelerator_name() == "cuda"
     device = torch.device("cuda") if on_gpu else torch.device("cpu")
     sources: dict[str, str] = {}
     memory = stream_bytes_per_second(seconds)
