@@ -68,7 +68,7 @@ class Building:
         self._made: list[Closable] = [accelerator]
 
     def close(self) -> None:
-        """After a failure: take down what was made, last first."""
+        """After a failure, also one of another rank once all is made here: take down what was made, last first."""
         give_back(self._made)
 
     def finish(
@@ -117,13 +117,12 @@ class Building:
             units, fetcher, updates,
             trace=expected.trace, capacity=capacity, prefetch=placement.prefetch, timeline=timeline,
         )  # fmt: skip
-        made, self._made = self._made, []
         return Components(
             accelerator=accelerator, layout=self._layout, placement=placement, units=units,
             parameters=list(infos), pool=pool, ledger=self._ledger, timeline=timeline,
             fetcher=fetcher, residency=residency, expected=expected, ranks=self._ranks, meeting=of_ranks.meeting, intake=intake,
             parameter_store=parameter_store, records=records, gradients=gradients, updates=updates,
-            backend=storage.backend, made=made,
+            backend=storage.backend, made=self._made,
         )  # fmt: skip
 
     # ---- units ---------------------------------------------------------------------------------------------------

@@ -453,8 +453,9 @@ def distributed_checkpoint(fields: dict[str, Any], other: dict[str, Any], folder
 
 
 def differing(what: str) -> None:
-    """The ranks call initialize with something that differs."""
+    """The ranks call initialize with something that differs. What one of them had made is given back before that is raised."""
     rank, _ = place()
+    before = set(threading.enumerate())
     torch.manual_seed(5 + (rank if what == "seed" else 0))
     width = 16 + (rank if what == "shape" else 0)
     model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4))
@@ -468,6 +469,9 @@ def differing(what: str) -> None:
     try:
         with offload.initialize(model, optimizer, config):
             raise AssertionError("the difference was not seen")
+    except offload.OffloadError:
+        assert not [one.name for one in threading.enumerate() if "offload" in one.name and one not in before]
+        raise
     finally:
         os.environ["OFFLOAD_ACCELERATOR"] = "cpu"
 
