@@ -48,7 +48,7 @@ from offload.planning.placement import ALONE, Placement, RankGroup
 from offload.planning.use_trace import Expected
 from offload.ranks.all_or_none import Facts, together
 from offload.ranks.group import Group
-from offload.step.components import Components
+from offload.step.components import Closable, Components, give_back
 from offload.step.gradients.reduction import AVERAGE_VARIABLE, average_dtype
 
 _log = logging.getLogger(__name__)
@@ -88,6 +88,12 @@ def _count_in(variable: str) -> int | None:
     if text and not text.isdecimal():
         raise ConfigError(f"{variable}={text!r} is not a count: expected 0, 1, 2, ...")
     return int(text) if text else None
+
+
+def open_accelerator(made: list[Closable]) -> Accelerator:
+    """The chosen one, which is closed with what else is `made`."""
+    made.append(accelerator := choose_accelerator())
+    return accelerator
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +157,9 @@ class Assembly:
         """The parts; the model stays as it is. On several ranks collective: what fails on one fails on all."""
         ranks, config = self._ranks, self._config
         described = together(ranks, self._described, self._facts)
-        accelerator = together(ranks, choose_accelerator, lambda made: {"accelerator": made.name})
-        building: Building | None = None
+        made: list[Closable] = []
         try:
+            accelerator = together(ranks, lambda: open_accelerator(made), lambda one: {"accelerator": one.name})
             ranks.use_devices(accelerator.device)
             _native.warn_if_missing()
             known = described.known(accelerator, moments_of(self._optimizer))
@@ -169,12 +175,14 @@ class Assembly:
                 for line in lines_of(placement):
                     _log.info("%s", line)
             together(ranks, lambda: self._require_room(placement, described))
-            made = building = Building(accelerator, layout, placement, config, ranks, known.moments)
+            building = Building(made, accelerator, layout, placement, config, ranks, known.moments)
             return together(
-                ranks, lambda: self._finish(made, described, known.expected, accelerator.device), lambda _: made.value_facts
+                ranks,
+                lambda: self._finish(building, described, known.expected, accelerator.device),
+                lambda _: building.value_facts,
             )
         except BaseException:
-            (building or accelerator).close()
+            give_back(made)
             raise
 
     def _facts(self, described: Described) -> Facts:

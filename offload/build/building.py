@@ -24,7 +24,7 @@ from offload.planning.route import FetchPath, Memory, Route
 from offload.planning.use_trace import Expected
 from offload.ranks.group import Group
 from offload.step.chunk_stores import ParameterStore, RecordStore
-from offload.step.components import Closable, Components, give_back
+from offload.step.components import Closable, Components
 from offload.step.foundation import Foundation
 from offload.step.gradients.arrival import GradientArrival
 from offload.step.gradients.chunk_gradients import ChunkGradients
@@ -48,10 +48,11 @@ def by_unit(infos: Sequence[ParameterInfo], unit_count: int) -> list[list[Parame
 
 
 class Building:
-    """The parts while they are made, so that a failure can take them down. The model stays as it is."""
+    """The parts while they are made. The model stays as it is."""
 
     def __init__(
         self,
+        made: list[Closable],
         accelerator: Accelerator,
         layout: Layout,
         placement: Placement,
@@ -59,17 +60,14 @@ class Building:
         ranks: Group,
         moments: tuple[str, ...],
     ) -> None:
-        """`moments`: what the optimizer keeps (`offload.device.arithmetic.rules.MOMENTS`)."""
+        """`made`: what is made is added to it, so that a failure, also one of another rank, can take it down. `moments`: what
+        the optimizer keeps (`offload.device.arithmetic.rules.MOMENTS`)."""
         self._accelerator, self._layout, self._placement, self._config = accelerator, layout, placement, config
         self._ranks, self._moments = ranks, moments
         self._routes = placement.routes
         self.value_facts: dict[str, int] = {}
         self._ledger = MemoryLedger()
-        self._made: list[Closable] = [accelerator]
-
-    def close(self) -> None:
-        """After a failure, also one of another rank once all is made here: take down what was made, last first."""
-        give_back(self._made)
+        self._made = made
 
     def finish(
         self,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from offload.build.assembly import Known, choose_accelerator, lay_out, lay_out_together, specs_of
+from offload.build.assembly import Known, lay_out, lay_out_together, open_accelerator, specs_of
 from offload.build.building import Building
 from offload.build.materialize import NoValues
 from offload.config import Config
@@ -30,7 +30,7 @@ from offload.planning.placement import Placement
 from offload.planning.route import Route
 from offload.ranks.all_or_none import together
 from offload.ranks.group import Group
-from offload.step.components import Components
+from offload.step.components import Closable, Components, give_back
 
 Groups = Callable[[], Sequence[Mapping[str, Any]]]
 
@@ -121,17 +121,17 @@ def _made_anew(
     laid_out: Callable[[Accelerator], tuple[Layout, Placement]],
 ) -> Components:
     """`infos`: the parameters. `laid_out`: where they and their states lie."""
-    accelerator = choose_accelerator()
-    building: Building | None = None
+    made: list[Closable] = []
     try:
+        accelerator = open_accelerator(made)
         ranks.use_devices(accelerator.device)
-        made = building = Building(accelerator, *laid_out(accelerator), config, ranks, moments)
+        building = Building(made, accelerator, *laid_out(accelerator), config, ranks, moments)
         modules = [unit.modules for unit in parts.units]
         return together(
             ranks,
-            lambda: made.finish(modules, infos, parts.expected, NoValues(), lambda _: InitialState({}, 0)),
+            lambda: building.finish(modules, infos, parts.expected, NoValues(), lambda _: InitialState({}, 0)),
             call="making the parts anew",
         )
     except BaseException:
-        (building or accelerator).close()
+        give_back(made)
         raise
