@@ -60,7 +60,7 @@ class ChunkGradient:
     live           indices of the parameters whose gradient is there, or coming
     squares        by parameter index: the sums of squares of its piece; None: they are on the device. Written as pieces come,
                    also by the lane; dropped by the thread that drives the model
-    adopted           by parameter index: pieces that lie in autograd's own tensors instead of the buffer
+    adopted        by parameter index: pieces that lie in autograd's own tensors instead of the buffer
     jobs           what the buffer waits for before it may be read
     transfer       its last transfer between buffer and store
     opened         an update is reading it

@@ -35,10 +35,10 @@ from offload.planning.route import Route, ValuePath
 class UnitUses:
     """Written by `Uses` alone, as `UnitResidency` is by its own.
 
-    count       uses that have started and not ended; a unit in use is never evicted
-    held_count  those of them that last until `Uses.release`, whatever forwards come and go: at most `count`
-    called_count  those of them that are its own: neither held, nor another's whose companion it is
-    companions  units that come and go with this one, beside their own uses: it computes with their parameters
+    count         uses that have started and not ended; a unit in use is never evicted
+    held_count    those of them that last until `Uses.release`, whatever forwards come and go: at most `count`
+    called_count  those of them that are its own: neither held, nor of a unit whose companion it is
+    companions    units that come and go with this one, beside their own uses: it computes with their parameters
     """
 
     count: int = 0

@@ -86,7 +86,7 @@ class Rendezvous:
         self._blocked = NOT_BLOCKED
         self._action: Callable[[], Any] | None = None
         self._answer: list[Any] = []
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
         self._abandoned_because = ""
         self._watching = MeetingPoint.NONE
         self.asked: Asked = ranks.threads.queue()
@@ -182,11 +182,6 @@ class Rendezvous:
         self.wake()
 
     @property
-    def failure(self) -> BaseException | None:
-        """Why the ranks can meet no more, if they cannot."""
-        return self._failure
-
-    @property
     def is_idle(self) -> bool:
         """Whether nothing is asked for, and nobody waits."""
         return not (self._gathers or self._reductions or self._blocked.blocked)
@@ -205,8 +200,8 @@ class Rendezvous:
         self.asked.put(None)
 
     def _require_going_on(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
 
     # ---- the attendance ------------------------------------------------------------------------------------------
 
@@ -267,5 +262,5 @@ class Rendezvous:
     def fail(self, error: BaseException) -> None:
         """Nobody will attend any more: who waits, and who comes, gets this error."""
         with self._lock:
-            self._failure = error
+            self.failure = error
             self._bell.ring()

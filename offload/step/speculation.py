@@ -49,13 +49,8 @@ class Speculation:
         of a step, as far as the loop said."""
         self._parameter_store, self._records = parts.parameter_store, parts.records
         self._gradients, self._updates, self._residency = parts.gradients, parts.updates, parts.residency
-        self._units, self._accelerator, self._maker, self._late = (
-            parts.units,
-            parts.accelerator,
-            maker,
-            parts.expected.late_units,
-        )
-        self._homes = Homes(parts)
+        self._units, self._accelerator, self._late = parts.units, parts.accelerator, parts.expected.late_units
+        self._maker, self._homes = maker, Homes(parts)
         self._begins_early = begins_early and maker is not None
         self._norm_counts, self._said_count = norm_counts, micro_batches
         self._history = ClipHistory.before_the_first(norm_counts)

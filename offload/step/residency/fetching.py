@@ -90,10 +90,9 @@ class StagedFetcher(Fetcher):
         updates = self._updates
         update = updates.launch(unit) if updates is not None and unit.update is not None else None
         unit.fetch = fetch = Fetch()
-        if self._accelerator.copies_beside and (update is None or update.done()) and self._is_stored(unit):
-            fetch.job = self._lane.run_now(lambda: self._bring(unit, fetch.copies, update), unit)
-        else:
-            fetch.job = self._lane.submit(lambda: self._bring(unit, fetch.copies, update), unit)
+        at_once = self._accelerator.copies_beside and (update is None or update.done()) and self._is_stored(unit)
+        begin = self._lane.run_now if at_once else self._lane.submit
+        fetch.job = begin(lambda: self._bring(unit, fetch.copies, update), unit)
 
     def _is_stored(self, unit: Unit) -> bool:
         """Whether all of it lies in host memory, so that nothing but its update is waited for before the copies."""
