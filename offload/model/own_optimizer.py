@@ -12,7 +12,6 @@ others, so another size of the chunks can change a last bit, which it cannot wit
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,7 +20,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from offload.device.arithmetic.rules import MOMENTS
 from offload.errors import ConfigError
@@ -49,7 +47,8 @@ class OwnOptimizer:
 
     def step_of(self, group: Mapping[str, Any]) -> OwnStep:
         """With the group's numbers as they are now, also where they are tensors or lists that the loop changes in place."""
-        return OwnStep(self, copy.deepcopy({name: value for name, value in group.items() if name != "params"}))
+        options = {name: value for name, value in group.items() if name != "params"}
+        return OwnStep(self, {name: _kept(value) if name != "param_names" else value for name, value in options.items()})
 
     def made(self, options: Mapping[str, Any], parameter: nn.Parameter) -> Any:
         """One which has this one parameter, and has done nothing yet."""
@@ -69,7 +68,10 @@ class OwnStep:
     options: Mapping[str, Any]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, OwnStep) and self.optimizer is other.optimizer and _are_same(self.options, other.options)
+        if not isinstance(other, OwnStep) or self.optimizer is not other.optimizer:
+            return False
+        options, others = self.options, other.options
+        return options.keys() == others.keys() and all(_are_same(value, others[name]) for name, value in options.items())
 
     def __hash__(self) -> int:
         return hash(self.optimizer)
@@ -94,13 +96,25 @@ class OwnStep:
         return parameter.data
 
 
+def _kept(value: Any) -> Any:
+    """Of an option what it is now."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, list):
+        return list(map(_kept, value))
+    return tuple(map(_kept, value)) if type(value) is tuple else value
+
+
 def _are_same(one: Any, other: Any) -> bool:
-    """Values of options, with tensors in them perhaps."""
-    (leaves, structure), (others, other_structure) = pytree.tree_flatten(one), pytree.tree_flatten(other)
-    return structure == other_structure and all(
-        torch.equal(*pair) if isinstance(pair[0], Tensor) and isinstance(pair[1], Tensor) else pair[0] == pair[1]
-        for pair in zip(leaves, others, strict=True)
-    )
+    """Of one option two values, as `_kept` returned them."""
+    if one is other:
+        return True
+    if isinstance(one, (list, tuple)) and type(one) is type(other):
+        return len(one) == len(other) and all(map(_are_same, one, other))
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        are_tensors = isinstance(one, Tensor) and isinstance(other, Tensor)
+        return are_tensors and one.device == other.device and torch.equal(one, other)
+    return bool(one == other)
 
 
 def _step(optimizer: Any, parameter: nn.Parameter, g: Tensor) -> None:

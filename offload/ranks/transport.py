@@ -238,7 +238,7 @@ class Ranks:
 
     def statistics(self) -> dict[str, dict[str, int]]:
         """By verb: how often, and the bytes of the whole buffers that it was about."""
-        return {verb: dict(moved) for verb, moved in self._traffic.items()}
+        return {verb: dict(moved) for verb, moved in list(self._traffic.items())}  # a list: more may come meanwhile
 
     # ---- between GPUs --------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import torch
 
 import offload
 from offload.errors import ConfigError
+from offload.model.own_optimizer import own_optimizer
 
 
 class Averaging(torch.optim.Optimizer):
@@ -153,6 +154,21 @@ def test_updates_go_by_the_numbers_of_their_step(update: Any, tmp_path: Path) ->
     for ours, expected in zip(found, reference.parameters(), strict=True):
         torch.testing.assert_close(ours, expected.detach(), rtol=2e-6, atol=2e-6)
     assert counts == ([4, 0] if update == "backward" else [0, 0])
+
+
+def test_steps_of_equal_numbers_are_equal() -> None:
+    named = list(_model().named_parameters())
+    optimizer = torch.optim.RMSprop(named, lr=torch.tensor(0.01))
+    [group] = optimizer.param_groups
+    group["bounds"] = [0.1, (torch.tensor([1.0, 2.0]), "any")]
+    own = own_optimizer(optimizer)
+    first, second = own.step_of(group), own.step_of(group)
+    assert first == second and hash(first) == hash(second)
+    group["bounds"][1][0][1] = 3.0
+    assert own.step_of(group) != first
+    group["bounds"][1][0][1] = 2.0
+    group["lr"].mul_(2)
+    assert own.step_of(group) != first == second
 
 
 def test_masters_and_split_states_are_the_same_numbers() -> None:
