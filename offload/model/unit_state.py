@@ -100,7 +100,8 @@ _SHARD_STEPS: dict[ShardState, frozenset[ShardState]] = {
 
 @dataclass(slots=True, eq=False)
 class UnitShard:
-    """Written by `Training`, in the thread that drives the model (and backward's, never both at once)."""
+    """Written in the thread that drives the model (and backward's, never both at once): by `ParameterGradients` as gradients
+    come and go, by `UpdateMaker` and `Training` at the step, by `Speculation` as it undoes."""
 
     state: ShardState = ShardState.CLEAN
 

@@ -42,7 +42,8 @@ class _Sum:
 
 
 class SumsOnDevice:
-    """See the module. Runs in the thread that runs backward or drives the model, under the lock of `ChunkGradients`.
+    """See the module. Runs in the thread that runs backward or drives the model. The chunks' buffers to which sums
+    leave are changed under the lock of `ChunkGradients`.
 
     expects_several  whether the coming step is expected to have several micro-batches: else nothing is kept
     nbytes           that it takes now; `peak_nbytes`: that it took at most
