@@ -91,7 +91,7 @@ class Config:
         return 0.0
 
     @property
-    def kept_numel(self) -> tuple[int, int]:
+    def persistent_numel(self) -> tuple[int, int]:
         """Units whose parameters have no more elements than the first number stay whole on every rank between steps, where they
         may be read, up to the second number of elements in all: what DeepSpeed's keys may ask for."""
         return 0, 0
@@ -236,7 +236,7 @@ class _Told(Config):
     """A `Config` with what others than the user say of a run."""
 
     states_on_device: float = 0.0
-    kept_numel: tuple[int, int] = (0, 0)
+    persistent_numel: tuple[int, int] = (0, 0)
     sums_are_narrow: bool = False
     masters_begin_rounded: bool = False
     micro_batches: int = 1

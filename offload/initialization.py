@@ -76,7 +76,7 @@ def initialize(
         engine = Engine(model, chosen, resolved, parts, assembly.slots)
         for introduce in introductions:
             introduce(engine)
-        engine._taken.keep()
+        engine._taken.commit()
     except BaseException:
         give_back(parts.made)
         raise

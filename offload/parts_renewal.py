@@ -76,7 +76,7 @@ class PartsRenewal:
         """What has the model is the current one, also where an interrupt comes here: a load ends it."""
         self.current = self._made_of(parts)
         self._take()
-        self.current.keep()
+        self.current.commit()
 
     def _anew(self) -> Hooks | None:
         """At the begin of a forward."""

@@ -109,14 +109,14 @@ class TakenModel:
     def begin(self) -> None:
         """Bring in what is there between steps too."""
         with self.training.failures():
-            self.parts.residency.keep()
+            self.parts.residency.bring_persistent()
 
-    def keep(self) -> None:
+    def commit(self) -> None:
         """They are taken for good. What the parameters held is let go."""
         self._taking = None
 
     def give_up(self) -> None:
-        """Model and optimizer are as they were before `take`, however far that came, unless they are kept."""
+        """Model and optimizer are as they were before `take`, however far that came, unless that was committed."""
         if self._taking is None:
             return
         for methods in self._methods:

@@ -110,7 +110,7 @@ class Building:
         self._made.extend(of_ranks.attend(parameter_store, updates))
         sums = gradients.sums_on_device if gradients is not None else None
         nbytes, activations = placement.unit_capacity_nbytes or 0, self._activation_memory()
-        capacity = Capacity(nbytes, placement.bounds_units, activations, self._config.kept_numel, sums)
+        capacity = Capacity(nbytes, placement.bounds_units, activations, self._config.persistent_numel, sums)
         residency = Residency(
             units, fetcher, updates,
             trace=expected.trace, capacity=capacity, prefetch=placement.prefetch, timeline=timeline,

@@ -276,7 +276,7 @@ class Checkpointing:
             with closing(StateWriter(self._parts, stored)) as writer:
                 for unit in self._parts.units:
                     writer.unit(unit)
-            residency.keep()
+            residency.bring_persistent()
             self._restore_buffers(opened, matching)
             if manifest.imported is not None:
                 return  # it has no loss scale, no numbers of groups and no random states: the engine's own stay

@@ -34,7 +34,7 @@ PURPOSE = "checkpoint"
 
 Failures = Callable[[], AbstractContextManager[None]]
 
-Kept = Mapping[ChunkStore, ExtentSnapshot]
+Snapshots = Mapping[ChunkStore, ExtentSnapshot]
 """What the stores of a chunk keep of it."""
 
 _Read = Callable[[ChunkStore, "ChunkBuffer"], torch.Tensor]
@@ -153,15 +153,15 @@ class StateReader:
         for chunk in unit.chunks:
             yield from self.begin(chunk).wait().pieces()
 
-    def begin(self, chunk: Chunk, kept: Kept = MappingProxyType({}), priority: Priority = Priority.STATE) -> ChunkRead:
-        """Have the chunk's state read; it is valid until `at_once` more have begun. `kept`: what its stores keep of it, read
+    def begin(self, chunk: Chunk, snapshots: Snapshots = MappingProxyType({}), priority: Priority = Priority.STATE) -> ChunkRead:
+        """Have the chunk's state read; it is valid until `at_once` more have begun. `snapshots`: what its stores keep of it, read
         with that priority."""
         buffers = self._buffers[0]
         self._buffers.rotate(-1)
         transfers: list[Pending] = []
 
         def read(store: ChunkStore, buffer: ChunkBuffer) -> torch.Tensor:
-            snapshot = kept.get(store)
+            snapshot = snapshots.get(store)
             if snapshot is None:
                 return _read(store, chunk, buffer, transfers)
             content = buffer.take(store.nbytes(chunk))

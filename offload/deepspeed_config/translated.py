@@ -41,7 +41,7 @@ def as_there(said: Translation) -> Config:
     return told(
         said.config,
         masters_begin_rounded=True,
-        kept_numel=said.kept_numel,
+        persistent_numel=said.persistent_numel,
         sums_are_narrow=said.data_types.sums_are_narrow,
         micro_batches=said.batch.accumulation,
     )
@@ -72,7 +72,7 @@ class Translation:
     """`load_checkpoint` without a tag takes the one that the file "latest_universal" names."""
     activation_checkpointing: Mapping[str, Any]
     data_types: DataTypes
-    kept_numel: tuple[int, int]
+    persistent_numel: tuple[int, int]
     """See `Config`."""
     autocast: torch.dtype | None
     """What torch.autocast around the forward computes in."""

@@ -57,7 +57,7 @@ class _Translator:
         self._without_effect: list[str] = []
         self._ignores_unused = True
         self._half: Half | None = None
-        self._kept_numel = (0, 0)
+        self._persistent_numel = (0, 0)
         self._leaf_modules: dict[str, Any] = {}
         self._own = {key: value for key, value in mapping.items() if key in OWN_KEYS}
         foreign = {key: _plain(value) for key, value in mapping.items() if key not in OWN_KEYS and value is not None}
@@ -98,7 +98,7 @@ class _Translator:
             loads_universal=_flag("checkpoint.load_universal", sections["checkpoint"]),
             activation_checkpointing=sections["activation_checkpointing"],
             data_types=read_data_types(sections["data_types"], config.dtype, config.stage),
-            kept_numel=self._kept_numel,
+            persistent_numel=self._persistent_numel,
             leaf_modules=self._leaf_modules,
             without_effect=tuple(self._without_effect),
         )
@@ -158,7 +158,7 @@ class _Translator:
             parameters = self._device(OFFLOAD_PARAM, zero, ("cpu_offload_params", "cpu_offload_param"), paths)
             if parameters is not None:
                 found["parameters"] = parameters
-            self._kept_numel = (
+            self._persistent_numel = (
                 self._threshold(zero, "param_persistence_threshold", _PERSISTENCE_THRESHOLD),
                 self._threshold(zero, "model_persistence_threshold", sys.maxsize),
             )

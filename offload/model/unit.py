@@ -252,7 +252,7 @@ class Unit:
         """Guard all but those that are gathered. What is there for good, with no update to come, may be read; where one may
         begin early, once that is known."""
         residency = self.residency
-        is_there = not residency.nbytes or (residency.kept and residency.state is UnitState.RESIDENT)
+        is_there = not residency.nbytes or (residency.persistent and residency.state is UnitState.RESIDENT)
         readable = is_there and self.update is None and (self.was_read or not self.route.undoable)
         if not self._parts:
             if self._guarded_readable is not readable:

@@ -46,12 +46,12 @@ LEGAL: dict[UnitState, frozenset[UnitState]] = {
 class UnitResidency:
     """Written by `Residency` alone, in the thread that drives the model (backward's during backward, never both).
 
-    nbytes  device memory that the unit takes while it is resident; 0: it is there for good
-    kept    it comes and goes, and is there between steps all the same, with the values of the last one
+    nbytes      device memory that the unit takes while it is resident; 0: it is there for good
+    persistent  it comes and goes, and is there between steps all the same, with the values of the last one
     """
 
     nbytes: int = 0
-    kept: bool = False
+    persistent: bool = False
     state: UnitState = UnitState.RESIDENT
 
     def become(self, state: UnitState) -> None:

@@ -270,7 +270,7 @@ class Training(FailureState):
         for unit in self._updates.pending_units:
             if not unit.uses.count:
                 unit.close_off()
-        self._residency.keep()
+        self._residency.bring_persistent()
 
     def _leave_out_step(self) -> None:
         assert self._chunk_gradients is not None

@@ -197,7 +197,7 @@ class Uses:
         self.accompany(enclosing, unit)
 
     def _is_kept_here(self, unit: Unit) -> bool:
-        return unit.residency.kept and (self._alone or unit.residency.state is not UnitState.ABSENT)
+        return unit.residency.persistent and (self._alone or unit.residency.state is not UnitState.ABSENT)
 
     def accompany(self, enclosing: Unit, unit: Unit) -> bool:
         """From now on the unit comes and goes with `enclosing`, beside its own uses; False where it does already."""

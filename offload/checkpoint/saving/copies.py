@@ -33,10 +33,10 @@ class Copies:
     """Implements `Watcher`. On the lane of the save, but for `before_update`, `after_update`, `fail` and `is_coming`: from any
     thread."""
 
-    def __init__(self, chunks: Iterable[Chunk], updates: Updates | None, keep: Callable[[Chunk], bool]) -> None:
+    def __init__(self, chunks: Iterable[Chunk], updates: Updates | None, take_snapshots: Callable[[Chunk], bool]) -> None:
         """`chunks`: in the order in which they are copied. The save is of the state after all updates that are enqueued now; no
-        other is meanwhile. `keep`: has a chunk kept by its stores, and says whether they can."""
-        self._keep = keep
+        other is meanwhile. `take_snapshots`: has a chunk kept by its stores, and says whether they can."""
+        self._take_snapshots = take_snapshots
         self._left = dict.fromkeys(chunks)
         self._coming = {one.chunk: one for one in updates.coming()} if updates is not None else {}
         self._safe = {chunk: Latch() for chunk in self._left}
@@ -60,7 +60,7 @@ class Copies:
             return
         try:
             with self._lock:
-                if self._is_kept(chunk):
+                if self._may_overwrite(chunk):
                     return
         except Exception as error:
             self.fail(error)
@@ -123,15 +123,15 @@ class Copies:
         del self._left[chunk]
         with self._lock:
             self.require_no_failure()
-            if not self._is_kept(chunk):
+            if not self._may_overwrite(chunk):
                 self._in_place.add(chunk)
         return chunk
 
     # ---- both --------------------------------------------------------------------------------------------------------
 
-    def _is_kept(self, chunk: Chunk) -> bool:
+    def _may_overwrite(self, chunk: Chunk) -> bool:
         """Whether the chunk may be overwritten now, since its stores keep it if they can."""
-        if not self._safe[chunk].is_set() and chunk not in self._in_place and self._keep(chunk):
+        if not self._safe[chunk].is_set() and chunk not in self._in_place and self._take_snapshots(chunk):
             self._release(chunk)
         return self._safe[chunk].is_set()
 

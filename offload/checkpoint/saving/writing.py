@@ -32,7 +32,7 @@ from offload.checkpoint.model_names import buffers_once
 from offload.checkpoint.random_state import CPU, DEVICE, take_random_state
 from offload.checkpoint.saving.copies import Copies
 from offload.checkpoint.saving.unit_file import ChunkCopy, UnitFile, parameter_entry
-from offload.checkpoint.state_reading import Failures, Kept, StateReader, raw_arrays, stores_of
+from offload.checkpoint.state_reading import Failures, Snapshots, StateReader, raw_arrays, stores_of
 from offload.model.chunk import Chunk
 from offload.model.unit import Unit
 from offload.progress import Progress
@@ -92,12 +92,12 @@ class Snapshot:
         self._chunk_counts = {file: len(self._chunks(file.unit)) for file in self._files.values()}
         """What is still to come of each file that is not durable."""
         self._unfinished: list[UnitFile] = []
-        self._keeps = self._has_room_to_keep()
-        self._kept: dict[Chunk, Kept] = {}
+        self._has_room = self._has_room_for_snapshots()
+        self._snapshots: dict[Chunk, Snapshots] = {}
         self._cannot_share: set[ChunkStore] = set()
         self._under_way: deque[ChunkCopy] = deque()
         order = [chunk for unit in parts.residency.next_order() if unit.index in self._files for chunk in self._chunks(unit)]
-        self.copies = Copies(order, parts.updates, self._keep)
+        self.copies = Copies(order, parts.updates, self._take_snapshots)
         self._whole: list[TensorFile] = []
         try:
             self._write_whole(small)
@@ -120,7 +120,7 @@ class Snapshot:
     def _file_of(self, chunk: Chunk) -> UnitFile:
         return self._files[chunk.flat.layout.unit_index]
 
-    def _has_room_to_keep(self) -> bool:
+    def _has_room_for_snapshots(self) -> bool:
         """Whether the scratch folders' file systems can hold every extent twice, and still the checkpoint."""
         needed = {os.stat(self._folder).st_dev: sum(file.nbytes for file in self._files.values())}
         for store in (self._parts.records, self._parts.parameter_store):
@@ -131,19 +131,19 @@ class Snapshot:
                     return False
         return True
 
-    def _keep(self, chunk: Chunk) -> bool:
+    def _take_snapshots(self, chunk: Chunk) -> bool:
         """Have its stores keep what they can of the chunk's state of now; whether that is all. By the lane or an update, one at
         a time."""
         stores = stores_of(self._parts, chunk)
-        kept: dict[ChunkStore, ExtentSnapshot] = {}
-        for store in stores if self._keeps else ():
+        taken: dict[ChunkStore, ExtentSnapshot] = {}
+        for store in stores if self._has_room else ():
             with self._failures():
                 store.settle_write(chunk)
             snapshot = store.snapshot(chunk)
             if snapshot is not None:
-                kept[store] = snapshot
-        self._kept[chunk] = kept
-        return len(kept) == len(stores)
+                taken[store] = snapshot
+        self._snapshots[chunk] = taken
+        return len(taken) == len(stores)
 
     def copy(self, make_update: Callable[[Chunk], bool]) -> None:
         """Write every chunk, in the order in which updates will come; make the files durable; enter them into the manifest.
@@ -181,7 +181,7 @@ class Snapshot:
         if self._under_way:
             self._under_way[-1].write(self._priority)
         shared = self._share(chunk)
-        read = self._reader.begin(chunk, kept=self._kept.get(chunk, {}), priority=self._priority)
+        read = self._reader.begin(chunk, snapshots=self._snapshots.get(chunk, {}), priority=self._priority)
         self._under_way.append(ChunkCopy(self._file_of(chunk), chunk, read, shared))
         while len(self._under_way) >= self._at_once:
             self._complete_first()
@@ -189,7 +189,7 @@ class Snapshot:
     def _share(self, chunk: Chunk) -> set[str]:
         """Have the chunk's file share what it can of what is kept: the arrays that it has so."""
         file, shared = self._file_of(chunk), set[str]()
-        for store, snapshot in self._kept.get(chunk, {}).items():
+        for store, snapshot in self._snapshots.get(chunk, {}).items():
             for kind, part in raw_arrays(self._parts, store, chunk).items() if store not in self._cannot_share else ():
                 if kind not in file.tensors.arrays_of(chunk):
                     continue
@@ -228,14 +228,14 @@ class Snapshot:
         self.copies.abandon()
 
     def _drop(self, chunk: Chunk) -> None:
-        for snapshot in self._kept.pop(chunk, {}).values():
+        for snapshot in self._snapshots.pop(chunk, {}).values():
             snapshot.drop()
 
     def close(self) -> None:
         """Close the files as they are and give back what was kept, and buffers. Nobody is kept waiting any more. Idempotent.
         Not while `copy` runs."""
         self.copies.fail(AssertionError("the snapshot was closed"))
-        for chunk in list(self._kept):
+        for chunk in list(self._snapshots):
             self._drop(chunk)
         for unit_file in self._files.values():
             unit_file.close()

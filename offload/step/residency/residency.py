@@ -35,13 +35,13 @@ from offload.step.updates.update import Updates
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """Bytes for units that are in use or on their way. `is_fixed`: a budget; else it grows where a step needs more, and to
-    what `activations` leave. `kept_numel`: see `Config.kept_numel`; a budget leaves no room for those. `sums`: what may take
+    what `activations` leave. `persistent_numel`: see `Config.persistent_numel`; a budget leaves no room for those. `sums`: what may take
     what units leave."""
 
     nbytes: int
     is_fixed: bool
     activations: ActivationMemory | None = None
-    kept_numel: tuple[int, int] = (0, 0)
+    persistent_numel: tuple[int, int] = (0, 0)
     sums: SumsOnDevice | None = None
 
 
@@ -66,11 +66,11 @@ class Residency:
             unit.residency.state = UnitState.ABSENT if unit.residency.nbytes else UnitState.RESIDENT
         self._nbytes = [unit.residency.nbytes for unit in units]
         self._fixed_capacity, self._activations, self._sums = capacity.is_fixed, capacity.activations, capacity.sums
-        self._kept = self._chosen_to_keep(*capacity.kept_numel)
-        kept_nbytes = sum(unit.residency.nbytes for unit in self._kept)
-        self.capacity_nbytes = self._least_nbytes = capacity.nbytes + kept_nbytes
+        self._persistent = self._chosen_to_persist(*capacity.persistent_numel)
+        persistent_nbytes = sum(unit.residency.nbytes for unit in self._persistent)
+        self.capacity_nbytes = self._least_nbytes = capacity.nbytes + persistent_nbytes
         if self._activations is not None:
-            self._least_nbytes = required_nbytes(trace, self._nbytes, 0) + kept_nbytes
+            self._least_nbytes = required_nbytes(trace, self._nbytes, 0) + persistent_nbytes
         self._deferred: tuple[Due, ...] = ()
         self._staying: frozenset[Unit] = frozenset()
         self._resident_nbytes = 0
@@ -78,12 +78,12 @@ class Residency:
         self._recorder = UseRecorder()
         self._cursor = ScheduleCursor(units, self._plan(trace, self.capacity_nbytes))
 
-    def _chosen_to_keep(self, of_parameter: int, of_all: int) -> list[Unit]:
+    def _chosen_to_persist(self, of_parameter: int, of_all: int) -> list[Unit]:
         chosen, left = [], 0 if self._fixed_capacity else of_all
         for unit in self._units:
             numel = sum(info.numel for info in unit.parameters)
             if unit.residency.nbytes and numel <= left and all(info.numel <= of_parameter for info in unit.parameters):
-                unit.residency.kept = True
+                unit.residency.persistent = True
                 chosen.append(unit)
                 left -= numel
         return chosen
@@ -157,11 +157,11 @@ class Residency:
     def update_order(self) -> list[Unit]:
         """All units: that of the next forward, after those that are kept."""
         order = self._cursor.order
-        return [*self._kept, *(unit for unit in order if not unit.residency.kept)] if self._kept else order
+        return [*self._persistent, *(unit for unit in order if not unit.residency.persistent)] if self._persistent else order
 
-    def keep(self) -> None:
-        """Bring in what is kept, with the values of the last step. Where there are several ranks all of them do."""
-        for unit in self._kept:
+    def bring_persistent(self) -> None:
+        """Bring in the persistent units, with the values of the last step. Where there are several ranks all of them do."""
+        for unit in self._persistent:
             self.bring(unit)
             if not unit.uses.count:
                 unit.close_off()
@@ -321,14 +321,14 @@ class Residency:
 
     def _may_leave(self) -> list[Unit]:
         """For others to have the room."""
-        return [unit for unit in self._units if self._may_evict(unit) and not unit.residency.kept]
+        return [unit for unit in self._units if self._may_evict(unit) and not unit.residency.persistent]
 
     def _first_to_leave(self) -> Unit | None:
         """Of those: what is used last; what is to stay only where there is nothing else. None: there are none."""
         return max(self._may_leave(), key=lambda unit: (unit not in self._staying, self._cursor.next_use(unit)), default=None)
 
     def _is_let_go(self, unit: Unit) -> bool:
-        return self._may_evict(unit) and unit not in self._staying and not unit.residency.kept
+        return self._may_evict(unit) and unit not in self._staying and not unit.residency.persistent
 
     # ---- transitions ---------------------------------------------------------------------------------------------
 
@@ -419,6 +419,6 @@ class Residency:
         unit.close_off()
         self._fetcher.evict(unit)
         unit.residency.become(UnitState.ABSENT)
-        if unit.residency.kept:
+        if unit.residency.persistent:
             unit.close_off()  # it may not be read now
         self._resident_nbytes -= unit.residency.nbytes

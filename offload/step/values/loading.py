@@ -49,7 +49,7 @@ class ValueLoading:
                 self._set_unit(unit, {info.index: self._value(info.fqns, info.shape, owners) for info in unit.parameters})
             for fqn, buffer in self._buffers.items():
                 buffer.detach().copy_(self._value((fqn,), buffer.shape, owners))
-            self._parts.residency.keep()
+            self._parts.residency.bring_persistent()
 
     def _owners(self) -> dict[str, tuple[int, torch.dtype]]:
         """The first rank that has each name, and the dtype it has it in. Checks names and shapes."""
