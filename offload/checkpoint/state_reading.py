@@ -153,9 +153,11 @@ class StateReader:
         for chunk in unit.chunks:
             yield from self.begin(chunk).wait().pieces()
 
-    def begin(self, chunk: Chunk, snapshots: Snapshots = MappingProxyType({}), priority: Priority = Priority.STATE) -> ChunkRead:
-        """Have the chunk's state read; it is valid until `at_once` more have begun. `snapshots`: what its stores keep of it, read
-        with that priority."""
+    def begin(
+        self, chunk: Chunk, snapshots: Snapshots = MappingProxyType({}), priority: Priority = Priority.STATE
+    ) -> ChunkRead:
+        """Have the chunk's state read; it is valid until `at_once` more have begun. `snapshots`: what its stores keep of it,
+        read with that priority."""
         buffers = self._buffers[0]
         self._buffers.rotate(-1)
         transfers: list[Pending] = []

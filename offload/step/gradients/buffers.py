@@ -68,13 +68,21 @@ class GradientBuffers:
         for width in self._wanted(state, _dtype(state, wide=wide)):
             while not self._pool.free_count(RETAINED, width):
                 leaving = self._needed_last(state)
-                self._take_off_device(leaving)
-                if (arriving := leaving.arriving) is not None:
+                if (arriving := self._arriving(leaving)) is not None:
                     return arriving
                 self._spill(leaving)
             if (coming := self._pool.coming(RETAINED, width)) is not None:
                 return coming
+            if self._pool.free_count(RETAINED) - width < self._spare_count(width):
+                leisurely = self._order.needed_last(state, at_leisure=True)
+                if leisurely is not None and (arriving := self._arriving(leisurely)) is not None:
+                    return arriving
         return None
+
+    def _arriving(self, leaving: ChunkGradient) -> Pending | None:
+        """What a chunk waits for that is to be spilled."""
+        self._take_off_device(leaving)
+        return leaving.arriving
 
     def _wanted(self, state: ChunkGradient, dtype: torch.dtype) -> Iterator[int]:
         """How many buffers side by side `for_adding` takes: for what is to be read back, then for what is in another dtype."""
@@ -84,8 +92,9 @@ class GradientBuffers:
         if there is not None and dtype == torch.float32 != there:
             yield self._width(state, dtype)
 
-    def for_adding(self, state: ChunkGradient, *, wide: bool) -> torch.Tensor:
-        """The chunk's buffer, and what is there; `wide`: in fp32."""
+    def for_adding(self, state: ChunkGradient, *, wide: bool, later: bool = False) -> torch.Tensor:
+        """The chunk's buffer, and what is there; `wide`: in fp32. `later`: what is there may still be on its way, as
+        one of the chunk's `jobs`."""
         dtype = _dtype(state, wide=wide)
         if state.buffer is None and state.spilled is not None:
             self._read_back(state, self._retaining_lease(state, state.spilled))
@@ -93,7 +102,10 @@ class GradientBuffers:
             self.take(state, dtype)
         elif state.transfer is not None:
             transfer, state.transfer = state.transfer, None
-            transfer.wait()
+            if later:
+                state.jobs.append(transfer)
+            else:
+                transfer.wait()
         if state.lease is not None:
             self._order.put(state)
         assert state.buffer is not None
@@ -224,13 +236,16 @@ class GradientBuffers:
             self._free(state, width)
             lease = self._pool.lease(RETAINED, width)
         # Spill before the buffers run out, so that the next gradient need not wait for a write.
-        spare = spare_count(self._count // width, self._spilling_count) * width
-        while self._pool.free_count(RETAINED) + freed_count < spare:
+        while self._pool.free_count(RETAINED) + freed_count < self._spare_count(width):
             coming = self._order.needed_last(state, at_leisure=True)
-            if coming is None or coming.arriving is not None:
+            if coming is None:
                 break
             self._spill(coming)
         return lease
+
+    def _spare_count(self, width: int) -> int:
+        """Buffers that are to be free for the next gradient, which takes so many."""
+        return spare_count(self._count // width, self._spilling_count) * width
 
     def _free(self, state: ChunkGradient, width: int) -> None:
         """Spill until so many buffers side by side are given back."""

@@ -68,7 +68,7 @@ class Reception:
         with self._lock:
             added = [packed.addition for packed in pieces if packed.addition is not Addition.FIRST]
             is_sum = values.dtype == torch.float32
-            buffer = self._buffers.for_adding(state, wide=is_sum or Addition.SUM in added)
+            buffer = self._buffers.for_adding(state, wide=is_sum or Addition.SUM in added, later=bool(added))
             if is_sum and state.jobs:
                 state.settle()  # one of them may be widening all of the buffer
             for run in _runs(chunk, pieces):
@@ -95,10 +95,10 @@ class Reception:
     def take_chunks(self, pieces: Sequence[tuple[Chunk, Piece]], values: torch.Tensor, addition: Addition) -> Pending:
         """Chunks that lie side by side in one slot, each with its piece of that, from device values of all of them."""
         copied: Pending = Settled()
-        begin = pieces[0][0].start
+        begin, wide, later = pieces[0][0].start, addition is Addition.SUM, addition is not Addition.FIRST
         states = [gradient_of(chunk) for chunk, _ in pieces]
         with self._lock:
-            buffers = [self._buffers.for_adding(state, wide=addition is Addition.SUM) for state in states]
+            buffers = [self._buffers.for_adding(state, wide=wide, later=later) for state in states]
             if addition is Addition.FIRST and all(buffer.dtype == values.dtype for buffer in buffers):
                 for first, last, target in _joined(buffers):
                     low, high = pieces[first][0].start - begin, pieces[last][0].stop - begin
@@ -118,17 +118,20 @@ class Reception:
         landing = self._pool.lease(LANDING)
         landed = landing.tensor[: values.nbytes].view(values.dtype)
         copied = self._accelerator.copy_out(landed, values)
-        begin = run[0].piece.start
+        begin, before = run[0].piece.start, tuple(state.jobs)
 
         def add() -> None:
-            copied.wait()
-            for packed in run:
-                piece = packed.piece
-                part = slice(piece.start - begin, piece.stop - begin)
-                # The model computes on the device: the host's cores are free.
-                squares = take_in(target[part], landed[part], piece.start, packed.addition, values.dtype, all_cores=True)
-                state.squares[packed.parameter_index] = squares
-            landing.release()
+            try:
+                for job in (copied, *before):
+                    job.wait()
+                for packed in run:
+                    piece = packed.piece
+                    part = slice(piece.start - begin, piece.stop - begin)
+                    # The model computes on the device: the host's cores are free.
+                    squares = take_in(target[part], landed[part], piece.start, packed.addition, values.dtype, all_cores=True)
+                    state.squares[packed.parameter_index] = squares
+            finally:
+                landing.release()
 
         job = self._lane.submit(add)
         self._landings.append(job)

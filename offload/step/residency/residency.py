@@ -35,8 +35,8 @@ from offload.step.updates.update import Updates
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """Bytes for units that are in use or on their way. `is_fixed`: a budget; else it grows where a step needs more, and to
-    what `activations` leave. `persistent_numel`: see `Config.persistent_numel`; a budget leaves no room for those. `sums`: what may take
-    what units leave."""
+    what `activations` leave. `persistent_numel`: see `Config.persistent_numel`; a budget leaves no room for those. `sums`:
+    what may take what units leave."""
 
     nbytes: int
     is_fixed: bool
@@ -155,7 +155,7 @@ class Residency:
         return self._cursor.order
 
     def update_order(self) -> list[Unit]:
-        """All units: that of the next forward, after those that are kept."""
+        """All units: that of the next forward, after those that are persistent."""
         order = self._cursor.order
         return [*self._persistent, *(unit for unit in order if not unit.residency.persistent)] if self._persistent else order
 
