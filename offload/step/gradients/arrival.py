@@ -121,17 +121,19 @@ class GradientArrival:
     def _room_for(self, chunk: Chunk, *, wide: bool = False) -> AbstractContextManager[object]:
         """The lock, to be taken now that buffers for the chunk can be had at once: they were waited for without it, so that
         updates went on meanwhile. `wide`: in fp32."""
-        while (coming := self._coming(gradient_of(chunk), wide=wide)) is not None:
-            with self._timeline.waiting(ROOM_FOR_GRADIENTS):
-                coming.wait()
+        while (coming := self._reception.coming()) is not None:
+            self._wait(coming)
+        while self.spills:
+            with self.lock:
+                coming = self.buffers.room_for(gradient_of(chunk), wide=wide)
+            if coming is None:
+                break
+            self._wait(coming)
         return self.lock
 
-    def _coming(self, state: ChunkGradient, *, wide: bool) -> Pending | None:
-        coming = self._reception.coming()
-        if coming is None and self.spills:
-            with self.lock:
-                coming = self.buffers.room_for(state, wide=wide)
-        return coming
+    def _wait(self, coming: Pending) -> None:
+        with self._timeline.waiting(ROOM_FOR_GRADIENTS):
+            coming.wait()
 
     def _send(self, transit: GradientTransit, info: ParameterInfo, ordered: torch.Tensor, addition: Addition) -> None:
         index = info.index

@@ -131,6 +131,11 @@ class StagedFetcher(Fetcher):
     def _bring(self, unit: Unit, copies: list[Pending], update: Pending | None) -> None:
         if update is not None:
             update.wait()
+        if unit in self._stored:
+            for chunk in unit.chunks:
+                self._parameter_store.settle_write(chunk)
+            copies.extend([self._copy_together(run) for run in self._stored[unit]])
+            return
         reading: deque[tuple[Chunk, Lease, Pending]] = deque()
         try:
             runs = list(self._begun(unit, reading, copies))
@@ -147,7 +152,7 @@ class StagedFetcher(Fetcher):
         for run in self._runs(unit):
             (chunk, *_), target, source = run
             if source is not None:
-                copies.append(self._copy_together(run, source))
+                copies.append(self._copy_together(run))
             elif self._pool is None:
                 copies.append(self._parameter_store.read(chunk, target))
             else:
@@ -169,11 +174,6 @@ class StagedFetcher(Fetcher):
 
     def _runs(self, unit: Unit) -> Iterator[_Run]:
         """All of the unit, in order. Waits for the last writes to what lies in host memory."""
-        if unit in self._stored:
-            for chunk in unit.chunks:
-                self._parameter_store.settle_write(chunk)
-            yield from self._stored[unit]
-            return
         side_by_side: list[tuple[Chunk, Tensor]] = []
         for chunk in unit.chunks:
             stored = self._parameter_store.view(chunk)
@@ -187,8 +187,9 @@ class StagedFetcher(Fetcher):
         if side_by_side:
             yield _run_of(side_by_side)
 
-    def _copy_together(self, run: _Run, source: Tensor) -> Pending:
-        chunks, target, _ = run
+    def _copy_together(self, run: _Run) -> Pending:
+        chunks, target, source = run
+        assert source is not None
         copied = self._accelerator.copy_in(target, source)
         for chunk in chunks:
             self._parameter_store.copying(chunk, copied)
