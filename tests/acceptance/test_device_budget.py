@@ -242,3 +242,27 @@ def test_a_forward_that_raises_leaves_no_unit_in_memory(tmp_path: Path, monkeypa
             found.append([losses, engine.state_dict()])
         assert not any(unit.uses.companions for unit in parts_of(engine).units)
     assert_same_bits(*found)
+
+
+def test_a_unit_whose_parameters_are_empty_comes_and_goes_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no element that would have to stay whole (`Config.kept_numel`), and a flat all the same."""
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", "deferred")
+    fields = {"parameters": "cpu", "optimizer_states": "cpu", "update": "step"}
+
+    def started(device_memory: int) -> offload.Engine:
+        model = blocks()
+        model.register_parameter("empty", nn.Parameter(torch.empty(0)))
+        return offload.initialize(model, adamw(model), offload.Config(**fields, device_memory=device_memory))
+
+    with pytest.raises(offload.BudgetError) as least:
+        started(1)
+    assert least.value.smallest_nbytes is not None
+    with started(least.value.smallest_nbytes) as engine:
+        for x, y in vector_batches(2, WIDTH):
+            engine.backward(F.mse_loss(engine.module(x), y))
+            engine.step()
+            engine.zero_grad()
+        stats = engine.stats()
+    (planned,) = (line["nbytes"] for line in stats["planned"] if line["purpose"] == "parameters in use")
+    assert stats["resident_capacity_nbytes"] == planned
+    assert stats["device_peak_nbytes"] <= least.value.smallest_nbytes

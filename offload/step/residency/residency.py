@@ -82,7 +82,7 @@ class Residency:
         chosen, left = [], 0 if self._fixed_capacity else of_all
         for unit in self._units:
             numel = sum(info.numel for info in unit.parameters)
-            if unit.residency.nbytes and numel <= left and all(info.numel <= of_parameter for info in unit.parameters):
+            if unit.residency.nbytes and 0 < numel <= left and all(info.numel <= of_parameter for info in unit.parameters):
                 unit.residency.persistent = True
                 chosen.append(unit)
                 left -= numel
