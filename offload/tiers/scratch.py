@@ -31,7 +31,7 @@ def free_nbytes(paths: Sequence[str | os.PathLike[str]]) -> int:
     if (machine := imagined()) is not None:
         return int(machine.nvme_nbytes)
     try:
-        existing = [next(one for one in (path, *path.parents) if one.exists()) for path in map(_absolute, paths)]
+        existing = [_existing(path) for path in paths]
         devices = [os.stat(path).st_dev for path in existing]
         shares = zip(existing, devices, strict=True)
         free = [shutil.disk_usage(path).free // devices.count(device) for path, device in shares]
@@ -42,6 +42,12 @@ def free_nbytes(paths: Sequence[str | os.PathLike[str]]) -> int:
 
 def _absolute(path: str | os.PathLike[str]) -> Path:
     return Path(path).expanduser().absolute()
+
+
+def _existing(path: str | os.PathLike[str]) -> Path:
+    """The path, or the folder that it would be made in."""
+    absolute = _absolute(path)
+    return next(one for one in (absolute, *absolute.parents) if one.exists())
 
 
 class ScratchFolder:
@@ -142,8 +148,8 @@ def _require_folder(path: Path) -> None:
 
 
 def file_system_of(path: Path) -> str:
-    """The type of the file system that `path` lies on, such as "ext4"; "" where the system does not say."""
-    device = os.stat(path).st_dev
+    """The type of the file system that `path` lies on, or would, such as "ext4"; "" where the system does not say."""
+    device = os.stat(_existing(path)).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:
         lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()

@@ -293,6 +293,10 @@ def test_a_forked_child_cannot_use_the_files(tmp_path: Path) -> None:
     file.close()
 
 
+def test_a_folder_that_is_not_there_yet_is_on_the_file_system_that_it_would_be_made_on(tmp_path: Path) -> None:
+    assert file_system_of(tmp_path / "later" / "deeper") == file_system_of(tmp_path) != ""
+
+
 def test_free_room_is_what_equal_shares_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two paths on one file system share it; one that is not there yet counts as its folder."""
     status = os.statvfs(tmp_path)
