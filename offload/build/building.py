@@ -159,7 +159,7 @@ class Building:
             sums.expects_several, budget_nbytes = expects_several, self._config.device_memory
             # Without a budget what the device has left is followed (`_activation_memory`).
             sums.limit(placement.left_on_device(int(budget_nbytes)) if budget_nbytes is not None else 0)
-        if not placement.sums:
+        if not placement.sums and not self._config.sums_are_narrow:
             made.take_room_for_sums()  # they are in the plan
         return made
 

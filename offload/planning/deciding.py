@@ -92,6 +92,7 @@ class Decision:
             layout,
             lambda dtype, crosses: format_of(config, moments, dtype, crosses),
             wide_gradients=config.keeps_wide_gradients,
+            narrow_sums=config.sums_are_narrow,
         )
         self.problem = Problem(
             config, accelerator, sharing, footprint, expected, free or FreeMemory.now(accelerator, config.nvme_paths)

@@ -319,7 +319,7 @@ def _buffers(problem: Problem, choice: Choice, routed: Sequence[tuple[UnitSizes,
     """`routed`: units with their routes, alike ones once."""
     footprint = problem.footprint
     spilling = [unit for unit, route in routed if route.gradients_in is None]
-    parts = 1 if problem.accumulates else buffers_for_a_sum(spilling)
+    parts = 1 if problem.config.keeps_wide_gradients else buffers_for_a_sum(spilling)
     buffers: _Buffers = {}
     for unit, route in routed:
         shared = passed_through(unit, route, choice.retained, footprint.parameter_buffer, gradient_parts=parts)

@@ -67,7 +67,8 @@ class UnitSizes:
         return self.across if crosses else self.beside
 
     @staticmethod
-    def of(unit: UnitLayout, layout: Layout, format_of: FormatOf, *, wide_gradients: bool) -> UnitSizes:
+    def of(unit: UnitLayout, layout: Layout, format_of: FormatOf, *, wide_gradients: bool, narrow_sums: bool) -> UnitSizes:
+        """See `Footprint.of`."""
         trained = [flat for flat in unit.flats if flat.trainable]
         # Averages over ranks are kept in fp32.
         sizes = [flat.itemsize if layout.world_size == 1 else MASTER_ITEMSIZE for flat in trained]
@@ -90,7 +91,7 @@ class UnitSizes:
             gradients_wide=wide,
             gradients_nbytes=sum(gradients),
             gradients_kept=sum(wide if wide_gradients else gradients),
-            sums=0 if wide_gradients else sum(flat.updated_numel * MASTER_ITEMSIZE for flat in narrow),
+            sums=0 if wide_gradients or narrow_sums else sum(flat.updated_numel * MASTER_ITEMSIZE for flat in narrow),
             open_chunk_count=sum(flat.open_chunk_count for flat in trained),
         )
 
@@ -125,8 +126,9 @@ class Footprint:
     """Bytes of host buffers for what comes from other ranks while gradients are reduced."""
 
     @staticmethod
-    def of(layout: Layout, format_of: FormatOf, *, wide_gradients: bool = False) -> Footprint:
-        """`wide_gradients`: gradients have room for fp32 alone."""
+    def of(layout: Layout, format_of: FormatOf, *, wide_gradients: bool = False, narrow_sums: bool = False) -> Footprint:
+        """`wide_gradients`: gradients have room for fp32 alone. `narrow_sums`: those of several micro-batches are summed in the
+        parameters' dtype, where the first one's lie."""
         flats = list(layout.flats)
         alone = layout.world_size == 1
         alike: dict[Hashable, tuple[UnitSizes, int]] = {}  # the blocks of a model
@@ -137,7 +139,8 @@ class Footprint:
             )
             if shape not in alike:
                 sums = sum(_square_sum_count(flat) for flat in unit.flats if flat.trainable)
-                alike[shape] = UnitSizes.of(unit, layout, format_of, wide_gradients=wide_gradients), sums
+                sizes = UnitSizes.of(unit, layout, format_of, wide_gradients=wide_gradients, narrow_sums=narrow_sums)
+                alike[shape] = sizes, sums
             first, sums = alike[shape]
             units.append(replace(first, index=unit.index))
             kinds.append(first.index)

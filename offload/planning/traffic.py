@@ -87,11 +87,12 @@ def spilled_by(problem: Problem, placement: Placement, micro_batches: int) -> tu
     each micro-batch but the last makes all of them leave; the first as it computed them, the others as sums."""
     routed = zip(problem.footprint.units, placement.routes, strict=True)
     spilling = [unit for unit, route in routed if unit.trained and route.gradients_in is None]
-    if micro_batches == 1:
+    if micro_batches == 1 or problem.config.sums_are_narrow:
         chunks = [nbytes for unit in spilling for nbytes in unit.gradients]
-        return 0, spilled_nbytes(chunks, placement.retained_gradient_buffers)
-    chunks = [nbytes for unit in spilling for nbytes in unit.gradients_wide]
-    last = spilled_nbytes(chunks, placement.choice.retained)
-    if not last:
-        return 0, 0
+        last = spilled_nbytes(chunks, placement.retained_gradient_buffers)
+    else:
+        chunks = [nbytes for unit in spilling for nbytes in unit.gradients_wide]
+        last = spilled_nbytes(chunks, placement.choice.retained)
+    if micro_batches == 1 or not last:
+        return 0, last
     return sum(unit.gradients_nbytes for unit in spilling) + (micro_batches - 2) * sum(chunks), last

@@ -12,6 +12,7 @@ from hypothesis import assume, given, settings, strategies as st
 
 import offload
 from offload.build.assembly import Known, lay_out
+from offload.config import told
 from offload.deepspeed_config import translate
 from offload.device.accelerator import Accelerator
 from offload.device.cpu import CpuAccelerator
@@ -217,6 +218,20 @@ def test_room_for_several_micro_batches_is_said_and_left_where_it_can_be(
     for budget in {one, max(one, several - 1), several, int(share * several)}:
         assert has_room(budget, pair) == (budget >= several)
         assert has_room(budget, ("auto", "auto")) == any(has_room(budget, tiers) for tiers in pairings)
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_sums_in_the_parameters_dtype_want_no_room_of_their_own(accumulates: bool) -> None:
+    """They lie where the first micro-batch's gradients do: no memory is left to fp32 ones."""
+    specs = [(f"unit {number}", [ParameterSpec(number, 16 * 4096, "bfloat16", 2, True, 0)]) for number in range(8)]
+    model = build_layout(specs, chunk_numel=4096), Expected.of(0, [Use(number) for number in range(1, 8)])
+    config = offload.Config(parameters="cpu", optimizer_states="cpu").expecting(2 if accumulates else 1)
+    wide, narrow = (
+        Decision(told(config, sums_are_narrow=given), DeferredAccelerator(), *model, MOMENTS).decide().with_sums().plan
+        for given in (False, True)
+    )
+    numel = 8 * 16 * 4096
+    assert wide.total_nbytes("cpu") - narrow.total_nbytes("cpu") == (2 if accumulates else 4) * numel
 
 
 def test_memory_that_is_too_little_for_sums_is_spent_all_the_same() -> None:

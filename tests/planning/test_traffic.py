@@ -14,6 +14,7 @@ from torch import nn
 
 import offload
 from offload.cli.plans.outline import Outline
+from offload.config import told
 from tests.inside import parts_of
 from tests.small_sizes import small
 
@@ -75,11 +76,12 @@ def test_a_step_moves_what_the_plan_says(
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", "deferred"])
-@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+@pytest.mark.parametrize(("micro_batches", "narrow"), [(1, False), (2, False), (4, False), (2, True), (4, True)])
 def test_where_several_micro_batches_are_expected_the_first_spills_two_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accelerator: str, micro_batches: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accelerator: str, micro_batches: int, narrow: bool
 ) -> None:
-    """Of a parameter, and each further one the four of a sum, but for what the last finds buffers for. To the byte."""
+    """Of a parameter, and each further one the four of a sum, or the two of one in the parameters' dtype (`narrow`), but for
+    what the last finds buffers for. To the byte."""
     small(monkeypatch, chunk_numel=4096)
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", accelerator)
     torch.manual_seed(0)
@@ -87,14 +89,14 @@ def test_where_several_micro_batches_are_expected_the_first_spills_two_bytes(
     beside = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters())
     fields: Any = {"parameters": "cpu", "optimizer_states": "nvme", "nvme": str(tmp_path), "dtype": "bf16", "update": "step"}
-    roomy = offload.Config(**fields).expecting(micro_batches)
+    roomy = told(offload.Config(**fields).expecting(micro_batches), sums_are_narrow=narrow)
     with Outline(model, optimizer, roomy) as outline:
         least = outline.smallest_nbytes(outline.placement(), "cpu_memory")
     config = dataclasses.replace(roomy, cpu_memory=least)
     with Outline(model, optimizer, config) as outline:
         placement = outline.placement()
         traffic = outline.traffic(placement, micro_batches)
-    sizes = [2, *(4 for _ in range(micro_batches - 1))]
+    sizes = [2, *(2 if narrow else 4 for _ in range(micro_batches - 1))]
     free = placement.retained_gradient_buffers // 2
     assert traffic.spilled_nbytes == 4096 * (40 * sum(sizes) - free * sizes[-1])
 
@@ -115,6 +117,7 @@ def test_where_several_micro_batches_are_expected_the_first_spills_two_bytes(
         weights = engine.state_dict()
     assert found == [STEPS * traffic.read_nbytes, STEPS * traffic.written_nbytes]
     in_memory = offload.Config(parameters="device", optimizer_states="cpu", dtype="bf16", update="step")
+    in_memory = told(in_memory, sums_are_narrow=narrow)
     with offload.initialize(beside, torch.optim.AdamW(beside.parameters()), in_memory) as engine:
         steps(engine, 1 + STEPS)
         expected = engine.state_dict()
