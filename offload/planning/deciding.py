@@ -228,17 +228,20 @@ def _auto(problem: Problem, guessed: Problem) -> tuple[Placement, Placement, _We
     """The least that the chosen tiers take, what the budgets make of it, and what was weighed.
 
     The tiers take what there is for all else: where no budget is given, what is free now, and so `guessed` decides whether
-    they are possible. Where none is, the last."""
+    they are possible. Where none is, the one that needs least of what the last lacks."""
     weighed: list[tuple[Placement, Placement]] = []
-    smallest = None
+    refused: list[tuple[Placement, Tier, int]] = []
     for parameters, states in _pairings(problem):
         smallest = _least(problem, guessed, parameters, states)
-        if guessed.excess(smallest) is None:
-            weighed += [(smallest, grown) for grown in _grown(problem, smallest, guessed)]
-            if any(_moves_nothing(problem, grown) for _, grown in weighed):
-                break
-    assert smallest is not None
+        if (excess := guessed.excess(smallest)) is not None:
+            refused.append((smallest, *excess))
+            continue
+        weighed += [(smallest, grown) for grown in _grown(problem, smallest, guessed)]
+        if any(_moves_nothing(problem, grown) for _, grown in weighed):
+            break
     if not weighed:
+        _, lacked, _ = refused[-1]
+        smallest, _, _ = min((one for one in reversed(refused) if one[1] == lacked), key=lambda one: one[2])
         return smallest, smallest, ()
     weights = [_weight(problem, grown) for _, grown in weighed]
     listed = sorted(zip(weighed, weights, strict=True), key=lambda one: (one[1].has_no_room, one[1].seconds))

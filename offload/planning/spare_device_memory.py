@@ -73,11 +73,15 @@ class SpareDeviceMemory:
 
     def relieved(self, smallest: Placement) -> Placement:
         """With the fewest units on the device, all that they have, with which it fits, the sums of several micro-batches too if
-        that can be; itself where none do."""
-        units, budget = self._trained(smallest, self._order(smallest, 1)), self.problem.budget("cpu") or 0
+        that can be; where none do, with as many as the device holds."""
+        order, budget = self._order(smallest, 1), self.problem.budget("cpu") or 0
+        trained = set(self._trained(smallest, order))
+        in_memory = set(self._movable(smallest, order)) if smallest.parameters == "cpu" else set[int]()
+        units = [index for index in order if index in trained | in_memory]
 
         def without(count: int) -> Placement:
-            return place(self.problem, _with_records(smallest.choice, frozenset(units[: len(units) - count])))
+            moved = frozenset(units[: len(units) - count])
+            return place(self.problem, _with_records(_with_parameters(smallest.choice, moved), moved & trained))
 
         def host_holds(with_sums: bool, count: int) -> bool:
             placement = without(count)
@@ -87,7 +91,12 @@ class SpareDeviceMemory:
             relieved = without(largest(len(units), partial(host_holds, with_sums)))
             if self.problem.excess(relieved, with_sums=with_sums) is None:
                 return relieved
-        return smallest
+        most = largest(len(units), lambda count: not self._exceeds_device(without(len(units) - count)))
+        return without(len(units) - most)
+
+    def _exceeds_device(self, placement: Placement) -> bool:
+        excess = self.problem.excess(placement)
+        return excess is not None and excess[0] == "device"
 
     def _order(self, smallest: Placement, micro_batches: int) -> list[int]:
         counts = fetch_counts(self.problem, smallest, micro_batches)

@@ -313,6 +313,38 @@ def test_what_host_memory_lacks_the_device_has() -> None:
             Decision(smaller, DeferredAccelerator(), *model, MOMENTS).decide()
 
 
+def test_what_is_frozen_comes_to_the_device_too_where_host_memory_lacks_the_room() -> None:
+    """Beside one unit that is trained, with no drive: budgets that together hold the model do."""
+    units = [(f"unit {number}", [ParameterSpec(number, 64 * 4096, "bfloat16", 2, number == 7)]) for number in range(16)]
+    model = build_layout(units, chunk_numel=4096), Expected.of(0, [Use(number) for number in range(1, 16)])
+    accelerator, pair = DeferredAccelerator(), ("cpu", "cpu")
+    frozen = 15 * 64 * 4096 * 2
+    for tiers in (pair, ("auto", "auto")):
+        decided = decision(model, accelerator, tiers, nvme=None, cpu_memory=frozen // 2, device_memory="11MiB")
+        placement = decided.decide()
+        require_within(decided, placement)
+        on_device = [route.parameters == "device" for route in placement.routes]
+        assert any(on_device) and not all(on_device)
+
+
+@settings(max_examples=60, deadline=None)
+@given(models(), st.sampled_from([*PAIRINGS, ("auto", "auto")]), SHARES, st.booleans(), st.booleans())
+def test_a_refusal_says_the_smallest_that_would_do(
+    model: Any, pair: tuple[Any, Any], share: float, unified: bool, has_drive: bool
+) -> None:
+    """Of host memory, beside a budget of the device, which may hold a part."""
+    assume(any(flat.trainable for flat in model[0].flats))
+    accelerator: Accelerator = CpuAccelerator() if unified else DeferredAccelerator()
+    fields: dict[str, Any] = {"nvme": NVME if has_drive or "nvme" in pair else None}
+    if not unified:
+        fields["device_memory"] = int(share * least(model, accelerator, pair, "device_memory", **fields))
+    smallest = least(model, accelerator, pair, "cpu_memory", **fields)
+    decided = decision(model, accelerator, pair, cpu_memory=smallest, **fields)
+    require_within(decided, decided.decide())
+    with pytest.raises(BudgetError):
+        decision(model, accelerator, pair, cpu_memory=smallest - 1, **fields).decide()
+
+
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_a_share_of_the_states_lies_on_the_device_whatever_the_budgets(share: float) -> None:
     """As DeepSpeed's `offload_optimizer.ratio` asks for it."""
