@@ -121,9 +121,13 @@ class Decision:
                 _require_fit(guessed, smallest)
             _require_fit(problem, smallest)
         excess = problem.excess(placement, with_sums=True)
-        missing = excess[1] - (problem.budget(excess[0]) or 0) if excess is not None else 0
         verdict = Verdict(cost(problem, placement), problem.rates, weighed, has_room=excess is None, free=problem.free)
-        return replace(placement, sums_missing_nbytes=missing, verdict=verdict)
+        placement = replace(placement, verdict=verdict)
+        if excess is None:
+            return placement
+        tier, needed = excess
+        missing = needed - (problem.budget(tier) or 0)
+        return replace(placement, sums_missing_nbytes=missing, sums_missing_in=problem.bounding_field(tier))
 
     def weight(self, placement: Placement) -> Weight:
         """By which placements are compared, also of different layouts."""
@@ -297,15 +301,13 @@ def _require_fit(problem: Problem, placement: Placement) -> None:
     if excess is None:
         return
     tier, needed = excess
-    # Where both bound one memory, the lower of the two is too low.
-    both = problem.accelerator.unified and problem.config.device_memory == problem.budget("cpu")
-    field = "device_memory" if tier == "device" or both else "cpu_memory"
+    field = problem.bounding_field(tier)
     lines = "; ".join(f"{line.purpose} {line.nbytes}" for line in placement.plan.lines if line.tier == tier)
     rank_count = problem.sharing.local_world_size if field == "cpu_memory" else 1
     per_rank = f" for each of the node's {rank_count} ranks" if rank_count > 1 else ""
     smallest = needed * rank_count
     error = BudgetError(
-        f"{field}={(problem.budget(tier) or 0) * rank_count} cannot hold what parameters={placement.parameters!r} and "
+        f"{field}={getattr(problem.config, field)} cannot hold what parameters={placement.parameters!r} and "
         f"optimizer_states={placement.optimizer_states!r} need at least: {needed} bytes{per_rank} ({lines}). The smallest "
         f"{field} that can is "
         f"{smallest}. Raise it to that{_besides(problem, placement, tier)}."

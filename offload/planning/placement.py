@@ -96,6 +96,8 @@ class Placement:
     where that is expected: there is room for sums alone then."""
     sums_missing_nbytes: int = 0
     """Of those what the budget does not leave."""
+    sums_missing_in: str = ""
+    """The field of `Config` that is this budget."""
     transit_buffer_count: int = 0
     """Chunks of gradients that may be on the device on their way to the host."""
     verdict: Verdict | None = None
@@ -133,7 +135,9 @@ class Placement:
 
     def with_sums(self) -> Placement:
         """The same with room for the sums of micro-batches."""
-        return replace(self, plan=MemoryPlan((*self.plan.lines, *self.sums)), sums=(), sums_missing_nbytes=0)
+        return replace(
+            self, plan=MemoryPlan((*self.plan.lines, *self.sums)), sums=(), sums_missing_nbytes=0, sums_missing_in=""
+        )
 
     @property
     def nvme_nbytes(self) -> int:
@@ -202,6 +206,11 @@ class Problem:
             limits = [shared, *(limits if self.accelerator.unified else [])]
         given = [limit for limit in limits if limit is not None]
         return min(given) if given else None
+
+    def bounding_field(self, tier: Tier) -> str:
+        """The field of `Config` that is the tier's budget: where two bound one memory, the lower."""
+        both = self.accelerator.unified and self.config.device_memory == self.budget("cpu")
+        return "device_memory" if tier == "device" or both else "cpu_memory"
 
     @property
     def bounds_units(self) -> bool:

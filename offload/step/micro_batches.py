@@ -94,7 +94,10 @@ class MicroBatches:
 
 def _no_room(placement: Placement, missing: int) -> BudgetError:
     needed = " and ".join(f"{line.nbytes} bytes in {line.tier} memory" for line in placement.sums)
-    remedies = " and ".join(dict.fromkeys(remedy(line.tier, missing) for line in placement.sums))
+    if placement.sums_missing_in:
+        remedies = f"raise {placement.sums_missing_in} by {missing} bytes"
+    else:
+        remedies = " and ".join(dict.fromkeys(remedy(line.tier, missing) for line in placement.sums))
     refusal = BudgetError(
         f"a second micro-batch needs {needed} for the fp32 sums of gradients, of which {missing} are missing. The "
         f"first one's gradients are there: step with them and go on with one micro-batch a step, or {remedies}."

@@ -207,6 +207,7 @@ def test_room_for_several_micro_batches_is_said_and_left_where_it_can_be(
         except BudgetError:
             return None
         assert placement.verdict is not None and placement.verdict.has_room == (placement.sums_missing_nbytes == 0)
+        assert placement.sums_missing_in == ("" if placement.verdict.has_room else field)
         return placement.sums_missing_nbytes
 
     def has_room(budget: int, tiers: tuple[str, str]) -> bool:
@@ -218,6 +219,19 @@ def test_room_for_several_micro_batches_is_said_and_left_where_it_can_be(
     for budget in {one, max(one, several - 1), several, int(share * several)}:
         assert has_room(budget, pair) == (budget >= several)
         assert has_room(budget, ("auto", "auto")) == any(has_room(budget, tiers) for tiers in pairings)
+
+
+@pytest.mark.parametrize("lower", ["device_memory", "cpu_memory"])
+def test_of_two_budgets_for_one_memory_the_lower_is_named(lower: str) -> None:
+    """Where it lacks room for sums, and where it lacks room at all."""
+    layout = build_layout([("", [ParameterSpec(0, 4096, "bfloat16", 2, True)])], chunk_numel=4096)
+    model, pair = (layout, Expected.of(0, [])), ("device", "device")
+    smallest = least(model, CpuAccelerator(), pair, lower, nvme=None)
+    budgets = {"device_memory": 1 << 30, "cpu_memory": 1 << 30, "nvme": None}
+    placement = decision(model, CpuAccelerator(), pair, **budgets | {lower: smallest}).decide()
+    assert placement.sums_missing_in == lower and placement.sums_missing_nbytes
+    with pytest.raises(BudgetError, match=f"^{lower}={smallest - 1} .*The smallest {lower} that can is {smallest}"):
+        decision(model, CpuAccelerator(), pair, **budgets | {lower: smallest - 1}).decide()
 
 
 @pytest.mark.parametrize("accumulates", [False, True])
