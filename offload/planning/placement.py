@@ -178,11 +178,6 @@ class Problem:
         """Whether a step has several."""
         return self.micro_batches > 1
 
-    def keeps_whole(self, parameters: Tier) -> bool:
-        """Whether parameters in that tier are for good where the device computes on them."""
-        in_device_memory = parameters == "device" or (parameters == "cpu" and self.accelerator.unified)
-        return in_device_memory and not self.sharing.shards_parameters
-
     def speculates(self, states: Tier) -> bool:
         """Whether updates may begin before `step()`. Where records lie in memory that is little gain, and to undo
         them would take a copy; several ranks would have to agree on what they undo."""
@@ -190,7 +185,8 @@ class Problem:
 
     def can_hold(self, parameters: Tier) -> bool:
         """Whether the stage allows parameters in that tier: without partitioned parameters they stay on the device."""
-        return self.sharing.world_size == 1 or self.sharing.shards_parameters or self.keeps_whole(parameters)
+        in_device_memory = parameters == "device" or (parameters == "cpu" and self.accelerator.unified)
+        return self.sharing.world_size == 1 or self.sharing.shards_parameters or in_device_memory
 
     @property
     def packs_gradients(self) -> bool:

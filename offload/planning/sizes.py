@@ -118,8 +118,6 @@ class Footprint:
     """Bytes of a buffer that holds any chunk's parameters, frozen ones included."""
     square_sums: int
     """Bytes of the sums of squares of all gradients."""
-    has_whole_units: bool
-    """Whether this rank's chunks are all of each unit, so that a device can compute where they lie."""
     unreduced_gradients: int
     """Bytes of the gradients of whole units before they are reduced over the ranks; 0 on one rank."""
     exchange: int
@@ -150,7 +148,6 @@ class Footprint:
             kinds=tuple(kinds),
             parameter_buffer=max((chunk.numel * flat.itemsize for flat in flats for chunk in flat.chunks), default=0),
             square_sums=8 * square_sums,
-            has_whole_units=all(flat.shard.numel == flat.numel for flat in flats),
             unreduced_gradients=0 if alone else _unreduced_nbytes(layout),
             exchange=0 if alone else _exchange_nbytes(layout),
         )

@@ -7,12 +7,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from offload.planning.budget import Tier
 from offload.planning.placement import Placement, Problem, place
 from offload.planning.purposes import OPTIMIZER_STATES, PARAMETERS, StateNames
 from offload.planning.route import kept_first
 from offload.planning.route_bytes import held
-from offload.planning.tier_choice import Choice
 from offload.planning.traffic import spilled_by
 
 
@@ -42,19 +40,16 @@ class SpareHostMemory:
         candidates = [self._keep_gradients(self._keep_records(self._keep_parameters(smallest)))]
         if self.problem.accumulates:
             candidates.append(self._keep_records(self._keep_parameters(self._keep_gradients(smallest))))
-        in_place = self._with_gradients(smallest, "cpu") if smallest.gradients == "nvme" else None
+        in_place = self._with_gradients_in_memory(smallest) if smallest.gradients == "nvme" else None
         if in_place is not None and self.fits(in_place):
             candidates.append(self._keep_records(self._keep_parameters(in_place)))
         return min(candidates, key=self._moved_nbytes)
 
-    def _place(self, choice: Choice) -> Placement:
-        return place(self.problem, choice)
-
     def _most(self, count: int, placed: Callable[[int], Placement]) -> Placement:
         return placed(largest(count, lambda n: self.fits(placed(n))))
 
-    def _with_gradients(self, placement: Placement, tier: Tier) -> Placement:
-        return self._place(replace(placement.choice, gradients=tier, retained=0))
+    def _with_gradients_in_memory(self, placement: Placement) -> Placement:
+        return place(self.problem, replace(placement.choice, gradients="cpu", retained=0))
 
     def _moved_nbytes(self, placement: Placement) -> tuple[int, int]:
         """NVMe traffic of a step: under its forwards, with the updates, and in all."""
@@ -87,9 +82,9 @@ class SpareHostMemory:
 
         def keep_chunks(count: int, unit_count: int = 0) -> Placement:
             kept = replace(choice.kept, unit_count=unit_count, parameter_count=count)
-            return self._place(replace(choice, kept=kept))
+            return place(self.problem, replace(choice, kept=kept))
 
-        keeps_units = self.problem.accelerator.unified and self.problem.footprint.has_whole_units
+        keeps_units = self.problem.accelerator.unified and not self.problem.sharing.shards_parameters
         return self._most(len(by_unit), keep_units) if keeps_units else self._most(len(sizes), keep_chunks)
 
     def _keep_records(self, placement: Placement) -> Placement:
@@ -103,14 +98,14 @@ class SpareHostMemory:
 
         def keep(count: int) -> Placement:
             kept = replace(choice.kept, record_count=count, record_nbytes=sum(sizes[:count]))
-            return self._place(replace(choice, kept=kept))
+            return place(self.problem, replace(choice, kept=kept))
 
         return self._most(len(sizes), keep)
 
     def _keep_gradients(self, placement: Placement) -> Placement:
         if placement.gradients != "nvme":
             return placement
-        in_place = self._with_gradients(placement, "cpu")
+        in_place = self._with_gradients_in_memory(placement)
         if self.fits(in_place):
             return in_place
         spilling = [
@@ -122,4 +117,4 @@ class SpareHostMemory:
         least = choice.retained
         parts = max(placement.retained_gradient_buffers // max(least, 1), 1)
         more = max(-(-sum(len(unit.trained) for unit in spilling) // parts) - least, 0)
-        return self._most(more, lambda count: self._place(replace(choice, retained=least + count)))
+        return self._most(more, lambda count: place(self.problem, replace(choice, retained=least + count)))
