@@ -317,15 +317,19 @@ def _require_fit(problem: Problem, placement: Placement) -> None:
 
 
 def _besides(problem: Problem, placement: Placement, tier: Tier) -> str:
-    """What else would make it fit: what may lie further away, and where nothing may, what takes the memory."""
+    """What else would make it fit: what may lie further away, unless "auto" found that to take no less; and where nothing may,
+    what takes the memory."""
     further: Tier = "cpu" if tier == "device" else "nvme"
     here = (tier, "device") if problem.accelerator.unified else (tier,)
     near = ["optimizer_states"] if placement.optimizer_states in here else []
     if placement.parameters in here and problem.can_hold(further):
         near.insert(0, "parameters")
-    if near:
-        drive = "" if further == "cpu" or problem.config.nvme_paths else ", nvme='/path/on/the/drive'"
-        return f", or let more lie further away: {', '.join(f'{name}={further!r}' for name in near)}{drive}"
+    is_reached = further == "cpu" or bool(problem.config.nvme_paths)
+    untried = [name for name in near if not is_reached or getattr(problem.config, name) != "auto"]
+    if untried:
+        drive = "" if is_reached else ", nvme='/path/on/the/drive'"
+        return f", or let more lie further away: {', '.join(f'{name}={further!r}' for name in untried)}{drive}"
     holds_units = any((line.tier, line.purpose) == (tier, UNITS_IN_USE) for line in placement.plan.lines)
     smaller = ". Smaller units take less: mark parts of the largest with offload.unit"
-    return f": nothing of it can lie further away{smaller if holds_units else ''}"
+    none = "'auto' finds nothing that takes less" if near else "nothing of it can lie further away"
+    return f": {none}{smaller if holds_units else ''}"

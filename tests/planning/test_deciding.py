@@ -423,6 +423,18 @@ def test_a_refusal_says_what_may_lie_further_away_and_that_takes_less(
     assert least(model, accelerator, there, field) < refusal.value.smallest_nbytes
 
 
+@pytest.mark.parametrize(
+    ("drive", "said"), [(NVME, "'auto' finds nothing that takes less"), (None, "nvme='/path/on/the/drive'")]
+)
+def test_a_refusal_advises_nothing_that_auto_has_tried(drive: str | None, said: str) -> None:
+    """Of a small model, whose buffers on the way to a drive take more than its states."""
+    layout = build_layout([("", [ParameterSpec(0, 4096, "bfloat16", 2, True)])], chunk_numel=4096)
+    model = layout, Expected.of(0, [])
+    with pytest.raises(BudgetError, match="optimizer_states='cpu' need") as refusal:
+        decision(model, CpuAccelerator(), nvme=drive, cpu_memory=1).decide()
+    assert said in str(refusal.value) and ("further away" in str(refusal.value)) == (drive is None)
+
+
 def test_what_the_model_computes_hides_what_moves_under_the_backwards() -> None:
     """Of known tokens: records may come to the device before the gradients of all units do, which shortens the forward."""
     specs = [[ParameterSpec(number, 16 * 4096, "bfloat16", 2, True, 0)] for number in range(16)]
