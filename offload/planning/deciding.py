@@ -27,7 +27,7 @@ from offload.planning.sizes import Footprint, least_gradient_buffers
 from offload.planning.spare_device_memory import SpareDeviceMemory
 from offload.planning.spare_host_memory import SpareHostMemory
 from offload.planning.tier_choice import Choice
-from offload.planning.traffic import Traffic
+from offload.planning.traffic import moved
 from offload.planning.use_trace import Expected
 
 PAIRINGS: tuple[tuple[Tier, Tier], ...] = (
@@ -113,7 +113,7 @@ class Decision:
             smallest = _least(problem, problem, config.parameters, config.optimizer_states)
             _require_fit(problem, smallest)
             grown = _grown(problem, smallest, problem)
-            placement, weighed = min(grown, key=partial(_moved, problem)) if len(grown) > 1 else grown[0], ()
+            placement, weighed = min(grown, key=partial(moved, problem)) if len(grown) > 1 else grown[0], ()
         else:
             guessed = _with_guessed_budgets(problem)
             smallest, placement, weighed = _auto(problem, guessed)
@@ -211,17 +211,13 @@ def _with_more_landing(
     return more if fits(more) and guessed.excess(more) is None else placement
 
 
-def _moved(problem: Problem, placement: Placement) -> tuple[int, ...]:
-    return Traffic.scheduled(problem, placement, problem.micro_batches).slowest_first
-
-
 def _moves_nothing(problem: Problem, placement: Placement) -> bool:
-    return not any(_moved(problem, placement)) and problem.excess(placement, with_sums=True) is None
+    return not any(moved(problem, placement)) and problem.excess(placement, with_sums=True) is None
 
 
 def _weight(problem: Problem, placement: Placement) -> Weight:
     has_no_room = problem.excess(placement, with_sums=True) is not None
-    return Weight(has_no_room, step_seconds(problem, placement, cost(problem, placement)), _moved(problem, placement))
+    return Weight(has_no_room, step_seconds(problem, placement, cost(problem, placement)), moved(problem, placement))
 
 
 _Weighed = tuple[tuple[Tier, Tier, float], ...]

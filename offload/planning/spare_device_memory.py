@@ -26,7 +26,7 @@ from offload.planning.route import Memory
 from offload.planning.sizes import UnitSizes
 from offload.planning.spare_host_memory import largest
 from offload.planning.tier_choice import Choice, Near
-from offload.planning.traffic import Traffic, fetch_counts
+from offload.planning.traffic import fetch_counts, moved
 
 _STEPS = 4
 """From how many of the units on it is tried what fits."""
@@ -47,7 +47,7 @@ class SpareDeviceMemory:
         found = [smallest]
         for grow in (self._staying, self._resident):
             most, *fewer = (self._with_spare(one) for one in grow(smallest, order))
-            found += [most, *([self._quietest(fewer)] if fewer else [])]
+            found += [most, *([min(fewer, key=partial(moved, self.problem))] if fewer else [])]
         return [*found, *map(self._with_spare, self._records_first(smallest, order))]
 
     def _records_first(self, smallest: Placement, order: Sequence[int]) -> list[Placement]:
@@ -56,11 +56,6 @@ class SpareDeviceMemory:
         if not (self.problem.accumulates and self.problem.config.tokens):
             return []
         return [self._taken(smallest, self._trained(smallest, order), _with_records)]
-
-    def _quietest(self, placements: Sequence[Placement]) -> Placement:
-        """The one that moves least."""
-        problem = self.problem
-        return min(placements, key=lambda one: Traffic.scheduled(problem, one, problem.micro_batches).slowest_first)
 
     def holding(self, smallest: Placement, share: float) -> Placement:
         """With at least this share of the records on the device, of the units that come first."""

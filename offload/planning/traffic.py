@@ -53,6 +53,11 @@ class Traffic:
         return Traffic.of(problem, placement, list(map(sum, counts)), micro_batches)
 
 
+def moved(problem: Problem, placement: Placement) -> tuple[int, ...]:
+    """`Traffic.slowest_first` of a step as it is planned for."""
+    return Traffic.scheduled(problem, placement, problem.micro_batches).slowest_first
+
+
 Fetches = tuple[int, int, int]
 """How often the schedule fetches a unit: under a step's first forward, between that and the last backward, under that."""
 

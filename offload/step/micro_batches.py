@@ -77,7 +77,7 @@ class MicroBatches:
     def take_room(self) -> None:
         """Have the room. Raises `BudgetError` where there is none: nothing has changed then."""
         placement, gradients = self._parts.placement, self._parts.gradients
-        if gradients is not None and placement.sums and not self._narrow:
+        if gradients is not None and placement.sums:
             missing, cause = placement.sums_missing_nbytes, None
             if not missing:
                 missing = sum(missing_nbytes(line, self._parts.accelerator) for line in placement.sums)
