@@ -9,7 +9,9 @@ training thread is blocked on. From the same announcements every rank draws the 
     3. if all are blocked, they have taken different ways (a mixture of experts, an evaluation of another length). Then the
        gathers that somebody is blocked on are done for those, the others only lending their shards; if nobody waits for one,
        reductions are done with what there is (the sum of a unit's gradients may be reduced in parts)
-    4. if all are at the same point of the program, it is passed; at different points, nobody can go on: an error
+    4. if all are at the same point of the program, it is passed, after what was asked for ahead of use: behind it a rank that
+       gives such a unit up would wait for others, who may be in a collective of the loop's own. At different points nobody
+       can go on: an error
 
 So no order of uses on any rank can make them wait for each other for ever.
 """
@@ -117,4 +119,5 @@ def _pass_point(announcements: Sequence[Announcement]) -> Decision:
             mismatch=f"the ranks called {points[0].call} with different arguments, or in different states. "
             "All ranks must make the same calls."
         )
-    return Decision(point=points[0])
+    asked_for = [said.gathers for said in announcements]
+    return Decision(gathers=_by_unit(frozenset().union(*asked_for), asked_for), point=points[0])

@@ -46,7 +46,6 @@ class Lender:
         are."""
         require_stack()
         residency = self._parts.residency
-        self._failures.meet(MeetingPoint.GATHERED, argument=_digest(infos))
         with self._failures.failures():
             residency.finish_updates()
             units = list(self._units(infos))
@@ -54,6 +53,8 @@ class Lender:
                 raise _too_many(len(units), lacking_nbytes)
             for unit in units:
                 self._uses.hold(unit)
+            # Now: inside the block a rank may be in a collective of the loop's own, where it gives others nothing.
+            self._parts.meeting.meet(MeetingPoint.GATHERED, argument=_digest(infos))
             for info in infos:
                 self._lend(info)
             self._lent.append((weakref.ref(lending), infos))  # in there: an interrupt that was held comes after it

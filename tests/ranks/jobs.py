@@ -284,6 +284,28 @@ def different_evaluations(fields: dict[str, Any]) -> str:
         return digest(engine.state_dict())
 
 
+def own_collectives(fields: dict[str, Any]) -> dict[str, Any]:
+    """Each rank has an expert of its own, and the first evaluates alone. The loop's own collective is behind each call."""
+    rank, _ = place()
+    torch.manual_seed(3)
+    model, total = Experts(), torch.ones(1)
+    with offload.initialize(model, adamw(model), offload.Config(**fields)) as engine:
+        for step, (x, y) in enumerate(vector_batches(4, seed=rank)):
+            loss = F.mse_loss(model(x, [(rank + step) % 3]), y)
+            calls = [lambda loss=loss: engine.backward(loss), engine.step, engine.zero_grad]
+            for call in calls:
+                call()
+                dist.all_reduce(total)
+            if rank == 0:
+                with torch.no_grad():
+                    model(x, [0, 1, 2, 3])
+            for lent in ([], [model.experts[1].weight], model.parameters()):
+                with engine.gathered(lent):
+                    dist.all_reduce(total)
+                dist.all_reduce(total)
+        return {"weights": digest(engine.state_dict()), "total": total.item()}
+
+
 def narrow(fields: dict[str, Any], rows: list[int]) -> str:
     """Tiny units, and a batch size of its own on each rank."""
     rank, _ = place()

@@ -83,6 +83,14 @@ def test_evaluations_of_different_lengths(pair: Crew, tmp_path: Path) -> None:
     assert len({one for ranks in found for one in ranks}) == 1
 
 
+def test_collectives_of_the_loops_own(fresh: type[Crew], tmp_path: Path) -> None:
+    """Behind a call that all ranks made, and inside `gathered`, no rank waits for another that is in such a collective."""
+    crew = fresh(3, seconds=20)
+    apart = {"stage": 3, "parameters": "cpu", "optimizer_states": "device"}
+    found = [crew.do("own_collectives", fields=case) for case in [*cases(tmp_path), {"stage": 3}, apart]]
+    assert len({str(one) for ranks in found for one in ranks}) == 1
+
+
 def test_tiny_units_and_batch_sizes_of_their_own(pair: Crew, four: Crew, tmp_path: Path) -> None:
     """Units smaller than a block of the layout: some ranks have nothing but padding."""
     for crew, rows in ((pair, [1, 5]), (four, [3, 1, 4, 2])):

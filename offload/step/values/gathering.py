@@ -32,7 +32,8 @@ class Gathering:
         return Lending(self._training.lender, infos, first)
 
     def meet(self, point: MeetingPoint, action: Callable[[], Any] | None = None, *, argument: int = 0) -> Any:
-        """Wait until all ranks are here."""
+        """Wait until all ranks are here. So a call begins, and so it ends where it brought units in: some ranks may have had
+        them, and would be in a collective of the loop's own while the others ask for them."""
         return self._training.meet(point, action, argument=argument)
 
     def state_dict(self, model: nn.Module, keeps: Callable[[int], bool]) -> dict[str, torch.Tensor]:
@@ -46,6 +47,7 @@ class Gathering:
                 for info in unit.parameters:
                     if not keeps(info.index):
                         del values[info.index]
+        self.meet(MeetingPoint.STATE_DICT)
         named = {fqn: values[info.index] for info in self._parts.parameters if info.index in values for fqn in info.fqns}
         for position, (fqn, buffer) in enumerate(persistent_buffers(model)):
             if keeps(position):
@@ -59,6 +61,7 @@ class Gathering:
         with self._training.failures():
             self._training.settle()
             self._unit_values(self._parts.units[info.unit_index], values)
+        self.meet(MeetingPoint.STATE_DICT, argument=info.index)
         return values[info.index].float()
 
     def values_by_unit(self, point: MeetingPoint) -> Iterator[tuple[ParameterInfo, torch.Tensor]]:

@@ -62,6 +62,7 @@ class NamedStates:
                 self._write_value(info, value)
             else:
                 self._write_moment(info, kind, value)
+        self._gathering.meet(MeetingPoint.WRITTEN)
 
     def _require(self, info: ParameterInfo, kind: str) -> None:
         kinds = self.kinds(info)
