@@ -8,9 +8,11 @@ raised at the end of the step: the owner of the operation keeps the `Pending` un
 
 from __future__ import annotations
 
+import queue
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from contextlib import suppress
 
 
 class Pending(ABC):
@@ -90,3 +92,18 @@ class Latch:
 
     def is_set(self) -> bool:
         return self._is_set
+
+
+class Bell(queue.SimpleQueue[None]):
+    """Rung by any thread; one waits for it. A queue of nothing, whose `get` ends when its time is over.
+
+    That of `queue.SimpleQueue` may not, up to Python 3.12: where the queue was filled and emptied before, and the thread is
+    not run for longer than `timeout` just as it begins to wait, it takes what is left of the time, less than nothing, for no
+    end. A look that does not wait first leaves the queue's lock held, as it is where nothing has been put since.
+    """
+
+    def get(self, block: bool = True, timeout: float | None = None) -> None:
+        if timeout is not None:
+            with suppress(queue.Empty):
+                return super().get(block=False)
+        return super().get(block, timeout)

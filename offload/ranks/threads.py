@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Callable
 from typing import Protocol
 
 from offload.device.lane import start_thread
-from offload.device.pending import Latch
+from offload.device.pending import Bell, Latch
 from offload.device.thread_end import AwaitedThread
 
 
@@ -43,8 +42,7 @@ class Threads:
         return Latch()
 
     def queue(self) -> Asked:
-        made: queue.SimpleQueue[None] = queue.SimpleQueue()
-        return made
+        return Bell()
 
     def start(self, target: Callable[[], None], name: str) -> Started:
         """A daemon thread. Raises `ConfigError` where the system has no more."""

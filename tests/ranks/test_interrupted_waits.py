@@ -4,7 +4,9 @@ by who is gone, and the others are no longer told that this rank waits."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import queue
 import sys
 import threading
 from collections.abc import Callable
@@ -18,6 +20,23 @@ from offload.ranks.rendezvous import Rendezvous
 from offload.ranks.threads import Threads
 
 POINT = next(point for point in MeetingPoint if point is not MeetingPoint.NONE)
+
+
+def test_a_wait_for_a_while_ends_where_the_thread_is_put_off_as_it_begins() -> None:
+    """A rank's attendance waits so for a tenth of a millisecond: without an end that rank would meet the others no more."""
+    asked = Threads().queue()
+
+    def wait_often() -> None:
+        for _ in range(100_000):
+            asked.put(None)
+            asked.get()
+            with contextlib.suppress(queue.Empty):
+                asked.get(timeout=1e-9)
+
+    waiting = threading.Thread(target=wait_often, daemon=True)
+    waiting.start()
+    waiting.join(100)
+    assert not waiting.is_alive()
 
 
 class Interruption:

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from offload.device.pending import Latch
+from offload.device.pending import Bell, Latch
 from offload.model.chunk import Chunk
 from offload.step.updates.update import Updates
 
@@ -46,7 +46,7 @@ class Copies:
         self._wanted: deque[Chunk] = deque()
         """What updates wait for."""
         self._lock = threading.Lock()
-        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._bell = Bell()
         self._failure: Exception | None = None
         self.run_lane: Callable[[], None] | None = None
         """Where the lane is no thread of its own: runs the save, as far as it is not."""
