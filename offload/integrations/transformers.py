@@ -15,8 +15,9 @@ autocast.
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,24 @@ from offload.integrations.accelerate import FOLDER, attach
 from offload.integrations.settings import Settings, settings_of
 
 _GIB, _GB = 2**30, 10**9
+
+
+def _on_an_engine(create: Callable[..., Any]) -> Callable[..., Any]:
+    """A `create_optimizer` with an engine made of what it makes, once for each model."""
+
+    @functools.wraps(create)
+    def create_optimizer(trainer: Any, *args: Any, **keywords: Any) -> Any:
+        if trainer.engine is not None and trainer.engine.module is not trainer.model:  # of another trial
+            trainer.engine.close()
+            trainer.engine = None
+        if trainer.engine is None:
+            create(trainer, *args, **keywords)
+        if trainer.engine is None:
+            trainer._compile_blocks()
+            trainer._make_engines()
+        return trainer.optimizer
+
+    return create_optimizer
 
 
 class OffloadMixin:
@@ -77,15 +96,16 @@ class OffloadMixin:
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Where parameters lie is the engine's."""
 
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """A class's own `create_optimizer` need not call this one's."""
+        super().__init_subclass__(**keywords)
+        own = vars(cls).get("create_optimizer")
+        if own is not None:
+            cls.create_optimizer = _on_an_engine(own)  # type: ignore[method-assign]
+
+    @_on_an_engine
     def create_optimizer(self: Any, *args: Any, **keywords: Any) -> Any:
-        if self.engine is not None and self.engine.module is not self.model:  # of another trial
-            self.engine.close()
-            self.engine = None
-        if self.engine is None:
-            super().create_optimizer(*args, **keywords)  # type: ignore[misc]
-            self._compile_blocks()
-            self._make_engines()
-        return self.optimizer
+        super().create_optimizer(*args, **keywords)  # type: ignore[misc]
 
     def _make_engines(self: Any) -> None:
         precision = "bf16" if self.args.bf16 else "fp16" if self.args.fp16 else "no"

@@ -90,6 +90,31 @@ def test_the_scripts_own_optimizer_and_scheduler_and_a_second_train(tmp_path: Pa
         assert_alike(*trainers)
 
 
+@pytest.mark.parametrize("evaluates_first", [False, True])
+def test_a_class_that_makes_its_own_optimizer(tmp_path: Path, evaluates_first: bool) -> None:
+    """As Trainer's documentation has it: without a call of the one above, and whether there is one already or not."""
+
+    def of(kind: Any) -> Any:
+        class Own(kind):  # type: ignore[misc]
+            def create_optimizer(self, *_: Any) -> Any:
+                self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+                return self.optimizer
+
+        return Own
+
+    trainers: list[Any] = []
+    for kind, more in ((of(OffloadTrainer), {"offload": {**ON_NVME, "nvme": str(tmp_path)}}), (of(Trainer), {})):
+        args = arguments(tmp_path / kind.__mro__[1].__name__, save_strategy="no")
+        trainers.append(kind(model=llama(), args=args, train_dataset=rows(), eval_dataset=rows(), **more))
+        if evaluates_first:
+            trainers[-1].evaluate()
+        trainers[-1].train()
+    ours, theirs = trainers
+    assert ours.engine is not None
+    with ours.engine:
+        assert_alike(ours, theirs)
+
+
 def test_sequence_to_sequence_predicts_by_generating(tmp_path: Path) -> None:
     class Offloaded(OffloadMixin, Seq2SeqTrainer):
         pass
