@@ -99,7 +99,7 @@ def share_parameters(modules: Iterable[nn.Module]) -> bool:
     return any(count > 1 for count in counts.values())
 
 
-def _can_be_called(module: nn.Module) -> bool:
+def can_be_called(module: nn.Module) -> bool:
     """Whether a call of the module is possible: not of a list of modules or parameters, which has no forward."""
     return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
@@ -124,7 +124,7 @@ def _outermost(module: nn.Module, is_meant: Callable[[nn.Module], bool], prefix:
 
 def _called(module: nn.Module, path: str = "") -> list[tuple[str, nn.Module]]:
     """The module, or what is called in place of one that cannot be."""
-    return [(path, module)] if _can_be_called(module) else list(_outermost(module, _can_be_called, f"{path}."))
+    return [(path, module)] if can_be_called(module) else list(_outermost(module, can_be_called, f"{path}."))
 
 
 def _blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:

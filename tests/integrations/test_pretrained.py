@@ -239,3 +239,25 @@ def test_weights_is_asked_for_each_tensor_once(
         model = adapted(AutoModelForCausalLM.from_config(CONFIGS["llama"]()))
     with offload.initialize(model, optimizer_of(model), ON_NVME.fields(nvme), weights=folders["llama"]):
         assert len(asked) == len(set(asked)) == len(AutoModelForCausalLM.from_config(CONFIGS["llama"]()).state_dict())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_modules": ["embed_tokens", "q_proj"]},
+        {"target_modules": ["embed_tokens"], "use_dora": True},
+        {"target_modules": ["q_proj"], "trainable_token_indices": [3, 4]},
+    ],
+    ids=["LoRA", "DoRA", "tokens"],
+)
+def test_a_model_with_an_adapted_embedding_generates(folders: dict[str, Path], opened: Any, fields: dict[str, Any]) -> None:
+    """`generate` calls the model inside of PEFT's. What is adapted there lies in dicts of parameters, which are never called."""
+    generated = []
+    for place in (None, ON_CPU, ON_NVME):
+        model = AutoModelForCausalLM.from_pretrained(folders["llama"])
+        torch.manual_seed(3)
+        model = get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, **fields)).eval()
+        if place is not None:
+            opened(model, torch.optim.AdamW([one for one in model.parameters() if one.requires_grad]), place)
+        generated.append(model.generate(input_ids=byte_batches(1)[0][:, :5], max_new_tokens=4, do_sample=False))
+    assert all(torch.equal(one, generated[0]) for one in generated)

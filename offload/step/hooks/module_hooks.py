@@ -27,7 +27,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from offload.errors import UsageError
 from offload.model.flat import ParameterInfo
 from offload.model.guard import refuse_loading
-from offload.model.partition import is_lookup, renormalizing
+from offload.model.partition import can_be_called, is_lookup, renormalizing
 from offload.model.unit import Unit
 from offload.step.calls import FORWARD, Call, in_backward, stack_of
 from offload.step.hooks.backward_passes import BackwardPasses, BackwardUse
@@ -381,9 +381,12 @@ def _use_modules(unit: Unit, is_root: bool) -> list[nn.Module]:
         return unit.modules
     root = unit.modules[0]
     owned = {id(info.parameter) for info in unit.parameters}
-    holders = [
-        module
-        for module in root.modules()
-        if module is not root and any(id(parameter) in owned for parameter in module.parameters(recurse=False))
-    ]
+    holders = [module for module in root.modules() if module is not root and _holds(module, owned)]
     return [root, *holders]
+
+
+def _holds(module: nn.Module, owned: set[int]) -> bool:
+    """Whether the module has one of these parameters, or a list or dict in it has, which is never called itself."""
+    return any(id(parameter) in owned for parameter in module.parameters(recurse=False)) or any(
+        not can_be_called(child) and _holds(child, owned) for child in module.children()
+    )
