@@ -219,6 +219,9 @@ PROMPTS: dict[str, Any] = {
     ),
     "prompts": lambda: PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
     "an encoder of prompts": lambda: PromptEncoderConfig(num_virtual_tokens=3, encoder_hidden_size=8, task_type="CAUSAL_LM"),
+    "an LSTM that encodes prompts": lambda: PromptEncoderConfig(
+        num_virtual_tokens=3, encoder_hidden_size=8, task_type="CAUSAL_LM", encoder_reparameterization_type="LSTM"
+    ),
 }
 
 

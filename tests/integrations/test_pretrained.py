@@ -251,7 +251,7 @@ def test_weights_is_asked_for_each_tensor_once(
     ids=["LoRA", "DoRA", "tokens"],
 )
 def test_a_model_with_an_adapted_embedding_generates(folders: dict[str, Path], opened: Any, fields: dict[str, Any]) -> None:
-    """`generate` calls the model inside of PEFT's. What is adapted there lies in dicts of parameters, which are never called."""
+    """`generate` calls the model inside of PEFT's. What is adapted there lies in dicts of parameters, which nobody calls."""
     generated = []
     for place in (None, ON_CPU, ON_NVME):
         model = AutoModelForCausalLM.from_pretrained(folders["llama"])

@@ -52,6 +52,8 @@ class Skeleton:
         self.model: Any = copy.deepcopy(model, memo)
         for module in self.model.modules():
             _unpack(module)
+            if isinstance(module, nn.RNNBase):  # PyTorch swaps no tensor that is referred to weakly
+                module._flat_weight_refs = [None] * len(module._flat_weight_refs)
         self._index_of = {id(twin): index for index, twin in self.twins.items()}
 
     def index_of(self, tensor: Tensor) -> int | None:
