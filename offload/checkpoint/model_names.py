@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint and an export call things: the model's buffers, and which name of a tied parameter is kept."""
+"""What a checkpoint and an export call things: the model's buffers, and which name of a tied parameter is kept. And what goes
+with the weights of a Hugging Face model: its configurations, and the code of a class that is not the library's."""
 
 from __future__ import annotations
 
 import json
 import re
+import tempfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,3 +59,18 @@ def model_configs(model: nn.Module, *, as_packed: bool = True) -> dict[str, str]
         content.pop("quantization_config", None)
         found["config"] = json.dumps(content)
     return found
+
+
+def model_code(model: Any) -> dict[str, bytes]:
+    """The files of code by which `trust_remote_code=True` makes the model, by name; empty for one of a library's class. As its
+    `save_pretrained` does, this notes them in the model's config."""
+    config = getattr(model, "config", None)
+    own = [one for one in (config, model) if getattr(one, "_auto_class", None) is not None]
+    if not own:
+        return {}
+    from transformers.dynamic_module_utils import custom_object_save
+
+    with tempfile.TemporaryDirectory() as folder:
+        for one in own:
+            custom_object_save(one, folder, config=config)
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}

@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 import offload
 from tests.reads import before_each_unit
@@ -95,3 +98,55 @@ def test_an_export_beside_the_files_of_others(opened: Any, tmp_path: Path, monke
     engine.export(folder, exist_ok=True)
     assert_same_bits(dict(AutoModelForCausalLM.from_pretrained(folder).state_dict()), engine.state_dict())
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} == set(os.listdir(folder))
+
+
+CODE = """
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+class OwnConfig(PretrainedConfig):
+    model_type = "of_the_users_own"
+
+class OwnModel(PreTrainedModel):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.post_init()
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+OwnConfig.register_for_auto_class()
+OwnModel.register_for_auto_class("AutoModel")
+"""
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_model_of_the_users_own_class_is_saved_with_its_code(
+    opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, merged: bool
+) -> None:
+    """Without it, nothing loads the weights."""
+    (tmp_path / "code_of_the_user.py").write_text(CODE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.delitem(sys.modules, "code_of_the_user", raising=False)
+    code = importlib.import_module("code_of_the_user")
+    own = model = code.OwnModel(code.OwnConfig())
+    if merged:
+        model = get_peft_model(own, LoraConfig(target_modules=["layers.1"]))
+    engine = opened(model, torch.optim.AdamW([one for one in model.parameters() if one.requires_grad]), ON_NVME)
+    if merged:
+        engine.export(tmp_path / "ours", merged=True)
+    else:
+        model.save_pretrained(tmp_path / "ours")
+    again = code.OwnModel(code.OwnConfig())
+    again.save_pretrained(tmp_path / "theirs")
+    assert sorted(os.listdir(tmp_path / "ours")) == sorted(os.listdir(tmp_path / "theirs"))
+    assert (tmp_path / "ours" / "config.json").read_text() == (tmp_path / "theirs" / "config.json").read_text()
+    loaded = AutoModel.from_pretrained(tmp_path / "ours", trust_remote_code=True)
+    with torch.no_grad():
+        assert_same_bits(loaded(torch.ones(1, 8)), model(torch.ones(1, 8)))

@@ -25,7 +25,7 @@ from offload.checkpoint.export.peft import AdapterFile, Merging, Skeleton, adapt
 from offload.checkpoint.export.unpacking import Unpacking
 from offload.checkpoint.export.weights import AdapterExporter, Exporter
 from offload.checkpoint.format.consistency import row_major
-from offload.checkpoint.model_names import buffers_once, kept_fqn, model_configs
+from offload.checkpoint.model_names import buffers_once, kept_fqn, model_code, model_configs
 from offload.checkpoint.state_reading import StateReader
 from offload.config import parse_nbytes
 from offload.errors import RankError, UsageError
@@ -175,8 +175,10 @@ class Exporting:
         unpacking = Unpacking(infos)
         skeleton = Skeleton(model, unpacking.infos, dtype)
         merging = Merging(skeleton)
+        code = model_code(skeleton.base)  # first: its names belong in the config
         configs = merging.configs(model_configs(skeleton.base, as_packed=not unpacking.any))
         exporter = made(type(skeleton.base).__name__, configs)
+        exporter.add_code(code)
         names = {index: kept_fqn(skeleton.base, found) for index, found in merging.names.items()}
         for index, name in names.items():
             info = skeleton.infos[index]
@@ -190,7 +192,9 @@ class Exporting:
     @staticmethod
     def _export(model: nn.Module, infos: Sequence[ParameterInfo], made: _Made, pieces: Iterator[Any]) -> None:
         unpacking = Unpacking(infos)
+        code = model_code(model)  # first: its names belong in the config
         exporter = made(type(model).__name__, model_configs(model, as_packed=not unpacking.any))
+        exporter.add_code(code)
         names = {info.index: kept_fqn(model, info.fqns) for info in unpacking.infos}
         for info in unpacking.infos:
             exporter.add(names[info.index], info.shape, info.stride, info.dtype)

@@ -53,6 +53,7 @@ class Exporter:
         self._incoming: dict[str, _Incoming] = {}
         self._files: dict[str, TensorFile] = {}
         self._weight_dtype: torch.dtype | None = None
+        self._code: Mapping[str, bytes] = {}
 
     def add(self, name: str, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, key: str | None = None) -> None:
         """Announce a parameter that runs in `dtype`. `key`: what its file calls it; None: `name`."""
@@ -64,6 +65,10 @@ class Exporter:
     def add_buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype, key: str | None = None) -> None:
         """Announce a buffer; it keeps its dtype."""
         self._announce(name, tuple(shape), row_major(shape), dtype, key)
+
+    def add_code(self, files: Mapping[str, bytes]) -> None:
+        """Announce what lies beside the configurations; `files`: as `model_code` has them."""
+        self._code = files
 
     def _announce(
         self, name: str, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, key: str | None
@@ -111,7 +116,7 @@ class Exporter:
         self._files[name].append(spec.name, values)
 
     def _describe(self) -> None:
-        """Write index and configurations."""
+        """Write index, configurations and code."""
         if len(set(self._files.values())) > 1:
             index = {
                 "metadata": {"total_size": sum(one.spec.nbytes for one in self._incoming.values())},
@@ -126,6 +131,8 @@ class Exporter:
                     key = "torch_dtype" if "torch_dtype" in content else "dtype"
                     content[key] = DTYPE_NAMES[self._weight_dtype]
             write_file(self._folder.path / CONFIGS[attribute], _json(content))
+        for name, code in self._code.items():
+            write_file(self._folder.path / name, code)
 
 
 class AdapterExporter(Exporter):
