@@ -10,8 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import offload
+from offload.device.arithmetic.optimizer_step import update
+from offload.device.arithmetic.records import RecordFormat
+from offload.device.arithmetic.rules import Hyper, Rule
+from offload.device.arithmetic.segment import Segment, StateFormat
 from offload.device.cpu import CpuAccelerator
 from offload.device.deferred import DeferredAccelerator
 from tests.acceptance.models import stack, vector_batches
@@ -98,3 +103,32 @@ def test_what_waits_for_ranks_runs_on_a_thread_of_its_own(kind: Any) -> None:
         accelerator.close()
     assert lane.runs_beside
     assert threads and threads[0] != threading.get_ident()
+
+
+class _FromHost(TorchFunctionMode):
+    """Notes every tensor that is made of numbers of the host's: to a GPU those go by a copy that the host waits for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[str] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.tensor, torch.as_tensor, torch.asarray) and not isinstance(args[0], torch.Tensor):
+            self.made.append(f"{function.__name__}{args}")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rule", [Rule.ADAM, Rule.LION, Rule.ADAGRAD, Rule.SGD])
+@pytest.mark.parametrize("state_format", list(StateFormat))
+def test_an_update_of_torch_operations_brings_nothing_from_the_host(state_format: StateFormat, rule: Rule) -> None:
+    """As it runs on a device, where only Adam with fp32 states has a kernel."""
+    numel, meta = 1 << 10, torch.device("meta")
+    hyper = Hyper(rule, lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
+    arrays = {
+        name: torch.empty(count, dtype=dtype, device=meta)
+        for name, dtype, count in RecordFormat(state_format, hyper.moments).arrays(numel)
+    }
+    grad, values = (torch.empty(numel, dtype=torch.bfloat16, device=meta) for _ in range(2))
+    with _FromHost() as found:
+        update([Segment(grad, arrays, values, hyper, step=2, state_format=state_format)])
+    assert not found.made

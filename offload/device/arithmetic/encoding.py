@@ -194,8 +194,7 @@ def codes_of(values: Tensor, code: Code, random: Tensor | None) -> tuple[Tensor,
     fixed = (groups * code.inverse_scales_of(scale_bytes)[:, None]).round().to(torch.int64).view(-1)[: values.numel()]
     codes = (fixed + (1 << 7 if random is None else random)) >> 8
     if code is ROOT:
-        least = 1 if random is not None else (finite > 0).to(torch.int64)
-        codes = torch.maximum(codes, torch.as_tensor(least, device=codes.device))
+        codes = codes.clamp(min=1) if random is not None else torch.maximum(codes, (finite > 0).to(torch.int64))
     return codes.to(code.dtype), scale_bytes
 
 
