@@ -43,6 +43,7 @@ and slow: the driver copies through a buffer of its own and holds the calling th
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -106,8 +107,16 @@ class _StreamOrderedMemory(ResizedMemory):
         self._fetch.wait_stream(torch.cuda.current_stream(self.flat.device))
 
 
+def _take_own_device() -> None:
+    """Of several processes on a machine each takes a GPU of its own, by the number that the launcher gave it, where the process
+    has not begun to use one: as `init_device_mesh` does."""
+    number = os.environ.get("LOCAL_RANK", "")
+    if number.isdecimal() and not torch.cuda.is_initialized() and int(number) < torch.cuda.device_count():
+        torch.cuda.set_device(int(number))
+
+
 class CudaAccelerator(Accelerator):
-    """One GPU, the current CUDA device at construction."""
+    """One GPU, the current CUDA device at construction; what that is where nobody said: `_take_own_device`."""
 
     name = "cuda"
     unified = False
@@ -117,6 +126,7 @@ class CudaAccelerator(Accelerator):
         if not torch.cuda.is_available():
             raise ConfigError("accelerator 'cuda' was asked for, but torch finds no CUDA device: use 'cpu'.")
         super().__init__()
+        _take_own_device()
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._fetch = torch.cuda.Stream(self.device)
         self._drain = torch.cuda.Stream(self.device)

@@ -45,3 +45,13 @@ def test_one_queue_of_the_gpu_takes_no_second_communicator(monkeypatch: pytest.M
     with pytest.warns(RuntimeWarning, match="CUDA_DEVICE_MAX_CONNECTIONS=1"):
         Ranks.use_devices(ranks, torch.device("cuda", 0))
     assert said == [b""]
+
+
+def test_ranks_that_share_a_gpu_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks on three GPUs: those of the first two are told."""
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="0"))
+    ranks: Any = types.SimpleNamespace(exchange_bytes=lambda data: [data, data, b"host/1", b"host/2"])
+    with pytest.warns(RuntimeWarning, match="ranks 0, 1 share one GPU.*set_device"):
+        Ranks.use_devices(ranks, torch.device("cuda", 0))
