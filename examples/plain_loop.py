@@ -24,7 +24,7 @@ with offload.initialize(model, optimizer, config) as engine:
     model.train()
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(engine.optimizer, STEPS)
     for step in range(STEPS):
-        batch = tokens[step * LENGTH : (step + 1) * LENGTH][None]
+        batch = tokens[step * LENGTH : (step + 1) * LENGTH][None].to(model.device)
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
         engine.optimizer.step()

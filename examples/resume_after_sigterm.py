@@ -24,7 +24,7 @@ with offload.initialize(model, optimizer, config) as engine:
     model.train()
     state = engine.resume_or_start(f"{out}/checkpoints", catch_sigterm=True)
     for step in range(state["step"] if state else 0, STEPS):
-        batch = tokens[step * LENGTH : (step + 1) * LENGTH][None]
+        batch = tokens[step * LENGTH : (step + 1) * LENGTH][None].to(model.device)
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
         engine.optimizer.step()

@@ -26,7 +26,7 @@ config = {"parameters": "nvme", "optimizer_states": "nvme", "nvme": nvme, "max_g
 with offload.initialize(model, optimizer, config) as engine:  # starts the process group
     model.train()
     for step in range(STEPS):
-        batch = rows[step, rank][None]
+        batch = rows[step, rank][None].to(model.device)
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
         engine.optimizer.step()

@@ -127,6 +127,21 @@ def test_every_block_is_fenced(page: Path) -> None:
     assert re.findall(r"(?<=\n\n)(?:    .*\n)+", text) == []
 
 
+BATCH = re.compile(r"\bmodel\((?:input_ids=batch|torch\.randn\()")
+WRAPPERS = ("accelerator", "fabric")
+"""Put batches where the model computes."""
+
+
+@pytest.mark.parametrize("path", [*PAGES, *sorted((ROOT / "examples").glob("*.py"))], ids=lambda path: path.name)
+def test_every_loop_has_its_batches_where_the_model_computes(path: Path) -> None:
+    """`initialize` has a model that was built on the CPU compute on the GPU, where there is one: a batch does not follow it."""
+    text = path.read_text()
+    for one in [text] if path.suffix == ".py" else [block for language, block in blocks(path) if "python" in language]:
+        if BATCH.search(one) and not any(wrapper in one for wrapper in WRAPPERS):
+            assert re.search(r"device=model\.|device=model\[|\.to\(model\.device\)", one), one
+        assert "use_cpu" not in one, "on a GPU batches would stay on the CPU"
+
+
 def test_every_page_of_the_repository_is_one_of_these() -> None:
     """The changelog has no blocks. The site's other pages are made of these, of docstrings and of the command line's help."""
     assert {path.name for path in ROOT.glob("*.md")} == {"README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"}
