@@ -125,7 +125,7 @@ class Accelerator:
 
     def total_memory(self, device_index: int | None = None) -> int:
         if self._name == "cuda":
-            return int(torch.cuda.get_device_properties(device_index or 0).total_memory)
+            return int(torch.cuda.get_device_properties(device_index).total_memory)
         return int(psutil.virtual_memory().total)
 
     def available_memory(self, device_index: int | None = None) -> int:

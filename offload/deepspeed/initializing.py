@@ -62,6 +62,7 @@ def initialize(
             f"deepspeed.initialize requires a model; it is of type {type(model).__name__}: pass a torch.nn.Module."
         )
     comm.join_launched()
+    comm.take_device(args)
     said = _settings(args, others)
     trained_by = _optimizer(optimizer, said, model_parameters if model_parameters is not None else model.parameters())
     passed = {"optimizer": optimizer, "scheduler": lr_scheduler}

@@ -135,6 +135,34 @@ def test_comm_is_torch_distributed() -> None:
     assert deepspeed.comm.ReduceOp is torch.distributed.ReduceOp and not deepspeed.comm.is_initialized()
 
 
+def test_a_launched_process_computes_on_the_device_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts put their batches on `engine.local_rank`, and set no device."""
+    taken: list[int] = []
+    deepspeed.init_distributed()
+    try:
+        with monkeypatch.context() as patch:
+            for name, value in (("WORLD_SIZE", "1"), ("LOCAL_RANK", "1")):
+                patch.setenv(name, value)
+            patch.setattr(torch.cuda, "is_available", lambda: True)
+            patch.setattr(torch.cuda, "device_count", lambda: 2)
+            patch.setattr(torch.cuda, "set_device", taken.append)
+            engine, *_ = deepspeed.initialize(model=small(), config=CONFIG)
+            assert engine.local_rank == 1
+            engine.destroy()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert taken == [1]
+
+
+def test_the_memory_asked_for_is_that_of_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    sizes = {0: 10, 1: 20, None: 20}
+    properties = {index: argparse.Namespace(total_memory=nbytes) for index, nbytes in sizes.items()}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
+    found = type(deepspeed.get_accelerator())()
+    assert [found.total_memory(index) for index in (None, 0, 1)] == [20, 10, 20]
+
+
 def test_arguments() -> None:
     parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
     assert vars(parser.parse_args([])) == {"deepspeed": False, "deepspeed_config": None}
