@@ -249,30 +249,44 @@ class CudaAccelerator(Accelerator):
         return unpin
 
     def free_nbytes(self) -> int | None:
-        return self._free_to_allocator() - int(torch.cuda.memory_allocated(self.device))
+        counts = self._counts()
+        in_tensors = counts["allocated_bytes"]["all"]["current"] if counts is not None else 0
+        return self._free_to_allocator(counts) - int(in_tensors)
 
     def memory_use(self) -> MemoryUse | None:
         # Of blocks, not of tensors: what another stream still uses cannot be had yet.
-        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
-        if "active_bytes" not in stats:
-            return None  # an allocator that does not count
-        active = stats["active_bytes"]["all"]
+        counts = self._counts()
+        if counts is None:
+            return None
+        active = counts["active_bytes"]["all"]
         if not self._total_nbytes:
-            self._total_nbytes = self._free_to_allocator()
+            self._total_nbytes = self._free_to_allocator(counts)
         return MemoryUse(self._total_nbytes, active["current"], active["peak"])
 
     def begin_peak(self) -> None:
         self._former_peak_nbytes = self.peak_nbytes() or 0
         torch.cuda.reset_peak_memory_stats(self.device)
-        self._total_nbytes = self._free_to_allocator()
+        self._total_nbytes = self._free_to_allocator(self._counts())
 
-    def _free_to_allocator(self) -> int:
+    def _counts(self) -> dict[str, Any] | None:
+        """What the allocator counts, by kind; None of one that does not count."""
+        try:
+            counts: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict(self.device)
+        except RuntimeError:  # one that somebody else plugged in (torch.cuda.memory.change_current_allocator)
+            return None
+        return counts if "active_bytes" in counts else None
+
+    def _free_to_allocator(self, counts: dict[str, Any] | None) -> int:
         """What the allocator has, in tensors or kept for the next, and what the driver would give it: libraries and other
         processes have the rest."""
-        return int(torch.cuda.mem_get_info(self.device)[0]) + int(torch.cuda.memory_reserved(self.device))
+        kept = counts["reserved_bytes"]["all"]["current"] if counts is not None else 0
+        return int(torch.cuda.mem_get_info(self.device)[0]) + int(kept)
 
     def peak_nbytes(self) -> int | None:
-        return max(self._former_peak_nbytes, int(torch.cuda.max_memory_allocated(self.device)))
+        counts = self._counts()
+        if counts is None:
+            return None
+        return max(self._former_peak_nbytes, int(counts["allocated_bytes"]["all"]["peak"]))
 
     def close(self) -> None:
         # What is freed after this goes back to the stream that it was allocated on, and another may have used it last.

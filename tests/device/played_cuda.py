@@ -378,7 +378,6 @@ def play(monkeypatch: pytest.MonkeyPatch, seed: int = 0, kind: type[PlayedAccele
         "synchronize": synchronize,
         "stream": stream,
         "cudart": lambda: cudart,
-        "max_memory_allocated": lambda device: 0,
         "mem_get_info": lambda device: (1 << 40, 1 << 40),
     }
     for name, value in plays.items():

@@ -25,6 +25,25 @@ def test_what_torch_keeps_of_freed_memory_is_free(monkeypatch: pytest.MonkeyPatc
     """Of 1000 bytes the driver has 100 and torch 700, 300 of which are in tensors: so much may the next one take."""
     play(monkeypatch)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 700)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 300)
+    counts = {"allocated_bytes": 300, "active_bytes": 300, "reserved_bytes": 700}
+    nested = {name: {"all": {"current": nbytes, "peak": nbytes}} for name, nbytes in counts.items()}
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: nested)
     assert CudaAccelerator().free_nbytes() == 500
+
+
+def test_an_allocator_that_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one of another library's, under which torch's figures raise: what the driver has is what there is."""
+    play(monkeypatch)
+
+    def refuse(device: object) -> None:
+        raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats.")
+
+    for name in ("_cuda_memoryStats", "_cuda_resetPeakMemoryStats"):
+        monkeypatch.setattr(torch._C, name, refuse, raising=False)
+    for name in ("is_initialized", "is_available"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
+    monkeypatch.setattr(torch.cuda, "_get_device_index", lambda device, optional=False: 0, raising=False)
+    accelerator = CudaAccelerator()
+    assert accelerator.free_nbytes() == 100
+    assert accelerator.memory_use() is None and accelerator.peak_nbytes() is None
