@@ -259,8 +259,8 @@ class Ranks:
             self._make_device_groups()
         elif identity and (sharing := [index for index, other in enumerate(said) if other == identity])[1:]:
             warnings.warn(
-                f"ranks {', '.join(map(str, sharing))} share one GPU: each takes memory of it for itself, and all ranks talk over "
-                "the host, slowly. Where there is one for each, call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) "
+                f"ranks {', '.join(map(str, sharing))} share one GPU: each takes memory of it for itself, and all ranks talk "
+                "over the host, slowly. Where there is one for each, call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) "
                 "before anything is put on a GPU.",
                 RuntimeWarning,
                 stacklevel=2,
