@@ -57,14 +57,6 @@ def join_launched() -> None:
         dist.init_process_group(_backend())
 
 
-def take_device(args: Any = None) -> None:
-    """Make this process's GPU the current device, as DeepSpeed's initialize does: that of its number on the machine, or of
-    `args.device_rank`."""
-    index = int(getattr(args, "device_rank", get_local_rank()))
-    if _was_launched() and torch.cuda.is_available() and 0 <= index < torch.cuda.device_count():
-        torch.cuda.set_device(index)
-
-
 def _was_launched() -> bool:
     return "WORLD_SIZE" in os.environ
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import os
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
@@ -62,7 +63,7 @@ def initialize(
             f"deepspeed.initialize requires a model; it is of type {type(model).__name__}: pass a torch.nn.Module."
         )
     comm.join_launched()
-    comm.take_device(args)
+    _take_device(args)
     said = _settings(args, others)
     trained_by = _optimizer(optimizer, said, model_parameters if model_parameters is not None else model.parameters())
     passed = {"optimizer": optimizer, "scheduler": lr_scheduler}
@@ -91,6 +92,13 @@ def initialize(
         checkpointing.configure(None, **said.activation_checkpointing)
     atexit.register(_close_at_exit, weakref.ref(engine))
     return made, made.optimizer, loader, scheduler
+
+
+def _take_device(args: Any) -> None:
+    """Make the current device the GPU of this process's number on the machine (or of `args.device_rank`), as DeepSpeed does."""
+    number = str(getattr(args, "device_rank", os.environ.get("LOCAL_RANK", "")))
+    if number.isdecimal() and torch.cuda.is_available() and int(number) < torch.cuda.device_count():
+        torch.cuda.set_device(int(number))
 
 
 @contextmanager
