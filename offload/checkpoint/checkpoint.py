@@ -30,6 +30,7 @@ from offload.checkpoint.restoring import StateWriter, StoredParameter
 from offload.checkpoint.saving.saves import Save, Saver
 from offload.errors import CheckpointError, EngineFailedError, RankError, UsageError, words_of
 from offload.model.optimizer import OffloadOptimizer
+from offload.model.weight_names import set_buffer
 from offload.ranks.next_transfers import MeetingPoint
 from offload.step.calls import in_backward
 from offload.step.components import Components
@@ -290,7 +291,7 @@ class Checkpointing:
             if fqn in matching.buffers:
                 value = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
                 opened.read_elements(matching.buffers[fqn], 0, value)
-                buffer.detach().copy_(value)
+                set_buffer(buffer, value)
 
     def _restore_loss_scale(self, saved: LossScaleEntry) -> None:
         scale = self._training.loss_scale

@@ -111,6 +111,19 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield (f"{prefix}.{name}" if prefix else name), buffer
 
 
+def set_buffer(buffer: Tensor, value: Tensor) -> None:
+    """Give a buffer other values in its own memory. Of an expanded one many elements are the same in memory, which have one
+    value there: the first. Another that is to have several gets memory of its own."""
+    held, first = buffer.detach(), value
+    for dim, size in enumerate(buffer.shape if buffer.layout == torch.strided else ()):
+        if size > 1 and buffer.stride(dim) == 0:
+            held, first = held.narrow(dim, 0, 1), first.narrow(dim, 0, 1)
+    if held.shape != buffer.shape and not torch.equal(first.expand(value.shape), value):
+        buffer.data = value.to(buffer.device, buffer.dtype, copy=True)
+        return
+    held.copy_(first)
+
+
 def _names_by_fqn(
     model: nn.Module, names: Iterable[str], fqns: Mapping[str, str], origin: str
 ) -> tuple[dict[str, str], list[str]]:

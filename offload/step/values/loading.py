@@ -13,7 +13,7 @@ from offload.errors import UsageError
 from offload.model.chunk import Chunk
 from offload.model.file_dtypes import converts
 from offload.model.unit import Unit
-from offload.model.weight_names import Differences, persistent_buffers
+from offload.model.weight_names import Differences, persistent_buffers, set_buffer
 from offload.ranks.group import Group
 from offload.ranks.next_transfers import MeetingPoint
 from offload.step.calls import in_backward
@@ -48,7 +48,7 @@ class ValueLoading:
             for unit in self._parts.units:
                 self._set_unit(unit, {info.index: self._value(info.fqns, info.shape, owners) for info in unit.parameters})
             for fqn, buffer in self._buffers.items():
-                buffer.detach().copy_(self._value((fqn,), buffer.shape, owners))
+                set_buffer(buffer, self._value((fqn,), buffer.shape, owners))
             self._parts.residency.bring_persistent()
 
     def _owners(self) -> dict[str, tuple[int, torch.dtype]]:
